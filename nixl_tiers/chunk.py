@@ -1,0 +1,113 @@
+"""Keys, row geometry and the namespace: what a chunk is, before anything moves it.
+
+Everything here is a value. A key names a chunk's content; a geometry says how its bytes lie in a row;
+a namespace is the fingerprint of all that must agree before two engines may share those bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+PAGE: Final = 4096
+MAX_KEY_BYTES: Final = 112
+NAMESPACE_BYTES: Final = 16
+
+Key = bytes
+
+
+def align(size: int, to: int = PAGE) -> int:
+    """`size` rounded up to a multiple of `to`, in bytes."""
+    return -(-size // to) * to
+
+
+def check_key(key: Key) -> None:
+    """Raise ValueError unless `key` is 1 to MAX_KEY_BYTES bytes long."""
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, this one has {len(key)}")
+
+
+def object_name(key: Key) -> str:
+    """A key's name below its namespace in an object store: a two-digit fan-out folder and the key in hexadecimal."""
+    return f"{hashlib.blake2b(key, digest_size=1).hexdigest()}/{key.hex()}"
+
+
+def key_of_object(name: str) -> Key | None:
+    """The inverse of object_name, or None where `name` is not one of ours."""
+    fan_out, _, digits = name.partition("/")
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        return None
+    if not 0 < len(key) <= MAX_KEY_BYTES or object_name(key) != f"{fan_out}/{digits}":
+        return None
+    return key
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How one row is laid out: `cells` cells of `cell_payload` bytes, each padded to whole pages, then the seal.
+
+    A cell is one rank's part of the chunk; inside a cell, the bytes of one engine block (all layers of it)
+    are contiguous: sub-block b stands at b * (cell_payload // sub_blocks).
+    """
+
+    cells: int
+    cell_payload: int
+    sub_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be at least 1")
+        if self.cell_payload % self.sub_blocks:
+            raise ValueError(f"a cell of {self.cell_payload} bytes does not hold {self.sub_blocks} equal blocks")
+
+    @property
+    def sub_block_bytes(self) -> int:
+        return self.cell_payload // self.sub_blocks
+
+    @property
+    def cell_bytes(self) -> int:
+        """Distance from one cell to the next: a multiple of PAGE."""
+        return align(self.cell_payload)
+
+    @property
+    def seal_bytes(self) -> int:
+        """Bytes that the seal takes at the row's end (format version 1, docs/format.md), a multiple of 8."""
+        return 80 + MAX_KEY_BYTES + align(self.sub_blocks, 64) // 8 + 16 * self.cells + 16
+
+    @property
+    def row_bytes(self) -> int:
+        """Distance from one row to the next: a multiple of PAGE. The seal uses the last cell's padding if it fits."""
+        cells = self.cells * self.cell_bytes
+        padding = self.cell_bytes - self.cell_payload
+        return cells if padding >= self.seal_bytes else cells + align(self.seal_bytes)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.cells * self.cell_payload
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """All that must agree before bytes may be shared, digested; `epoch` 0 means the weights as they were loaded."""
+
+    facts: tuple[tuple[str, str], ...]
+    epoch: int = 0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, object], epoch: int = 0) -> Namespace:
+        return cls(tuple(sorted((name, str(value)) for name, value in facts.items())), epoch)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes (BLAKE2b) over every fact, length-prefixed so that no two sets of facts read the same, and the epoch."""
+        digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES)
+        for pair in (*self.facts, ("epoch", str(self.epoch))):
+            for text in pair:
+                raw = text.encode()
+                digest.update(len(raw).to_bytes(4, "little") + raw)
+        return digest.digest()

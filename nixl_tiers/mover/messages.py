@@ -1,0 +1,132 @@
+"""What an engine and its movers say to each other over a SOCK_SEQPACKET socketpair, one msgpack message a packet.
+
+A packet stays below MAX_PACKET bytes: senders split batches. Packets arrive whole and in order, or not at all.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+
+MAX_PACKET: Final = 64 << 10
+MAX_MOVES: Final = 256
+MAX_ENTRIES: Final = 256
+HEARTBEAT_S: Final = 1.0
+
+
+class Outcome(IntEnum):
+    """How one move ended. Anything but OK is a miss to whoever waits for the row."""
+
+    OK = 0
+    MISSING = 1  # nothing stored there
+    CORRUPT = 2  # something is there, and its seal says that it is not ours, or not whole
+    FAILED = 3  # an I/O error: the bytes may still be good
+    NO_SPACE = 4  # a store that the medium has no room for
+
+
+class Move(msgspec.Struct, array_like=True, frozen=True):
+    """One row between the region and a slot of the tier."""
+
+    row: int
+    slot: int
+    key: bytes
+    tick: int = 0  # recency, for the journal (stores)
+    seal: bool = False  # the mover must seal the row before it writes it (stores)
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Engine -> mover, once, first: what to be."""
+
+    tier: dict[str, object]  # the tier's configuration (config.tier_to_dict)
+    cells: int
+    cell_payload: int
+    sub_blocks: int
+    rows: int
+
+
+class Open(msgspec.Struct, tag="open", frozen=True):
+    """Engine -> mover: serve this namespace from now on (at start, and after every reset). Answered by Opened."""
+
+    namespace: bytes
+    epoch: int
+
+
+class Store(msgspec.Struct, tag="store", frozen=True):
+    """Engine -> mover: region -> tier. Answered by Finished."""
+
+    job: int
+    moves: list[Move]
+
+
+class Load(msgspec.Struct, tag="load", frozen=True):
+    """Engine -> mover: tier -> region, every row verified before it is OK. Answered by Finished."""
+
+    job: int
+    moves: list[Move]
+
+
+class Drop(msgspec.Struct, tag="drop", frozen=True):
+    """Engine -> mover: forget these (slot, key). Not answered."""
+
+    entries: list[tuple[int, bytes]]
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Engine -> mover: finish what runs, write the journal, leave."""
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    """Mover -> engine: the tier is up (again). `slots`: how many rows it may hold."""
+
+    epoch: int
+    slots: int
+
+
+class Down(msgspec.Struct, tag="down", frozen=True):
+    """Mover -> engine: the tier cannot serve now; the mover goes on trying and sends Opened when it can."""
+
+    reason: str
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Mover -> engine: the tier can never serve as configured (no such bucket); one clear sentence. The mover leaves."""
+
+    reason: str
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True):
+    slot: int
+    key: bytes
+    tick: int
+
+
+class Adopt(msgspec.Struct, tag="adopt", frozen=True):
+    """Mover -> engine, after Opened: rows found in this namespace, oldest first in `tick`. `last` ends the listing."""
+
+    epoch: int
+    entries: list[Entry]
+    last: bool
+
+
+class Finished(msgspec.Struct, tag="finished", frozen=True):
+    """Mover -> engine: a job ended; `outcomes` holds one Outcome a move, in the job's order. Its rows are quiet now."""
+
+    job: int
+    outcomes: bytes
+    seconds: float
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
+    """Mover -> engine, every HEARTBEAT_S from the loop that moves rows."""
+
+    used_bytes: int  # what the tier takes on its medium now
+
+
+ToMover = Hello | Open | Store | Load | Drop | Stop
+ToEngine = Opened | Down | Refused | Adopt | Finished | Heartbeat
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

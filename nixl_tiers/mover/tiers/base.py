@@ -1,0 +1,75 @@
+"""The contract of a storage tier: what a mover process asks of it. Public: others write tiers too.
+
+A tier is used by one thread. No call may wait for the medium for long: transfers are started by `store`
+and `load` and collected by `poll`; what blocks (listings, deletes) belongs on a thread of the tier's own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nixl_tiers.mover.messages import Entry, Move, Outcome
+
+
+class TierDown(Exception):
+    """The medium does not answer now; opening may succeed later. The text is one sentence for the log."""
+
+
+class TierRefused(Exception):
+    """The configuration can never work (no such bucket, unwritable path). One sentence that names the field."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished batch: the ticket that store or load returned, and one outcome a move, in order."""
+
+    ticket: int
+    outcomes: Sequence[Outcome]
+
+
+class StorageTier(ABC):
+    """One namespace of one medium, as slots of one row each.
+
+    The core owns the slots: it never stores into a slot that another key still holds, nor drops one that a load reads.
+    """
+
+    @abstractmethod
+    def open(self, namespace: bytes, epoch: int) -> int:
+        """Serve this namespace from now on and return how many slots it may fill. Called again after a reset,
+        with nothing in flight. Raises TierDown or TierRefused, and then may be called again."""
+
+    @abstractmethod
+    def adopt(self) -> Iterator[list[Entry]]:
+        """The rows already there, in batches, after open. A batch may be empty: 'nothing yet, ask again'."""
+
+    @abstractmethod
+    def store(self, moves: Sequence[Move]) -> int:
+        """Start writing region rows into slots, sealing those that ask for it; returns a ticket."""
+
+    @abstractmethod
+    def load(self, moves: Sequence[Move]) -> int:
+        """Start reading slots into region rows; returns a ticket. OK only for a row whose seal was verified."""
+
+    @abstractmethod
+    def poll(self) -> list[Done]:
+        """What has ended since. When a batch is reported, nothing of it touches the region any more."""
+
+    @abstractmethod
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        """Forget these (slot, key) pairs; the slots may be stored into from the next call on."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether poll is worth calling soon."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """What this tier takes on its medium now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is pending and let go. Nothing is in flight."""
