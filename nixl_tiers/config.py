@@ -1,0 +1,458 @@
+"""The one configuration: a dict, a JSON file or a YAML file becomes a checked, frozen `TiersConfig`.
+
+Whatever is wrong is told as one sentence that names the field (`ConfigError`), before anything is started
+and without touching the network. Secrets never stand in a configuration, because engines log it and it stands
+on command lines: the schema only has fields that say where a secret is kept.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+MAX_CAPACITY_BYTES: Final = 1 << 60
+_UNITS: Final = {"": 1, "B": 1} | {
+    f"{letter}{infix}B": base**power
+    for power, letter in enumerate("KMGTPE", 1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+_UNITS_BY_LOWER: Final = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_ENVIRONMENT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
+_SECRET_FIELD: Final = re.compile(r"secret|passw|token|accesskey|apikey|credential|privatekey")
+_SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
+_POINTERS: Final = {"credentials_file", "access_key_env", "secret_key_env", "session_token_env"}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work: one sentence that begins with the field's name."""
+
+
+def parse_size(value: object) -> int:
+    """Bytes meant by `value`: a whole number of bytes, or text such as "64GiB", "500GB", "1.5TiB".
+
+    Raises ValueError.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        number, unit = match.groups()
+        if unit.lower() not in _UNITS_BY_LOWER:
+            raise ValueError(f"{_shown(value)} has an unknown unit; use B, KiB, MiB, GiB, TiB or KB, MB, GB, TB")
+        size = int(Fraction(number) * _UNITS_BY_LOWER[unit.lower()])
+    else:
+        raise ValueError(f'{_shown(value)} is not a size; write bytes as a whole number, or text such as "64GiB"')
+    if size < 1:
+        raise ValueError(f"{_shown(value)} is no room at all; a capacity must be at least one byte")
+    if size > MAX_CAPACITY_BYTES:
+        raise ValueError(f"{_shown(value)} is more than 1 EiB, which no tier can have")
+    return size
+
+
+def format_size(size_bytes: int) -> str:
+    """`size_bytes` for people: "64 GiB", "1.5 TiB", "812 B"."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    power = min(int(math.log2(size_bytes)) // 10, 6)
+    return f"{size_bytes / 1024**power:.4g} {' KMGTPE'[power]}iB"
+
+
+def _shown(value: object) -> str:
+    """`value` as it may stand in a message: long text might be a secret in the wrong place, and is left out."""
+    if isinstance(value, str):
+        return json.dumps(value) if len(value) <= 32 else "that value"
+    return str(value) if isinstance(value, (int, float, type(None))) else f"a {type(value).__name__}"
+
+
+def _absolute(value: object) -> Path:
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise ValueError(f"must be an absolute path, not {_shown(value)}")
+    if not os.path.isabs(value):
+        raise ValueError(f'must be an absolute path, and "{value}" is relative')
+    return Path(os.path.normpath(value))
+
+
+def _text(value: object, what: str, pattern: re.Pattern[str], longest: int) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"must be {what}, not {_shown(value)}")
+    if len(value) > longest or not pattern.fullmatch(value):
+        raise ValueError(f"{_shown(value)} is not {what}")
+    return value
+
+
+def _bucket(value: object) -> str:
+    return _text(value, "a bucket name (3 to 255 letters, digits, dots, dashes or underscores)", _BUCKET, 255)
+
+
+def _prefix(value: object) -> str:
+    text = value.strip("/") if isinstance(value, str) else value
+    what = "a prefix (1 to 512 characters: letters, digits, !_.*'()=- and single slashes between them)"
+    prefix = _text(text, what, _PREFIX, 512)
+    if any(part in (".", "..") for part in prefix.split("/")):
+        raise ValueError(f"{_shown(prefix)} must not have . or .. as a part")
+    return prefix
+
+
+def _region(value: object) -> str:
+    return _text(value, "a region name", re.compile(r"[A-Za-z0-9-]+"), 64)
+
+
+def _endpoint(value: object) -> str | None:
+    if value is None:
+        return None
+    form = "http://host:port or https://host:port"
+    if not isinstance(value, str):
+        raise ValueError(f"must be {form}, not {_shown(value)}")
+    if "@" in value:
+        raise ValueError(f"must be {form} without a user name or password in it")
+    try:
+        parts = urlsplit(value)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or parts.path not in ("", "/") or parts.query or parts.fragment or re.search(r"\s", value):
+        raise ValueError(f"must be {form}, with nothing behind the port")
+    return value.rstrip("/")
+
+
+def _environment_name(value: object) -> str | None:
+    # A key pasted into this field must not come back in the message, so the value is never shown.
+    if value is None:
+        return None
+    looks_secret = isinstance(value, str) and len(value) >= 32 and "_" not in value
+    if not isinstance(value, str) or looks_secret or not _ENVIRONMENT_NAME.fullmatch(value):
+        raise ValueError("must be the name of an environment variable, not the secret itself")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
+EnvironmentName = Annotated[str | None, BeforeValidator(_environment_name)]
+Write = Literal["through", "off"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+
+
+class CpuTier(_Model):
+    """The host tier: `capacity` bytes of memory per node."""
+
+    type: Literal["cpu"]
+    capacity: Size
+
+
+class FileTier(_Model):
+    """A directory of this node: `capacity` bounds every byte below `path`, whatever has lived there."""
+
+    type: Literal["file"]
+    path: AbsolutePath
+    capacity: Size
+    backend: Literal["auto", "posix", "gds_mt"] = "auto"
+    write: Write = "through"
+
+
+class S3Tier(_Model):
+    """A prefix of a bucket. Without `endpoint`: AWS. Without any credential field: the usual AWS chain."""
+
+    type: Literal["s3"]
+    bucket: Annotated[str, BeforeValidator(_bucket)]
+    prefix: Annotated[str, BeforeValidator(_prefix)] = "nixl-tiers"
+    endpoint: Annotated[str | None, BeforeValidator(_endpoint)] = None
+    region: Annotated[str, BeforeValidator(_region)] = "us-east-1"
+    capacity: Size
+    write: Write = "through"
+    profile: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    credentials_file: AbsolutePath | None = None
+    access_key_env: EnvironmentName = None
+    secret_key_env: EnvironmentName = None
+    session_token_env: EnvironmentName = None
+    ca_file: AbsolutePath | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> S3Tier:
+        if (self.access_key_env is None) != (self.secret_key_env is None):
+            given, missing = ("access", "secret") if self.access_key_env else ("secret", "access")
+            raise ValueError(f"{given}_key_env needs {missing}_key_env beside it")
+        if self.session_token_env and not self.access_key_env:
+            raise ValueError("session_token_env needs access_key_env and secret_key_env beside it")
+        ways = [way for way in ("profile", "credentials_file", "access_key_env") if getattr(self, way) is not None]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} are different ways to find credentials; give one")
+        if self.ca_file and self.endpoint and self.endpoint.startswith("http:"):
+            raise ValueError("ca_file has no use with an endpoint that begins with http:")
+        return self
+
+
+StorageTier = FileTier | S3Tier
+Tier = Annotated[CpuTier | FileTier | S3Tier, Field(discriminator="type")]
+
+
+class TiersConfig(_Model):
+    """What `load` returns. `wait_s` is the longest that a request waits for promotions."""
+
+    tiers: tuple[Tier, ...]
+    model_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    salt: Annotated[str, Field(max_length=512)] = ""
+    lora_storage: Annotated[bool, Field(strict=True)] = False
+    on_reset: Literal["new_epoch", "keep"] = "new_epoch"
+    wait_s: Annotated[float, Field(strict=True, gt=0, le=3600)] = 10.0
+
+    @model_validator(mode="after")
+    def _agree(self) -> TiersConfig:
+        kinds = [tier.type for tier in self.tiers]
+        if not kinds or kinds[0] != "cpu" or kinds.count("cpu") > 1:
+            raise ValueError('tiers: the first tier must be the "cpu" tier, and the only one of that type')
+        for i, tier in enumerate(self.tiers):
+            for j, other in enumerate(self.tiers[:i]):
+                if _overlap(tier, other):
+                    raise ValueError(f"tiers[{i}]: shares its place with tiers[{j}], so neither budget could hold")
+        return self
+
+    @property
+    def cpu(self) -> CpuTier:
+        first = self.tiers[0]
+        assert isinstance(first, CpuTier)
+        return first
+
+    @property
+    def storage(self) -> tuple[StorageTier, ...]:
+        """The storage tiers in the order in which they are searched."""
+        return tuple(tier for tier in self.tiers if not isinstance(tier, CpuTier))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One name a storage tier: its type, numbered from the second of a type on ("file", "file2", "s3", "s3-2")."""
+        names: list[str] = []
+        seen: dict[str, int] = {}
+        for tier in self.storage:
+            number = seen[tier.type] = seen.get(tier.type, 0) + 1
+            dash = "-" if tier.type[-1].isdigit() else ""
+            names.append(tier.type if number == 1 else f"{tier.type}{dash}{number}")
+        return tuple(names)
+
+
+def _overlap(one: BaseModel, other: BaseModel) -> bool:
+    if isinstance(one, FileTier) and isinstance(other, FileTier):
+        return one.path.is_relative_to(other.path) or other.path.is_relative_to(one.path)
+    if (
+        isinstance(one, S3Tier)
+        and isinstance(other, S3Tier)
+        and (one.endpoint, one.bucket)
+        == (
+            other.endpoint,
+            other.bucket,
+        )
+    ):
+        return f"{one.prefix}/".startswith(f"{other.prefix}/") or f"{other.prefix}/".startswith(f"{one.prefix}/")
+    return False
+
+
+_MODELS: Final[dict[str, type[BaseModel]]] = {"cpu": CpuTier, "file": FileTier, "s3": S3Tier}
+_TIER: Final[TypeAdapter[CpuTier | FileTier | S3Tier]] = TypeAdapter(Tier)
+
+
+def load(source: Mapping[str, Any] | str | Path) -> TiersConfig:
+    """The configuration in `source`: a dict, or the path of a .json, .yaml or .yml file.
+
+    A dict that holds nothing but `{"config": PATH}` stands for that file. Raises ConfigError.
+    """
+    if isinstance(source, Mapping):
+        if set(source) == {"config"}:
+            if not isinstance(source["config"], (str, Path)):
+                raise ConfigError("config: must be the path of a .json, .yaml or .yml file")
+            return load(source["config"])
+        return _checked(source)
+    path = Path(source)
+    raw = _read(path)
+    try:
+        return _checked(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _checked(raw: object) -> TiersConfig:
+    if not isinstance(raw, Mapping):
+        raise ConfigError("tiers: this field is missing, because the configuration is not a table of fields")
+    _refuse_secrets(raw)
+    try:
+        return TiersConfig.model_validate(dict(raw))
+    except ValidationError as error:
+        # Not chained: the original's text repeats the input, whatever stands in it.
+        raise ConfigError(_sentence(error.errors())) from None
+
+
+def tier_to_dict(tier: StorageTier) -> dict[str, Any]:
+    """What travels to a tier's mover, as JSON types. Holds no secret, because no tier does."""
+    return tier.model_dump(mode="json")
+
+
+def tier_from_dict(fields: Mapping[str, Any]) -> StorageTier:
+    """The inverse of `tier_to_dict`. Raises ConfigError."""
+    _refuse_secrets(fields)
+    try:
+        tier = _TIER.validate_python(dict(fields))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors())) from None
+    if isinstance(tier, CpuTier):
+        raise ConfigError('type: "cpu" is not a storage tier')
+    return tier
+
+
+def check_paths(config: TiersConfig, create: bool = True) -> None:
+    """Refuse directories that cannot be written, files that cannot be read and environment variables that are unset.
+
+    With `create`, a missing directory of a file tier is made (mode 0700) and written to once; without it nothing is
+    changed, and its nearest existing parent is looked at instead. Raises ConfigError.
+    """
+    for i, tier in enumerate(config.tiers):
+        if isinstance(tier, FileTier):
+            _check_directory(f"tiers[{i}].path", tier.path, create)
+        elif isinstance(tier, S3Tier):
+            for field in ("credentials_file", "ca_file"):
+                path = getattr(tier, field)
+                if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+                    raise ConfigError(f"tiers[{i}].{field}: there is no readable file at {path}")
+            for field in ("access_key_env", "secret_key_env", "session_token_env"):
+                name = getattr(tier, field)
+                if name is not None and not os.environ.get(name):
+                    raise ConfigError(f"tiers[{i}].{field}: the environment variable {name} is not set")
+
+
+def _check_directory(field: str, path: Path, create: bool) -> None:
+    try:
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                return
+        parent = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot write to {path} ({error.strerror})") from None
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{field}: cannot write to {path} ({parent} is not a writable directory)")
+
+
+def check_rows(config: TiersConfig, row_bytes: int) -> None:
+    """Refuse a tier that does not hold one row of `row_bytes` bytes. Raises ConfigError."""
+    for i, tier in enumerate(config.tiers):
+        if tier.capacity < row_bytes:
+            raise ConfigError(
+                f"tiers[{i}].capacity: {format_size(tier.capacity)} does not hold one chunk, "
+                f"which takes {format_size(row_bytes)} here"
+            )
+
+
+def _refuse_secrets(raw: Mapping[str, Any]) -> None:
+    for place, field, value in _leaves(raw):
+        plain = re.sub(r"[^a-z]", "", field.lower())
+        if (_SECRET_FIELD.search(plain) and field not in _POINTERS) or (
+            isinstance(value, str) and _SECRET_VALUE.search(value)
+        ):
+            raise ConfigError(
+                f"{place}: a secret must not stand in the configuration; use the AWS credential chain, profile, "
+                "credentials_file, or access_key_env and secret_key_env"
+            )
+
+
+def _leaves(raw: object, place: str = "", field: str = "") -> Iterator[tuple[str, str, object]]:
+    """Every value with its full name and its own field's name; tables too, since `credentials: {...}` is one."""
+    if place:
+        yield place, field, raw
+    if isinstance(raw, Mapping):
+        for name, value in raw.items():
+            yield from _leaves(value, f"{place}.{name}" if place else str(name), str(name))
+    elif isinstance(raw, (list, tuple)):
+        for i, value in enumerate(raw):
+            yield from _leaves(value, f"{place}[{i}]", field)
+
+
+def _sentence(errors: list[ErrorDetails]) -> str:
+    # A misspelt field also shows as a missing one; the misspelling is the better news.
+    error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
+    kind, context, loc = error["type"], error.get("ctx", {}), list(error["loc"])
+    model: type[BaseModel] = TiersConfig
+    if len(loc) > 2 and loc[0] == "tiers" and loc[2] in _MODELS:
+        model = _MODELS[str(loc.pop(2))]
+    elif loc and loc[0] in _MODELS:
+        model = _MODELS[str(loc.pop(0))]
+    if kind.startswith("union_tag"):
+        loc.append("type")
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(str(loc[-1]), list(model.model_fields), n=1)
+        text = f'unknown field; did you mean "{near[0]}"?' if near else "unknown field"
+    elif kind in ("missing", "union_tag_not_found"):
+        text = "this field is missing"
+    elif kind == "union_tag_invalid":
+        text = f'must be "cpu", "file" or "s3", not {_shown(context.get("tag"))}'
+    elif kind == "literal_error":
+        text = f"must be {context['expected']}, not {_shown(error['input'])}".replace("'", '"')
+    elif kind == "value_error":
+        text = str(context["error"])
+    elif kind in ("model_type", "model_attributes_type"):
+        text = f"must be a table of fields, not {_shown(error['input'])}"
+    elif kind in ("tuple_type", "list_type"):
+        text = f"must be a list of tiers, not {_shown(error['input'])}"
+    else:
+        text = error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {text}" if place else text
+
+
+class _UniqueLoader(yaml.SafeLoader):
+    """YAML in which a field that stands twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        _refuse_twins(self.construct_object(key, deep=True) for key, _ in node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _refuse_twins(names: Iterable[object]) -> None:
+    seen: set[str] = set()
+    for name in map(str, names):
+        if name in seen:
+            raise ConfigError(f"{name}: this field stands twice in the same table")
+        seen.add(name)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_twins(name for name, _ in pairs)
+    return dict(pairs)
+
+
+def _read(path: Path) -> object:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"{path}: a configuration file must end in .json, .yaml or .yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return json.loads(text, object_pairs_hook=_unique)
+        return yaml.load(text, Loader=_UniqueLoader)  # a SafeLoader
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON in line {error.lineno} ({error.msg})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"{path}: not valid YAML{where} ({getattr(error, 'problem', None) or 'unreadable'})"
+        ) from None

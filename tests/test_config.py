@@ -1,0 +1,318 @@
+"""Configurations that work, and one clear sentence for each that does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers import config
+from nixl_tiers.config import ConfigError, FileTier, S3Tier, TiersConfig
+
+CPU = {"type": "cpu", "capacity": "1GiB"}
+FILE = {"type": "file", "path": "/mnt/nvme/kv", "capacity": "10GiB"}
+S3 = {"type": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:9000", "capacity": "1TiB"}
+
+
+def full() -> dict[str, Any]:
+    return {"tiers": [dict(CPU), dict(FILE), dict(S3)]}
+
+
+def with_tier(tier: dict[str, Any], **fields: object) -> dict[str, Any]:
+    return {"tiers": [dict(CPU), {**tier, **fields}]}
+
+
+def refusal(source: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.load(source)
+    text = str(caught.value)
+    assert "\n" not in text, "one sentence"
+    assert caught.value.__context__ is None or caught.value.__suppress_context__, "the cause may repeat the input"
+    return text
+
+
+def test_the_whole_schema_from_a_dict_json_and_yaml(tmp_path: Path) -> None:
+    source = full() | {"model_id": "m@1", "salt": "s", "lora_storage": True, "on_reset": "keep", "wait_s": 2}
+    read = config.load(source)
+    (tmp_path / "tiers.json").write_text(json.dumps(source))
+    (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(source))
+    assert config.load(tmp_path / "tiers.json") == read
+    assert config.load(str(tmp_path / "tiers.yaml")) == read
+    assert config.load({"config": str(tmp_path / "tiers.yaml")}) == read
+    assert read.cpu.capacity == 2**30
+    assert read.storage == (read.tiers[1], read.tiers[2])
+    assert (read.model_id, read.salt, read.lora_storage, read.on_reset, read.wait_s) == ("m@1", "s", True, "keep", 2.0)
+
+
+def test_what_is_left_out_has_a_sensible_value() -> None:
+    read = config.load(full())
+    assert (read.model_id, read.salt, read.lora_storage, read.on_reset, read.wait_s) == (
+        None, "", False, "new_epoch", 10.0,
+    )  # fmt: skip
+    file, s3 = read.storage
+    assert isinstance(file, FileTier)
+    assert isinstance(s3, S3Tier)
+    assert (file.path, file.backend, file.write) == (Path("/mnt/nvme/kv"), "auto", "through")
+    assert (s3.prefix, s3.region, s3.write, s3.profile, s3.ca_file) == (
+        "nixl-tiers",
+        "us-east-1",
+        "through",
+        None,
+        None,
+    )
+
+
+def test_a_configuration_is_frozen() -> None:
+    read = config.load(full())
+    with pytest.raises(ValueError, match="frozen"):
+        read.cpu.capacity = 1
+
+
+def test_storage_tiers_are_named_by_type_and_numbered_from_the_second_on() -> None:
+    read = config.load(
+        {"tiers": [CPU, FILE, S3, FILE | {"path": "/mnt/b"}, S3 | {"bucket": "other"}, FILE | {"path": "/mnt/c"}]}
+    )
+    assert read.names == ("file", "s3", "file2", "s3-2", "file3")
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("64GiB", 64 << 30), ("500GB", 500 * 10**9), ("1.5TiB", 3 << 39), (1073741824, 1 << 30), ("4096", 4096),
+        (" 10 MiB ", 10 << 20), ("2kb", 2000), ("7B", 7), ("1EiB", 1 << 60), ("0.1KiB", 102),
+    ],
+)  # fmt: skip
+def test_sizes(text: object, size_bytes: int) -> None:
+    assert config.parse_size(text) == size_bytes
+    assert config.load({"tiers": [CPU | {"capacity": text}]}).cpu.capacity == size_bytes
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, "0GiB", "0.5B", "1.1EiB", 1 << 61, "-5GiB", "64 G", "64Gi", "lots", "", 1.5, 1e12, True, None,
+             "1e12", "nan", [], {}, "\uff19GiB"],
+)  # fmt: skip
+def test_impossible_sizes_are_refused_by_name(size: object) -> None:
+    assert refusal({"tiers": [CPU | {"capacity": size}]}).startswith("tiers[0].capacity: ")
+
+
+@given(st.integers(1, config.MAX_CAPACITY_BYTES))
+def test_a_size_for_people_is_the_size(size_bytes: int) -> None:
+    assert config.parse_size(config.format_size(size_bytes)) == pytest.approx(size_bytes, rel=1e-3)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["tiers", "type", "capacity", "path", "bucket", "config", "salt", "x"]),
+                inner,
+                max_size=4,
+            )
+        ),
+    )
+)
+def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
+    for source in ({"tiers": junk}, {"tiers": [CPU, junk]}, with_tier(FILE, path=junk), with_tier(S3, endpoint=junk)):
+        try:
+            assert isinstance(config.load(source), TiersConfig)
+        except ConfigError as error:
+            assert str(error).startswith("tiers")
+
+
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        ({}, "tiers: this field is missing"),
+        ({"tiers": []}, "tiers: the first tier"),
+        ({"tiers": "cpu"}, "tiers: must be a list"),
+        ({"tiers": ["cpu"]}, "tiers[0]: must be a table"),
+        ({"tiers": [FILE]}, "tiers: the first tier"),
+        ({"tiers": [FILE, CPU]}, "tiers: the first tier"),
+        ({"tiers": [CPU, CPU]}, "tiers: the first tier"),
+        ({"tiers": [{"capacity": 1}]}, "tiers[0].type: this field is missing"),
+        ({"tiers": [CPU, {"type": "nfs"}]}, 'tiers[1].type: must be "cpu", "file" or "s3", not "nfs"'),
+        (full() | {"tires": []}, 'tires: unknown field; did you mean "tiers"?'),
+        (full() | {"xyzzy": 1}, "xyzzy: unknown field"),
+        ({"tiers": [CPU, {"type": "file", "path": "/a", "capcity": 5}]},
+         'tiers[1].capcity: unknown field; did you mean "capacity"?'),
+        ({"tiers": [CPU, {"type": "file", "path": "/a"}]}, "tiers[1].capacity: this field is missing"),
+        (with_tier(FILE, path="kv"), 'tiers[1].path: must be an absolute path, and "kv" is relative'),
+        (with_tier(FILE, path=7), "tiers[1].path: must be an absolute path"),
+        (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
+        (with_tier(FILE, backend="gds"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "gds"'),
+        (with_tier(FILE, write="back"), 'tiers[1].write: must be "through" or "off", not "back"'),
+        (with_tier(S3, bucket="a"), 'tiers[1].bucket: "a" is not a bucket name'),
+        (with_tier(S3, bucket="a/b/c"), "tiers[1].bucket: "),
+        (with_tier(S3, prefix=""), "tiers[1].prefix: "),
+        (with_tier(S3, prefix="a//b"), "tiers[1].prefix: "),
+        (with_tier(S3, prefix="a/../b"), "tiers[1].prefix: "),
+        (with_tier(S3, endpoint="127.0.0.1:9000"), "tiers[1].endpoint: must be http://host:port"),
+        (with_tier(S3, endpoint="ftp://h"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint="http://h:99999"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint="http://h/bucket"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint="http://h:9000/?x=1"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint=5), "tiers[1].endpoint: "),
+        (with_tier(S3, access_key_env="A"), "tiers[1]: access_key_env needs secret_key_env"),
+        (with_tier(S3, session_token_env="T"), "tiers[1]: session_token_env needs"),
+        (with_tier(S3, profile="p", credentials_file="/c"), "tiers[1]: profile and credentials_file are different"),
+        (with_tier(S3, ca_file="/ca"), "tiers[1]: ca_file has no use"),
+        (full() | {"wait_s": 0}, "wait_s: "),
+        (full() | {"wait_s": "10"}, "wait_s: "),
+        (full() | {"wait_s": float("nan")}, "wait_s: "),
+        (full() | {"lora_storage": "yes"}, "lora_storage: "),
+        (full() | {"on_reset": "drop"}, 'on_reset: must be "new_epoch" or "keep", not "drop"'),
+        (full() | {"model_id": ""}, "model_id: "),
+        (full() | {"salt": 5}, "salt: "),
+        ({"tiers": [CPU, FILE, FILE]}, "tiers[2]: shares its place with tiers[1]"),
+        ({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv/below"}]}, "tiers[2]: shares its place"),
+        ({"tiers": [CPU, S3, S3 | {"prefix": "nixl-tiers/below"}]}, "tiers[2]: shares its place"),
+        ({"config": 5}, "config: must be the path"),
+        ({"config": "/nowhere/tiers.toml"}, "/nowhere/tiers.toml: a configuration file must end in"),
+        ({"config": "/nowhere/tiers.json"}, "/nowhere/tiers.json: cannot be read (No such file or directory)"),
+    ],
+)  # fmt: skip
+def test_one_sentence_that_names_the_field(source: dict[str, Any], start: str) -> None:
+    assert refusal(source).startswith(start)
+
+
+def test_neighbouring_places_do_not_overlap() -> None:
+    config.load({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv2"}, S3, S3 | {"prefix": "nixl-tiers-2"}]})
+
+
+SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEYxx"
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        (with_tier(S3, access_key=SECRET), "tiers[1].access_key"),
+        (with_tier(S3, secret_key=SECRET), "tiers[1].secret_key"),
+        (with_tier(S3, aws_secret_access_key=SECRET), "tiers[1].aws_secret_access_key"),
+        (with_tier(S3, **{"AWS-Session-Token": SECRET}), "tiers[1].AWS-Session-Token"),
+        (with_tier(S3, password=SECRET), "tiers[1].password"),
+        (with_tier(S3, credentials={"key": SECRET}), "tiers[1].credentials"),
+        (with_tier(S3, profile="AKIAIOSFODNN7EXAMPLE"), "tiers[1].profile"),
+        (with_tier(S3, access_key_env="AKIAIOSFODNN7EXAMPLE", secret_key_env="S"), "tiers[1].access_key_env"),
+        (with_tier(S3, access_key_env="A", secret_key_env=SECRET), "tiers[1].secret_key_env"),
+        (with_tier(S3, access_key_env="A", secret_key_env="wJalrXU/K7MD+bPx"), "tiers[1].secret_key_env"),
+        (with_tier(S3, endpoint=f"http://me:{SECRET}@host:9000"), "tiers[1].endpoint"),
+        (with_tier(S3, endpoint=f"me:{SECRET}@host:9000"), "tiers[1].endpoint"),
+        (with_tier(S3, bucket=SECRET + "/x"), "tiers[1].bucket"),
+        (with_tier(S3, write=SECRET), "tiers[1].write"),
+        (full() | {"s3_secret": SECRET}, "s3_secret"),
+        (full() | {"nested": [{"access_key_id": "AKIAIOSFODNN7EXAMPLE"}]}, "nested[0].access_key_id"),
+    ],
+)
+def test_a_secret_is_refused_without_being_repeated(source: dict[str, Any], place: str) -> None:
+    text = refusal(source)
+    assert text.startswith(f"{place}: ")
+    for secret in (SECRET, "AKIAIOSFODNN7EXAMPLE", "wJalrXU/K7MD+bPx"):
+        assert secret not in text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"profile": "kv"},
+        {"credentials_file": "/etc/kv/credentials"},
+        {"access_key_env": "KV_ACCESS_KEY", "secret_key_env": "KV_SECRET_KEY"},
+        {"access_key_env": "A", "secret_key_env": "S", "session_token_env": "AWS_SESSION_TOKEN"},
+        {"endpoint": "https://s3.example:9000/", "ca_file": "/etc/ca.pem"},
+    ],
+)
+def test_ways_to_say_where_credentials_are_kept(fields: dict[str, Any]) -> None:
+    tier = config.load(with_tier(S3, **fields)).storage[0]
+    assert config.tier_from_dict(json.loads(json.dumps(config.tier_to_dict(tier)))) == tier
+
+
+def test_a_tier_travels_as_json() -> None:
+    for tier in config.load(full()).storage:
+        assert config.tier_from_dict(json.loads(json.dumps(config.tier_to_dict(tier)))) == tier
+    with pytest.raises(ConfigError, match=r"^type: .cpu. is not a storage tier"):
+        config.tier_from_dict(CPU)
+    with pytest.raises(ConfigError, match=r"^capacity: this field is missing"):
+        config.tier_from_dict({"type": "file", "path": "/a"})
+    with pytest.raises(ConfigError, match=r"^secret_key: a secret must not"):
+        config.tier_from_dict(S3 | {"secret_key": SECRET})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rest"),
+    [
+        ("a.json", "{", "not valid JSON in line 1"),
+        ("a.yaml", "tiers: [\n", "not valid YAML in line 2"),
+        ("a.yaml", "tiers: []\ntiers: []\n", "tiers: this field stands twice"),
+        ("a.json", '{"tiers": [], "tiers": []}', "tiers: this field stands twice"),
+        ("a.json", "[]", "tiers: this field is missing"),
+        ("a.yaml", "", "tiers: this field is missing"),
+        ("a.yaml", "tiers: [{type: cpu, capacity: 1XB}]", 'tiers[0].capacity: "1XB" has an unknown unit'),
+        ("a.yaml", "!!python/object/apply:os.getpid []", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, rest: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert refusal(tmp_path / name).startswith(f"{tmp_path / name}: {rest}")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe{}")
+    assert refusal(tmp_path / "a.json") == f"{tmp_path / 'a.json'}: is not UTF-8 text"
+
+
+def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "kv"
+    read = config.load(with_tier(FILE, path=str(path)))
+    config.check_paths(read, create=False)
+    assert not path.exists()
+    config.check_paths(read)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, create: bool) -> None:
+    (tmp_path / "taken").write_text("")
+    for path in (tmp_path / "taken", tmp_path / "taken" / "kv"):
+        with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.path: cannot write to {path} "):
+            config.check_paths(config.load(with_tier(FILE, path=str(path))), create)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="root may write everywhere")
+def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
+    # Root ignores permission bits, so it meets a file system that nobody can write to.
+    path = Path("/proc/sys/kv") if os.geteuid() == 0 else tmp_path / "locked"
+    if os.geteuid() != 0:
+        path.mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.path: cannot write to {path} \("):
+        config.check_paths(config.load(with_tier(FILE, path=str(path))))
+
+
+def test_what_the_s3_tier_points_to_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KV_NOT_SET", raising=False)
+    monkeypatch.setenv("KV_SET", "x")
+    missing = tmp_path / "credentials"
+    for fields, field in (
+        ({"credentials_file": str(missing)}, "credentials_file"),
+        ({"access_key_env": "KV_SET", "secret_key_env": "KV_NOT_SET"}, "secret_key_env"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.{field}: "):
+            config.check_paths(config.load(with_tier(S3, **fields)))
+    missing.write_text("")
+    config.check_paths(config.load(with_tier(S3, credentials_file=str(missing))))
+    config.check_paths(config.load(with_tier(S3, access_key_env="KV_SET", secret_key_env="KV_SET")))
+
+
+def test_a_capacity_smaller_than_one_row_is_refused() -> None:
+    read = config.load({"tiers": [CPU, FILE | {"capacity": "1MiB"}]})
+    config.check_rows(read, 1 << 20)
+    with pytest.raises(ConfigError, match=r"^tiers\[1\]\.capacity: 1 MiB does not hold one chunk, which takes 2 MiB"):
+        config.check_rows(read, 2 << 20)
