@@ -5,25 +5,16 @@ A packet stays below MAX_PACKET bytes: senders split batches. Packets arrive who
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Final
 
 import msgspec
+
+from nixl_tiers.cascade.outcome import Outcome as Outcome
 
 MAX_PACKET: Final = 64 << 10
 MAX_MOVES: Final = 256
 MAX_ENTRIES: Final = 256
 HEARTBEAT_S: Final = 1.0
-
-
-class Outcome(IntEnum):
-    """How one move ended. Anything but OK is a miss to whoever waits for the row."""
-
-    OK = 0
-    MISSING = 1  # nothing stored there
-    CORRUPT = 2  # something is there, and its seal says that it is not ours, or not whole
-    FAILED = 3  # an I/O error: the bytes may still be good
-    NO_SPACE = 4  # a store that the medium has no room for
 
 
 class Move(msgspec.Struct, array_like=True, frozen=True):

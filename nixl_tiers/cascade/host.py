@@ -1,0 +1,116 @@
+"""The host tier's book: which row of the region holds which chunk, and who has hands on it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from nixl_tiers.cascade.policies.base import EvictionPolicy
+from nixl_tiers.cascade.slots import Slots
+from nixl_tiers.chunk import Key
+
+
+CPU = "cpu"
+
+
+class RowState(IntEnum):
+    FILLING = 0  # workers are writing it
+    LOADING = 1  # a mover is writing it
+    READY = 2
+
+
+class Row:
+    """One chunk in the host region. `worker`, `mover`: open jobs of either kind on its bytes; `holds`: requests
+    that wait and count on it. `gone`: nobody can find it any more, but somebody's job still has hands on it."""
+
+    __slots__ = (
+        "generation",
+        "gone",
+        "holds",
+        "index",
+        "key",
+        "mover",
+        "order",
+        "sealed",
+        "sealing",
+        "source",
+        "state",
+        "step",
+        "ticket",
+        "worker",
+    )
+
+    def __init__(self, key: Key, index: int, state: RowState, generation: int, order: int) -> None:
+        self.key = key
+        self.index = index
+        self.order = order  # rows of one prefix are inserted in its order
+        self.state = state
+        self.generation = generation
+        self.worker = 0
+        self.mover = 0
+        self.holds = 0
+        self.ticket = 0
+        self.step = -1
+        self.sealed = False
+        self.sealing = False
+        self.gone = False
+        self.source = CPU
+
+
+class HostTier:
+    """Rows by key. A row is given away only when no job, worker's or mover's, reads or writes it."""
+
+    def __init__(self, rows: int, policy: EvictionPolicy) -> None:
+        self.rows = rows
+        self.index: dict[Key, Row] = {}
+        self.evicted: list[Key] = []  # drained by whoever publishes events
+        self.step = 0
+        self._policy = policy
+        self._slots = Slots(rows)
+        self._inserted = 0
+
+    @property
+    def used(self) -> int:
+        """Rows that are not free: found by a key, or still in the hands of a job."""
+        return len(self._slots)
+
+    def make_room(self, count: int) -> int:
+        """Evict until `count` rows are free, or until nothing more may go; returns how many are free, at most count."""
+        missing = count - self._slots.free
+        if missing > 0:
+            for key in self._policy.evict(missing, self._spare):
+                row = self.index.pop(key)
+                self._slots.give(row.index)
+                self.evicted.append(key)
+        return min(count, self._slots.free)
+
+    def insert(self, key: Key, state: RowState, tick: int, generation: int) -> Row:
+        """A free row for `key`; call make_room first."""
+        index = self._slots.take()
+        assert index is not None, "insert without room"
+        self._inserted += 1
+        row = self.index[key] = Row(key, index, state, generation, self._inserted)
+        self._policy.add(key, tick)
+        return row
+
+    def touch(self, key: Key, tick: int) -> None:
+        self._policy.touch(key, tick)
+
+    def forget(self, row: Row) -> None:
+        """Nobody finds this row from now on; its place is free once no job has hands on it."""
+        if not row.gone:
+            row.gone = True
+            del self.index[row.key]
+            self._policy.remove(row.key)
+            self.evicted.append(row.key)
+        self.settle(row)
+
+    def settle(self, row: Row) -> None:
+        """Call when a job on `row` has ended: frees the place of a forgotten row after its last job."""
+        if row.gone and not row.worker and not row.mover and row.index >= 0:
+            self._slots.give(row.index)
+            row.index = -1
+
+    def _spare(self, key: Key) -> bool:
+        row = self.index[key]
+        # A row that this step's look-ups called a hit must still be there when the same step prepares the load.
+        return bool(row.worker or row.mover or row.holds or row.state is not RowState.READY or row.step == self.step)

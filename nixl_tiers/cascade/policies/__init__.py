@@ -1,0 +1,1 @@
+"""Eviction policies: which key of a tier goes first."""

@@ -1,0 +1,74 @@
+"""A request that waits for promotions: what it asked for, what it counts on, how long it may wait."""
+
+from __future__ import annotations
+
+from nixl_tiers.cascade.host import Row
+from nixl_tiers.chunk import Key
+
+
+class Request:
+    """Scheduler-side state of one request, from its first look-up to its end.
+
+    Its scan of a step goes up the prefix, key by key. The first scan that meets stored rows collects all of them, so
+    that they can be promoted together; later scans of the same wait stop at the first key that is not there yet.
+    """
+
+    __slots__ = (
+        "ascending",
+        "asked",
+        "deadline_s",
+        "first_scan",
+        "given_up",
+        "held",
+        "name",
+        "position",
+        "seen",
+        "step",
+        "stopped",
+        "tick",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tick: int | None = None
+        self.deadline_s: float | None = None
+        self.given_up = False
+        # Keys queued for promotion on its behalf: True while that may still come true, False once it was declined.
+        self.asked: dict[Key, bool] = {}
+        self.held: dict[Key, Row] = {}
+        self.seen: list[Row] = []  # hits of the scan so far, to be held if the request turns out to wait
+        self.step = -1
+        self.position: int | None = None
+        self.ascending = True
+        self.first_scan = True
+        self.stopped = False
+
+    @property
+    def waiting(self) -> bool:
+        return self.deadline_s is not None and not self.given_up
+
+    def begin(self, step: int, position: int | None) -> None:
+        """Note a look-up at `position` (the key's end token) in `step`; a new step is a new scan."""
+        if step != self.step:
+            if self.step >= 0:
+                self.first_scan = self.deadline_s is None
+            self.step = step
+            self.stopped = False
+            self.seen.clear()
+        elif position is None or (self.position is not None and position <= self.position):
+            # A windowed group is scanned from its end: there, stopping early would lose the hit.
+            self.ascending = False
+        self.position = position
+
+    def hold(self, row: Row) -> None:
+        """Keep `row` from eviction until the request loads it, ends, or gives up."""
+        if row.key not in self.held:
+            self.held[row.key] = row
+            row.holds += 1
+
+    def release(self) -> None:
+        for row in self.held.values():
+            row.holds -= 1
+        self.held.clear()
+        self.seen.clear()
+        self.asked.clear()
