@@ -82,7 +82,7 @@ def _shown(value: object) -> str:
 def _absolute(value: object) -> Path:
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise ValueError(f"must be an absolute path, not {_shown(value)}")
-    if not os.path.isabs(value):
+    if not Path(value).is_absolute():
         raise ValueError(f'must be an absolute path, and "{value}" is relative')
     return Path(os.path.normpath(value))
 
@@ -441,7 +441,7 @@ def _read(path: Path) -> object:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             return json.loads(text, object_pairs_hook=_unique)
-        return yaml.load(text, Loader=_UniqueLoader)  # a SafeLoader
+        return yaml.load(text, Loader=_UniqueLoader)  # noqa: S506 - it is a SafeLoader
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

@@ -125,7 +125,7 @@ def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
         try:
             assert isinstance(config.load(source), TiersConfig)
         except ConfigError as error:
-            assert str(error).startswith("tiers")
+            assert str(error).startswith("tiers")  # noqa: PT017 - most of the junk is refused, some of it is fine
 
 
 @pytest.mark.parametrize(

