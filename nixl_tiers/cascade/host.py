@@ -8,7 +8,6 @@ from nixl_tiers.cascade.policies.base import EvictionPolicy
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
 
-
 CPU = "cpu"
 
 

@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What prepare_store accepted: `keys[i]` goes into host row `rows[i]`; workers quote `ticket` when they wrote it."""
+    """What prepare_store accepted: `keys[i]` goes into host row `rows[i]`; workers quote `ticket` when it is done."""
 
     keys: list[Key]
     rows: list[int]
@@ -128,7 +128,7 @@ class TierManager:
                 self._flushed(row.generation)
 
     def prepare_store(self, keys: Sequence[Key], name: str) -> StorePlan:
-        """Rows for those of `keys` (in prefix order) that the host does not hold: for a prefix of them if it is full."""
+        """Rows for those of `keys` (in prefix order) that the host does not hold; for their prefix if it is full."""
         fresh = [key for key in keys if key not in self.host.index]
         tick = self._tick_of(self._request(name))
         for key in keys:
@@ -146,7 +146,7 @@ class TierManager:
         for storage in self.storage:
             storage.counters.misses += sum(key not in storage.index for key in fresh)
         self.cpu_counters.dropped += len(fresh) - room
-        plan.evicted.extend(self._take_evicted())
+        plan.evicted.extend(self.take_evicted())
         return plan
 
     def filling(self, keys: Iterable[Key]) -> list[Row]:
@@ -297,6 +297,18 @@ class TierManager:
             for s in self.storage
         )
 
+    def take_evicted(self) -> list[Key]:
+        """Keys that have left the host tier since the last call."""
+        evicted, self.host.evicted = self.host.evicted, []
+        return evicted
+
+    def where(self, key: Key, now: float) -> str | None:
+        """The first tier in which `key` could be hit now."""
+        row = self.host.index.get(key)
+        if row is not None and row.state is RowState.READY:
+            return CPU
+        return next((s.spec.name for s in self.storage if s.find(key, now) is not None), None)
+
     def counters(self) -> Mapping[str, tuple[Counters, int, TierState]]:
         """By tier: counters, rows in use, state."""
         book: dict[str, tuple[Counters, int, TierState]] = {CPU: (self.cpu_counters, self.host.used, TierState.UP)}
@@ -323,10 +335,6 @@ class TierManager:
             if storage.spec.name == name:
                 return storage.counters
         return self.cpu_counters
-
-    def _take_evicted(self) -> list[Key]:
-        evicted, self.host.evicted = self.host.evicted, []
-        return evicted
 
     def _ask(self, key: Key, request: Request, now: float) -> bool:
         """Queue a stored key for promotion on the request's behalf; False where no tier can give it (now)."""

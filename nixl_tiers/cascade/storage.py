@@ -28,7 +28,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class TierSpec:
-    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, not just a count."""
+    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, not a count."""
 
     name: str
     writes: bool

@@ -1,0 +1,21 @@
+"""nixl_tiers: a multi-tier KV cache behind an LLM engine. GPU -> pinned CPU -> file -> S3, moved by NIXL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nixl_tiers.config import ConfigError as ConfigError
+    from nixl_tiers.store import TieredStore as TieredStore
+    from nixl_tiers.store import open as open
+
+_HOMES = {"ConfigError": "nixl_tiers.config", "TieredStore": "nixl_tiers.store", "open": "nixl_tiers.store"}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: engines import this package in processes that never use it.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,295 @@
+"""Engine: the cascade, its movers and a host region as one thing that a scheduler may call without ever waiting.
+
+Every public method takes the lock for microseconds and returns; bytes are moved by workers and movers. What movers
+report is applied on the supervisor's thread, so that cascades go on while the scheduler sleeps. That is safe between
+a look-up and the load of one step, because rows that a step called hits are not evicted before its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nixl_tiers.cascade.manager import Limits, Lookup, StorePlan, TierManager
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState
+from nixl_tiers.chunk import Key, Namespace
+from nixl_tiers.config import TiersConfig, tier_to_dict
+from nixl_tiers.mover.client import Supervisor
+from nixl_tiers.mover.messages import (
+    MAX_ENTRIES,
+    Adopt,
+    Down,
+    Drop,
+    Finished,
+    Heartbeat,
+    Hello,
+    Load,
+    Move,
+    Open,
+    Opened,
+    Refused,
+    Store,
+    ToEngine,
+    ToMover,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nixl_tiers.memory.region import HostRegion
+
+log = logging.getLogger(__name__)
+
+
+class TierRefusedError(RuntimeError):
+    """A storage tier can never work as configured; one sentence."""
+
+
+class Engine:
+    """Non-blocking face of the store. One for a scheduler; several threads may call it.
+
+    A step is: any number of lookup and prepare_load calls, then end_step. `changed` is notified whenever a mover
+    reported something, for those that may wait.
+    """
+
+    def __init__(
+        self,
+        config: TiersConfig,
+        namespace: Namespace,
+        region: HostRegion,
+        *,
+        hellos: Sequence[Hello] | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.namespace = namespace
+        self.region = region
+        self._config = config
+        self._clock = clock
+        self._names = config.names
+        geometry = region.geometry
+        specs = [
+            TierSpec(name, writes=tier.write == "through", physical_slots=tier.type == "file")
+            for name, tier in zip(config.names, config.storage, strict=True)
+        ]
+        limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20)
+        self._core = TierManager(region.rows, geometry.row_bytes, specs, limits)
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        self._refusals: list[str] = []
+        self._answered: set[int] = set()
+        self._used_bytes = [0] * len(specs)
+        self._last_word = [""] * len(specs)
+        hellos = hellos or [
+            Hello(tier_to_dict(tier), geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)
+            for tier in config.storage
+        ]
+        self._movers = Supervisor(hellos, self._names, region.fd, self)
+
+    def start(self, patience_s: float = 3.0) -> None:
+        """Start the movers and give each tier `patience_s` to say what it thinks of its configuration.
+
+        Raises TierRefusedError if one can never work. One that is down, or slow to answer, starts as a miss and heals.
+        """
+        if not self._config.storage:
+            return
+        self._movers.start(self._open_message())
+        with self.changed:
+            self.changed.wait_for(lambda: len(self._answered) == len(self._names), patience_s)
+            refusals = list(self._refusals)
+        if refusals:
+            self.close(1.0)
+            raise TierRefusedError(refusals[0])
+
+    def close(self, patience_s: float) -> None:
+        """Let the movers write their journals and leave; with a patience of 0 without looking back."""
+        self._movers.close(patience_s)
+
+    @property
+    def mover_pids(self) -> list[int | None]:
+        return self._movers.pids
+
+    # --- what a scheduler calls --------------------------------------------------------------------------------
+
+    def lookup(self, key: Key, request: str, position: int | None = None) -> Lookup:
+        """Is `key` (the chunk that ends at token `position` of the request) a hit? PENDING ends within wait_s."""
+        with self._lock:
+            return self._core.lookup(key, request, position, self._clock())
+
+    def source(self, key: Key) -> str:
+        """ "cpu", or the storage tier that the bytes of this hit were promoted from."""
+        with self._lock:
+            return self._core.source(key)
+
+    def end_step(self) -> None:
+        with self._lock:
+            self._core.end_step()
+            work = self._core.busy
+        if work:
+            self._movers.wake()
+
+    def prepare_load(self, keys: Sequence[Key], request: str) -> NDArray[np.int64]:
+        """Host rows of keys that this step's look-ups called hits, pinned until complete_load."""
+        with self._lock:
+            return np.array(self._core.prepare_load(keys, request), np.int64)
+
+    def complete_load(self, keys: Collection[Key]) -> None:
+        with self._lock:
+            self._core.complete_load(keys)
+
+    def prepare_store(self, keys: Sequence[Key], request: str) -> StorePlan:
+        """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full."""
+        with self._lock:
+            return self._core.prepare_store(keys, request)
+
+    def complete_store(self, keys: Collection[Key]) -> None:
+        """Every worker is done with the store job of `keys`; the region's control words say which rows are good."""
+        with self._lock:
+            rows = self._core.filling(keys)
+            failed: set[Key] = set()
+            for ticket in {row.ticket for row in rows}:
+                of_ticket = [row for row in rows if row.ticket == ticket]
+                written = self.region.written(np.array([row.index for row in of_ticket]), ticket)
+                failed.update(row.key for row, good in zip(of_ticket, written.tolist(), strict=True) if not good)
+            self._core.complete_store(rows, failed)
+            work = self._core.busy
+        if work:
+            self._movers.wake()
+
+    def touch(self, keys: Iterable[Key], request: str) -> None:
+        """The engine used these chunks from its own memory; keep the host's copies as recent as their leaves."""
+        with self._lock:
+            self._core.touch(keys, request)
+
+    def finish_request(self, request: str) -> None:
+        with self._lock:
+            self._core.finish_request(request)
+
+    def take_evicted(self) -> list[Key]:
+        """Keys that left the host tier since the last call and not through prepare_store's own answer."""
+        with self._lock:
+            return self._core.take_evicted()
+
+    def reset(self) -> None:
+        """The bytes may no longer match the weights: nothing stored so far is a hit any more."""
+        keep = self._config.on_reset == "keep"
+        with self._lock:
+            self._core.reset(keep_storage=keep)
+            if not keep:
+                # Epoch 0 is for weights as they were loaded; those of after a reset are nobody else's.
+                self.namespace = replace(self.namespace, epoch=secrets.randbits(63) | 1)
+        if not keep and self._config.storage:
+            self._movers.reopen(self._open_message())
+
+    def flushed(self) -> None:
+        """Workers have ended every job of before the last reset (vLLM 0.33 tells; before, the engine finds out)."""
+        with self._lock:
+            self._core.flushed()
+
+    def where(self, key: Key) -> str | None:
+        """The first tier that holds `key` now, without asking for it."""
+        with self._lock:
+            return self._core.where(key, self._clock())
+
+    def settled(self) -> bool:
+        """Whether every cascade has ended, well or not."""
+        with self._lock:
+            return self._core.idle_stores()
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """By tier: monotonic counters (rows, or bytes where the name says so) and gauges."""
+        with self._lock:
+            book = self._core.counters()
+            used = dict(zip(self._names, self._used_bytes, strict=True))
+            row_bytes = self.region.geometry.row_bytes
+            capacity = {"cpu": self._config.cpu.capacity} | {
+                name: tier.capacity for name, tier in zip(self._names, self._config.storage, strict=True)
+            }
+            return {
+                name: {
+                    **asdict(counters),
+                    "used_bytes": used.get(name, rows * row_bytes),
+                    "capacity_bytes": capacity[name],
+                    "rows": rows,
+                    "up": float(state is TierState.UP),
+                }
+                for name, (counters, rows, state) in book.items()
+            }
+
+    # --- what the supervisor calls -----------------------------------------------------------------------------
+
+    def on_message(self, tier: int, message: ToEngine) -> None:
+        with self.changed:
+            now = self._clock()
+            match message:
+                case Finished():
+                    self._core.finished(tier, message.job, [Outcome(code) for code in message.outcomes], now)
+                case Heartbeat():
+                    self._used_bytes[tier] = message.used_bytes
+                    return
+                case Adopt():
+                    if message.epoch == self.namespace.epoch:
+                        entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
+                        self._core.adopt(tier, entries, message.last)
+                case Opened():
+                    self._answered.add(tier)
+                    if message.epoch == self.namespace.epoch:
+                        self._core.opened(tier, message.slots)
+                        self._say(tier, "")
+                case Down():
+                    self._answered.add(tier)
+                    self._core.down(tier, now)
+                    self._say(tier, message.reason)
+                case Refused():
+                    self._answered.add(tier)
+                    self._core.down(tier, now)
+                    self._refusals.append(message.reason)
+                    self._say(tier, message.reason)
+            self.changed.notify_all()
+
+    def on_lost(self, tier: int) -> None:
+        with self.changed:
+            self._core.lost(tier, self._clock())
+            self.changed.notify_all()
+
+    def on_tick(self) -> tuple[list[tuple[int, ToMover]], list[int], bool]:
+        with self._lock:
+            now = self._clock()
+            self._core.expire(now)
+            jobs = self._core.plan(now)
+            messages: list[tuple[int, ToMover]] = [
+                (tier, Drop(batch))
+                for tier, storage in enumerate(self._core.storage)
+                for batch in storage.drops(MAX_ENTRIES)
+            ]
+            messages += [(job.tier, _message(job)) for job in jobs]
+            return messages, self._core.overdue(now), self._core.busy
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _open_message(self) -> Open:
+        return Open(self.namespace.digest, self.namespace.epoch)
+
+    def _say(self, tier: int, reason: str) -> None:
+        """One line when a tier changes its mind, not one for every try."""
+        if reason == self._last_word[tier]:
+            return
+        if reason:
+            log.warning("nixl_tiers: the %s tier is down: %s", self._names[tier], reason)
+        else:
+            log.warning("nixl_tiers: the %s tier is up again", self._names[tier])
+        self._last_word[tier] = reason
+
+
+def _message(job: Job) -> Store | Load:
+    if job.direction is Direction.LOAD:
+        return Load(job.id, [Move(move.row.index, move.entry.slot, move.key) for move in job.moves])
+    return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal) for m in job.moves])

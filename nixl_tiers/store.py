@@ -1,0 +1,195 @@
+"""TieredStore: the tiers as one embeddable object, without any engine."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+
+from nixl_tiers import config as configuration
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
+from nixl_tiers.config import ConfigError, TiersConfig
+from nixl_tiers.engine import Engine, TierRefusedError
+from nixl_tiers.memory.region import HostRegion
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PATIENCE_S: Final = 3.0
+LEAVE_S: Final = 10.0
+
+
+def open(config: Mapping[str, Any] | str | Path | TiersConfig, chunk_bytes: int, namespace: str) -> TieredStore:
+    """A store of chunks of `chunk_bytes` bytes. Chunks put under another `namespace` are never found in this one.
+
+    Raises ConfigError (one sentence), RegionError if the memory cannot be had.
+    """
+    checked = config if isinstance(config, TiersConfig) else configuration.load(config)
+    geometry = Geometry(cells=1, cell_payload=chunk_bytes)
+    configuration.check_rows(checked, geometry.row_bytes)
+    configuration.check_paths(checked)
+    facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
+    region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes)
+    try:
+        return TieredStore.over(checked, Namespace.of(facts), region)
+    except BaseException:
+        region.close()
+        raise
+
+
+class TieredStore:
+    """Puts and gets chunks by key, over a host region and any number of storage tiers.
+
+    `engine` is the non-blocking face beneath, for schedulers. Thread-safe. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, engine: Engine, region: HostRegion) -> None:
+        """Not for callers: use nixl_tiers.open or TieredStore.over."""
+        self.engine = engine
+        self._region = region
+        self._names = itertools.count()
+        self._batch = max(1, region.rows // 4)
+        self._closed = False
+
+    @classmethod
+    def over(
+        cls, config: TiersConfig, namespace: Namespace, region: HostRegion, patience_s: float = PATIENCE_S
+    ) -> Self:
+        """A store over a region that the caller made or joined; closing the store closes the region too.
+
+        Raises ConfigError if a tier can never work (no such bucket); a tier that is down heals by itself.
+        """
+        engine = Engine(config, namespace, region)
+        try:
+            engine.start(patience_s)
+        except TierRefusedError as error:
+            raise ConfigError(str(error)) from None
+        return cls(engine, region)
+
+    def put(self, keys: Sequence[Key], rows: NDArray[np.uint8] | Sequence[Any]) -> int:
+        """Store chunk `rows[i]` under `keys[i]`; returns how many are in the store now, counted from the first.
+
+        rows: uint8 (n, chunk_bytes), or n buffers of chunk_bytes bytes each. Storage tiers are written to behind the
+        caller's back. Fewer than n are accepted only while the host tier is full of rows in use.
+        """
+        chunks = self._chunks(keys, rows)
+        name = self._name()
+        accepted = 0
+        try:
+            for start in range(0, len(keys), self._batch):
+                batch = list(keys[start : start + self._batch])
+                plan = self.engine.prepare_store(batch, name)
+                number = {key: i for i, key in enumerate(batch)}
+                payload = self._region.geometry.cell_payload
+                for key, row in zip(plan.keys, plan.rows, strict=True):
+                    self._region.rows_view[row, :payload] = chunks[start + number[key]]
+                if plan.keys:
+                    self._region.mark(np.array(plan.rows), 0, plan.ticket, True)
+                    self.engine.complete_store(plan.keys)
+                held = set(plan.keys)
+                for key in batch:
+                    if key not in held and self.engine.where(key) is None:
+                        return accepted
+                    accepted += 1
+        finally:
+            self.engine.finish_request(name)
+        return accepted
+
+    def get(self, keys: Sequence[Key], out: NDArray[np.uint8]) -> list[bool]:
+        """Fetch chunks into out, uint8 (n, chunk_bytes); True at i means that verified bytes of keys[i] are in out[i].
+
+        Waits for storage tiers, at most `wait_s` of the configuration for each part that fits the host tier.
+        """
+        if out.dtype != np.uint8 or out.shape != (len(keys), self.chunk_bytes):
+            raise ValueError(f"out must be uint8 of shape ({len(keys)}, {self.chunk_bytes})")
+        hits: list[bool] = []
+        for start in range(0, len(keys), self._batch):
+            part = list(keys[start : start + self._batch])
+            hits += self._get_part(part, out[start : start + len(part)])
+        return hits
+
+    def _get_part(self, keys: list[Key], out: NDArray[np.uint8]) -> list[bool]:
+        name = self._name()
+        try:
+            with self.engine.changed:  # held from the look-ups to the load, and while nothing is awaited
+                while Lookup.PENDING in (answers := [self.engine.lookup(key, name) for key in keys]):
+                    self.engine.end_step()
+                    self.engine.changed.wait(0.25)
+                hits = [answer is Lookup.HIT for answer in answers]
+                found = list(itertools.compress(keys, hits))
+                rows = self.engine.prepare_load(found, name)
+            try:
+                for i, row in zip(itertools.compress(range(len(keys)), hits), rows.tolist(), strict=True):
+                    out[i] = self._region.rows_view[row, : self.chunk_bytes]
+            finally:
+                self.engine.complete_load(found)
+        finally:
+            self.engine.end_step()
+            self.engine.finish_request(name)
+        return hits
+
+    def locate(self, keys: Sequence[Key]) -> list[str | None]:
+        """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None."""
+        return [self.engine.where(key) for key in keys]
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every cascade has finished or failed; False if that took longer than `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.engine.settled():
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            with self.engine.changed:
+                self.engine.changed.wait(0.05)
+        return True
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Counters and gauges by tier: the same numbers as the metrics."""
+        return self.engine.counters()
+
+    def reset(self) -> None:
+        """Forget everything: what was put before is never a hit again (see `on_reset`)."""
+        self.engine.reset()
+
+    def close(self, patience_s: float = LEAVE_S) -> None:
+        """Let movers finish what runs and leave. What was not cascaded yet is lost; flush first if that matters."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close(patience_s)
+            self._region.close()
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._region.geometry.payload_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _name(self) -> str:
+        return f"api-{next(self._names)}"
+
+    def _chunks(self, keys: Sequence[Key], rows: NDArray[np.uint8] | Sequence[Any]) -> Sequence[NDArray[np.uint8]]:
+        if len(keys) != len(rows):
+            raise ValueError(f"{len(keys)} keys but {len(rows)} rows")
+        if len(set(keys)) != len(keys):
+            raise ValueError("the keys of one put must differ from each other")
+        for key in keys:
+            check_key(key)
+        chunks = [
+            row.reshape(-1) if isinstance(row, np.ndarray) and row.dtype == np.uint8 else np.frombuffer(row, np.uint8)
+            for row in rows
+        ]
+        for i, chunk in enumerate(chunks):
+            if chunk.nbytes != self.chunk_bytes:
+                raise ValueError(f"rows[{i}] has {chunk.nbytes} bytes, but this store's chunks have {self.chunk_bytes}")
+        return chunks
