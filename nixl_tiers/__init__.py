@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nixl_tiers.config import ConfigError as ConfigError
     from nixl_tiers.store import TieredStore as TieredStore
-    from nixl_tiers.store import open as open
+    from nixl_tiers.store import open as open  # noqa: A004
 
 _HOMES = {"ConfigError": "nixl_tiers.config", "TieredStore": "nixl_tiers.store", "open": "nixl_tiers.store"}
 

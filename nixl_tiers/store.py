@@ -25,7 +25,9 @@ PATIENCE_S: Final = 3.0
 LEAVE_S: Final = 10.0
 
 
-def open(config: Mapping[str, Any] | str | Path | TiersConfig, chunk_bytes: int, namespace: str) -> TieredStore:
+def open(  # noqa: A001 - nixl_tiers.open is what it is called
+    config: Mapping[str, Any] | str | Path | TiersConfig, chunk_bytes: int, namespace: str
+) -> TieredStore:
     """A store of chunks of `chunk_bytes` bytes. Chunks put under another `namespace` are never found in this one.
 
     Raises ConfigError (one sentence), RegionError if the memory cannot be had.

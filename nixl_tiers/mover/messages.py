@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from nixl_tiers.cascade.outcome import Outcome as Outcome
+from nixl_tiers.cascade.outcome import Outcome as Outcome  # noqa: PLC0414 - tiers answer with it
 
 MAX_PACKET: Final = 64 << 10
 MAX_MOVES: Final = 256
@@ -82,7 +82,7 @@ class Down(msgspec.Struct, tag="down", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Mover -> engine: the tier can never serve as configured (no such bucket); one clear sentence. The mover leaves."""
+    """Mover -> engine: the tier can never serve as configured (no such bucket). One sentence. The mover leaves."""
 
     reason: str
 
