@@ -104,7 +104,7 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes (BLAKE2b) over all facts and the epoch, length-prefixed so that no two sets of facts read the same."""
+        """16 bytes (BLAKE2b) over all facts and the epoch, length-prefixed so that no two sets read the same."""
         digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES)
         for pair in (*self.facts, ("epoch", str(self.epoch))):
             for text in pair:
