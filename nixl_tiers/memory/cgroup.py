@@ -1,0 +1,94 @@
+"""How much memory there is to take: what the memory cgroups (v1 and v2) leave, and what the machine has.
+
+A region's pages are shared memory: they count towards the cgroup of whoever touches them first, and going over the
+limit kills a process instead of failing a call. So the question is asked before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
+
+
+@dataclass(frozen=True)
+class Room:
+    """One bound on memory: who sets it, and how many bytes it still leaves."""
+
+    whose: str
+    free_bytes: int
+    limit_bytes: int | None = None
+
+
+def rooms(root: Path = Path("/")) -> list[Room]:
+    """Every bound on this process: its memory cgroup, each parent of it, and the machine. What cannot be read is none.
+
+    `root`: the file system to read proc and sys from.
+    """
+    return [*_cgroups(root), *_machine(root)]
+
+
+def shortage(need_bytes: int, bounds: Iterable[Room]) -> str | None:
+    """One sentence that names the bound that `need_bytes` does not fit in, or None."""
+    tightest = min(bounds, key=lambda room: room.free_bytes, default=None)
+    if tightest is None or need_bytes <= tightest.free_bytes:
+        return None
+    limit = f" of its limit of {_gib(tightest.limit_bytes)}" if tightest.limit_bytes is not None else ""
+    return f"the region needs {_gib(need_bytes)}, but {tightest.whose} has {_gib(tightest.free_bytes)} left{limit}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
+def _machine(root: Path) -> Iterator[Room]:
+    for name, free_bytes in _pairs(root / "proc/meminfo", scale=1024):
+        if name == "MemAvailable:":
+            yield Room("the machine", free_bytes)
+
+
+def _cgroups(root: Path) -> Iterator[Room]:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            v2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+            yield from _walk(root / "sys/fs/cgroup", path, *v2)
+        elif "memory" in controllers.split(","):
+            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+            yield from _walk(root / "sys/fs/cgroup/memory", path, *v1)
+
+
+def _walk(mount: Path, path: str, limit: str, usage: str, reclaimable: tuple[str, ...]) -> Iterator[Room]:
+    # Inside a container the path may be the host's name of the cgroup that is mounted here as the root.
+    inner = PurePosixPath(path.lstrip("/"))
+    if ".." in inner.parts or not (mount / inner).is_dir():
+        inner = PurePosixPath()
+    for level in (inner, *inner.parents):
+        limit_bytes, used_bytes = _number(mount / level / limit), _number(mount / level / usage)
+        if limit_bytes is None or used_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
+            continue
+        # Clean file cache is counted as used and given up on demand. Shared memory is not part of these two lists.
+        used_bytes -= sum(count for name, count in _pairs(mount / level / "memory.stat") if name in reclaimable)
+        free_bytes = max(0, limit_bytes - max(0, used_bytes))
+        yield Room(f"the memory cgroup {PurePosixPath('/') / level}", free_bytes, limit_bytes)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(file: Path) -> int | None:
+    text = next(iter(_lines(file)), "")
+    return int(text) if text.isdigit() else None
+
+
+def _pairs(file: Path, scale: int = 1) -> Iterator[tuple[str, int]]:
+    for line in _lines(file):
+        name, count, *_ = (*line.split(), "", "")
+        if count.isdigit():
+            yield name, int(count) * scale

@@ -1,0 +1,83 @@
+"""Prefaulting: have the kernel supply a mapping's pages ahead of use, on threads of its own.
+
+A page fault a page runs at a fraction of memory speed, and would be paid by the first requests that are offloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import logging
+import os
+import threading
+from typing import Final
+
+import numpy as np
+
+from nixl_tiers.chunk import PAGE
+
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_CHUNK_BYTES: Final = 32 << 20  # how much a thread asks for at once, and so how long a stop may take to be heard
+
+_log = logging.getLogger(__name__)
+
+
+class Prefault:
+    """Populates [address, address + nbytes) in order, never changing a byte: others may use the memory meanwhile."""
+
+    def __init__(self, address: int, nbytes: int, threads: int) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._next = itertools.count()
+        self._stopping = threading.Event()
+        self._count = threading.Lock()
+        self._populated_bytes = 0
+        workers = max(1, min(threads, len(os.sched_getaffinity(0)), -(-nbytes // _CHUNK_BYTES)))
+        self._threads = [
+            threading.Thread(target=self._work, name=f"nixl_tiers prefault {n}", daemon=True) for n in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def populated_bytes(self) -> int:
+        """How far it has come; the whole size once all is there."""
+        return self._populated_bytes
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no thread works any more; False after `timeout_s`, which holds for each thread."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """End early. When this returns, nobody touches the memory any more."""
+        self._stopping.set()
+        self.wait()
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            start = next(self._next) * _CHUNK_BYTES
+            size = min(_CHUNK_BYTES, self._nbytes - start)
+            if size <= 0:
+                return
+            error = self._populate(self._address + start, size)
+            if error:
+                _log.warning("prefaulting ends at %d bytes: %s; pages will come as used", start, os.strerror(error))
+                self._stopping.set()
+                return
+            with self._count:
+                self._populated_bytes += size
+
+    def _populate(self, address: int, size: int) -> int:
+        """Populate one part (the call releases the GIL) and return 0 or an errno."""
+        if not self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            return 0
+        error = ctypes.get_errno()
+        if error != errno.EINVAL:
+            return error
+        # An older kernel. Reading is enough to make a shared mapping's page exist, and cannot undo what others write.
+        np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))[::PAGE].max()
+        return 0

@@ -1,0 +1,259 @@
+"""The host region: one memfd that every process of a node maps, holding the rows and what is said about them.
+
+Layout: a header page, one fingerprint record per cell, one control word per (row, cell), and from a 2 MiB boundary
+on the rows. The memory has no name in any file system: when the last process that maps it is gone, so is it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from nixl_tiers.chunk import NAMESPACE_BYTES, PAGE, Geometry, align
+from nixl_tiers.memory.cgroup import Room, shortage
+from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
+from nixl_tiers.memory.prefault import Prefault
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MAGIC: Final = b"nixlregn"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct("<8sQQQQQ16s")  # magic, version, cells, cell_payload, sub_blocks, rows, identity
+_CHECK: Final = struct.Struct("<Q")
+_ROWS_ALIGNMENT: Final = 2 << 20
+
+_RECORD_BYTES: Final = 512  # of one fingerprint: check word, length of the note, digest, note
+_RECORD: Final = struct.Struct("<H16s")
+MAX_NOTE_BYTES: Final = 400
+
+WRITTEN: Final = 1
+FAILED: Final = 2
+
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MFD_NOEXEC_SEAL: Final = 8  # Linux 6.3; where sysctl vm.memfd_noexec is 2, nothing else is allowed
+
+
+class RegionError(RuntimeError):
+    """The host region cannot be had as asked. One sentence that says why."""
+
+
+class _Layout:
+    """Where the parts stand, in bytes from the start: a function of geometry and rows, so that it can be checked."""
+
+    def __init__(self, geometry: Geometry, rows: int) -> None:
+        self.records = PAGE
+        self.control = self.records + align(geometry.cells * _RECORD_BYTES)
+        self.rows = align(self.control + rows * geometry.cells * 8, _ROWS_ALIGNMENT)
+        self.total = self.rows + rows * geometry.row_bytes
+
+
+class HostRegion:
+    """Rows in shared memory. Make one with `create`, take one over with `attach`, or meet others with `join.join`.
+
+    geometry    how a row is laid out
+    rows        how many there are
+    fd          the memfd, close-on-exec; hand it to a child with pass_fds
+    identity    16 random bytes that tell this region from any other
+    address     of row 0 in this process
+    nbytes      of all rows
+    rows_view   uint8 (rows, row_bytes), writable
+    """
+
+    def __init__(self, fd: int, geometry: Geometry, rows: int, identity: bytes) -> None:
+        """Map `fd`. Not for callers: use create or attach, which check it."""
+        layout = _Layout(geometry, rows)
+        self.geometry = geometry
+        self.rows = rows
+        self.fd = fd
+        self.identity = identity
+        self.nbytes = rows * geometry.row_bytes
+        self._map = mmap.mmap(fd, layout.total)
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # a core file must not hold gigabytes of prompts
+            with contextlib.suppress(OSError):
+                self._map.madvise(advice)
+        self.rows_view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.nbytes, layout.rows).reshape(
+            rows, geometry.row_bytes
+        )
+        self._control: NDArray[np.uint64] = np.frombuffer(
+            self._map, np.uint64, rows * geometry.cells, layout.control
+        ).reshape(rows, geometry.cells)
+        self._records = layout.records
+        self.address = int(self.rows_view.ctypes.data)
+        self._at_close: list[Callable[[], object]] = []
+        self._closing = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(cls, geometry: Geometry, rows: int, bounds: Iterable[Room] | None = None) -> HostRegion:
+        """Make a region of `rows` rows. RegionError names what is short: the cgroup's memory, the machine's, a limit.
+
+        `bounds`: how much memory there is to take; None reads it from the system (cgroup.rooms). Nothing is touched
+        yet: pages come when they are first used, or through `prefault`.
+        """
+        if rows < 1:
+            raise RegionError(f"a region needs at least one row, not {rows}")
+        layout = _Layout(geometry, rows)
+        complaint = shortage(layout.total, rooms_of_this_process() if bounds is None else bounds)
+        if complaint:
+            raise RegionError(complaint)
+        fd = _memfd()
+        try:
+            os.ftruncate(fd, layout.total)
+            identity = secrets.token_bytes(16)
+            sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows)
+            header = _HEADER.pack(_MAGIC, _VERSION, *sizes, identity)
+            os.pwrite(fd, header + _CHECK.pack(xxh3_64_intdigest(header)), 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+            return cls(fd, geometry, rows, identity)
+        except OSError as error:
+            os.close(fd)
+            raise RegionError(f"cannot make a region of {layout.total} bytes: {error.strerror}") from error
+
+    @classmethod
+    def attach(cls, fd: int) -> HostRegion:
+        """Map the region behind `fd`, which belongs to the region from now on and is closed if it is refused.
+
+        RegionError unless it is a memfd whose size is sealed and is what its header says: a file that could shrink
+        would turn any access into a SIGBUS.
+        """
+        try:
+            os.set_inheritable(fd, False)
+            geometry, rows, identity = _checked(fd)
+            return cls(fd, geometry, rows, identity)
+        except (OSError, RegionError) as error:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            if isinstance(error, RegionError):
+                raise
+            raise RegionError(f"cannot map the region behind descriptor {fd}: {error.strerror}") from error
+
+    def mark(self, rows: NDArray[np.integer[Any]] | Sequence[int], cell: int, ticket: int,
+             ok: NDArray[np.bool_] | bool) -> None:  # fmt: skip
+        """Say that copying job `ticket` has written its cell of these rows, or failed to; `ok` for all or one a row.
+
+        Called by the rank that owns the cell, after its bytes are in memory (streaming stores fenced). A late word of
+        an older job cannot pass for a newer one's: tickets (0 to 2**56 - 1) are never used twice in a region.
+        """
+        states = np.where(ok, np.uint64(WRITTEN), np.uint64(FAILED))
+        self._control[rows, cell] = np.uint64(ticket << 8) | states
+
+    def written(self, rows: NDArray[np.integer[Any]] | Sequence[int], ticket: int) -> NDArray[np.bool_]:
+        """bool (len(rows),): True where every cell's word says that job `ticket` has written it."""
+        word = np.uint64(ticket << 8 | WRITTEN)
+        whole: NDArray[np.bool_] = (self._control[rows] == word).all(axis=1)
+        return whole
+
+    def publish(self, cell: int, digest: bytes, note: str = "") -> None:
+        """Leave the fingerprint of this cell's rank (16 bytes) for the scheduler, with a note cut to 400 bytes."""
+        if len(digest) != NAMESPACE_BYTES:
+            raise ValueError(f"a fingerprint has {NAMESPACE_BYTES} bytes, this one has {len(digest)}")
+        text = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
+        record = _RECORD.pack(len(text), digest) + text
+        at = self._record(cell)
+        # The check word last: who reads a half-written record sees that it is none yet.
+        self._map[at + 8 : at + 8 + len(record)] = record
+        self._map[at : at + 8] = _CHECK.pack(xxh3_64_intdigest(record))
+
+    def published(self) -> list[tuple[bytes, str] | None]:
+        """(fingerprint, note) of each cell, None where its rank has not published yet."""
+        return [self._read_record(self._record(cell)) for cell in range(self.geometry.cells)]
+
+    def prefault(self, threads: int = 4) -> Prefault:
+        """Have the kernel supply all rows' pages now, in the background. Ends early when the region is closed."""
+        prefault = Prefault(self.address, self.nbytes, threads)
+        self.at_close(prefault.stop)
+        return prefault
+
+    def at_close(self, call: Callable[[], object]) -> None:
+        """Have `call` made when the region is closed, before it is unmapped."""
+        self._at_close.append(call)
+
+    def close(self) -> None:
+        """Stop what runs in the background, close the descriptor and unmap. May be called again.
+
+        Arrays that others still hold keep the mapping alive until they are gone. Raw addresses do not: whoever
+        registered or pinned the memory undoes that first.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        for call in self._at_close:
+            call()
+        self._at_close.clear()
+        os.close(self.fd)
+        self.rows_view = np.empty((0, self.geometry.row_bytes), np.uint8)
+        self._control = np.empty((0, self.geometry.cells), np.uint64)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _record(self, cell: int) -> int:
+        if not 0 <= cell < self.geometry.cells:
+            raise ValueError(f"cell {cell} is not one of the {self.geometry.cells} of a row")
+        return self._records + cell * _RECORD_BYTES
+
+    def _read_record(self, at: int) -> tuple[bytes, str] | None:
+        raw = self._map[at : at + _RECORD_BYTES]
+        (check,) = _CHECK.unpack_from(raw)
+        length, digest = _RECORD.unpack_from(raw, _CHECK.size)
+        note = raw[_CHECK.size + _RECORD.size :][:length]
+        if not check or check != xxh3_64_intdigest(raw[_CHECK.size : _CHECK.size + _RECORD.size] + note):
+            return None
+        return digest, note.decode(errors="replace")
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        try:
+            return os.memfd_create("nixl_tiers", flags | _MFD_NOEXEC_SEAL)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return os.memfd_create("nixl_tiers", flags)
+    except OSError as error:
+        raise RegionError(f"the kernel gives no memfd for the region: {error.strerror}") from error
+
+
+def _checked(fd: int) -> tuple[Geometry, int, bytes]:
+    """Geometry, rows and identity of the region behind `fd`. RegionError names what is wrong with it."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise RegionError(f"descriptor {fd} is not a memfd: {error.strerror}") from error
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise RegionError(f"the size of the memfd behind descriptor {fd} is not sealed")
+    raw = os.pread(fd, _HEADER.size + _CHECK.size, 0)
+    header = raw[: _HEADER.size]
+    if raw[:8] != _MAGIC or raw[_HEADER.size :] != _CHECK.pack(xxh3_64_intdigest(header)):
+        raise RegionError(f"the memfd behind descriptor {fd} is not a region")
+    _, version, cells, cell_payload, sub_blocks, rows, identity = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise RegionError(f"the region behind descriptor {fd} is of version {version}, this program's is {_VERSION}")
+    try:
+        geometry = Geometry(cells, cell_payload, sub_blocks)
+    except ValueError as error:
+        raise RegionError(f"the region behind descriptor {fd} has an impossible geometry: {error}") from error
+    size = os.fstat(fd).st_size
+    expected = _Layout(geometry, rows).total
+    if rows < 1 or size != expected:
+        raise RegionError(f"the region behind descriptor {fd} has {size} bytes where its header needs {expected}")
+    return geometry, rows, identity

@@ -1,0 +1,225 @@
+"""The seal: the block at a row's end that says whose row it is and proves its bytes. Format: docs/format.md.
+
+Whoever reads a row back trusts nothing but this. A row with a wrong seal is a miss, whatever else claims that
+it is there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from nixl_tiers.chunk import MAX_KEY_BYTES, NAMESPACE_BYTES, Geometry, Key, check_key
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAGIC: Final = b"nixltier"
+VERSION: Final = 1
+HASH_XXH3: Final = 1
+KNOWN_FLAGS: Final = 0
+PIECE_LOG2: Final = 16
+DIGEST_BYTES: Final = 16
+
+_HEAD: Final = struct.Struct("<8sHHIQQ16sQQIIBBHI")
+_KEY_AT: Final = _HEAD.size
+_PRESENT_AT: Final = _KEY_AT + MAX_KEY_BYTES
+_MAX_SEAL_BYTES: Final = 0xFFFF
+# What a seal may say. Other pieces than these make no sense, and a reader must not loop over pieces of one byte.
+_PIECES_LOG2: Final = range(10, 41)
+
+
+class Verdict(IntEnum):
+    """What a row's seal says. Anything but OK means: not the row that was asked for, or not whole."""
+
+    OK = 0
+    NOT_A_SEAL = 1  # nothing was sealed here, or the row was cut short
+    VERSION = 2  # a format, flag or hash that this program does not know
+    NAMESPACE = 3  # another model, layout, tenant or epoch
+    KEY = 4  # another chunk
+    SHAPE = 5  # another row geometry
+    DIGEST = 6  # the bytes are not those that were sealed
+
+
+@dataclass(frozen=True)
+class SealHeader:
+    """What a whole version-1 seal says of its row. Sizes in bytes, `sealed_at` in Unix seconds (0: not recorded)."""
+
+    namespace: bytes
+    epoch: int
+    key: Key
+    present: int  # bit b: sub-block b holds bytes of the engine; others are zero
+    cells: int
+    cell_payload: int
+    sub_blocks: int
+    flags: int
+    sealed_at: int
+    piece_bytes: int
+    digests: tuple[bytes, ...]  # one a cell
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.cells, self.cell_payload, self.sub_blocks)
+
+
+def cell_digest(payload: memoryview, piece_bytes: int = 1 << PIECE_LOG2) -> bytes:
+    """16 bytes over one cell's payload: XXH3-128 of the XXH3-64 digests of its pieces, the last one perhaps short."""
+    pieces = [xxh3_64_digest(payload[at : at + piece_bytes]) for at in range(0, len(payload), piece_bytes)]
+    return xxh3_128_digest(b"".join(pieces))
+
+
+def read(raw: bytes | bytearray | memoryview | NDArray[np.uint8]) -> SealHeader | None:
+    """The seal at the end of `raw`, which is a seal block, a row, or any tail of a row that holds its seal.
+
+    None unless the seal is whole and of a format that this program knows. Says nothing about the row's payload.
+    """
+    data = bytes(raw)
+    at = data.rfind(MAGIC)
+    while at >= 0:
+        header = _parse(data[at:])
+        if header is not None:
+            return header
+        at = data.rfind(MAGIC, 0, at + len(MAGIC) - 1)
+    return None
+
+
+def _parse(seal: bytes) -> SealHeader | None:
+    if len(seal) < _HEAD.size:
+        return None
+    (magic, version, seal_bytes, flags, epoch, sealed_at, namespace, payload_bytes, cell_payload, cells, sub_blocks,
+     piece_log2, hash_id, key_bytes, _) = _HEAD.unpack_from(seal)  # fmt: skip
+    if (magic, version, hash_id) != (MAGIC, VERSION, HASH_XXH3) or flags & ~KNOWN_FLAGS:
+        return None
+    if seal_bytes != len(seal) or xxh3_128_digest(seal[:-DIGEST_BYTES]) != seal[-DIGEST_BYTES:]:
+        return None
+    try:
+        geometry = Geometry(cells, cell_payload, sub_blocks)
+    except ValueError:
+        return None
+    if geometry.seal_bytes != seal_bytes or geometry.payload_bytes != payload_bytes or piece_log2 not in _PIECES_LOG2:
+        return None
+    key = seal[_KEY_AT : _KEY_AT + key_bytes]
+    digests_at = len(seal) - DIGEST_BYTES * (cells + 1)
+    present = int.from_bytes(seal[_PRESENT_AT:digests_at], "little")
+    if not 0 < key_bytes <= MAX_KEY_BYTES or any(seal[_KEY_AT + key_bytes : _PRESENT_AT]) or present >> sub_blocks:
+        return None
+    digests = tuple(seal[at : at + DIGEST_BYTES] for at in range(digests_at, len(seal) - DIGEST_BYTES, DIGEST_BYTES))
+    return SealHeader(
+        namespace, epoch, key, present, cells, cell_payload, sub_blocks, flags, sealed_at, 1 << piece_log2, digests
+    )
+
+
+class Sealer:
+    """Seals and verifies rows of one geometry for one namespace and epoch. Holds no scratch: any thread may use it."""
+
+    def __init__(self, geometry: Geometry, namespace: bytes, epoch: int) -> None:
+        """Raise ValueError for a namespace that is not 16 bytes, an epoch beyond 64 bits, or too long a seal."""
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ValueError(f"a namespace has {NAMESPACE_BYTES} bytes, this one has {len(namespace)}")
+        if not 0 <= epoch < 1 << 64:
+            raise ValueError(f"epoch must be within 0 and 2**64 - 1, not {epoch}")
+        if geometry.seal_bytes > _MAX_SEAL_BYTES:
+            raise ValueError(
+                f"a row of {geometry.cells} cells and {geometry.sub_blocks} sub-blocks needs a seal of "
+                f"{geometry.seal_bytes} bytes; the format ends at {_MAX_SEAL_BYTES}"
+            )
+        self.geometry = geometry
+        self.namespace = bytes(namespace)
+        self.epoch = epoch
+        self._seal_at = geometry.row_bytes - geometry.seal_bytes
+        self._digests_at = geometry.seal_bytes - DIGEST_BYTES * (geometry.cells + 1)
+        starts = [cell * geometry.cell_bytes for cell in range(geometry.cells)]
+        self._cells = [(at, at + geometry.cell_payload) for at in starts]
+        # All that is neither payload nor seal. The last gap ends where the seal starts, in the padding or in its page.
+        ends = [end for _, end in self._cells]
+        self._gaps = list(zip(ends, [*starts[1:], self._seal_at], strict=True))
+        self._zeros = bytes(max(end - at for at, end in self._gaps))
+
+    def seal(self, row: NDArray[np.uint8], key: Key, *, present: int | None = None, sealed_at: int = 0) -> None:
+        """Seal `row` (uint8, (row_bytes,), writable) in place as `key`.
+
+        `present`: bit b says that the engine wrote sub-block b; None means all. Sub-blocks that it did not write, and
+        all padding, are zeroed in every cell: whatever stood there before belonged to another request.
+        `sealed_at`: Unix seconds. Raises ValueError for a wrong key, shape or bitmap.
+        """
+        geometry = self.geometry
+        check_key(key)
+        whole = (1 << geometry.sub_blocks) - 1
+        if present is None:
+            present = whole
+        elif not 0 <= present <= whole:
+            raise ValueError(f"present names sub-blocks beyond the {geometry.sub_blocks} of this row")
+        if not 0 <= sealed_at < 1 << 64:
+            raise ValueError(f"sealed_at must be within 0 and 2**64 - 1 seconds, not {sealed_at}")
+        view = row.data
+        if view.shape != (geometry.row_bytes,) or view.itemsize != 1:
+            raise ValueError(f"a row is {geometry.row_bytes} bytes, not an array of shape {view.shape}")
+        for start, end in self._gaps:
+            view[start:end] = self._zeros[: end - start]
+        size = geometry.sub_block_bytes
+        for first, last in _runs(whole & ~present):
+            for at, _ in self._cells:
+                row[at + first * size : at + last * size] = 0
+        head = _HEAD.pack(
+            MAGIC, VERSION, geometry.seal_bytes, 0, self.epoch, sealed_at, self.namespace, geometry.payload_bytes,
+            geometry.cell_payload, geometry.cells, geometry.sub_blocks, PIECE_LOG2, HASH_XXH3, len(key), 0,
+        )  # fmt: skip
+        bitmap = present.to_bytes(self._digests_at - _PRESENT_AT, "little")
+        digests = (cell_digest(view[start:end]) for start, end in self._cells)
+        seal = b"".join((head, key.ljust(MAX_KEY_BYTES, b"\0"), bitmap, *digests))
+        view[self._seal_at :] = seal + xxh3_128_digest(seal)
+
+    def verify(self, row: NDArray[np.uint8], key: Key) -> Verdict:
+        """Whether `row` (uint8, contiguous) is `key`'s row of this geometry, namespace and epoch, every bit of it.
+
+        Never raises, whatever the bytes are. Cheap doubts come first: the payload is hashed only if all else agrees.
+        """
+        geometry = self.geometry
+        view = row.data
+        if view.shape != (geometry.row_bytes,) or view.itemsize != 1:
+            return Verdict.SHAPE
+        seal = bytes(view[self._seal_at :])
+        (magic, version, seal_bytes, flags, epoch, _, namespace, payload_bytes, cell_payload, cells, sub_blocks,
+         piece_log2, hash_id, key_bytes, _) = _HEAD.unpack_from(seal)  # fmt: skip
+        if magic != MAGIC:
+            return Verdict.NOT_A_SEAL
+        if version != VERSION or flags & ~KNOWN_FLAGS or hash_id != HASH_XXH3 or piece_log2 not in _PIECES_LOG2:
+            return Verdict.VERSION
+        if xxh3_128_digest(seal[:-DIGEST_BYTES]) != seal[-DIGEST_BYTES:]:
+            return Verdict.DIGEST
+        if (seal_bytes, payload_bytes, cell_payload, cells, sub_blocks) != (
+            geometry.seal_bytes, geometry.payload_bytes, geometry.cell_payload, geometry.cells, geometry.sub_blocks,
+        ):  # fmt: skip
+            return Verdict.SHAPE
+        if namespace != self.namespace or epoch != self.epoch:
+            return Verdict.NAMESPACE
+        if key_bytes != len(key) or seal[_KEY_AT:_PRESENT_AT] != key.ljust(MAX_KEY_BYTES, b"\0"):
+            return Verdict.KEY
+        for start, end in self._gaps:
+            if bytes(view[start:end]) != self._zeros[: end - start]:
+                return Verdict.DIGEST
+        piece_bytes = 1 << piece_log2
+        at = self._digests_at
+        for start, end in self._cells:
+            if cell_digest(view[start:end], piece_bytes) != seal[at : at + DIGEST_BYTES]:
+                return Verdict.DIGEST
+            at += DIGEST_BYTES
+        return Verdict.OK
+
+
+def _runs(bits: int) -> Iterator[tuple[int, int]]:
+    """The runs of ones in `bits` as (first, one past the last)."""
+    first = 0
+    while bits >> first:
+        first += ((bits >> first) & -(bits >> first)).bit_length() - 1
+        last = first
+        while bits >> last & 1:
+            last += 1
+        yield first, last
+        first = last
