@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
+
 from nixl_tiers.memory.region import HostRegion
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Agent:
     """
 
     def __init__(self, backend: str, parameters: Mapping[str, str], far: Literal["FILE", "OBJ"]) -> None:
-        """Raises AgentError if NIXL or the backend cannot be loaded here. `parameters` may hold secrets: never shown."""
+        """Raises AgentError if NIXL or the backend cannot be had. `parameters` may hold secrets: never shown."""
         self.backend = backend
         self._far = far
         self._devices = itertools.count(1)

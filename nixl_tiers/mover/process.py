@@ -1,0 +1,381 @@
+"""The mover process: one loop between the engine's socket and one storage tier.
+
+The loop never waits for the medium: opening runs on a thread, transfers are polled, and what the engine's end of the
+socket does not take yet is kept. So a missing heartbeat means that this process is stuck, and may be killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.messages import (
+    HEARTBEAT_S,
+    MAX_PACKET,
+    Adopt,
+    Drop,
+    Entry,
+    Finished,
+    Heartbeat,
+    Hello,
+    Load,
+    Open,
+    Opened,
+    Outcome,
+    Refused,
+    Stop,
+    Store,
+    ToEngine,
+    ToMover,
+    decode_to_mover,
+    encode,
+)
+from nixl_tiers.mover.messages import Down as TierIsDown
+from nixl_tiers.mover.tiers.base import StorageTier, TierDown, TierRefused
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.0003  # tighter burns a core and gains nothing, measured
+LOOK_S: Final = 0.05  # how soon an empty listing is asked again
+RETRY_S: Final = (2.0, 30.0)
+LEAVE_S: Final = 5.0  # the longest that leaving may take once nobody waits for the results
+QUEUE_PACKETS: Final = 256  # more than this unsent: nothing new is taken in
+SOCKET_BYTES: Final = 1 << 20
+
+
+class Outbox:
+    """Packets to the engine, in order. What the socket does not take at once waits here; nothing blocks, or is lost."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._packets: deque[bytes] = deque()
+        self._deaf = False
+
+    def __len__(self) -> int:
+        return len(self._packets)
+
+    def send(self, message: ToEngine) -> None:
+        if not self._deaf:
+            self._packets.append(encode(message))
+            self.flush()
+
+    def hang_up(self) -> None:
+        """Nobody listens any more: drop everything, from now on too."""
+        self._deaf = True
+        self._packets.clear()
+
+    def flush(self) -> None:
+        """Send as much as the socket takes. Raises OSError when nobody holds the other end any more."""
+        while self._packets:
+            try:
+                self._socket.send(self._packets[0])
+            except BlockingIOError:
+                return
+            self._packets.popleft()
+
+
+class Mover:
+    """The state of the loop. `step` does all that can be done now."""
+
+    def __init__(self, tier: StorageTier, end: socket.socket) -> None:
+        self.outbox = Outbox(end)
+        self.leaving = False
+        self._tier = tier
+        self._inbox: deque[ToMover] = deque()
+        self._jobs: dict[int, tuple[int, float]] = {}  # ticket -> the engine's job, started at
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="opener")
+        self._opening: tuple[Open, Future[int]] | None = None
+        self._again: tuple[float, Open] | None = None  # when to try the open that failed
+        self._backoff_s = RETRY_S[0]
+        self._served: Open | None = None
+        self._listing: Iterator[list[Entry]] | None = None
+        self._look_at_s = 0.0
+        self._beat_at_s = 0.0
+        self._used_bytes = 0
+
+    def take(self, message: ToMover) -> None:
+        self._inbox.append(message)
+
+    @property
+    def busy(self) -> bool:
+        """Whether step is worth calling within POLL_S."""
+        return bool(self._jobs) or (self._served is not None and self._tier.busy)
+
+    def next_s(self, now: float) -> float:
+        """How long step may be put off if no message comes, in seconds."""
+        moments = [self._beat_at_s]
+        if self._opening is not None:
+            moments.append(now + LOOK_S / 10)
+        if self._again is not None:
+            moments.append(self._again[0])
+        if self._listing is not None and not self.outbox:
+            moments.append(self._look_at_s)
+        return max(0.0, min(moments) - now)
+
+    def step(self, now: float) -> None:
+        self._opened(now)
+        self._handle_messages(now)
+        if self._served is not None:
+            self._collect(now)
+            self._list(now)
+        if now >= self._beat_at_s:
+            self._beat_at_s = now + HEARTBEAT_S
+            if not self.outbox:  # an engine that does not read needs no more of them
+                if self._opening is None:  # while it opens, the tier belongs to the opener
+                    self._used_bytes = self._tier.used_bytes
+                self.outbox.send(Heartbeat(self._used_bytes))
+
+    def close(self) -> None:
+        """Let the tier write what it has pending."""
+        if self._opening is not None:
+            self._opening[1].exception()  # wait for it
+        self._tier.close()
+
+    # --- opening --------------------------------------------------------------------------------------------------
+
+    def _handle_messages(self, now: float) -> None:
+        """In order. An Open waits until everything before it has ended; a Stop too."""
+        if self._again is not None and now >= self._again[0] and self._opening is None:
+            self._begin_open(self._again[1])
+        while self._inbox and len(self.outbox) < QUEUE_PACKETS:
+            message = self._inbox[0]
+            if isinstance(message, (Open, Stop)) and (self._jobs or self._opening is not None):
+                return
+            self._inbox.popleft()
+            if isinstance(message, Open):
+                self._backoff_s = RETRY_S[0]
+                self._begin_open(message)
+            elif isinstance(message, Stop):
+                self.leaving = True
+                return
+            elif isinstance(message, (Store, Load)):
+                self._begin_job(message, now)
+            elif isinstance(message, Drop) and self._served is not None:
+                self._tier.drop(message.entries)
+
+    def _begin_open(self, message: Open) -> None:
+        self._served = self._listing = self._again = None
+        self._opening = (message, self._opener.submit(self._tier.open, message.namespace, message.epoch))
+
+    def _opened(self, now: float) -> None:
+        if self._opening is None or not self._opening[1].done():
+            return
+        (message, future), self._opening = self._opening, None
+        try:
+            slots = future.result()
+        except TierDown as error:
+            logger.warning("%s; trying again in %.0f s", error, self._backoff_s)
+            self._again = (now + self._backoff_s, message)
+            self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
+            self.outbox.send(TierIsDown(str(error)))
+        except TierRefused as error:
+            self.outbox.send(Refused(str(error)))
+            self.leaving = True
+        else:
+            self._served = message
+            self._listing = self._tier.adopt()
+            self._look_at_s = now
+            self.outbox.send(Opened(message.epoch, slots))
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    def _begin_job(self, message: Store | Load, now: float) -> None:
+        if self._served is None:
+            self.outbox.send(Finished(message.job, bytes([Outcome.FAILED] * len(message.moves)), 0.0))
+            return
+        begin = self._tier.store if isinstance(message, Store) else self._tier.load
+        self._jobs[begin(message.moves)] = (message.job, now)
+
+    def _collect(self, now: float) -> None:
+        for done in self._tier.poll():
+            job, started = self._jobs.pop(done.ticket)
+            self.outbox.send(Finished(job, bytes(done.outcomes), now - started))
+
+    def _list(self, now: float) -> None:
+        """At most one batch a step, and none while the engine is behind: jobs go first."""
+        if self._listing is None or self._served is None or now < self._look_at_s or len(self.outbox):
+            return
+        batch = next(self._listing, None)
+        if batch is None:
+            self._listing = None
+            self.outbox.send(Adopt(self._served.epoch, [], last=True))
+        elif batch:
+            self.outbox.send(Adopt(self._served.epoch, batch, last=False))
+        else:
+            self._look_at_s = now + LOOK_S
+
+
+def make_tier(hello: Hello, region: HostRegion) -> StorageTier:
+    """The tier that hello.tier["type"] names: "file", "s3", or "package.module:Class" for somebody else's, which is
+    called with (hello.tier, geometry, region). Raises TierRefused."""
+    kind = str(hello.tier.get("type", ""))
+    geometry = Geometry(hello.cells, hello.cell_payload, hello.sub_blocks)
+    # One tier a process: the libraries of the others are not loaded.
+    if ":" in kind:
+        module, _, name = kind.partition(":")
+        try:
+            custom: Any = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise TierRefused(f"type: {kind} cannot be loaded ({error})") from error
+        tier: StorageTier = custom(hello.tier, geometry, region)
+        return tier
+    from nixl_tiers.config import FileTier, S3Tier, tier_from_dict
+
+    config = tier_from_dict(hello.tier)
+    if isinstance(config, FileTier):
+        from nixl_tiers.mover.tiers.file import FileStorage
+
+        return FileStorage(config, geometry, region)
+    if isinstance(config, S3Tier):
+        from nixl_tiers.mover.tiers.object import ObjectStorage
+
+        return ObjectStorage(config, geometry, region)
+    raise TierRefused(f"type: {kind} is not a storage tier")
+
+
+def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
+    """Be the mover on these descriptors until the engine says stop, hangs up, or dies. Never returns, never unwinds:
+    an interpreter that tears NIXL down may wait for dead servers, or crash."""
+    status = 1
+    try:
+        _run(socket_fd, region_fd, parent)
+        status = 0
+    except BaseException:
+        logger.exception("the mover failed")
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(socket_fd: int, region_fd: int, parent: int) -> None:
+    end = socket.socket(fileno=socket_fd)
+    end.set_inheritable(False)
+    end.setblocking(False)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    try:
+        parent_fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    told, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGTERM, lambda *_: os.write(tell, b"."))
+    events = select.poll()
+    for descriptor in (parent_fd, told, end.fileno()):
+        events.register(descriptor, select.POLLIN)
+
+    hello = _first(end, events, {parent_fd, told})
+    if hello is None:
+        return
+    _log_as(str(hello.tier.get("type", "?")))
+    region = HostRegion.attach(region_fd)
+    try:
+        mover = Mover(make_tier(hello, region), end)
+    except TierRefused as error:
+        Outbox(end).send(Refused(str(error)))
+        return
+    asked = _loop(mover, end, events, {parent_fd, told})
+    _leave(mover, hurry=not asked)
+
+
+def _loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[int]) -> bool:
+    """True if the engine asked for the end, False if it is gone."""
+    while True:
+        now = time.monotonic()
+        try:
+            mover.step(now)
+            if mover.leaving and not mover.outbox:
+                return True
+            mover.outbox.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        crowded = len(mover.outbox) >= QUEUE_PACKETS
+        interest = (0 if crowded or mover.leaving else select.POLLIN) | (select.POLLOUT if mover.outbox else 0)
+        events.modify(end.fileno(), interest)
+        if mover.busy:
+            time.sleep(POLL_S)
+            ready = events.poll(0)
+        else:
+            ready = events.poll(1000 * mover.next_s(now) + 1)
+        for descriptor, event in ready:
+            if descriptor in ends:
+                return False
+            if event & select.POLLIN:
+                if not _receive(mover, end):
+                    return False
+            elif event & (select.POLLHUP | select.POLLERR):
+                return False
+
+
+def _receive(mover: Mover, end: socket.socket) -> bool:
+    """Take every message that is there; False when the other end is closed."""
+    while True:
+        try:
+            packet = end.recv(MAX_PACKET)
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return False
+        if not packet:
+            return False
+        mover.take(decode_to_mover(packet))
+
+
+def _leave(mover: Mover, *, hurry: bool) -> None:
+    """Finish what runs and write the journal; without the engine, only as far as that is quick."""
+    if hurry:
+        watchdog = threading.Timer(LEAVE_S, os._exit, (0,))
+        watchdog.daemon = True
+        watchdog.start()
+        mover.outbox.hang_up()
+        # Results have nobody to go to, but what is written now is there after a restart.
+        deadline = time.monotonic() + LEAVE_S / 5
+        while mover.busy and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            mover.step(time.monotonic())
+    if not mover.busy:
+        mover.close()
+
+
+def _first(end: socket.socket, events: select.poll, ends: set[int]) -> Hello | None:
+    """The engine's first packet, or None if it hung up before."""
+    while True:
+        for descriptor, _ in events.poll():
+            if descriptor in ends:
+                return None
+        try:
+            packet = end.recv(MAX_PACKET)
+        except BlockingIOError:
+            continue
+        except ConnectionResetError:
+            return None
+        if not packet:
+            return None
+        message = decode_to_mover(packet)
+        if not isinstance(message, Hello):
+            raise msgspec.ValidationError(f"the first message must be hello, not {type(message).__name__}")
+        return message
+
+
+def _log_as(name: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(f"nixl_tiers mover[{name}] %(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", " | ")

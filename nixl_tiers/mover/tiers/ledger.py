@@ -1,0 +1,173 @@
+"""The budget of one path: every namespace that ever lived below it, one capacity, one lock.
+
+Below `path` stand `.ledger` (the lock) and one directory a namespace, named by its digest in hexadecimal. A live
+mover holds its namespace's `.lock`; the kernel lets go of it however the mover ends. Room is made by forgetting
+whole namespaces that nobody holds, the longest unused first. What is not ours is counted, and never touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from nixl_tiers.mover.tiers.base import TierDown
+
+logger = logging.getLogger(__name__)
+
+ABOUT: Final = "namespace.json"
+_LOCK: Final = ".lock"
+_LEDGER: Final = ".ledger"
+_GONE: Final = ".gone-"
+_NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_ROUNDING_BYTES: Final = 64 << 10  # what a file system adds to an extent of its own accord (extent trees, directories)
+
+
+class Claim:
+    """A namespace directory that this process holds. `about` is what namespace.json says, empty if it is new."""
+
+    def __init__(self, directory: Path, descriptor: int, about: dict[str, Any]) -> None:
+        self.directory = directory
+        self.about = about
+        self._descriptor: int | None = descriptor
+
+    def describe(self, about: dict[str, Any]) -> None:
+        """Replace namespace.json, whole or not at all."""
+        self.about = about
+        fresh = self.directory / f"{ABOUT}.new"
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(about, file)
+        fresh.rename(self.directory / ABOUT)
+
+    def release(self) -> None:
+        """Let another process have it; its age counts from now."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.utime(self.directory / ABOUT)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class Ledger:
+    """The account of one path. Calls may wait for the lock and for deletions: not for the loop that moves rows."""
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        """Everything below path when it was last looked at; journals count with all that they may grow to."""
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else claims, allocates or forgets meanwhile, in any process. Not reentrant."""
+        descriptor = os.open(self.path / _LEDGER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def claim(self, namespace: bytes) -> Claim:
+        """Hold the namespace's directory, made if it is not there. Inside `locked`.
+
+        Raises TierDown if another process holds it, OSError.
+        """
+        for leftover in self.path.glob(f"{_GONE}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        directory = self.path / namespace.hex()
+        directory.mkdir(mode=0o700, exist_ok=True)
+        descriptor = _hold(directory)
+        if descriptor is None:
+            raise TierDown(f"{directory} is in use by another process")
+        try:
+            about = json.loads((directory / ABOUT).read_bytes())
+        except (OSError, ValueError):
+            about = {}
+        return Claim(directory, descriptor, about if isinstance(about, dict) else {})
+
+    def make_room(self, need_bytes: int) -> bool:
+        """Whether `need_bytes` more fit now, after forgetting unheld namespaces as far as it takes. Inside `locked`."""
+        self._look()
+        while self.used_bytes + need_bytes + _ROUNDING_BYTES > self.capacity_bytes:
+            if not self.forget_oldest():
+                return False
+        return True
+
+    def forget_oldest(self) -> bool:
+        """Delete the namespace that has been unused longest; False if there is none that nobody holds."""
+        for directory in self._namespaces():
+            descriptor = _hold(directory)
+            if descriptor is None:
+                continue
+            try:
+                # Renamed first: a crash in the middle leaves rubbish to sweep, not half a namespace.
+                gone = directory.rename(self.path / f"{_GONE}{directory.name}")
+                shutil.rmtree(gone)
+            finally:
+                os.close(descriptor)
+            logger.info("forgot %s, which nobody uses, to keep %s within its capacity", directory.name, self.path)
+            self._look()
+            return True
+        return False
+
+    def _look(self) -> None:
+        self.used_bytes = sum(_weigh(entry) for entry in os.scandir(self.path))
+
+    def _namespaces(self) -> list[Path]:
+        """Every namespace directory, the longest unused first."""
+        aged = []
+        for directory in self.path.iterdir():
+            if _NAMESPACE.fullmatch(directory.name) and directory.is_dir():
+                try:
+                    used_at = (directory / ABOUT).stat().st_mtime_ns
+                except OSError:
+                    used_at = 0
+                aged.append((used_at, directory))
+        return [directory for _, directory in sorted(aged)]
+
+
+def _hold(directory: Path) -> int | None:
+    """A descriptor that locks the namespace, or None if somebody else has it."""
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise
+    return descriptor
+
+
+def _weigh(entry: os.DirEntry[str]) -> int:
+    """Bytes of a file, or of everything below a directory: what is taken or, where that is more, promised."""
+    try:
+        status = entry.stat(follow_symlinks=False)
+        taken = status.st_blocks * 512
+        if not entry.is_dir(follow_symlinks=False):
+            return max(taken, status.st_size)
+        inside = list(os.scandir(entry.path))
+    except OSError:  # it went away
+        return 0
+    if not _NAMESPACE.fullmatch(entry.name):
+        return taken + sum(map(_weigh, inside))
+    journal = sum(_weigh(file) for file in inside if file.name.startswith("manifest."))
+    others = sum(_weigh(file) for file in inside if not file.name.startswith("manifest."))
+    return taken + others + max(journal, _promised(Path(entry.path)))
+
+
+def _promised(directory: Path) -> int:
+    """What the namespace's journal may grow to, in bytes."""
+    try:
+        return int(json.loads((directory / ABOUT).read_bytes())["journal_bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

@@ -1,0 +1,250 @@
+"""The journal of a file tier: which key the core put into which slot, in SQLite, written behind on a thread.
+
+Nothing here is believed when a row is loaded: the seal decides. The journal only saves reading every slot at open.
+So it may lag behind by a tenth of a second and lose that to a crash, and a damaged one is replaced by an empty one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from nixl_tiers.mover.messages import MAX_ENTRIES, Entry
+
+logger = logging.getLogger(__name__)
+
+NAME: Final = "manifest.sqlite"
+_COMMIT_S: Final = 0.1
+_COMMIT_ROWS: Final = 256
+_RETRY_S: Final = 1.0
+_CHECKPOINT_PAGES: Final = 64
+_BATCHES_AHEAD: Final = 16
+
+_SCHEMA: Final = """
+PRAGMA page_size = 4096;
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+PRAGMA journal_size_limit = 0;
+PRAGMA temp_store = MEMORY;
+CREATE TABLE IF NOT EXISTS rows (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, tick INTEGER NOT NULL);
+"""
+
+
+def journal_bytes(slots: int) -> int:
+    """The most that the journal of `slots` rows takes on disk: half-full pages of the longest keys, and a log that
+    holds the pages of one transaction beyond its checkpoint."""
+    return (2 << 20) + 300 * slots
+
+
+class _Put(NamedTuple):
+    """The slot holds the key now."""
+
+    key: bytes
+    tick: int
+
+
+class _Forget(NamedTuple):
+    """The slot no longer holds the key; None for whatever it holds."""
+
+    key: bytes | None
+
+
+class _Touch(NamedTuple):
+    """The key that the slot may still hold was used at `tick`."""
+
+    key: bytes
+    tick: int
+
+
+class Manifest:
+    """The journal of one namespace. `put`, `forget`, `touch` and `adopt` never wait; `close` writes what is pending."""
+
+    def __init__(self, directory: Path, slots: int) -> None:
+        """Raises OSError if the journal cannot be opened or made here."""
+        self._path = directory / NAME
+        self._lock = threading.Condition()
+        self._pending: dict[int, _Put | _Forget | _Touch] = {}  # one a slot: the newest decides
+        self._closing = False
+        self._adopted: queue.Queue[list[Entry] | None] = queue.Queue()
+        self._stored: set[int] | None = set()  # slots given to new rows while the old ones are still being listed
+        try:
+            try:
+                self._db = self._connect()
+            except sqlite3.Error as error:
+                if not _is_damage(error):
+                    raise
+                self._db = self._replace(error)
+            self._db.execute("DELETE FROM rows WHERE slot >= ? OR slot < 0", (slots,))
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path} cannot be opened: {error}") from error
+        self._thread = threading.Thread(target=self._run, name="manifest", daemon=True)
+        self._thread.start()
+
+    def put(self, slot: int, key: bytes, tick: int) -> None:
+        """The slot holds the key from now on."""
+        with self._lock:
+            self._pending[slot] = _Put(key, tick)
+            if len(self._pending) >= _COMMIT_ROWS:
+                self._lock.notify()
+
+    def forget(self, slot: int, key: bytes | None = None) -> None:
+        """The slot no longer holds the key; without a key: it is about to be overwritten, whatever it held."""
+        with self._lock:
+            if key is None and self._stored is not None:
+                self._stored.add(slot)
+            last = self._pending.get(slot)
+            if key is not None and isinstance(last, _Put) and last.key != key:
+                return  # the slot has gone to another key since
+            if isinstance(last, _Put | _Forget):
+                key = None  # what the file says about the slot is older than `last`
+            self._pending[slot] = _Forget(key)
+
+    def touch(self, slot: int, key: bytes, tick: int) -> None:
+        """The key in the slot was used at `tick`."""
+        with self._lock:
+            last = self._pending.get(slot)
+            if isinstance(last, _Put):
+                if last.key == key:
+                    self._pending[slot] = _Put(key, max(tick, last.tick))
+            elif not isinstance(last, _Forget):
+                self._pending[slot] = _Touch(key, tick)
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        """Once: the rows that were there at open, oldest first, without slots that were stored into since.
+
+        Batches of up to MAX_ENTRIES; an empty one means that the next is still being read.
+        """
+        while True:
+            try:
+                batch = self._adopted.get_nowait()
+            except queue.Empty:
+                yield []
+                continue
+            if batch is None:
+                self._stored = None
+                return
+            with self._lock:
+                self._lock.notify()
+            stored = self._stored or ()
+            yield [entry for entry in batch if entry.slot not in stored]
+
+    def close(self) -> None:
+        """Write what is pending, as far as the medium lets it, and close the file."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        self._thread.join()
+
+    def _connect(self) -> sqlite3.Connection:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # SQLite would make it 0644
+        os.close(descriptor)
+        db = sqlite3.connect(self._path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        try:
+            db.executescript(_SCHEMA)
+            db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+        except sqlite3.Error:
+            db.close()
+            raise
+        return db
+
+    def _replace(self, damage: sqlite3.Error) -> sqlite3.Connection:
+        logger.warning("%s is damaged (%s): starting with an empty one", self._path, damage)
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                self._path.with_name(NAME + suffix).unlink()
+        return self._connect()
+
+    def _run(self) -> None:
+        batches: Iterator[list[Entry]] | None = self._read()
+        complained = False
+        while True:
+            with self._lock:
+                if not self._closing and (batches is None or self._adopted.qsize() >= _BATCHES_AHEAD):
+                    self._lock.wait(_RETRY_S if complained else _COMMIT_S)
+                closing = self._closing
+            try:
+                if batches is not None and not closing and self._adopted.qsize() < _BATCHES_AHEAD:
+                    batch = next(batches, None)
+                    self._adopted.put(batch)
+                    if batch is None:
+                        batches = None
+                self._commit()
+                complained = False
+            except sqlite3.Error as error:
+                if batches is not None:  # a listing that broke ends here
+                    batches = None
+                    self._adopted.put(None)
+                complained = self._recover(error, complained)
+            if closing:
+                break
+        with suppress(sqlite3.Error):
+            self._db.close()
+
+    def _recover(self, error: sqlite3.Error, complained: bool) -> bool:
+        """Deal with a failed read or write; whether somebody was told that the journal is not being written."""
+        if _is_damage(error):
+            with suppress(sqlite3.Error, OSError):
+                self._db.close()
+                self._db = self._replace(error)
+        elif not complained:
+            logger.warning("%s cannot be written (%s): what is stored now may be lost at a restart", self._path, error)
+        return True
+
+    def _commit(self) -> None:
+        """Write everything pending, _COMMIT_ROWS a transaction so that the log stays small."""
+        while True:
+            with self._lock:
+                changes = dict(islice(self._pending.items(), _COMMIT_ROWS))
+            if not changes:
+                return
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                for slot, change in changes.items():
+                    self._apply(slot, change)
+                self._db.execute("COMMIT")
+            except sqlite3.Error:
+                with suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+                raise
+            with self._lock:
+                for slot, change in changes.items():
+                    if self._pending.get(slot) is change:
+                        del self._pending[slot]
+
+    def _apply(self, slot: int, change: _Put | _Forget | _Touch) -> None:
+        if isinstance(change, _Put):
+            self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", (slot, *change))
+        elif isinstance(change, _Touch):
+            self._db.execute("UPDATE rows SET tick = ? WHERE slot = ? AND key = ?", (change.tick, slot, change.key))
+        elif change.key is None:
+            self._db.execute("DELETE FROM rows WHERE slot = ?", (slot,))
+        else:
+            self._db.execute("DELETE FROM rows WHERE slot = ? AND key = ?", (slot, change.key))
+
+    def _read(self) -> Iterator[list[Entry]]:
+        """Order by 16 bytes a row, then fetch keys batch by batch: no long read that would hold up the log."""
+        order = np.fromiter(
+            self._db.execute("SELECT tick, slot FROM rows"), dtype=np.dtype([("tick", "<i8"), ("slot", "<i8")])
+        )
+        order.sort(order=("tick", "slot"))
+        for start in range(0, len(order), MAX_ENTRIES):
+            slots = order["slot"][start : start + MAX_ENTRIES].tolist()
+            marks = ",".join("?" * len(slots))
+            found = self._db.execute(f"SELECT slot, key, tick FROM rows WHERE slot IN ({marks}) ORDER BY tick", slots)  # noqa: S608
+            yield [Entry(slot, bytes(key), tick) for slot, key, tick in found]
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file itself is bad, rather than the medium full, unwritable or failing."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_ERROR)

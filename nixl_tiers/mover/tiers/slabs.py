@@ -1,0 +1,189 @@
+"""Slab files: the slots of one namespace, in files of about 1 GiB that grow by extents when slots are first used.
+
+Slot s stands in slab s // slots_per_slab at (s % slots_per_slab) * row_bytes. What a file's size covers is allocated;
+nothing beyond is. Space is taken with fallocate(2) itself: the emulation in libc would write the zeroes out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.chunk import PAGE
+from nixl_tiers.mover.agent import Agent, Registration
+from nixl_tiers.mover.tiers.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+SLAB_BYTES: Final = 1 << 30
+MAX_SLABS: Final = 1024  # each is an open file
+_NAME: Final = re.compile(r"slab-(\d{5})\.kv")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NoSpace(Exception):
+    """The budget or the medium has no room for the row. One sentence."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How `slots` rows of `row_bytes` are spread over files; fixed for a namespace when it is made."""
+
+    row_bytes: int
+    slots: int
+    slots_per_slab: int
+
+    @classmethod
+    def of(cls, row_bytes: int, slots: int) -> Plan:
+        slab_bytes = max(SLAB_BYTES, -(-slots * row_bytes // MAX_SLABS))
+        return cls(row_bytes, slots, max(1, slab_bytes // row_bytes))
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.slots // self.slots_per_slab)
+
+    def slots_of(self, slab: int) -> int:
+        return max(0, min(self.slots_per_slab, self.slots - slab * self.slots_per_slab))
+
+    @property
+    def step_slots(self) -> int:
+        """Slots that are allocated together: a slab, and less where the whole tier is small."""
+        return max(1, min(self.slots_per_slab, self.slots // 32))
+
+
+class Slabs:
+    """The open slab files of one namespace. `grow` belongs on a thread that may wait, the rest to the mover's own."""
+
+    def __init__(self, directory: Path, plan: Plan, agent: Agent, ledger: Ledger) -> None:
+        """Take over the files that are there; what the plan has no place for is given back. Raises OSError."""
+        self.plan = plan
+        self._directory = directory
+        self._agent = agent
+        self._ledger = ledger
+        self._direct = _direct_works(directory)
+        if not self._direct:
+            logger.warning("%s does not support O_DIRECT: rows go through the page cache", directory)
+        self._sparse = False
+        self._allocated: dict[int, int] = {}  # slab -> slots that its file has room for
+        self._files: dict[int, Registration] = {}
+        for path in directory.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                self._take_over(int(match[1]))
+
+    def has_room(self, slot: int) -> bool:
+        """Whether the slot's place is allocated; a slot that is not holds nothing."""
+        slab, place = divmod(slot, self.plan.slots_per_slab)
+        return place < self._allocated.get(slab, 0)
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """Device and offset in bytes of an allocated slot. Raises AgentError if its file cannot be opened."""
+        slab, place = divmod(slot, self.plan.slots_per_slab)
+        file = self._files.get(slab)
+        if file is None:
+            nbytes = self.plan.slots_per_slab * self.plan.row_bytes
+            file = self._agent.register_file(str(self._path(slab)), nbytes, direct=self._direct)
+            self._files[slab] = file
+        return file.devices[0], place * self.plan.row_bytes
+
+    def grow(self, slot: int) -> None:
+        """Allocate the extent that the slot stands in, once the ledger has room. Raises NoSpace, OSError."""
+        slab, place = divmod(slot, self.plan.slots_per_slab)
+        with self._ledger.locked():
+            have = self._allocated.get(slab, 0)
+            step = self.plan.step_slots
+            wanted = min(-(-(place + 1) // step) * step, self.plan.slots_of(slab))
+            for end in dict.fromkeys((wanted, place + 1)):
+                if end > have and self._ledger.make_room((end - have) * self.plan.row_bytes):
+                    self._allocate(slab, end)
+                    return
+        raise NoSpace(f"{self._ledger.path} is full: what other live namespaces hold leaves no room below its capacity")
+
+    def medium_is_full(self) -> bool:
+        """Whether a failed write may be for want of space: only files that could not be allocated ahead can be."""
+        status = os.statvfs(self._directory)
+        return self._sparse and status.f_bavail * status.f_frsize < self.plan.row_bytes
+
+    def close(self) -> None:
+        """Let NIXL close the files. No transfer may be pending."""
+        for file in self._files.values():
+            self._agent.deregister(file)
+        self._files.clear()
+
+    def _path(self, slab: int) -> Path:
+        return self._directory / f"slab-{slab:05d}.kv"
+
+    def _take_over(self, slab: int) -> None:
+        path, limit = self._path(slab), self.plan.slots_of(slab)
+        size = path.stat().st_size
+        if not limit:
+            path.unlink()
+        elif size > limit * self.plan.row_bytes:
+            os.truncate(path, limit * self.plan.row_bytes)
+        if limit:
+            self._allocated[slab] = min(size // self.plan.row_bytes, limit)
+
+    def _allocate(self, slab: int, end: int) -> None:
+        """Make the slab's file `end` slots long, with room behind them; unheld namespaces make way on a full medium."""
+        row_bytes = self.plan.row_bytes
+        descriptor = os.open(self._path(slab), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            while failed := _fallocate(descriptor, size, end * row_bytes - size):
+                # What was taken before it failed is given back: it would be in the account and hold no row.
+                os.ftruncate(descriptor, size)
+                if failed == errno.EOPNOTSUPP:
+                    self._note_sparse()
+                    os.ftruncate(descriptor, end * row_bytes)
+                    break
+                if failed not in (errno.ENOSPC, errno.EDQUOT):
+                    raise OSError(failed, os.strerror(failed), str(self._path(slab)))
+                if not self._ledger.forget_oldest():
+                    raise NoSpace(f"the file system of {self._directory} is full")
+        finally:
+            os.close(descriptor)
+        self._allocated[slab] = end
+        self._ledger.used_bytes += end * row_bytes - size
+
+    def _note_sparse(self) -> None:
+        if not self._sparse:
+            self._sparse = True
+            logger.warning("%s cannot allocate ahead: the disk may fill up below the tier's capacity", self._directory)
+
+
+def _fallocate(descriptor: int, offset: int, nbytes: int) -> int:
+    """0, or the errno."""
+    if nbytes <= 0:
+        return 0
+    while True:
+        if _libc.fallocate(descriptor, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
+            return 0
+        if (error := ctypes.get_errno()) != errno.EINTR:
+            return error
+
+
+def _direct_works(directory: Path) -> bool:
+    """Write and read one page with O_DIRECT: some file systems take the flag and then refuse every transfer."""
+    probe = directory / "probe.tmp"
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return False
+        try:
+            return os.pwritev(descriptor, [page], 0) == PAGE and os.preadv(descriptor, [page], 0) == PAGE
+        except OSError as error:
+            return error.errno == errno.ENOSPC  # no verdict, and a full medium must still serve what it holds
+        finally:
+            os.close(descriptor)
+            with suppress(OSError):
+                probe.unlink()

@@ -1,0 +1,216 @@
+"""A real mover process on a socketpair, driven the way the engine drives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.messages import (
+    MAX_PACKET,
+    Adopt,
+    Entry,
+    Finished,
+    Heartbeat,
+    Hello,
+    Load,
+    Move,
+    Open,
+    Opened,
+    Outcome,
+    Stop,
+    Store,
+    ToEngine,
+    ToMover,
+    decode_to_engine,
+    encode,
+)
+
+PATIENCE_S = 30.0
+NAMESPACE = bytes(range(16))
+
+
+def key_of(number: int) -> bytes:
+    return b"key-%08d" % number
+
+
+def payload(number: int, geometry: Geometry) -> np.ndarray:
+    """The row that belongs to key `number`: cheap to make, different in every page."""
+    words = np.arange(geometry.row_bytes // 8, dtype=np.uint64) + np.uint64(number << 32 | 1)
+    return words.view(np.uint8)
+
+
+class MoverProcess:
+    """A mover, the region it shares with us, and our end of its socket."""
+
+    def __init__(
+        self, tier: dict[str, object], geometry: Geometry, rows: int, region: HostRegion | None = None
+    ) -> None:
+        self.geometry = geometry
+        self.region = region or HostRegion.create(geometry, rows)
+        self._owns_region = region is None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket = ours
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "nixl_tiers.mover", "--socket", str(theirs.fileno())),
+                    *("--region", str(self.region.fd), "--parent", str(os.getpid())),
+                ],
+                pass_fds=(theirs.fileno(), self.region.fd),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                cwd=Path(__file__).parents[2],
+            )
+        self.used_bytes = 0
+        self.heartbeats = 0
+        self._unread: list[ToEngine] = []
+        self._jobs = 0
+        self.send(Hello(tier, geometry.cells, geometry.cell_payload, geometry.sub_blocks, self.region.rows))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(PATIENCE_S)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self.socket.close()
+        if self._owns_region:
+            self.region.close()
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def send(self, message: ToMover) -> None:
+        self.socket.settimeout(PATIENCE_S)
+        self.socket.send(encode(message))
+
+    def expect(self, wanted: Callable[[ToEngine], bool], patience_s: float = PATIENCE_S) -> ToEngine:
+        """The first message that is `wanted`; others are kept for later calls, heartbeats only counted."""
+        deadline = time.monotonic() + patience_s
+        for place, message in enumerate(self._unread):
+            if wanted(message):
+                return self._unread.pop(place)
+        while True:
+            self.socket.settimeout(max(0.001, deadline - time.monotonic()))
+            packet = self.socket.recv(MAX_PACKET)
+            if not packet:
+                raise EOFError(f"the mover left: {self.log()}")
+            message = decode_to_engine(packet)
+            if isinstance(message, Heartbeat):
+                self.used_bytes = message.used_bytes
+                self.heartbeats += 1
+            if wanted(message):
+                return message
+            if not isinstance(message, Heartbeat):
+                self._unread.append(message)
+
+    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
+        """Slots that the tier offers."""
+        self.send(Open(namespace, epoch))
+        message = self.expect(lambda m: isinstance(m, Opened) and m.epoch == epoch)
+        assert isinstance(message, Opened)
+        return message.slots
+
+    def adopted(self) -> list[Entry]:
+        entries: list[Entry] = []
+        while True:
+            message = self.expect(lambda m: isinstance(m, Adopt))
+            assert isinstance(message, Adopt)
+            entries += message.entries
+            if message.last:
+                return entries
+
+    def begin(self, kind: type[Store | Load], moves: Sequence[Move]) -> int:
+        self._jobs += 1
+        self.send(kind(self._jobs, list(moves)))
+        return self._jobs
+
+    def finished(self, job: int) -> list[Outcome]:
+        message = self.expect(lambda m: isinstance(m, Finished) and m.job == job)
+        assert isinstance(message, Finished)
+        return [Outcome(value) for value in message.outcomes]
+
+    def store(self, numbers: Sequence[int], slots: Sequence[int] | None = None, first_row: int = 0) -> list[Outcome]:
+        """Put payload(n) under key n into slot n (or the given one), through rows from `first_row` on."""
+        moves = []
+        for place, number in enumerate(numbers):
+            row = first_row + place
+            self.region.rows_view[row] = payload(number, self.geometry)
+            slot = slots[place] if slots is not None else number
+            moves.append(Move(row, slot, key_of(number), tick=number + 1, seal=True))
+        return self.finished(self.begin(Store, moves))
+
+    def load(self, numbers: Sequence[int], slots: Sequence[int] | None = None, first_row: int = 0) -> list[Outcome]:
+        """Fetch keys into rows that held something else; every OK row is compared with what was stored."""
+        moves = []
+        for place, number in enumerate(numbers):
+            self.region.rows_view[first_row + place] = 0xEE
+            moves.append(Move(first_row + place, slots[place] if slots is not None else number, key_of(number)))
+        outcomes = self.finished(self.begin(Load, moves))
+        for place, (number, outcome) in enumerate(zip(numbers, outcomes, strict=True)):
+            if outcome is Outcome.OK:
+                assert self.holds(first_row + place, number), f"a wrong byte under key {number}"
+        return outcomes
+
+    def holds(self, row: int, number: int) -> bool:
+        wanted = payload(number, self.geometry)
+        return all(
+            np.array_equal(
+                self.region.rows_view[row][at : at + self.geometry.cell_payload],
+                wanted[at : at + self.geometry.cell_payload],
+            )
+            for at in range(0, self.geometry.cells * self.geometry.cell_bytes, self.geometry.cell_bytes)
+        )
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self.send(Stop())
+        assert self.process.wait(PATIENCE_S) == 0
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+
+    def log(self) -> str:
+        """What it wrote to stderr; only after it has ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+
+def file_tier(path: Path, capacity: int) -> dict[str, object]:
+    return {"type": "file", "path": str(path), "capacity": capacity}
+
+
+def disk_bytes(path: Path) -> int:
+    """Everything at and below `path`, as the disk counts it."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in (".", *names):
+            with suppress(FileNotFoundError):
+                total += (Path(folder) / name).lstat().st_blocks * 512
+    return total
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
