@@ -199,10 +199,10 @@ class Engine:
         with self._lock:
             return self._core.where(key, self._clock())
 
-    def settled(self) -> bool:
-        """Whether every cascade has ended, well or not."""
+    def backlog(self) -> int:
+        """Rows whose cascade to some tier is still to end; 0 when all have ended, well or not."""
         with self._lock:
-            return self._core.idle_stores()
+            return self._core.backlog()
 
     def counters(self) -> dict[str, dict[str, float]]:
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges."""

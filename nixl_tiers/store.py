@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -51,8 +50,9 @@ class TieredStore:
     `engine` is the non-blocking face beneath, for schedulers. Thread-safe. Close it, or use it as a context manager.
     """
 
-    def __init__(self, engine: Engine, region: HostRegion) -> None:
+    def __init__(self, engine: Engine, region: HostRegion, wait_s: float) -> None:
         """Not for callers: use nixl_tiers.open or TieredStore.over."""
+        self._patience_s = wait_s
         self.engine = engine
         self._region = region
         self._names = itertools.count()
@@ -72,36 +72,41 @@ class TieredStore:
             engine.start(patience_s)
         except TierRefusedError as error:
             raise ConfigError(str(error)) from None
-        return cls(engine, region)
+        return cls(engine, region, config.wait_s)
 
     def put(self, keys: Sequence[Key], rows: NDArray[np.uint8] | Sequence[Any]) -> int:
         """Store chunk `rows[i]` under `keys[i]`; returns how many are in the store now, counted from the first.
 
         rows: uint8 (n, chunk_bytes), or n buffers of chunk_bytes bytes each. Storage tiers are written to behind the
-        caller's back. Fewer than n are accepted only while the host tier is full of rows in use.
+        caller's back; who is faster than they are is held up before rows would be evicted unwritten, by at most
+        `wait_s` a batch. Fewer than n are accepted only while the host tier is full of rows in use.
         """
         chunks = self._chunks(keys, rows)
-        name = self._name()
         accepted = 0
+        for start in range(0, len(keys), self._batch):
+            self._wait_for(lambda: self.engine.backlog() <= 2 * self._batch, self._patience_s)
+            part = keys[start : start + self._batch]
+            number = self._put_part(list(part), chunks[start : start + self._batch])
+            accepted += number
+            if number < len(part):
+                break
+        return accepted
+
+    def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]]) -> int:
+        name = self._name()  # of its own: what came with an earlier part is older, and goes first
         try:
-            for start in range(0, len(keys), self._batch):
-                batch = list(keys[start : start + self._batch])
-                plan = self.engine.prepare_store(batch, name)
-                number = {key: i for i, key in enumerate(batch)}
-                payload = self._region.geometry.cell_payload
-                for key, row in zip(plan.keys, plan.rows, strict=True):
-                    self._region.rows_view[row, :payload] = chunks[start + number[key]]
-                if plan.keys:
-                    self._region.mark(np.array(plan.rows), 0, plan.ticket, True)
-                    self.engine.complete_store(plan.keys)
-                held = set(plan.keys)
-                for key in batch:
-                    if key not in held and self.engine.where(key) is None:
-                        return accepted
-                    accepted += 1
+            plan = self.engine.prepare_store(keys, name)
+            chunk_of = dict(zip(keys, chunks, strict=True))
+            for key, row in zip(plan.keys, plan.rows, strict=True):
+                self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
+            if plan.keys:
+                self._region.mark(np.array(plan.rows), 0, plan.ticket, True)
+                self.engine.complete_store(plan.keys)
         finally:
             self.engine.finish_request(name)
-        return accepted
+        new = set(plan.keys)
+        missing = (i for i, key in enumerate(keys) if key not in new and self.engine.where(key) is None)
+        return next(missing, len(keys))
 
     def get(self, keys: Sequence[Key], out: NDArray[np.uint8]) -> list[bool]:
         """Fetch chunks into out, uint8 (n, chunk_bytes); True at i means that verified bytes of keys[i] are in out[i].
@@ -142,13 +147,7 @@ class TieredStore:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every cascade has finished or failed; False if that took longer than `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.engine.settled():
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-            with self.engine.changed:
-                self.engine.changed.wait(0.05)
-        return True
+        return self._wait_for(lambda: self.engine.backlog() == 0, timeout_s)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters and gauges by tier: the same numbers as the metrics."""
@@ -176,6 +175,10 @@ class TieredStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self.engine.changed:
+            return self.engine.changed.wait_for(condition, timeout_s)
 
     def _name(self) -> str:
         return f"api-{next(self._names)}"

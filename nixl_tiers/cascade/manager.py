@@ -290,12 +290,9 @@ class TierManager:
             s.jobs or (s.readable and s.to_load) or (s.state is TierState.UP and s.to_store) for s in self.storage
         )
 
-    def idle_stores(self) -> bool:
-        """True when every cascade has ended, or can not go on because its tier is down."""
-        return not any(
-            (s.readable and s.to_store) or any(j.direction is Direction.STORE for j in s.jobs.values())
-            for s in self.storage
-        )
+    def backlog(self) -> int:
+        """Rows queued for or being written to the tier that is furthest behind."""
+        return max((len(storage.to_store) + storage.rows_storing for storage in self.storage), default=0)
 
     def take_evicted(self) -> list[Key]:
         """Keys that have left the host tier since the last call."""
