@@ -1,0 +1,370 @@
+"""The control plane of an object tier: credentials, one probe, listings and deletes, with boto3 on a thread of its own.
+
+Nothing here moves a row. The mover's loop leaves requests and collects results; only `connect` waits, and not for long.
+No message of this module repeats what a server said or what a credential holds: error codes and class names only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import boto3
+from botocore.config import Config
+from botocore.credentials import SharedCredentialProvider
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
+from botocore.httpsession import where
+
+from nixl_tiers.config import S3Tier
+from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+
+PROBE_S: Final = 3.0
+FLUSH_S: Final = 2.0
+RENEW_S: Final = 60.0
+MAX_DELETES: Final = 1000  # what one DeleteObjects request may name
+BACKOFF_S: Final = (1.0, 30.0)
+
+# The answer to HEAD has no body: instead of an error's name there is only the HTTP status.
+_MEANINGS: Final = {
+    "400": "does not accept the request, as with expired credentials or a wrong region (HTTP 400)",
+    "401": "refuses these credentials (HTTP 401)",
+    "403": "refuses these credentials (HTTP 403)",
+}
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What signs requests. Shows nothing of itself."""
+
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+    session_token: str = field(default="", repr=False)
+
+
+class Listed(NamedTuple):
+    """One object of a listing; `name` is the whole object name, `modified_s` the server's Unix time."""
+
+    name: str
+    nbytes: int
+    modified_s: float
+
+
+class Listing:
+    """A listing under way. Pages go to the taker on the control thread; `done` says that it has had the last one."""
+
+    def __init__(self, prefix: str, take: Callable[[Sequence[Listed]], None], finish: Callable[[], None]) -> None:
+        self.prefix = prefix
+        self.done = threading.Event()
+        self.after = ""
+        self._take = take
+        self._finish = finish
+
+    def page(self, client: Any, bucket: str) -> None:
+        """Fetch the next page (at most 1000 objects)."""
+        position = {"StartAfter": self.after} if self.after else {}
+        answer = client.list_objects_v2(Bucket=bucket, Prefix=self.prefix, **position)
+        found = [Listed(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in answer.get("Contents", ())]
+        self._take(found)
+        if found:
+            self.after = found[-1].name
+        if not answer.get("IsTruncated") or not found:
+            self._finish()
+            self.done.set()
+
+
+class Bucket:
+    """One bucket as one mover sees it. Its methods are called by one thread; what blocks runs on another, a daemon."""
+
+    def __init__(self, tier: S3Tier) -> None:
+        self._tier = tier
+        self._client: Any = None
+        self._source: Any = None  # botocore's credentials, which renew themselves where they can
+        self.credentials: Credentials | None = None
+        self._wake = threading.Condition()
+        self._probe: Future[None] | None = None
+        self._listing: Listing | None = None
+        self._queued: dict[str, None] = {}
+        self._leaving: frozenset[str] = frozenset()
+        self._gone: list[str] = []
+        self._failures = 0
+        self._waits_s = {"list": 0.0, "delete": 0.0}
+        self._not_before = {"list": 0.0, "delete": 0.0}
+        self._renew_at = float("inf")
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # The mover's side
+
+    def connect(self, timeout_s: float = PROBE_S) -> Credentials:
+        """Find credentials and ask the bucket whether it is there; returns within `timeout_s`.
+
+        Raises TierRefused if there is no such bucket or the configuration cannot work, else TierDown.
+        """
+        with self._wake:
+            if self._probe is None or self._probe.done():
+                self._probe = Future()
+            probe = self._probe
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="nixl_tiers-bucket", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+        try:
+            probe.result(timeout_s)
+        except FutureTimeout:
+            raise self._down(f"does not answer within {timeout_s:g} s") from None
+        if self.credentials is None:
+            raise self._down("no credentials")
+        return self.credentials
+
+    def start_listing(
+        self, prefix: str, take: Callable[[Sequence[Listed]], None], finish: Callable[[], None]
+    ) -> Listing:
+        """List everything below `prefix` in the background, in place of an earlier listing that still runs.
+
+        `take` is called with each page and `finish` after the last, both on the control thread.
+        """
+        listing = Listing(prefix, take, finish)
+        with self._wake:
+            self._listing = listing
+            self._not_before["list"] = 0.0
+            self._wake.notify()
+        return listing
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete these objects in the background, again and again until the server says that they are gone."""
+        with self._wake:
+            self._queued.update(dict.fromkeys(names))
+            self._wake.notify()
+
+    def keep(self, name: str) -> bool:
+        """Take a delete back. False if it is under way: wait for `gone` or `failures` before writing that name."""
+        with self._wake:
+            self._queued.pop(name, None)
+            return name not in self._leaving
+
+    def gone(self) -> Sequence[str]:
+        """Names whose deletes were confirmed since the last call."""
+        if not self._gone:
+            return ()
+        with self._wake:
+            gone, self._gone = self._gone, []
+        return gone
+
+    @property
+    def deleting(self) -> bool:
+        """Whether deletes are queued or under way."""
+        return bool(self._queued or self._leaving)
+
+    @property
+    def failures(self) -> int:
+        """How many delete requests have failed, ever. What they named is queued again, unless kept."""
+        return self._failures
+
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Send the deletes that are queued, as long as `timeout_s` and the server allow, and stop."""
+        if self._thread is None:
+            return
+        with self._wake:
+            self._listing = None
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        with self._wake:
+            self._queued.clear()
+
+    # The control thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while (task := self._next(time.monotonic())) is None:
+                    if self._closing:
+                        return
+                    self._wake.wait(self._idle_s(time.monotonic()))
+            task()
+
+    def _next(self, now: float) -> Callable[[], None] | None:
+        if self._probe is not None and not self._probe.done():
+            return self._connect
+        if self._queued and self._client is not None and now >= self._not_before["delete"]:
+            return self._delete_some
+        if self._listing is not None and now >= self._not_before["list"]:
+            return self._list_page
+        if now >= self._renew_at:
+            return self._renew
+        return None
+
+    def _idle_s(self, now: float) -> float | None:
+        times = [self._renew_at]
+        if self._queued:
+            times.append(self._not_before["delete"])
+        if self._listing is not None:
+            times.append(self._not_before["list"])
+        soonest = min(times)
+        return None if soonest == float("inf") else max(0.0, soonest - now)
+
+    def _connect(self) -> None:
+        assert self._probe is not None
+        try:
+            self._source, self.credentials = find_credentials(self._tier)
+            answer = self._make_client(connect_s=1.2, read_s=1.4, attempts=1).head_bucket(Bucket=self._tier.bucket)
+            region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._tier.region)
+            if self._tier.endpoint is None and region != self._tier.region:
+                raise TierRefused(f'region: bucket "{self._tier.bucket}" is in {region}, not in {self._tier.region}')
+            self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+            self._not_before = {"list": 0.0, "delete": 0.0}
+            self._renew_at = time.monotonic() + RENEW_S
+        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits in connect)
+            self._probe.set_exception(self._explained(error))
+        else:
+            self._probe.set_result(None)
+
+    def _delete_some(self) -> None:
+        with self._wake:
+            names = list(itertools.islice(self._queued, MAX_DELETES))
+            for name in names:
+                del self._queued[name]
+            self._leaving = frozenset(names)
+        request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+        stay: Sequence[str]
+        try:
+            answer = self._client.delete_objects(Bucket=self._tier.bucket, Delete=request)
+            stay = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
+        except (BotoCoreError, ClientError):
+            stay = names
+        with self._wake:
+            self._leaving = frozenset()
+            self._gone.extend(set(names).difference(stay))
+            self._failures += bool(stay)
+            self._queued.update(dict.fromkeys(stay))
+            self._pace("delete", failed=bool(stay))
+
+    def _list_page(self) -> None:
+        listing = self._listing
+        if listing is None:
+            return
+        try:
+            listing.page(self._client, self._tier.bucket)
+            failed = False
+        except (BotoCoreError, ClientError):
+            failed = True
+        with self._wake:
+            self._pace("list", failed)
+            if listing.done.is_set() and self._listing is listing:
+                self._listing = None
+
+    def _renew(self) -> None:
+        """Offer credentials that were renewed (a role's, or in their file); keep the old ones if none are found."""
+        self._renew_at = time.monotonic() + RENEW_S
+        try:
+            self._source, found = find_credentials(self._tier, self._source)
+        except (BotoCoreError, TierDown, TierRefused, OSError):
+            return
+        if found != self.credentials:
+            self.credentials = found
+            self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+
+    def _pace(self, what: str, failed: bool) -> None:
+        first_s, last_s = BACKOFF_S
+        self._waits_s[what] = min(max(self._waits_s[what] * 2, first_s), last_s) if failed else 0.0
+        self._not_before[what] = time.monotonic() + self._waits_s[what]
+
+    def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
+        assert self.credentials is not None
+        return boto3.session.Session().client(
+            "s3",
+            region_name=self._tier.region,
+            endpoint_url=self._tier.endpoint,
+            verify=trusted_certificates(self._tier),
+            aws_access_key_id=self.credentials.access_key,
+            aws_secret_access_key=self.credentials.secret_key,
+            aws_session_token=self.credentials.session_token or None,
+            config=Config(
+                connect_timeout=connect_s,
+                read_timeout=read_s,
+                retries={"mode": "standard", "total_max_attempts": attempts},
+                s3={"addressing_style": "auto" if self._tier.endpoint is None else "path"},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                tcp_keepalive=True,
+            ),
+        )
+
+    def _explained(self, error: Exception) -> Exception:
+        place = self._tier.endpoint or f"AWS {self._tier.region}"
+        if isinstance(error, (TierDown, TierRefused)):
+            return error
+        if isinstance(error, ClientError):
+            code = str(error.response.get("Error", {}).get("Code", "unknown"))
+            if code in {"404", "NoSuchBucket"}:
+                return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {place}')
+            return self._down(_MEANINGS.get(code, f"answers with an error ({code})"))
+        if isinstance(error, SSLError):
+            return self._down("shows a certificate that is not trusted here (see ca_file)")
+        if isinstance(error, (HTTPClientError, OSError)):
+            return self._down(f"does not answer ({type(error).__name__})")
+        return self._down(f"cannot be used ({type(error).__name__})")
+
+    def _down(self, what: str) -> TierDown:
+        place = self._tier.endpoint or f"AWS {self._tier.region}"
+        return TierDown(f's3 bucket "{self._tier.bucket}" at {place}: {what}')
+
+
+def find_credentials(tier: S3Tier, source: Any = None) -> tuple[Any, Credentials]:
+    """Where `tier` says that they are: (botocore's credentials object or None, their present value).
+
+    `source`: the object that an earlier call returned; one that renews itself is asked again, not looked up again.
+    Raises TierRefused for an environment variable that is not set (it never will be), TierDown for what may still come.
+    """
+    if tier.access_key_env is not None:
+        assert tier.secret_key_env is not None
+        access, secret = _variable(tier, "access_key_env"), _variable(tier, "secret_key_env")
+        return None, Credentials(access, secret, _variable(tier, "session_token_env") if tier.session_token_env else "")
+    if source is None or not hasattr(source, "refresh_needed"):
+        try:
+            source = _look_up(tier)
+        except (BotoCoreError, OSError) as error:
+            kind = type(error).__name__
+            raise TierDown(f'credentials for s3 bucket "{tier.bucket}" cannot be read ({kind})') from None
+    if source is None:
+        where = f"in {tier.credentials_file}" if tier.credentials_file else "in the AWS credential chain"
+        raise TierDown(f'there are no credentials for s3 bucket "{tier.bucket}" {where}')
+    frozen = source.get_frozen_credentials()
+    if not frozen.access_key or not frozen.secret_key:
+        raise TierDown(f'the credentials for s3 bucket "{tier.bucket}" are incomplete')
+    return source, Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
+
+
+def trusted_certificates(tier: S3Tier) -> str | None:
+    """The bundle of certificates that an https endpoint is checked with; None for http.
+
+    The AWS library inside NIXL's wheel looks where its builder kept them, which on other distributions is nowhere.
+    """
+    if tier.endpoint is not None and tier.endpoint.startswith("http:"):
+        return None
+    candidates = (tier.ca_file, os.environ.get("AWS_CA_BUNDLE"), ssl.get_default_verify_paths().cafile)
+    return next((str(path) for path in candidates if path and Path(path).is_file()), str(where()))
+
+
+def _look_up(tier: S3Tier) -> Any:
+    if tier.credentials_file is not None:
+        profile = os.environ.get("AWS_PROFILE", "default")
+        return SharedCredentialProvider(creds_filename=str(tier.credentials_file), profile_name=profile).load()
+    return boto3.session.Session(profile_name=tier.profile).get_credentials()
+
+
+def _variable(tier: S3Tier, field_name: str) -> str:
+    name = getattr(tier, field_name)
+    value = os.environ.get(name, "")
+    if not value:
+        raise TierRefused(f"{field_name}: the environment variable {name} is not set")
+    return value

@@ -1,0 +1,417 @@
+"""The object tier: one object a row below `<prefix>/<namespace>/`, moved by NIXL, each with a handle of its own.
+
+What NIXL's object backend leaves open is closed here (tried, all of it):
+- a failed download leaves the server's error page in the buffer, and a short object counts as done: downloads land in
+  private staging rows, and only what the seal vouches for is copied into the region;
+- a retry inside its AWS library appends to what the failed try has left: a download that fails its seal is tried again;
+- a server that trickles is never given up on: a download that takes too long is, here, and its staging row waits for
+  the transfer's real end. An upload reads the region, so it cannot be given up: the engine's deadline is for that.
+
+The budget counts every row below the prefix, of whatever namespace. Room for an upload is there when the server has
+confirmed the deletes that make it, so the bucket never holds more than the capacity.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.chunk import Geometry, Key, key_of_object, object_name
+from nixl_tiers.config import S3Tier
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
+from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.bucket import Bucket, Credentials, Listed, Listing, trusted_certificates
+from nixl_tiers.mover.tiers.stock import Stock
+
+MAX_UPLOADS: Final = 16
+MAX_DOWNLOADS: Final = 16
+STAGING_BYTES: Final = 256 << 20  # at most, but never fewer than MIN_STAGING_ROWS
+MIN_STAGING_ROWS: Final = 4
+DOWNLOAD_S: Final = 15.0  # and the time that its bytes take at SLOWEST_BYTES_PER_S
+SLOWEST_BYTES_PER_S: Final = 4e6
+TRIES: Final = 2
+_ERROR_PAGE_BYTES: Final = 1024
+
+
+class _Direction(Enum):
+    UPLOAD = "upload"
+    DOWNLOAD = "download"
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What one call of store or load asked for."""
+
+    ticket: int
+    outcomes: list[Outcome]
+    left: int
+
+
+@dataclass(eq=False)
+class _Task:
+    """One move of a batch, waiting or under way."""
+
+    batch: _Batch
+    index: int
+    move: Move
+    direction: _Direction
+    tries: int = 0
+    registration: Registration | None = None
+    transfer: Transfer | None = None
+    staging: int = -1
+    give_up_at: float = float("inf")
+    failures_seen: int = -1  # of the bucket's deletes, when this upload began to wait for one
+
+
+@dataclass
+class _Found:
+    """What a listing has met, filled on the control thread and read by the tier when the listing is done."""
+
+    rows: list[tuple[float, Key]] = field(default_factory=list)
+    strangers: list[tuple[float, str, int]] = field(default_factory=list)
+
+
+class _Plane:
+    """A NIXL agent with the region and the staging rows registered, for one set of credentials."""
+
+    def __init__(
+        self, config: S3Tier, credentials: Credentials, region: HostRegion, staging: NDArray[np.uint8]
+    ) -> None:
+        self.credentials = credentials
+        self.agent = Agent.obj(_parameters(config, credentials))
+        self._held = [self.agent.register_region(region)]
+        self._held.append(self.agent.register_dram(staging.ctypes.data, staging.nbytes))
+
+    def close(self) -> None:
+        for registration in self._held:
+            self.agent.deregister(registration)
+
+
+class ObjectStorage(StorageTier):
+    """Rows as objects of one bucket. Slots are a count here, not places: any key may stand with any slot."""
+
+    def __init__(self, config: S3Tier, geometry: Geometry, region: HostRegion) -> None:
+        """Touches neither NIXL nor the network: that is for `open`."""
+        self._config = config
+        self._geometry = geometry
+        self._region = region
+        self._row_bytes = geometry.row_bytes
+        rows = max(MIN_STAGING_ROWS, min(MAX_DOWNLOADS, STAGING_BYTES // self._row_bytes))
+        self._memory = mmap.mmap(-1, rows * self._row_bytes)
+        self._staging = np.frombuffer(self._memory, np.uint8).reshape(rows, self._row_bytes)
+        self._free_staging = list(range(rows))
+        self._bucket = Bucket(config)
+        self._stock = Stock(self._row_bytes, config.capacity)
+        self._plane: _Plane | None = None
+        self._sealer: Sealer | None = None
+        self._prefix = ""
+        self._found = _Found()
+        self._listing: Listing | None = None
+        self._tickets = 0
+        self._uploads: deque[_Task] = deque()
+        self._downloads: deque[_Task] = deque()
+        self._running: list[_Task] = []
+        self._given_up: list[_Task] = []
+        self._finished: list[Done] = []
+        self._dropped: set[Key] = set()  # while uploads of them run, or while the listing does
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        credentials = self._bucket.connect()
+        self._renew_plane(credentials)
+        self._sealer = Sealer(self._geometry, namespace, epoch)
+        self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
+        self._stock = Stock(self._row_bytes, self._config.capacity)
+        self._dropped = set()
+        found = self._found = _Found()
+        self._listing = self._bucket.start_listing(
+            f"{self._config.prefix}/", lambda page: self._sort_in(page, found), lambda: _order(found)
+        )
+        return self._config.capacity // self._row_bytes
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        listing, found = self._listing, self._found
+        if listing is None:
+            return
+        while not listing.done.is_set():
+            yield []
+            if listing is not self._listing:
+                return
+        self._stock.meet([(name, nbytes) for _, name, nbytes in found.strangers], len(found.rows))
+        found.strangers = []
+        tick, modified = -1, -1.0
+        entries: list[Entry] = []
+        for slot, (when, key) in enumerate(found.rows):
+            if when > modified:
+                tick, modified = tick + 1, when
+            if self._stock.adopt(key, self._name(key)):
+                if key in self._dropped:
+                    self._doom(key)
+                else:
+                    entries.append(Entry(slot, key, tick))
+            if len(entries) == MAX_ENTRIES:
+                yield entries
+                if listing is not self._listing:
+                    return
+                entries = []
+        self._dropped.intersection_update(task.move.key for task in self._running)
+        found.rows = []
+        self._listing = None
+        if entries:
+            yield entries
+
+    def store(self, moves: Sequence[Move]) -> int:
+        return self._begin(moves, _Direction.UPLOAD, self._uploads)
+
+    def load(self, moves: Sequence[Move]) -> int:
+        return self._begin(moves, _Direction.DOWNLOAD, self._downloads)
+
+    def poll(self) -> list[Done]:
+        self._reap_deletes()
+        self._running = [task for task in self._running if not self._ended(task)]
+        self._given_up = [task for task in self._given_up if not self._let_go(task)]
+        self._start_waiting()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        uploading = {task.move.key for task in self._running if task.direction is _Direction.UPLOAD}
+        self._doom(*(key for _, key in entries if key not in uploading))
+        # What is being written, or perhaps not listed yet, goes when that has ended.
+        self._dropped.update(key for _, key in entries if key in uploading or self._listing is not None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._uploads or self._downloads or self._finished or self._given_up)
+
+    @property
+    def used_bytes(self) -> int:
+        self._reap_deletes()
+        return self._stock.used_bytes
+
+    def close(self) -> None:
+        self._bucket.close()
+        if self._plane is not None and not self._running and not self._given_up:
+            self._plane.close()
+        self._plane = None
+
+    # Moves
+
+    def _begin(self, moves: Sequence[Move], direction: _Direction, queue: deque[_Task]) -> int:
+        self._tickets += 1
+        batch = _Batch(self._tickets, [Outcome.FAILED] * len(moves), len(moves))
+        queue.extend(_Task(batch, index, move, direction) for index, move in enumerate(moves))
+        if not moves:
+            self._finished.append(Done(batch.ticket, ()))
+        self._start_waiting()
+        return batch.ticket
+
+    def _start_waiting(self) -> None:
+        """Start what may start, loads first: somebody waits for them."""
+        if self._plane is None:
+            for queue in (self._uploads, self._downloads):
+                while queue:
+                    self._end(queue.popleft(), Outcome.FAILED)
+            return
+        if self._bucket.credentials not in {None, self._plane.credentials}:
+            if self._running or self._given_up:
+                return  # an agent is let go when nothing of it runs, and nothing more may start on old credentials
+            assert self._bucket.credentials is not None
+            self._renew_plane(self._bucket.credentials)
+        while self._downloads and self._free_staging:
+            self._start_download(self._downloads.popleft())
+        uploads = sum(task.direction is _Direction.UPLOAD for task in self._running)
+        # In order, and the first that must wait holds up the others: a chain with a hole in it is worth little.
+        while self._uploads and uploads < MAX_UPLOADS and (outcome := self._admit(self._uploads[0])) is not None:
+            task = self._uploads.popleft()
+            if outcome is Outcome.OK:
+                self._start_upload(task)
+                uploads += 1
+            else:
+                self._end(task, outcome)
+
+    def _admit(self, task: _Task) -> Outcome | None:
+        """OK if this upload may start now, None if it must wait for a delete, else how it ends."""
+        key, name = task.move.key, self._name(task.move.key)
+        deleting = self._bucket.deleting
+        self._reap_deletes()
+        # A delete of this name that arrives after the upload would take the new object with it.
+        if self._bucket.keep(name):
+            if self._stock.hold(key, name):
+                return Outcome.OK
+            victims = self._stock.make_room(min(len(self._uploads), MAX_UPLOADS))
+            self._bucket.delete(victims)
+            if not victims and not deleting:
+                return Outcome.NO_SPACE
+        if task.failures_seen < 0:
+            task.failures_seen = self._bucket.failures
+        return None if task.failures_seen == self._bucket.failures else Outcome.FAILED
+
+    def _start_upload(self, task: _Task) -> None:
+        assert self._sealer is not None
+        move = task.move
+        if move.seal:
+            self._sealer.seal(self._region.rows_view[move.row], move.key, sealed_at=int(time.time()))
+        self._dropped.discard(move.key)
+        self._start(task, self._region.address + move.row * self._row_bytes)
+
+    def _start_download(self, task: _Task) -> None:
+        task.staging = self._free_staging.pop()
+        row = self._staging[task.staging]
+        # Neither an old error page nor an old seal may speak for what comes now.
+        row[:_ERROR_PAGE_BYTES] = 0
+        row[-self._geometry.seal_bytes :] = 0
+        task.tries += 1
+        task.give_up_at = time.monotonic() + DOWNLOAD_S + self._row_bytes / SLOWEST_BYTES_PER_S
+        self._start(task, row.ctypes.data)
+
+    def _start(self, task: _Task, address: int) -> None:
+        assert self._plane is not None
+        agent = self._plane.agent
+        self._running.append(task)
+        try:
+            task.registration = agent.register_objects([self._name(task.move.key)], self._row_bytes)
+        except AgentError:
+            return  # without a transfer, the next poll ends it as failed
+        spans = [(address, self._row_bytes, 0, task.registration.devices[0])]
+        task.transfer = agent.write(spans) if task.direction is _Direction.UPLOAD else agent.read(spans)
+
+    def _ended(self, task: _Task) -> bool:
+        """Whether this running task is over; says so to its batch, and gives back all that it held."""
+        state = task.transfer.state() if task.transfer is not None else TransferState.FAILED
+        if state is TransferState.PENDING:
+            if time.monotonic() < task.give_up_at:
+                return False
+            self._given_up.append(task)
+            self._end(task, Outcome.FAILED)
+            return True
+        outcome = self._uploaded(task, state) if task.direction is _Direction.UPLOAD else self._downloaded(task, state)
+        self._let_go(task)
+        if outcome is None:
+            self._downloads.appendleft(task)
+        else:
+            self._end(task, outcome)
+        return True
+
+    def _uploaded(self, task: _Task, state: TransferState) -> Outcome:
+        key = task.move.key
+        # A failed upload may have arrived all the same, whole, and would be a row that nobody counts.
+        if state is not TransferState.DONE or key in self._dropped:
+            self._dropped.discard(key)
+            self._doom(key)
+        return Outcome.OK if state is TransferState.DONE else Outcome.FAILED
+
+    def _downloaded(self, task: _Task, state: TransferState) -> Outcome | None:
+        """The outcome, or None to try again."""
+        assert self._sealer is not None
+        row = self._staging[task.staging]
+        if state is TransferState.FAILED:
+            if b"<Code>NoSuchKey</Code>" in row[:_ERROR_PAGE_BYTES].tobytes():
+                self._stock.lose(task.move.key, self._name(task.move.key))
+                return Outcome.MISSING
+            return Outcome.FAILED
+        if self._sealer.verify(row, task.move.key) is Verdict.OK:
+            self._region.rows_view[task.move.row] = row
+            return Outcome.OK
+        return None if task.tries < TRIES else Outcome.CORRUPT
+
+    def _let_go(self, task: _Task) -> bool:
+        """Give back handle, name and staging row. False while the transfer runs."""
+        if task.transfer is not None:
+            if task.transfer.state() is TransferState.PENDING:
+                return False
+            task.transfer.release()
+            task.transfer = None
+        if task.registration is not None and self._plane is not None:
+            self._plane.agent.deregister(task.registration)
+            task.registration = None
+        if task.staging >= 0:
+            self._free_staging.append(task.staging)
+            task.staging = -1
+        return True
+
+    def _end(self, task: _Task, outcome: Outcome) -> None:
+        batch = task.batch
+        batch.outcomes[task.index] = outcome
+        batch.left -= 1
+        if not batch.left:
+            self._finished.append(Done(batch.ticket, tuple(batch.outcomes)))
+
+    # The bucket
+
+    def _doom(self, *keys: Key) -> None:
+        self._bucket.delete([name for key in keys if self._stock.doom(key, name := self._name(key))])
+
+    def _reap_deletes(self) -> None:
+        for name in self._bucket.gone():
+            self._stock.gone(name)
+
+    def _renew_plane(self, credentials: Credentials) -> None:
+        if self._plane is not None and self._plane.credentials == credentials:
+            return
+        if self._given_up:
+            raise TierDown(f's3 bucket "{self._config.bucket}": a download that was given up has not ended yet')
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
+        try:
+            self._plane = _Plane(self._config, credentials, self._region, self._staging)
+        except AgentError as error:
+            raise TierRefused(f"type: {error}") from None
+
+    def _name(self, key: Key) -> str:
+        return self._prefix + object_name(key)
+
+    def _sort_in(self, page: Sequence[Listed], found: _Found) -> None:
+        """Control thread: rows of this namespace, and rows of others that count against the same budget."""
+        for name, nbytes, modified in page:
+            key = key_of_object(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
+            if key is not None and nbytes == self._row_bytes:
+                found.rows.append((modified, key))
+            elif _is_row(name[len(self._config.prefix) + 1 :]):
+                found.strangers.append((modified, name, nbytes))
+
+
+def _is_row(name: str) -> bool:
+    """Whether `name`, below the prefix, can be a row of some namespace. What cannot is not ours to count or delete."""
+    namespace, _, rest = name.partition("/")
+    return len(namespace) == 32 and set(namespace) <= set("0123456789abcdef") and key_of_object(rest) is not None
+
+
+def _order(found: _Found) -> None:
+    """Control thread: oldest first."""
+    found.rows.sort()
+    found.strangers.sort()
+
+
+def _parameters(config: S3Tier, credentials: Credentials) -> dict[str, str]:
+    """What NIXL's object backend is created with. Holds secrets: never to be shown."""
+    parameters = {
+        "bucket": config.bucket,
+        "region": config.region,
+        "access_key": credentials.access_key,
+        "secret_key": credentials.secret_key,
+        # Private servers speak path-style addresses; AWS wants the bucket in the host name, where it can stand there.
+        "use_virtual_addressing": "true" if config.endpoint is None and "." not in config.bucket else "false",
+        "req_checksum": "required",
+        "resp_checksum": "required",
+        "num_threads": str(MAX_UPLOADS + MAX_DOWNLOADS),
+    }
+    if credentials.session_token:
+        parameters["session_token"] = credentials.session_token
+    if config.endpoint is not None:
+        parameters["endpoint_override"] = config.endpoint
+        parameters["scheme"] = config.endpoint.partition(":")[0]
+    if (certificates := trusted_certificates(config)) is not None:
+        parameters["ca_bundle"] = certificates
+    return parameters
