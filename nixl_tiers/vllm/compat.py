@@ -1,0 +1,110 @@
+"""Which vLLM this is, and every name of its offloading interface that we use, in one place.
+
+The other modules of this package import vLLM through here, so that an unsuitable version is refused with one
+sentence instead of an ImportError from somewhere inside.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Final
+
+import vllm.version
+
+OLDEST: Final = (0, 26)
+
+
+class UnsupportedVllm(ImportError):
+    """This vLLM has no offloading interface that we know; one sentence."""
+
+
+def version() -> tuple[int, int] | None:
+    """(major, minor) of the vLLM that is installed, None for a development tree that does not know its own."""
+    major, minor = vllm.version.__version_tuple__[:2]
+    return (int(major), int(minor)) if (major, minor) != (0, 0) else None
+
+
+def check(found: tuple[int, int] | None) -> None:
+    """Raise UnsupportedVllm for a version that is known to have another interface."""
+    if found is not None and found < OLDEST:
+        raise UnsupportedVllm(
+            f"nixl_tiers needs vLLM {OLDEST[0]}.{OLDEST[1]} or newer, and this is {found[0]}.{found[1]}, "
+            "whose offloading specs have another interface"
+        )
+
+
+check(version())
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        LoadStoreSpec,
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        OffloadingGaugeMetadata,
+        OffloadingManager,
+        OffloadingMetricMetadata,
+        OffloadingSpec,
+        OffloadingWorker,
+        OffloadKey,
+        PrepareStoreOutput,
+        ReqContext,
+        RequestOffloadingContext,
+        ScheduleEndContext,
+        TransferResult,
+        get_offload_group_idx,
+    )
+    from vllm.v1.kv_offload.config import OffloadingConfig
+except ImportError as error:
+    raise UnsupportedVllm(
+        f"nixl_tiers does not know the offloading interface of vLLM {vllm.version.__version__} ({error})"
+    ) from error
+if list(inspect.signature(OffloadingSpec.__init__).parameters) != ["self", "config"]:
+    raise UnsupportedVllm(
+        f"nixl_tiers does not know the offloading interface of vLLM {vllm.version.__version__} "
+        "(a spec is not made from an OffloadingConfig alone)"
+    )
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.30 vLLM does not ask where a hit came from
+    CacheHitSource = None
+
+
+def group_ids(config: OffloadingConfig) -> tuple[int, ...]:
+    """vLLM's own number of each offloaded KV group, as it stands in the keys."""
+    return tuple(getattr(group, "group_id", index) for index, group in enumerate(config.groups))
+
+
+__all__ = [
+    "OLDEST",
+    "CacheHitSource",
+    "CanonicalKVCaches",
+    "GPULoadStoreSpec",
+    "LoadStoreSpec",
+    "LookupResult",
+    "Medium",
+    "OffloadKey",
+    "OffloadingConfig",
+    "OffloadingConnectorStats",
+    "OffloadingCounterMetadata",
+    "OffloadingEvent",
+    "OffloadingGaugeMetadata",
+    "OffloadingManager",
+    "OffloadingMetricMetadata",
+    "OffloadingSpec",
+    "OffloadingWorker",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "ScheduleEndContext",
+    "TransferResult",
+    "UnsupportedVllm",
+    "check",
+    "get_offload_group_idx",
+    "group_ids",
+    "version",
+]

@@ -1,0 +1,60 @@
+"""KV events: which chunks appeared in host memory and which went, for routers that follow vLLM's event stream."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.vllm.compat import Medium, OffloadingEvent, OffloadKey
+
+
+class EventLog:
+    """Every key is announced once when it becomes loadable from host memory, and withdrawn once when it goes."""
+
+    def __init__(self, region: HostRegion) -> None:
+        self._region = region
+        self._filling: dict[OffloadKey, tuple[int, int]] = {}  # key -> (row, ticket) of the open store
+        self._announced: set[OffloadKey] = set()
+        self._events: list[OffloadingEvent] = []
+
+    def filling(self, keys: Sequence[OffloadKey], rows: NDArray[np.int64], ticket: int) -> None:
+        """A store of these keys into these rows begins."""
+        for key, row in zip(keys, rows.tolist(), strict=True):
+            self._filling[key] = (row, ticket)
+
+    def written(self, keys: Collection[OffloadKey]) -> None:
+        """The store of these keys has ended: announce those that every worker wrote."""
+        good = []
+        for key in keys:
+            row, ticket = self._filling.pop(key, (-1, 0))
+            if row >= 0 and self._region.written(np.array([row], np.int64), ticket)[0]:
+                good.append(key)
+        self._announce(good)
+
+    def present(self, key: OffloadKey) -> None:
+        """`key` is a hit: a promotion may have brought it without any store."""
+        self._announce((key,))
+
+    def removed(self, keys: Iterable[OffloadKey]) -> None:
+        gone = [key for key in keys if key in self._announced]
+        if gone:
+            self._announced.difference_update(gone)
+            self._events.append(OffloadingEvent(keys=gone, medium=Medium.CPU, removed=True))
+
+    def reset(self) -> None:
+        """Host memory holds nothing any more."""
+        self._filling.clear()
+        self.removed(list(self._announced))
+
+    def take(self) -> list[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _announce(self, keys: Collection[OffloadKey]) -> None:
+        new = [key for key in keys if key not in self._announced]
+        if new:
+            self._announced.update(new)
+            self._events.append(OffloadingEvent(keys=new, medium=Medium.CPU, removed=False))

@@ -1,0 +1,161 @@
+"""The facts that make up the namespace, gathered where they are known: in a worker, from vLLM's own configuration.
+
+Two engines whose facts agree produce interchangeable bytes for equal keys. What cannot be known is a reason to
+refuse storage tiers, never a guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from nixl_tiers.chunk import NAMESPACE_BYTES, Geometry, Namespace
+from nixl_tiers.config import TiersConfig
+from nixl_tiers.vllm import compat
+from nixl_tiers.vllm.compat import CanonicalKVCaches, OffloadingConfig
+from nixl_tiers.vllm.weights import UnknownWeights, identify
+
+FORMAT_VERSION: Final = 1
+# They say where the configuration came from, not what it is.
+_INCIDENTAL: Final = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
+
+
+class Fingerprint(NamedTuple):
+    """`digest`: 16 bytes over all facts. `note`: empty, or the sentence why storage tiers must be refused."""
+
+    digest: bytes
+    note: str
+
+
+def fingerprint(
+    config: OffloadingConfig, tiers: TiersConfig, geometry: Geometry, kv_caches: CanonicalKVCaches, vllm_config: Any
+) -> Fingerprint:
+    """What this worker publishes. `vllm_config` is vLLM's VllmConfig, or None where it is not known."""
+    note = ""
+    facts: dict[str, object] = {}
+    try:
+        if vllm_config is None:
+            raise UnknownWeights("vLLM did not tell this worker its configuration")
+        facts |= model_facts(vllm_config, tiers)
+    except UnknownWeights as unknown:
+        note = f"storage tiers are refused unless model_id is set, because {unknown}"
+    facts |= layout_facts(config, geometry, kv_caches)
+    return Fingerprint(Namespace.of(facts).digest, note or (refusal(vllm_config, tiers) if vllm_config else ""))
+
+
+def current_vllm_config() -> Any:
+    """vLLM's configuration while it sets up a worker, else None."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()
+
+
+def refusal(vllm_config: Any, tiers: TiersConfig) -> str:
+    """Why storage tiers must be refused though the weights are known: one sentence, or nothing."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if "xxhash" in algorithm and not os.environ.get("PYTHONHASHSEED"):
+        return (
+            f"storage tiers are refused unless PYTHONHASHSEED is set, because prefix_caching_hash_algo {algorithm} "
+            "hashes differently in every process without it (or use sha256)"
+        )
+    if vllm_config.lora_config is not None and not tiers.lora_storage:
+        return (
+            "storage tiers are refused unless lora_storage is true, because LoRA is enabled and a block's hash knows "
+            "an adapter's name but not its weights"
+        )
+    return ""
+
+
+def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
+    """Everything about the model and the engine's options that changes the KV bytes. Raises UnknownWeights."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    facts: dict[str, object] = {
+        "weights": _weights(model, vllm_config.load_config, tiers.model_id),
+        "model_config": _digest(_plain(getattr(model, "hf_config", None))),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "quantization_config": _digest(getattr(model, "quantization_config", None)),
+        "multimodal": _digest(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
+        "cache_dtype": cache.cache_dtype,
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        "attention": _attention(vllm_config),
+        "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
+        "salt": tiers.salt,
+    }
+    if "longrope" in json.dumps(_plain(getattr(model, "hf_config", None)), default=str):
+        # Long RoPE takes its factors from the longest context that the engine was started for.
+        facts["max_model_len"] = model.max_model_len
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is not None and draft.model != model.model:
+        facts["draft_weights"] = _weights(draft, vllm_config.load_config, tiers.model_id)
+    return facts
+
+
+def layout_facts(config: OffloadingConfig, geometry: Geometry, kv_caches: CanonicalKVCaches) -> dict[str, object]:
+    """How the bytes lie: what another engine must agree on to read this engine's rows."""
+    version = compat.version()
+    return {
+        "format": FORMAT_VERSION,
+        # The bytes inside a page belong to vLLM, which does not number their format.
+        "vllm": "development" if version is None else f"{version[0]}.{version[1]}",
+        "kv_dtype": config.model.dtype,
+        "layout": getattr(config, "kv_cache_layout", None),
+        "device": _device(kv_caches),
+        "geometry": (geometry.cells, geometry.cell_payload, geometry.sub_blocks),
+        "pages": [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs],
+        "groups": [(group.tokens_per_block, *group.layer_names) for group in config.groups],
+        "group_ids": compat.group_ids(config),
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "parallel": [
+            getattr(config.parallel, name) for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        ],
+    }
+
+
+def _weights(model: Any, load_config: Any, model_id: str | None) -> str:
+    if model_id is not None:
+        return f"id:{model_id}"
+    if str(load_config.load_format) == "dummy":
+        raise UnknownWeights("the weights are random (load_format dummy)")
+    if getattr(model, "model_weights", ""):
+        raise UnknownWeights(f"the weights are streamed from {model.model_weights}")
+    commit = getattr(model, "revision", None) or getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return identify(str(model.model), commit)
+
+
+def _attention(vllm_config: Any) -> list[str]:
+    """The attention backends in use: each arranges the inside of a page in its own way."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = [layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")]
+    return sorted({str(backend.get_name()) for backend in backends})
+
+
+def _device(kv_caches: CanonicalKVCaches) -> str:
+    """The kind of device; for CPUs with the instruction sets by which vLLM arranges the inside of a page."""
+    kind = kv_caches.tensors[0].tensor.device.type
+    if kind != "cpu":
+        return str(kind)
+    probes = ("_is_amx_tile_supported", "_is_avx512_supported")
+    extensions = [probe for probe in probes if getattr(torch.cpu, probe, bool)()]
+    return "-".join((platform.machine(), *extensions))
+
+
+def _plain(hf_config: Any) -> Mapping[str, Any]:
+    """The model's configuration as the engine uses it, overrides applied, without what says where it came from."""
+    fields = hf_config.to_dict() if hasattr(hf_config, "to_dict") else {}
+    return {name: value for name, value in fields.items() if name not in _INCIDENTAL}
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES).hexdigest()

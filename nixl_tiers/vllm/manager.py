@@ -1,0 +1,172 @@
+"""The scheduler's side: vLLM's calls, translated to the store's engine face."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from typing_extensions import override
+
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.config import FileTier, TiersConfig
+from nixl_tiers.store import TieredStore
+from nixl_tiers.vllm import compat
+from nixl_tiers.vllm.compat import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingConnectorStats,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from nixl_tiers.vllm.events import EventLog
+from nixl_tiers.vllm.metrics import Reporter
+from nixl_tiers.vllm.transfer import RowsSpec
+
+SHUTDOWN_S: Final = 0.4  # vLLM kills what has not left a few seconds after it asked, and others have to leave too
+
+_ANSWERS: Final = {
+    Lookup.HIT: LookupResult.HIT,
+    Lookup.PENDING: LookupResult.HIT_PENDING,
+    Lookup.MISS: LookupResult.MISS,
+}
+
+
+class NixlTiersManager(OffloadingManager):
+    """Answers vLLM's scheduler; every call is non-blocking and made by its one thread.
+
+    `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log to
+    keep for KV-aware routers, or None where nobody drains it.
+    """
+
+    def __init__(self, store: TieredStore, config: TiersConfig, groups: Sequence[int], events: EventLog | None) -> None:
+        self._store = store
+        self._engine = store.engine
+        self._place = {group: place for place, group in enumerate(groups)}
+        self._sources = _sources(config)
+        self._reporter = Reporter()
+        self._events = events
+        self._closed = False
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        # The store learns of a request from its first look-up.
+        return RequestOffloadingContext()
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._engine.finish_request(req_context.req_id)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        position = req_context.get_offload_key_position(key)
+        answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position)]
+        if self._events is not None and answer is LookupResult.HIT:
+            self._events.present(key)
+        return answer
+
+    @override
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        return self._sources[self._engine.source(key)]
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        ordered = list(keys)
+        rows = self._engine.prepare_load(ordered, req_context.req_id)
+        return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered))
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._engine.complete_load(keys)
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
+        """Never None, which vLLM would try again at every step: what has no room is left out from the prefix's end."""
+        offered = list(keys)
+        plan = self._engine.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
+        row_of = dict(zip(plan.keys, plan.rows, strict=True))
+        # vLLM lists the blocks of a job in the order in which it offered the keys, whatever order they come back in.
+        accepted = [key for key in offered if key in row_of]
+        rows = np.array([row_of[key] for key in accepted], np.int64)
+        if self._events is not None:
+            self._events.removed(plan.evicted)
+            self._events.filling(accepted, rows, plan.ticket)
+        return PrepareStoreOutput(
+            keys_to_store=accepted,
+            store_spec=RowsSpec(rows, self._counts(accepted), plan.ticket),
+            evicted_keys=list(plan.evicted),
+        )
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """`success` says nothing: the region's control words tell which rows every worker wrote."""
+        if self._events is not None:
+            self._events.written(keys)
+        self._engine.complete_store(keys)
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._engine.end_step()
+
+    @override
+    def has_pending_work(self) -> bool:
+        """Storage never keeps the engine stepping: True would make an idle engine spin."""
+        return False
+
+    @override
+    def reset_cache(self) -> None:
+        self._engine.reset()
+        if self._events is not None:
+            self._events.reset()
+
+    def on_reset_flushed(self) -> None:
+        """Newer vLLM: workers have ended every job of before the last reset."""
+        self._engine.flushed()
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events is None:
+            return ()
+        self._events.removed(self._engine.take_evicted())
+        return self._events.take()
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._reporter.report(self._engine.counters())
+
+    @override
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._store.close(SHUTDOWN_S)
+
+    def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """How many of `keys` each KV group has; vLLM orders keys by group."""
+        counts = [0] * len(self._place)
+        for key in keys:
+            counts[self._place[get_offload_group_idx(key)]] += 1
+        return counts
+
+    def _in_prefix_order(self, keys: list[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+        """By end token, so that under pressure all groups keep the same prefix."""
+        if len(self._place) == 1:
+            return keys
+        return sorted(keys, key=lambda key: req_context.get_offload_key_position(key) or 0)
+
+
+def _sources(config: TiersConfig) -> Mapping[str, Any]:
+    """vLLM's name for where a hit came from, by tier name."""
+    known = compat.CacheHitSource
+    if known is None:
+        return dict.fromkeys(("cpu", *config.names))
+    storage = {
+        name: known.DISK if isinstance(tier, FileTier) else known.EXTERNAL_UNSPECIFIED
+        for name, tier in zip(config.names, config.storage, strict=True)
+    }
+    return {"cpu": known.HOST, **storage}

@@ -1,0 +1,64 @@
+"""The store's numbers in the shape that vLLM publishes at /metrics: one label, the tier's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from nixl_tiers.vllm.compat import (
+    OffloadingConnectorStats,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+
+PREFIX: Final = "nixl_tiers:"
+COUNTERS: Final = {
+    "hits": "Chunks that were found in this tier.",
+    "misses": "Chunks that were looked for in this tier and not found.",
+    "bytes_read": "Bytes read from this tier.",
+    "bytes_written": "Bytes written to this tier.",
+    "evictions": "Chunks that this tier forgot to make room.",
+    "corrupt": "Chunks that this tier gave back wrong: their seal refused them, and they became misses.",
+    "failed": "Moves to or from this tier that ended in an error or too late.",
+    "dropped": "Chunks that were not written to this tier because it could not keep up or had no room.",
+}
+GAUGES: Final = {
+    "used_bytes": "Bytes that this tier takes on its medium now.",
+    "capacity_bytes": "Bytes that this tier may take.",
+    "up": "1 while the tier serves, 0 while it does not.",
+}
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    """What must be declared to vLLM, which appends `_total` to counters and refuses undeclared names."""
+    declared: dict[str, OffloadingMetricMetadata] = {}
+    for name, text in COUNTERS.items():
+        declared[PREFIX + name] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
+    for name, text in GAUGES.items():
+        declared[PREFIX + name] = OffloadingGaugeMetadata(documentation=text, labelnames=("tier",))
+    return declared
+
+
+class Reporter:
+    """Turns the store's running totals into what has changed since the last report."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], float] = {}
+
+    def report(self, totals: Mapping[str, Mapping[str, float]]) -> OffloadingConnectorStats | None:
+        """`totals`: tier -> name -> running total or level. None if nothing changed. Unknown names are left out."""
+        stats: OffloadingConnectorStats | None = None
+        for tier, numbers in totals.items():
+            for name, value in numbers.items():
+                last = self._last.get((tier, name))
+                # A counter's first report may be zero: the series then exists at /metrics before its first event.
+                if value == last or (name not in COUNTERS and name not in GAUGES):
+                    continue
+                stats = OffloadingConnectorStats() if stats is None else stats
+                if name in GAUGES:
+                    stats.set_gauge(PREFIX + name, value, (tier,))
+                else:
+                    stats.increase_counter(PREFIX + name, max(value - (last or 0), 0), (tier,))
+                self._last[tier, name] = value
+        return stats

@@ -1,0 +1,189 @@
+"""`NixlTiersSpec`: what vLLM's OffloadingConnector constructs, once in the scheduler and once in every worker.
+
+Importing this and constructing the spec start nothing: a configuration that cannot work is refused before any memory,
+process or file is made. What then exists is made by get_worker and get_manager, which vLLM calls in that order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+
+from typing_extensions import override
+
+from nixl_tiers import config as tiers_config
+from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.config import ConfigError, TiersConfig
+from nixl_tiers.memory.join import join
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.vllm import compat, metrics
+from nixl_tiers.vllm.compat import (
+    CanonicalKVCaches,
+    OffloadingConfig,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+
+log = logging.getLogger(__name__)
+
+# What stands in kv_connector_extra_config for vLLM itself.
+VLLM_FIELDS: Final = frozenset(
+    {
+        "spec_name",
+        "spec_module_path",
+        "blocks_per_chunk",
+        "block_size",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "canonical_layout",
+        "sync_load_budget_bytes",
+    }
+)
+MEET_S: Final = 60.0
+
+
+class NixlTiersSpec(OffloadingSpec):
+    """KV tiers below the GPU: pinned host memory, files, S3. ValueError with one sentence if they cannot be had."""
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metrics.definitions()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        refuse_layout(config)
+        self.tiers = parse(config)
+        self.geometry = geometry_of(config)
+        self.rows = rows_of(self.tiers, self.geometry, config.parallel.data_parallel_size)
+        self._manager: OffloadingManager | None = None
+        self._worker: OffloadingWorker | None = None
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            self._worker = self._make_worker(kv_caches)
+        return self._worker
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = self._make_manager()
+        return self._manager
+
+    def _join(self) -> HostRegion:
+        parties = self.config.parallel.world_size + 1
+        return join(self.config.engine_id, self.geometry, self.rows, parties, MEET_S)
+
+    def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        from nixl_tiers.vllm.fingerprint import current_vllm_config, fingerprint
+        from nixl_tiers.vllm.worker import worker_over
+
+        vllm_config = current_vllm_config()
+        refuse_nodes(vllm_config)
+        rank = self.config.parallel.rank
+        digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config)
+        region = self._join()
+        try:
+            if rank == 0:
+                region.prefault()
+            worker = worker_over(region, kv_caches, rank)
+            region.publish(rank, digest, note)
+        except BaseException:
+            region.close()
+            raise
+        return worker
+
+    def _make_manager(self) -> OffloadingManager:
+        from nixl_tiers.store import TieredStore
+        from nixl_tiers.vllm.events import EventLog
+        from nixl_tiers.vllm.manager import NixlTiersManager
+
+        region = self._join()
+        try:
+            namespace = agreed_namespace(region, self.tiers, MEET_S)
+            store = TieredStore.over(self.tiers, namespace, region)
+        except BaseException:
+            region.close()
+            raise
+        log.info(
+            "nixl_tiers: namespace %s, %d host rows of %s, storage tiers: %s",
+            namespace.digest.hex(),
+            region.rows,
+            tiers_config.format_size(self.geometry.row_bytes),
+            ", ".join(self.tiers.names) or "none",
+        )
+        events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
+        return NixlTiersManager(store, self.tiers, compat.group_ids(self.config), events)
+
+
+def parse(config: OffloadingConfig) -> TiersConfig:
+    """The tiers' configuration out of kv_connector_extra_config. Raises ConfigError, a ValueError."""
+    ours = {name: value for name, value in config.extra_config.items() if name not in VLLM_FIELDS}
+    tiers = tiers_config.load(ours)
+    tiers_config.check_paths(tiers)
+    return tiers
+
+
+def geometry_of(config: OffloadingConfig) -> Geometry:
+    """One cell a worker, one sub-block an engine block."""
+    if config.worker_kv_bytes_per_block < 1:
+        raise ValueError("vLLM does not say how many KV bytes a block has, so nothing can be offloaded")
+    blocks = config.cache.blocks_per_chunk
+    return Geometry(config.parallel.world_size, config.worker_kv_bytes_per_block * blocks, blocks)
+
+
+def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:
+    """How many rows this engine's share of the cpu tier holds; `replicas` data-parallel engines share its capacity.
+
+    Raises ConfigError for a tier that does not hold a single row.
+    """
+    tiers_config.check_rows(tiers, geometry.row_bytes)
+    rows = tiers.cpu.capacity // replicas // geometry.row_bytes
+    if rows < 1:
+        raise ConfigError(
+            f"tiers[0].capacity: {tiers_config.format_size(tiers.cpu.capacity)} shared by {replicas} data-parallel "
+            f"replicas does not hold one chunk each, which takes {tiers_config.format_size(geometry.row_bytes)} here"
+        )
+    return rows
+
+
+def refuse_layout(config: OffloadingConfig) -> None:
+    """Raise ValueError for what we would do wrongly."""
+    if config.parallel.pp_size > 1:
+        raise ValueError(
+            "nixl_tiers does not work with pipeline parallelism "
+            f"(pipeline_parallel_size is {config.parallel.pp_size}), because every stage has other layers"
+        )
+    if getattr(config, "canonical_layout", False):
+        raise ValueError("nixl_tiers has its own row layout: remove canonical_layout from kv_connector_extra_config")
+
+
+def refuse_nodes(vllm_config: Any) -> None:
+    """Raise ValueError if this engine's workers are on several nodes: they could not share a region."""
+    nodes = getattr(getattr(vllm_config, "parallel_config", None), "nnodes_within_dp", 1)
+    if nodes > 1:
+        raise ValueError(f"nixl_tiers needs all workers of an engine on one node, and this engine has {nodes} nodes")
+
+
+def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -> Namespace:
+    """The namespace that all workers publish. ValueError if they do not agree, do not come, or refuse storage."""
+    deadline = time.monotonic() + timeout_s
+    while None in (published := region.published()):
+        if time.monotonic() > deadline:
+            missing = [rank for rank, mine in enumerate(published) if mine is None]
+            raise ValueError(f"workers {missing} did not join within {timeout_s:.0f} s; all must be on this node")
+        time.sleep(0.01)
+    known = [mine for mine in published if mine is not None]
+    notes = {note for _, note in known if note}
+    if notes:
+        note = min(notes)
+        if tiers.storage:
+            raise ValueError(note)
+        log.warning("nixl_tiers: host memory only; %s", note)
+    if len({digest for digest, _ in known}) > 1:
+        raise ValueError("the workers of this engine do not run the same model with the same options")
+    return Namespace.of({"worker": known[0][0].hex()})

@@ -1,0 +1,90 @@
+"""What a job says about rows, and how it falls into parts: pure index arithmetic between vLLM's lists and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.vllm.compat import GPULoadStoreSpec, LoadStoreSpec
+
+
+class RowsSpec(LoadStoreSpec):
+    """The host side of a job: region rows, ordered by KV group, travelling from the scheduler to every worker.
+
+    `rows`: int64 (n,). `counts`: rows of each KV group, in the order of OffloadingConfig.groups; they add up to n.
+    `ticket`: what a store's rows are marked with; 0 for loads.
+    """
+
+    def __init__(self, rows: NDArray[np.int64], counts: Sequence[int], ticket: int = 0) -> None:
+        self.rows = rows
+        self.counts = tuple(counts)
+        self.ticket = ticket
+
+    def __reduce__(self) -> tuple[Callable[..., RowsSpec], tuple[bytes, tuple[int, ...], int]]:
+        return _unpack, (self.rows.astype("<u4").tobytes(), self.counts, self.ticket)
+
+    def __repr__(self) -> str:
+        return f"RowsSpec(rows={self.rows.tolist()}, counts={self.counts}, ticket={self.ticket})"
+
+
+def _unpack(rows: bytes, counts: tuple[int, ...], ticket: int) -> RowsSpec:
+    return RowsSpec(np.frombuffer(rows, "<u4").astype(np.int64), counts, ticket)
+
+
+class Part(NamedTuple):
+    """One KV group's share of a job: engine block i of `blocks` belongs to sub-block `first` + i of `rows` in a line.
+
+    `whole`: bool (rows,), False for a row of a store that not all blocks were given for.
+    """
+
+    group: int
+    blocks: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    first: int
+    whole: NDArray[np.bool_]
+
+
+def split_load(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) -> list[Part]:
+    """The parts of a load: the first and the last row of a part may be wanted in part only.
+
+    Raises ValueError if the two sides do not match.
+    """
+    parts = []
+    for group, (mine, blocks, index) in enumerate(_by_group(rows, engine)):
+        first = index % blocks_per_chunk
+        if len(mine) != -(-(first + len(blocks)) // blocks_per_chunk) * bool(len(blocks)):
+            raise ValueError(f"group {group}: {len(blocks)} blocks from {index} on do not lie in {len(mine)} rows")
+        if len(blocks):
+            parts.append(Part(group, blocks, mine, first, np.ones(len(mine), bool)))
+    return parts
+
+
+def split_store(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) -> list[Part]:
+    """The parts of a store. vLLM leaves null blocks of windowed groups out of the list without saying where.
+
+    Where exactly the beginning of the first chunk is missing, that row alone is not whole; otherwise nothing
+    tells which block belongs where, and no row of that group is whole.
+    """
+    parts = []
+    for group, (mine, blocks, index) in enumerate(_by_group(rows, engine)):
+        if not len(mine):
+            continue
+        first = index % blocks_per_chunk
+        whole = np.full(len(mine), len(blocks) + first == len(mine) * blocks_per_chunk)
+        if first:
+            whole[0] = False
+        parts.append(Part(group, blocks, mine, first, whole))
+    return parts
+
+
+def _by_group(rows: RowsSpec, engine: GPULoadStoreSpec) -> list[tuple[NDArray[np.int64], NDArray[np.int64], int]]:
+    """Rows, engine blocks and the first block's index in its request, for each KV group."""
+    sizes = engine.group_sizes
+    if len(sizes) != len(rows.counts) or sum(rows.counts) != len(rows.rows):
+        raise ValueError(f"{len(rows.counts)} groups of rows for {len(sizes)} groups of blocks")
+    mine = np.split(rows.rows, np.cumsum(rows.counts)[:-1])
+    blocks = np.split(np.asarray(engine.block_ids, np.int64), np.cumsum(sizes)[:-1])
+    return list(zip(mine, blocks, map(int, engine.block_indices), strict=True))

@@ -1,0 +1,267 @@
+"""The worker's side: copies between the engine's KV blocks and the region's rows, off the engine's step.
+
+Stores and loads have a thread each, so that neither waits for the other. vLLM stops the engine when a job is reported
+as failed, so a failed store is reported as done and the truth is written into the rows' control words, where the
+scheduler's side reads it. A failed load is reported as failed: the alternative is to serve wrong bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.swap.host import HostSwap
+from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.vllm.compat import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from nixl_tiers.vllm.transfer import Part, RowsSpec, split_load, split_store
+
+log = logging.getLogger(__name__)
+
+STOP_S: Final = 2.0
+
+
+class Transfer(Protocol):
+    """A copy that was started; what a host copy, which ends before its call returns, does without."""
+
+    def wait(self) -> None: ...
+
+
+class Swap(Protocol):
+    """Copies one group's blocks to places in the region and back."""
+
+    def store(self, group: int, blocks: NDArray[np.int64], places: NDArray[np.uint32]) -> Transfer | None: ...
+
+    def load(self, group: int, blocks: NDArray[np.int64], places: NDArray[np.uint32]) -> Transfer | None: ...
+
+
+Finish = Callable[[], int]  # waits for a job that was started, says how it went, returns its bytes
+
+
+def worker_over(region: HostRegion, kv_caches: CanonicalKVCaches, cell: int) -> NixlTiersWorker:
+    """A worker for these caches, with the swap that their device needs; it closes the region when it shuts down.
+
+    Raises ValueError for what it cannot copy.
+    """
+    geometry = region.geometry
+    plan = CopyPlan(segments_of(kv_caches, geometry.sub_block_bytes), geometry, cell, region.address, region.rows)
+    device = kv_caches.tensors[0].tensor.device
+    if device.type == "cpu":
+        return NixlTiersWorker(region, plan, HostSwap(plan), cell, on_device=False)
+    if device.type != "cuda" or torch.version.hip:
+        raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
+    from nixl_tiers.swap.cuda import CudaSwap
+
+    swap = CudaSwap(plan, device)
+    region.at_close(swap.close)
+    return NixlTiersWorker(region, plan, swap, cell, on_device=True)
+
+
+def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list[Segment]]:
+    """Where each group's layers lie in the engine's memory and in a row's sub-block: one after the other.
+
+    Raises ValueError if a group has more bytes a block than the scheduler counts with.
+    """
+    groups = []
+    for group, refs in enumerate(kv_caches.group_data_refs):
+        offset = 0
+        segments = []
+        for ref in refs:
+            tensor = kv_caches.tensors[ref.tensor_idx].tensor
+            stride = tensor.stride(0) * tensor.element_size()
+            segments.append(Segment(tensor.data_ptr(), stride, ref.page_size_bytes, offset, tensor.shape[0]))
+            offset += ref.page_size_bytes
+        if offset > sub_block_bytes:
+            raise ValueError(
+                f"KV group {group} has {offset} bytes a block, but vLLM announced {sub_block_bytes}; "
+                "this cache layout cannot be offloaded"
+            )
+        groups.append(segments)
+    return groups
+
+
+class NixlTiersWorker(OffloadingWorker):
+    """One rank's copies into and out of cell `cell` of every row.
+
+    `on_device`: the swap only starts copies, in the order of the caller's stream, and so must be called at submission.
+    Otherwise a copy takes its caller's time, and is made on the lane's thread.
+    """
+
+    def __init__(self, region: HostRegion, plan: CopyPlan, swap: Swap, cell: int, *, on_device: bool) -> None:
+        self._region = region
+        self._plan = plan
+        self._swap = swap
+        self._cell = cell
+        self._on_device = on_device
+        self._blocks_per_chunk = region.geometry.sub_blocks
+        self._open: dict[int, threading.Event] = {}
+        self._finished: deque[TransferResult] = deque()
+        self._stores = _Lane("nixl_tiers-store")
+        self._loads = _Lane("nixl_tiers-load")
+
+    @override
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        assert isinstance(dst_spec, RowsSpec)
+        self._submit(self._stores, job_id, lambda: self._store(src_spec, dst_spec))
+        return True
+
+    @override
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: object) -> bool:
+        """`expedited` (newer vLLM) changes nothing: a load starts as soon as its lane is free."""
+        assert isinstance(src_spec, RowsSpec)
+        self._submit(self._loads, job_id, lambda: self._load(src_spec, dst_spec))
+        return True
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        while self._finished:
+            result = self._finished.popleft()
+            self._open.pop(result.job_id, None)
+            results.append(result)
+        return results
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        """Until these jobs, stores or loads, have ended; those not (or no longer) known are taken as ended."""
+        for job_id in job_ids:
+            ended = self._open.get(job_id)
+            if ended is not None:
+                ended.wait()
+
+    @override
+    def shutdown(self) -> None:
+        """Copies that began end first: afterwards nothing touches the engine's memory or the region."""
+        quiet = [lane.stop(STOP_S) for lane in (self._stores, self._loads)]
+        if all(quiet):
+            self._region.close()
+
+    def _submit(self, lane: _Lane, job_id: int, start: Callable[[], Finish]) -> None:
+        ended = self._open[job_id] = threading.Event()
+        job = _Job(job_id, start)
+        if self._on_device:
+            job.start()
+
+        def end() -> None:
+            self._finished.append(job.end())
+            ended.set()
+
+        lane.put(end)
+
+    def _store(self, engine: GPULoadStoreSpec, rows: RowsSpec) -> Finish:
+        """A store never fails: what could not be copied is marked so, and becomes no hit."""
+        copies: list[Finish] = []
+        try:
+            copies.extend(
+                self._store_part(part, rows.ticket) for part in split_store(rows, engine, self._blocks_per_chunk)
+            )
+        except ValueError:
+            log.exception("nixl_tiers: blocks and rows of a store do not match; its chunks are dropped")
+            self._region.mark(rows.rows, self._cell, rows.ticket, False)
+        return lambda: sum(copy() for copy in copies)
+
+    def _store_part(self, part: Part, ticket: int) -> Finish:
+        def finish() -> int:
+            copied, nbytes = False, 0
+            if started is not None:
+                try:
+                    nbytes = started()
+                    copied = True
+                except Exception:
+                    log.exception("nixl_tiers: a copy to host memory failed; %d chunks are dropped", len(part.rows))
+            self._region.mark(part.rows, self._cell, ticket, part.whole & copied)
+            return nbytes
+
+        started: Finish | None = None
+        if part.whole.any():
+            try:
+                started = self._copy(self._swap.store, part)
+            except Exception:
+                log.exception("nixl_tiers: a copy to host memory did not start; %d chunks are dropped", len(part.rows))
+        return finish
+
+    def _load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> Finish:
+        copies = [self._copy(self._swap.load, part) for part in split_load(rows, engine, self._blocks_per_chunk)]
+        return lambda: sum(copy() for copy in copies)
+
+    def _copy(
+        self, copy: Callable[[int, NDArray[np.int64], NDArray[np.uint32]], Transfer | None], part: Part
+    ) -> Finish:
+        transfer = copy(part.group, part.blocks, self._plan.places(part.rows, part.first, len(part.blocks)))
+        nbytes = len(part.blocks) * self._plan.groups[part.group].block_bytes
+
+        def finish() -> int:
+            if transfer is not None:
+                transfer.wait()
+            return nbytes
+
+        return finish
+
+
+class _Job:
+    """One transfer, from its start to what vLLM is told of it."""
+
+    def __init__(self, job_id: int, start: Callable[[], Finish]) -> None:
+        self._id = job_id
+        self._start = start
+        self._finish: Finish | None = None
+        self._began_s: float | None = None
+
+    def start(self) -> None:
+        self._began_s = time.perf_counter()
+        try:
+            self._finish = self._start()
+        except Exception:
+            log.exception("nixl_tiers: job %d could not be started", self._id)
+
+    def end(self) -> TransferResult:
+        """Start the job unless that was done, and wait for its end."""
+        if self._began_s is None:
+            self.start()
+        assert self._began_s is not None
+        success, nbytes = False, 0
+        if self._finish is not None:
+            try:
+                nbytes = self._finish()
+                success = True
+            except Exception:
+                log.exception("nixl_tiers: job %d failed", self._id)
+        return TransferResult(self._id, success, nbytes, time.perf_counter() - self._began_s)
+
+
+class _Lane:
+    """One thread that carries out calls in order."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the calls that were put before; whether that happened in time."""
+        self._calls.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()

@@ -1,0 +1,69 @@
+"""What the tests of the vLLM face share. Where vLLM is not installed they are skipped as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+@pytest.fixture
+def offloading_config() -> Callable[..., Any]:
+    """Builds vLLM's OffloadingConfig: one group of 32-token blocks with 8 KiB each, unless told otherwise."""
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+
+    def build(
+        extra: dict[str, Any] | None = None,
+        *,
+        world_size: int = 1,
+        rank: int = 0,
+        pp_size: int = 1,
+        replicas: int = 1,
+        groups: int = 1,
+        blocks_per_chunk: int = 1,
+        block_bytes: int = 8192,
+        events: bool = False,
+        engine_id: str = "engine",
+        **other: Any,
+    ) -> OffloadingConfig:
+        return OffloadingConfig(
+            groups=tuple(OffloadingGroupConfig(32, (f"layer.{group}",), group) for group in range(groups)),
+            worker_kv_bytes_per_block=block_bytes,
+            enable_kv_cache_events=events,
+            extra_config=extra if extra is not None else {"tiers": [{"type": "cpu", "capacity": "1MiB"}]},
+            engine_id=engine_id,
+            model=OffloadingModelConfig("model", "bfloat16"),
+            cache=OffloadingCacheConfig(32, blocks_per_chunk),
+            parallel=OffloadingParallelConfig(
+                rank, world_size, world_size // pp_size, pp_size, 1, 1, 0, replicas, None, False
+            ),
+            **other,
+        )
+
+    return build
+
+
+@pytest.fixture
+def weights_folder(tmp_path: Path) -> Path:
+    """A directory like a model's: config.json and two weight files."""
+    import numpy as np
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 8}')
+    values = np.random.default_rng(1).integers(0, 256, (2, 3 << 20), dtype=np.uint8)
+    for number, value in enumerate(values):
+        save_file({"w": torch.from_numpy(value)}, folder / f"model-{number}.safetensors")
+    return folder

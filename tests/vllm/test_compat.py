@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.vllm import compat, plugin
+
+
+@pytest.mark.parametrize("version", [(0, 25), (0, 9), (0, 11)])
+def test_an_old_vllm_is_refused_in_one_sentence(version: tuple[int, int]) -> None:
+    with pytest.raises(compat.UnsupportedVllm, match=rf"needs vLLM 0\.26 or newer, and this is 0\.{version[1]}"):
+        compat.check(version)
+
+
+@pytest.mark.parametrize("version", [(0, 26), (0, 32), (0, 33), (1, 0), None])
+def test_a_new_or_unnumbered_vllm_is_not(version: tuple[int, int] | None) -> None:
+    compat.check(version)
+
+
+def test_an_unknown_interface_is_refused_in_one_sentence() -> None:
+    code = "import vllm.v1.kv_offload.base as base\ndel base.CanonicalKVCaches\nimport nixl_tiers.vllm.spec\n"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "UnsupportedVllm: nixl_tiers does not know the offloading interface of vLLM" in last
+    assert "CanonicalKVCaches" in last
+
+
+def test_registering_twice_is_harmless_and_makes_the_spec_known() -> None:
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    plugin.register()
+    plugin.register()
+    spec = OffloadingSpecFactory.get_spec_cls({"spec_name": "NixlTiersSpec"})
+    assert spec.__name__ == "NixlTiersSpec"
+
+
+def test_importing_the_spec_starts_nothing() -> None:
+    """Besides vLLM's own base it brings no mover, no NIXL, no S3 client, and no thread or process."""
+    code = (
+        "import sys, threading, os\n"
+        "import nixl_tiers.vllm.compat\n"
+        "before, known = threading.active_count(), set(sys.modules)\n"
+        "import nixl_tiers.vllm.spec\n"
+        "assert threading.active_count() == before\n"
+        "assert not os.path.exists('/proc/self/task/%d/children' % os.getpid()) or "
+        "not open('/proc/self/task/%d/children' % os.getpid()).read()\n"
+        "new = set(sys.modules) - known\n"
+        "heavy = {name for name in new if name.split('.')[0] in ('nixl', 'boto3', 'transformers')}\n"
+        "assert not heavy | (new & {'nixl_tiers.store', 'nixl_tiers.swap.host'}), new\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

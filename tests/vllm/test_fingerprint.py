@@ -1,0 +1,178 @@
+"""The namespace: it differs whenever bytes could not be shared, and is the same again otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+from nixl_tiers import config as tiers_config
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.vllm import fingerprint
+from nixl_tiers.vllm.fingerprint import Fingerprint
+
+
+class HfConfig(dict[str, Any]):
+    _commit_hash = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def vllm_config(model: str, **changes: Any) -> Any:
+    """The parts of vLLM's VllmConfig that count; `changes` are dotted names."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=model,
+            model_weights="",
+            revision=None,
+            dtype=torch.bfloat16,
+            quantization=None,
+            quantization_config=None,
+            multimodal_config=None,
+            max_model_len=8192,
+            hf_config=HfConfig(hidden_size=64, rope_parameters=rope, _name_or_path=model, transformers_version="5"),
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+        load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        lora_config=None,
+        speculative_config=None,
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        owner = config
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return config
+
+
+@pytest.fixture
+def make(
+    offloading_config: Callable[..., Any], weights_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Fingerprint]:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    def make(
+        tiers: dict[str, Any] | None = None, offloading: dict[str, Any] | None = None, page: int = 8192, **changes: Any
+    ) -> Fingerprint:
+        config = offloading_config(**(offloading or {}))
+        checked = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}], **(tiers or {})})
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(torch.zeros(2, page, dtype=torch.int8), page)], [[CanonicalKVCacheRef(0, page)]]
+        )
+        blocks = config.cache.blocks_per_chunk
+        geometry = Geometry(config.parallel.world_size, config.worker_kv_bytes_per_block * blocks, blocks)
+        model = changes.pop("model", str(weights_folder))
+        return fingerprint.fingerprint(config, checked, geometry, caches, vllm_config(model, **changes))
+
+    return make
+
+
+def test_the_same_again_is_the_same(make: Callable[..., Fingerprint]) -> None:
+    assert make() == make(offloading={"engine_id": "another", "rank": 0})
+    assert make().note == ""
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"model_config__dtype": torch.float16},
+        {"model_config__quantization": "fp8"},
+        {"model_config__hf_config": HfConfig(hidden_size=64, rope_parameters={"rope_theta": 5e5})},
+        {"cache_config__cache_dtype": "fp8_e4m3"},
+        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"tiers": {"salt": "tenant"}},
+        {"tiers": {"model_id": "mine"}},
+        {"offloading": {"world_size": 2}},
+        {"offloading": {"blocks_per_chunk": 2}},
+        {"offloading": {"groups": 2}},
+        {"offloading": {"block_bytes": 16384}},
+        {"offloading": {"kv_cache_layout": "BLHNC"}},
+        {"page": 4096},
+    ],
+    ids=lambda value: next(iter(value)) + str(next(iter(value.values()))),
+)
+def test_what_changes_the_bytes_changes_the_namespace(
+    make: Callable[..., Fingerprint], difference: dict[str, Any]
+) -> None:
+    assert make(**difference).digest != make().digest
+
+
+def test_changed_weights_change_the_namespace_unless_a_model_id_stands_for_them(
+    make: Callable[..., Fingerprint], weights_folder: Path
+) -> None:
+    before, named = make(), make(tiers={"model_id": "mine"})
+    with (weights_folder / "model-1.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert make().digest != before.digest
+    assert make(tiers={"model_id": "mine"}) == named
+
+
+def test_the_hash_seed_is_part_of_it(make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = make()
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert make().digest != before.digest
+
+
+def test_the_longest_context_counts_where_rope_takes_its_factors_from_it(make: Callable[..., Fingerprint]) -> None:
+    assert make(model_config__max_model_len=4096) == make()
+    long = HfConfig(rope_parameters={"rope_type": "longrope"})
+    assert (
+        make(model_config__hf_config=long, model_config__max_model_len=4096).digest
+        != make(model_config__hf_config=long).digest
+    )
+
+
+def test_where_a_model_lies_does_not_matter(make: Callable[..., Fingerprint], weights_folder: Path) -> None:
+    before = make()
+    elsewhere = weights_folder.rename(weights_folder.with_name("moved"))
+    assert make(model=str(elsewhere)) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "org/name"}, "unless model_id is set, because neither a directory nor the commit"),
+        ({"load_config__load_format": "dummy"}, "unless model_id is set, because the weights are random"),
+        ({"model_config__model_weights": "s3://b/m"}, "unless model_id is set, because the weights are streamed"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "unless PYTHONHASHSEED is set"),
+        ({"lora_config": object()}, "unless lora_storage is true"),
+    ],
+)
+def test_what_cannot_be_known_is_a_note(
+    make: Callable[..., Fingerprint], changes: dict[str, Any], sentence: str
+) -> None:
+    note = make(**changes).note
+    assert note.startswith("storage tiers are refused unless")
+    assert sentence in note
+    assert len(note.encode()) <= 400
+
+
+def test_what_the_user_answers_for_is_not(make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make(tiers={"model_id": "mine"}, model="org/name").note == ""
+    assert make(tiers={"lora_storage": True}, lora_config=object()).note == ""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert make(cache_config__prefix_caching_hash_algo="xxhash_cbor").note == ""
+
+
+def test_a_worker_without_vllms_configuration_refuses_storage(
+    offloading_config: Callable[..., Any],
+) -> None:
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(torch.zeros(2, 8192, dtype=torch.int8), 8192)], [[CanonicalKVCacheRef(0, 8192)]]
+    )
+    tiers = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    made = fingerprint.fingerprint(offloading_config(), tiers, Geometry(1, 8192), caches, None)
+    assert "did not tell this worker its configuration" in made.note

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from nixl_tiers import config as tiers_config
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.store import TieredStore
+from nixl_tiers.vllm.events import EventLog
+from nixl_tiers.vllm.manager import SHUTDOWN_S, NixlTiersManager
+
+GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=2)
+ROWS = 4
+STEP = ScheduleEndContext((), ())
+
+
+class Bench:
+    """A manager over a real store with host memory only; the test plays the workers."""
+
+    def __init__(self, groups: tuple[int, ...] = (0,)) -> None:
+        config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}]})
+        self.region = HostRegion.create(GEOMETRY, ROWS)
+        store = TieredStore.over(config, Namespace.of({"test": 1}), self.region)
+        self.manager = NixlTiersManager(store, config, groups, EventLog(self.region))
+
+    def request(self, name: str, *keys: bytes) -> ReqContext:
+        context = ReqContext(name)
+        for index, key in enumerate(keys):
+            context.set_offload_key_position(key, 64 * (index + 1))
+        self.manager.on_new_request(context)
+        return context
+
+    def store(self, context: ReqContext, *keys: bytes, cells: tuple[int, ...] = (0, 1)) -> list[bytes]:
+        """Offer keys, and have the workers of `cells` report that they wrote every accepted row."""
+        output = self.manager.prepare_store(keys, context)
+        spec = output.store_spec
+        for cell in cells:
+            self.region.mark(spec.rows, cell, spec.ticket, True)
+        self.manager.complete_store(set(output.keys_to_store), context)
+        self.manager.on_schedule_end(STEP)
+        return output.keys_to_store
+
+    def events(self) -> list[tuple[bool, list[bytes]]]:
+        return [(event.removed, list(event.keys)) for event in self.manager.take_events()]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.manager.shutdown()
+
+
+def keys_of(count: int, group: int = 0, first: int = 0) -> list[bytes]:
+    return [make_offload_key(bytes([first + number]) * 32, group) for number in range(count)]
+
+
+def test_what_every_worker_wrote_becomes_a_hit_from_host_memory(bench: Bench) -> None:
+    one, two = keys_of(2)
+    context = bench.request("r", one, two)
+    assert bench.manager.lookup(one, context) is LookupResult.MISS
+    assert bench.store(context, one, two) == [one, two]
+    assert bench.manager.lookup(one, context) is LookupResult.HIT
+    assert bench.manager.get_load_source(one, context) is CacheHitSource.HOST
+    spec = bench.manager.prepare_load([two, one], context)
+    assert len(set(spec.rows.tolist())) == 2
+    assert spec.counts == (2,)
+    again = bench.manager.prepare_load([one, two], context)
+    assert again.rows.tolist() == spec.rows.tolist()[::-1]
+    bench.manager.complete_load({one, two}, context)
+
+
+def test_a_row_that_one_worker_did_not_write_is_no_hit_whatever_vllm_says(bench: Bench) -> None:
+    (key,) = keys_of(1)
+    context = bench.request("r", key)
+    bench.store(context, key, cells=(0,))
+    assert bench.manager.lookup(key, context) is LookupResult.MISS
+    assert bench.events() == []
+
+
+def test_a_running_store_is_pending(bench: Bench) -> None:
+    (key,) = keys_of(1)
+    context = bench.request("r", key)
+    bench.manager.prepare_store([key], context)
+    assert bench.manager.lookup(key, bench.request("other", key)) in (LookupResult.HIT_PENDING, LookupResult.MISS)
+
+
+def test_what_is_held_already_is_not_stored_again(bench: Bench) -> None:
+    one, two = keys_of(2)
+    context = bench.request("r", one, two)
+    bench.store(context, one)
+    assert bench.store(context, one, two) == [two]
+    output = bench.manager.prepare_store([one, two], context)
+    assert output.keys_to_store == []
+    assert len(output.store_spec.rows) == 0
+
+
+def test_a_full_host_tier_takes_a_prefix_and_never_says_none(bench: Bench) -> None:
+    keys = keys_of(ROWS + 2)
+    context = bench.request("r", *keys)
+    output = bench.manager.prepare_store(keys, context)
+    assert output.keys_to_store == keys[:ROWS]
+    full = bench.manager.prepare_store(keys[ROWS:], context)
+    assert full is not None
+    assert full.keys_to_store == []
+
+
+def test_groups_keep_vllms_order_but_share_the_room_by_position() -> None:
+    bench = Bench(groups=(0, 3))
+    first, second = keys_of(3, group=0), keys_of(3, group=3)
+    context = bench.request("r", *first)
+    for index, key in enumerate(second):
+        context.set_offload_key_position(key, 64 * (index + 1))
+    output = bench.manager.prepare_store([*first, *second], context)
+    assert output.keys_to_store == [*first[:2], *second[:2]]
+    assert output.store_spec.counts == (2, 2)
+    assert len(set(output.store_spec.rows.tolist())) == ROWS
+    bench.manager.shutdown()
+
+
+def test_events_tell_what_came_and_what_went(bench: Bench) -> None:
+    old, new = keys_of(ROWS), keys_of(2, first=100)
+    context = bench.request("r", *old)
+    bench.store(context, *old)
+    assert [(removed, sorted(keys)) for removed, keys in bench.events()] == [(False, old)]
+    bench.manager.on_request_finished(context)
+    for _ in range(3):
+        bench.manager.on_schedule_end(STEP)
+    bench.store(bench.request("s", *new), *new)
+    (gone, came) = bench.events()
+    assert gone[0] is True
+    assert len(gone[1]) == 2
+    assert set(gone[1]) < set(old)
+    assert (came[0], sorted(came[1])) == (False, new)
+    bench.manager.reset_cache()
+    ((removed, keys),) = bench.events()
+    assert removed
+    assert set(keys) == (set(old) - set(gone[1])) | set(new)
+    assert bench.events() == []
+
+
+def test_a_reset_forgets_everything(bench: Bench) -> None:
+    (key,) = keys_of(1)
+    context = bench.request("r", key)
+    bench.store(context, key)
+    bench.manager.reset_cache()
+    assert bench.manager.lookup(key, context) is LookupResult.MISS
+
+
+def test_stats_are_differences_and_storage_never_keeps_the_engine_awake(bench: Bench) -> None:
+    (key,) = keys_of(1)
+    context = bench.request("r", key)
+    bench.manager.get_stats()
+    bench.store(context, key)
+    values = bench.manager.get_stats().data["data"]
+    assert values["nixl_tiers:bytes_written"] == {("cpu",): GEOMETRY.row_bytes}
+    assert values["nixl_tiers:used_bytes"] == {("cpu",): GEOMETRY.row_bytes}
+    assert bench.manager.get_stats() is None
+    assert bench.manager.has_pending_work() is False
+
+
+class Scripted:
+    """An engine that says what it is told, for what host memory alone cannot show."""
+
+    def __init__(self, answer: Lookup, source: str) -> None:
+        self.answer, self.where = answer, source
+        self.engine = self
+        self.patience_s = -1.0
+
+    def lookup(self, key: bytes, request: str, position: int | None) -> Lookup:
+        return self.answer
+
+    def source(self, key: bytes) -> str:
+        return self.where
+
+    def close(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [("cpu", CacheHitSource.HOST), ("file", CacheHitSource.DISK), ("s3", CacheHitSource.EXTERNAL_UNSPECIFIED)],
+)
+def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: CacheHitSource, tmp_path: Any) -> None:
+    config = tiers_config.load(
+        {
+            "tiers": [
+                {"type": "cpu", "capacity": "1MiB"},
+                {"type": "s3", "bucket": "bucket", "capacity": "1MiB"},
+                {"type": "file", "path": str(tmp_path), "capacity": "1MiB"},
+            ]
+        }
+    )
+    store = Scripted(Lookup.PENDING, source)
+    manager = NixlTiersManager(store, config, (0,), None)  # type: ignore[arg-type]
+    (key,) = keys_of(1)
+    assert manager.lookup(key, ReqContext("r")) is LookupResult.HIT_PENDING
+    assert manager.get_load_source(key, ReqContext("r")) is named
+    assert list(manager.take_events()) == []
+    manager.shutdown()
+    assert 0 <= store.patience_s == SHUTDOWN_S <= 0.5

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    make_offload_key,
+)
+
+from nixl_tiers import config as tiers_config
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.vllm import fingerprint
+from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
+
+CPU = {"type": "cpu", "capacity": "1MiB"}
+Build = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({}, "tiers: this field is missing"),
+        ({"tiers": []}, 'tiers: the first tier must be the "cpu" tier'),
+        ({"tiers": [{"type": "cpu", "capacity": "1MiB", "capasity": 1}]}, r"tiers\[0\].capasity: unknown field"),
+        ({"tiers": [CPU], "cpu_bytes_to_use": 1 << 30}, "cpu_bytes_to_use: unknown field"),
+        ({"tiers": [{"type": "cpu", "capacity": "1KiB"}]}, r"tiers\[0\].capacity: 1 KiB does not hold one chunk"),
+        (
+            {"tiers": [CPU, {"type": "file", "path": "/proc/no/such", "capacity": "1MiB"}]},
+            r"tiers\[1\].path: cannot write to /proc/no/such",
+        ),
+        (
+            {"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "4KiB"}]},
+            r"tiers\[1\].capacity: 4 KiB does not hold one chunk",
+        ),
+        (
+            {"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB", "secret_key": "hunter2"}]},
+            "a secret must not stand in the configuration",
+        ),
+    ],
+)
+def test_a_bad_configuration_is_one_sentence(offloading_config: Build, extra: dict[str, Any], sentence: str) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match=sentence) as raised:
+        NixlTiersSpec(offloading_config(extra))
+    assert "\n" not in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"pp_size": 2, "world_size": 2}, "does not work with pipeline parallelism"),
+        ({"canonical_layout": True}, "remove canonical_layout"),
+        ({"block_bytes": 0}, "does not say how many KV bytes"),
+        ({"replicas": 256}, "shared by 256 data-parallel replicas does not hold one chunk each"),
+    ],
+)
+def test_what_we_would_do_wrongly_is_refused(offloading_config: Build, other: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        NixlTiersSpec(offloading_config(**other))
+
+
+def test_vllms_own_fields_are_left_to_vllm(offloading_config: Build) -> None:
+    extra = {
+        "spec_name": "NixlTiersSpec",
+        "spec_module_path": "nixl_tiers.vllm.spec",
+        "blocks_per_chunk": 2,
+        "offload_prompt_only": False,
+        "self_describing_kv_events": True,
+        "tiers": [CPU],
+    }
+    spec = NixlTiersSpec(offloading_config(extra, blocks_per_chunk=2, world_size=2, groups=2))
+    assert spec.geometry == Geometry(cells=2, cell_payload=16384, sub_blocks=2)
+    assert spec.rows == (1 << 20) // spec.geometry.row_bytes
+    assert spec.offload_prompt_only is False
+
+
+def test_the_configuration_may_stand_in_a_file(offloading_config: Build, tmp_path: Path) -> None:
+    file = tmp_path / "tiers.yaml"
+    file.write_text("tiers: [{type: cpu, capacity: 2MiB}]\n")
+    spec = NixlTiersSpec(offloading_config({"config": str(file), "spec_name": "NixlTiersSpec"}))
+    assert spec.tiers.cpu.capacity == 2 << 20
+
+
+def caches(block_bytes: int = 8192) -> CanonicalKVCaches:
+    tensor = torch.arange(4 * block_bytes).to(torch.int8).view(4, block_bytes)
+    return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, block_bytes)], [[CanonicalKVCacheRef(0, block_bytes)]])
+
+
+def test_two_workers_and_a_scheduler_in_one_process(
+    offloading_config: Build, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Workers first and in any order, as vLLM does it; a chunk goes out through all of them and comes back."""
+    monkeypatch.setattr(fingerprint, "model_facts", lambda *_: {"weights": "these"})
+    monkeypatch.setattr(fingerprint, "refusal", lambda *_: "")
+    monkeypatch.setattr(fingerprint, "current_vllm_config", object)
+    options: dict[str, Any] = {"world_size": 2, "engine_id": f"{request.node.name}-{id(request)}"}
+    memory = [caches(), caches()]
+    workers = [NixlTiersSpec(offloading_config(rank=r, **options)).get_worker(memory[r]) for r in (1, 0)][::-1]
+    spec = NixlTiersSpec(offloading_config(**options))
+    manager = spec.get_manager()
+    assert spec.get_manager() is manager
+    key = make_offload_key(b"k" * 32, 0)
+    context = ReqContext("r")
+    output = manager.prepare_store([key], context)
+    for worker in workers:
+        worker.submit_store(0, GPULoadStoreSpec([2], [1], [0]), output.store_spec)
+        worker.wait({0})
+    manager.complete_store({key}, context)
+    assert manager.lookup(key, context) is LookupResult.HIT
+    loaded = manager.prepare_load([key], context)
+    for worker, cache in zip(workers, memory, strict=True):
+        before = cache.tensors[0].tensor[2].clone()
+        worker.submit_load(1, loaded, GPULoadStoreSpec([0], [1], [0]))
+        worker.wait({1})
+        assert torch.equal(cache.tensors[0].tensor[0], before)
+    manager.shutdown()
+    for worker in workers:
+        worker.shutdown()
+
+
+class TestAgreement:
+    tiers = tiers_config.load({"tiers": [CPU]})
+    with_storage = tiers_config.load({"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}]})
+
+    @pytest.fixture
+    def region(self) -> Any:
+        with HostRegion.create(Geometry(2, 4096), 1) as region:
+            yield region
+
+    def test_equal_fingerprints_are_a_namespace(self, region: HostRegion) -> None:
+        region.publish(0, b"a" * 16)
+        region.publish(1, b"a" * 16)
+        namespace = agreed_namespace(region, self.with_storage, 5)
+        region.publish(0, b"b" * 16)
+        region.publish(1, b"b" * 16)
+        assert agreed_namespace(region, self.with_storage, 5).digest != namespace.digest
+
+    def test_different_fingerprints_are_refused(self, region: HostRegion) -> None:
+        region.publish(0, b"a" * 16)
+        region.publish(1, b"b" * 16)
+        with pytest.raises(ValueError, match="do not run the same model"):
+            agreed_namespace(region, self.tiers, 5)
+
+    def test_a_worker_that_does_not_come_is_named(self, region: HostRegion) -> None:
+        region.publish(0, b"a" * 16)
+        with pytest.raises(ValueError, match=r"workers \[1\] did not join"):
+            agreed_namespace(region, self.tiers, 0.05)
+
+    def test_a_note_refuses_storage_and_only_warns_without(
+        self, region: HostRegion, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        sentence = "storage tiers are refused unless model_id is set, because the weights are random"
+        region.publish(0, b"a" * 16, sentence)
+        region.publish(1, b"a" * 16, sentence)
+        with pytest.raises(ValueError, match="storage tiers are refused unless model_id is set"):
+            agreed_namespace(region, self.with_storage, 5)
+        caplog.clear()
+        agreed_namespace(region, self.tiers, 5)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert sentence in caplog.text

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    TransferResult,
+)
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.vllm.transfer import RowsSpec
+from nixl_tiers.vllm.worker import NixlTiersWorker, segments_of, worker_over
+
+BLOCKS = 12
+ROWS = 6
+
+
+def caches_of(pages: list[list[int]], stride: int | None = None) -> CanonicalKVCaches:
+    """One group a list: each number is a layer's page in bytes, in a tensor of its own, all filled at random."""
+    generator = torch.Generator().manual_seed(7)
+    tensors, groups = [], []
+    for group in pages:
+        refs = []
+        for page in group:
+            backing = torch.randint(-128, 128, (BLOCKS, stride or page), dtype=torch.int8, generator=generator)
+            refs.append(CanonicalKVCacheRef(len(tensors), page))
+            tensors.append(CanonicalKVCacheTensor(backing[:, :page], page))
+        groups.append(refs)
+    return CanonicalKVCaches(tensors, groups)
+
+
+class Rank:
+    def __init__(self, pages: list[list[int]], blocks_per_chunk: int = 1, cells: int = 1, cell: int = 0) -> None:
+        block_bytes = max(sum(group) for group in pages)
+        geometry = Geometry(cells, block_bytes * blocks_per_chunk, blocks_per_chunk)
+        self.region = HostRegion.create(geometry, ROWS)
+        self.region.rows_view[:] = 0xEE
+        self.caches = caches_of(pages)
+        self.worker = worker_over(self.region, self.caches, cell)
+        self.jobs = 0
+
+    def store(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> TransferResult:
+        self.jobs += 1
+        assert self.worker.submit_store(self.jobs, engine, rows)
+        return self.ended()
+
+    def load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> TransferResult:
+        self.jobs += 1
+        assert self.worker.submit_load(self.jobs, rows, engine)
+        return self.ended()
+
+    def ended(self) -> TransferResult:
+        self.worker.wait({self.jobs})
+        (result,) = self.worker.get_finished()
+        assert result.job_id == self.jobs
+        return result
+
+    def bytes_of(self, group: int, block: int) -> bytes:
+        refs = self.caches.group_data_refs[group]
+        return b"".join(self.caches.tensors[ref.tensor_idx].tensor[block].numpy().tobytes() for ref in refs)
+
+    def clear(self) -> None:
+        for tensor in self.caches.tensors:
+            tensor.tensor.zero_()
+
+
+def rows_of(*rows: int, counts: tuple[int, ...], ticket: int = 1) -> RowsSpec:
+    return RowsSpec(np.array(rows, np.int64), counts, ticket)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
+    rank = Rank(**getattr(request, "param", {"pages": [[512, 256]]}))
+    yield rank
+    rank.worker.shutdown()
+
+
+def test_one_group_there_and_back(rank: Rank) -> None:
+    before = [rank.bytes_of(0, block) for block in range(BLOCKS)]
+    result = rank.store(rows_of(4, 1, 0, counts=(3,)), GPULoadStoreSpec([9, 2, 5], [3], [0]))
+    assert result.success
+    assert result.transfer_size == 3 * 768
+    assert rank.region.written([4, 1, 0], 1).all()
+    assert rank.region.rows_view[1, :768].tobytes() == before[2]
+    rank.clear()
+    assert rank.load(rows_of(1, 4, counts=(2,)), GPULoadStoreSpec([7, 8], [2], [0])).success
+    assert rank.bytes_of(0, 7) == before[2]
+    assert rank.bytes_of(0, 8) == before[9]
+    assert rank.bytes_of(0, 2) == bytes(768)
+
+
+@pytest.mark.parametrize("rank", [{"pages": [[512], [256, 64]], "blocks_per_chunk": 2}], indirect=True)
+def test_several_groups_in_one_job_and_the_smaller_one_leaves_zeros(rank: Rank) -> None:
+    before = [[rank.bytes_of(group, block) for block in range(BLOCKS)] for group in (0, 1)]
+    rank.store(rows_of(3, 5, counts=(1, 1)), GPULoadStoreSpec([1, 2, 6, 4], [2, 2], [0, 8]))
+    assert rank.region.written([3, 5], 1).all()
+    row = rank.region.rows_view[5]
+    assert row[:320].tobytes() == before[1][6]
+    assert row[512:832].tobytes() == before[1][4]
+    assert not row[320:512].any()
+    assert not row[832:1024].any()
+    rank.clear()
+    rank.load(rows_of(3, 5, counts=(1, 1)), GPULoadStoreSpec([10, 11, 0], [2, 1], [0, 1]))
+    assert [rank.bytes_of(0, block) for block in (10, 11)] == before[0][1:3]
+    assert rank.bytes_of(1, 0) == before[1][4]
+
+
+@pytest.mark.parametrize("rank", [{"pages": [[128, 64, 64]], "blocks_per_chunk": 3}], indirect=True)
+def test_a_load_may_begin_and_end_inside_a_chunk(rank: Rank) -> None:
+    before = [rank.bytes_of(0, block) for block in range(BLOCKS)]
+    rank.store(rows_of(2, 0, 4, counts=(3,)), GPULoadStoreSpec(list(range(9)), [9], [0]))
+    rank.clear()
+    result = rank.load(rows_of(2, 0, 4, counts=(3,)), GPULoadStoreSpec([9, 10, 11, 0, 1], [5], [2]))
+    assert result.success
+    assert [rank.bytes_of(0, block) for block in (9, 10, 11, 0, 1)] == before[2:7]
+    assert rank.bytes_of(0, 2) == bytes(256)
+
+
+@pytest.mark.parametrize("rank", [{"pages": [[4096]], "cells": 3, "cell": 2}], indirect=True)
+def test_a_rank_touches_its_own_cell_only(rank: Rank) -> None:
+    rank.store(rows_of(1, counts=(1,)), GPULoadStoreSpec([3], [1], [0]))
+    row = rank.region.rows_view[1]
+    assert row[2 * 4096 : 3 * 4096].tobytes() == rank.bytes_of(0, 3)
+    assert (row[: 2 * 4096] == 0xEE).all()
+    assert not rank.region.written([1], 1).any(), "the other cells are not written yet"
+    for cell in (0, 1):
+        rank.region.mark(np.array([1]), cell, 1, True)
+    assert rank.region.written([1], 1).all()
+
+
+@pytest.mark.parametrize("rank", [{"pages": [[256]], "blocks_per_chunk": 4}], indirect=True)
+def test_a_chunk_with_null_blocks_is_stored_as_failed_and_its_neighbours_are_not(rank: Rank) -> None:
+    fourth = rank.bytes_of(0, 4)
+    result = rank.store(rows_of(3, 5, counts=(2,)), GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [7]))
+    assert result.success, "vLLM would end the engine"
+    assert rank.region.written([3, 5], 1).tolist() == [False, True]
+    assert rank.region.rows_view[5, 512:768].tobytes() == fourth
+    result = rank.store(rows_of(3, 5, counts=(2,), ticket=2), GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [0]))
+    assert result.success
+    assert not rank.region.written([3, 5], 2).any()
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        GPULoadStoreSpec([1, BLOCKS], [2], [0]),
+        GPULoadStoreSpec([1, 2], [1, 1], [0, 0]),
+    ],
+    ids=["a block that is not there", "groups that are not there"],
+)
+def test_a_store_that_cannot_be_done_is_told_to_the_scheduler_not_to_vllm(rank: Rank, engine: Any) -> None:
+    result = rank.store(rows_of(0, 1, counts=(2,)), engine)
+    assert result.success
+    assert not rank.region.written([0, 1], 1).any()
+    assert (rank.region.rows_view[:2] == 0xEE).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "engine"),
+    [
+        (rows_of(0, counts=(1,)), GPULoadStoreSpec([BLOCKS], [1], [0])),
+        (rows_of(ROWS, counts=(1,)), GPULoadStoreSpec([0], [1], [0])),
+        (rows_of(0, counts=(1,)), GPULoadStoreSpec([0, 1], [2], [0])),
+    ],
+)
+def test_a_load_that_cannot_be_done_is_a_failure(rank: Rank, rows: RowsSpec, engine: Any) -> None:
+    before = [rank.bytes_of(0, block) for block in range(BLOCKS)]
+    assert not rank.load(rows, engine).success
+    assert [rank.bytes_of(0, block) for block in range(BLOCKS)] == before
+
+
+class Slow:
+    """A swap on a device: starts copies, and ends them when the test says so."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.started: list[tuple[str, str]] = []
+
+    def store(self, group: int, blocks: Any, places: Any) -> Slow:
+        self.started.append(("store", threading.current_thread().name))
+        return self
+
+    def load(self, group: int, blocks: Any, places: Any) -> Slow:
+        self.started.append(("load", threading.current_thread().name))
+        return self
+
+    def wait(self) -> None:
+        assert self.go.wait(10)
+
+
+def test_on_a_device_copies_start_at_submission_and_end_in_the_background() -> None:
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    slow = Slow()
+    host = worker_over(region, caches_of([[512]]), 0)
+    worker = NixlTiersWorker(region, host._plan, slow, 0, on_device=True)
+    host._stores.stop(1)
+    host._loads.stop(1)
+    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+    worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
+    mine = threading.current_thread().name
+    assert slow.started == [("store", mine), ("load", mine)]
+    assert worker.get_finished() == []
+    assert not region.written([0], 1).any()
+    slow.go.set()
+    worker.wait({1, 2, 99})
+    assert sorted(result.job_id for result in worker.get_finished()) == [1, 2]
+    assert region.written([0], 1).all()
+    worker.shutdown()
+
+
+class Blocking(Slow):
+    """A swap in host memory whose copies take their time on the caller's thread."""
+
+    def store(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
+        self.wait()
+
+    def load(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
+        return
+
+
+def test_neither_submission_nor_a_load_waits_for_a_running_store() -> None:
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    blocking = Blocking()
+    host = worker_over(region, caches_of([[512]]), 0)
+    worker = NixlTiersWorker(region, host._plan, blocking, 0, on_device=False)
+    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+    worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
+    worker.wait({2})
+    assert [result.job_id for result in worker.get_finished()] == [2]
+    waiter = threading.Thread(target=worker.wait, args=({1},))
+    waiter.start()
+    assert waiter.is_alive()
+    blocking.go.set()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert [result.job_id for result in worker.get_finished()] == [1]
+    worker.shutdown()
+    host.shutdown()
+
+
+def test_a_group_that_is_larger_than_announced_is_refused() -> None:
+    with pytest.raises(ValueError, match="KV group 1 has 96 bytes a block, but vLLM announced 64"):
+        segments_of(caches_of([[64], [48, 48]]), 64)
+
+
+def test_pages_may_stand_apart_in_the_engines_memory() -> None:
+    segments = segments_of(caches_of([[48, 16]], stride=64), 64)
+    assert [(s.block_stride, s.nbytes, s.offset, s.blocks) for s in segments[0]] == [
+        (64, 48, 0, BLOCKS),
+        (64, 16, 48, BLOCKS),
+    ]
+
+
+def test_shutdown_ends_what_runs_before_the_region_goes(rank: Rank) -> None:
+    rank.worker.submit_store(5, GPULoadStoreSpec([1], [1], [0]), rows_of(0, counts=(1,)))
+    rank.worker.shutdown()
+    (result,) = rank.worker.get_finished()
+    assert result.success
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("nixl_tiers-") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
