@@ -60,12 +60,16 @@ def _metadata_only(directory: Path) -> Path:
     return place
 
 
+def cores() -> list[int]:
+    """The processor cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
 def environment(kv_cache_gib: int = 1) -> dict[str, str]:
     """The environment variables with which vLLM runs well on all cores of this process, without any network."""
-    cores = sorted(os.sched_getaffinity(0))
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # left alone, it keeps one core idle
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),  # left alone, it keeps one core idle
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

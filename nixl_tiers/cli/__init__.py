@@ -1,0 +1,39 @@
+"""The command line: `nixl-tiers COMMAND ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.config import ConfigError
+
+BAD_INPUT: Final = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 it failed, 2 the input is wrong."""
+    parser = argparse.ArgumentParser(prog="nixl-tiers", description="KV cache beyond GPU memory.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    check = commands.add_parser("config", help="check a configuration and say what it means")
+    check.add_argument("file", type=Path, help="a .json, .yaml or .yml file")
+
+    demo = commands.add_parser("demo", help="a real vLLM server, and a hit from every tier")
+    demo.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go (default: demo-out)")
+    demo.add_argument("--prompt-tokens", type=int, default=6032, help="length of the prompt (default: 6032)")
+
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "config":
+            from nixl_tiers.cli.check import check_file
+
+            return check_file(chosen.file)
+        from nixl_tiers.cli.demo import run
+
+        return run(chosen.out, chosen.prompt_tokens)
+    except ConfigError as error:
+        print(f"nixl-tiers: {error}", file=sys.stderr)
+        return BAD_INPUT

@@ -1,0 +1,7 @@
+"""`python -m nixl_tiers.cli` is `nixl-tiers`."""
+
+import sys
+
+from nixl_tiers.cli import main
+
+sys.exit(main())
