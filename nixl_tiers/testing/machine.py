@@ -1,0 +1,117 @@
+"""A hypothesis state machine over TierManager in its simulated world: every event may follow every other."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.testing.simulation import World
+
+TIERS = st.integers(0, 1)
+PICK = st.integers(0, 31)
+# Prompts share prefixes, as prompts do: chunk n of a prompt is named by all of the prompt up to it.
+PROMPTS = st.text(alphabet="ab", min_size=1, max_size=5)
+RARELY = st.sampled_from([False, False, False, False, True])
+OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.NO_SPACE])
+
+
+class CascadeMachine(RuleBasedStateMachine):
+    """Subclass and set `core` to test another TierManager (a planted bug, say)."""
+
+    core: type[TierManager] = TierManager
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(core=self.core)
+
+    @rule(prompt=PROMPTS)
+    def request(self, prompt: str) -> None:
+        self.world.request([prompt[: end + 1].encode() for end in range(len(prompt))])
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
+    def traffic(self, prompts: list[str]) -> None:
+        """Requests that run to their end, on media that keep up: most of a life is uneventful, and fills the tiers."""
+        for prompt in prompts:
+            self.request(prompt)
+            self.catch_up()
+            for name in sorted(self.world.waiting):
+                self.world.again(name)
+            self.catch_up()
+
+    @rule()
+    def catch_up(self) -> None:
+        while self.world.workers:
+            self.world.worker_finishes(0)
+        for _ in range(8):
+            for tier in range(len(self.world.movers)):
+                self.world.mover_works(tier)
+                self.world.deliver(tier)
+
+    @rule(pick=PICK, abort=st.booleans())
+    def come_back(self, pick: int, abort: bool) -> None:
+        names = sorted(self.world.waiting)
+        if names:
+            name = names[pick % len(names)]
+            if abort and pick % 4 == 0:
+                self.world.abort(name)
+            else:
+                self.world.again(name)
+
+    @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
+    def worker_finishes(self, pick: int, good: bool) -> None:
+        if self.world.workers:
+            self.world.worker_finishes(pick % len(self.world.workers), good)
+
+    @rule(tier=TIERS, outcome=OUTCOMES, steps=st.integers(1, 4))
+    def mover_works(self, tier: int, outcome: Outcome, steps: int) -> None:
+        for _ in range(steps):
+            self.world.mover_works(tier, outcome)
+
+    @rule(tier=TIERS)
+    def deliver(self, tier: int) -> None:
+        self.world.deliver(tier)
+
+    @rule()
+    def end_step(self) -> None:
+        self.world.end_step()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @rule(tier=TIERS, really=RARELY)
+    def mover_dies(self, tier: int, really: bool) -> None:
+        if really:
+            self.world.kill(tier)
+
+    @rule(tier=TIERS, really=RARELY)
+    def medium_fails(self, tier: int, really: bool) -> None:
+        if really:
+            self.world.fail(tier)
+
+    @rule(tier=TIERS)
+    def medium_heals(self, tier: int) -> None:
+        self.world.heal(tier)
+
+    @rule(tier=TIERS, pick=PICK)
+    def medium_rots(self, tier: int, pick: int) -> None:
+        self.world.rot(tier, pick)
+
+    @rule(really=RARELY)
+    def reset(self, really: bool) -> None:
+        if really:
+            self.world.reset()
+
+    @rule(really=RARELY)
+    def engine_crashes(self, really: bool) -> None:
+        if really:
+            self.world.crash()
+
+    @invariant()
+    def promises(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        self.world.quiesce()

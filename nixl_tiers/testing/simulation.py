@@ -1,0 +1,411 @@
+"""A world around one TierManager: workers, movers, media, a region and a clock that only moves when told to.
+
+Bytes are stood in for by `Content`: which key's chunk, of which weights. Workers and movers are as nasty as real ones:
+they write garbage before they write the truth, go on writing after a reset, die half-way through a job, and their
+media tear, lose and flip what they hold. The world checks the core's promises itself, at the moment they matter:
+whoever is given a row or a slot must be the only one with hands on it, and whatever is read must be what was stored.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nixl_tiers.cascade.manager import Limits, Lookup, TierManager
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState
+from nixl_tiers.chunk import Key
+
+ROW_BYTES = 4096
+
+
+class Content(NamedTuple):
+    """What a row holds: `key`'s chunk, computed with the weights of `epoch`."""
+
+    key: Key
+    epoch: int
+
+
+GARBAGE = Content(b"garbage", -1)
+
+
+class BrokenPromise(AssertionError):
+    """The core did what it must never do."""
+
+
+def promise(kept: bool, what: str) -> None:
+    if not kept:
+        raise BrokenPromise(what)
+
+
+@dataclass
+class WorkerJob:
+    """A store (GPU -> rows) or a load (rows -> GPU) that workers have been given."""
+
+    store: bool
+    keys: list[Key]
+    rows: list[int]
+    epoch: int
+    request: str
+    stale: bool = False  # prepared before the last reset: nobody will complete it
+
+
+@dataclass
+class MoverJob:
+    """A job as it was sent: the mover knows numbers, whatever becomes of the core's objects meanwhile."""
+
+    job: Job
+    epoch: int
+    done: list[Outcome] = field(default_factory=list)
+    rows: list[int] = field(init=False)
+    slots: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = [move.row.index for move in self.job.moves]
+        self.slots = [move.entry.slot for move in self.job.moves]
+
+
+@dataclass
+class Mover:
+    """One mover process and the medium that survives it: by epoch, by place, the key that the journal (or the
+    object's name) tells and the content that stands there. `inbox` holds what it was sent and has not begun."""
+
+    physical: bool
+    slots: int
+    medium: dict[int, dict[object, tuple[Key, Content]]] = field(default_factory=dict)
+    alive: bool = True
+    epoch: int = 0
+    inbox: deque[MoverJob | list[tuple[int, Key]] | int] = field(default_factory=deque)
+    finished: deque[MoverJob] = field(default_factory=deque)
+
+    def place(self, slot: int, key: Key) -> object:
+        return slot if self.physical else key
+
+    @property
+    def here(self) -> dict[object, tuple[Key, Content]]:
+        return self.medium.setdefault(self.epoch, {})
+
+
+class World:
+    """Drives one TierManager. Every method is one event; any order of events must keep every promise."""
+
+    def __init__(
+        self,
+        rows: int = 6,
+        slots: Sequence[int] = (6, 12),
+        limits: Limits | None = None,
+        core: Callable[..., TierManager] = TierManager,
+    ) -> None:
+        self.limits = limits or Limits(wait_s=5.0, hold_s=10.0, job_s=20.0, retry_s=3.0, moves_per_job=3)
+        self.rows = rows
+        self.now = 0.0
+        self.epoch = 0
+        self._make = core
+        self._epochs = 0
+        self.specs = [TierSpec(f"tier{i}", writes=True, physical_slots=i % 2 == 0) for i in range(len(slots))]
+        self.movers = [Mover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)]
+        self.region = [GARBAGE] * rows
+        self.workers: list[WorkerJob] = []
+        self.waiting: dict[str, tuple[list[Key], float]] = {}  # request -> its chain, and when it began to wait
+        self._requests = 0
+        self.core = self._start()
+
+    # --- the engine --------------------------------------------------------------------------------------------
+
+    def request(self, chain: Sequence[Key]) -> str:
+        """A new request whose prompt is `chain`; returns its name. It runs at once unless it must wait."""
+        self._requests += 1
+        name = f"request-{self._requests}"
+        self._run(name, list(chain), self.now)
+        return name
+
+    def again(self, name: str) -> None:
+        """The scheduler comes back to a waiting request."""
+        chain, since = self.waiting.pop(name)
+        self._run(name, chain, since)
+
+    def abort(self, name: str) -> None:
+        del self.waiting[name]
+        self.core.finish_request(name)
+
+    def end_step(self) -> None:
+        self.core.end_step()
+        self.tick()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.tick()
+
+    def tick(self) -> None:
+        """What the supervisor does: expire, plan, send; kill what is overdue."""
+        self.core.expire(self.now)
+        for tier in self.core.overdue(self.now):
+            self.kill(tier)
+        jobs = self.core.plan(self.now)
+        for tier, storage in enumerate(self.core.storage):
+            for batch in storage.drops(4):
+                self._send(tier, batch)
+        for job in jobs:
+            for move in job.moves:
+                reads = job.direction is Direction.STORE
+                self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
+            self._check_slots(job)
+            self._send(job.tier, MoverJob(job, self.movers[job.tier].epoch))
+        self.check()
+
+    def reset(self) -> None:
+        """Other weights from now on. What runs goes on running, as strangers."""
+        self._epochs += 1
+        self.epoch = self._epochs
+        for job in self.workers:
+            job.stale = True
+        self.waiting.clear()
+        self.core.reset(keep_storage=False)
+        for tier in range(len(self.movers)):
+            self._send(tier, self.epoch)
+        self.check()
+
+    def crash(self) -> None:
+        """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
+        for mover in self.movers:
+            mover.inbox.clear()
+            mover.finished.clear()
+            mover.alive = True
+            mover.epoch = 0
+        self.epoch = 0
+        self.region = [GARBAGE] * self.rows
+        self.workers.clear()
+        self.waiting.clear()
+        self.core = self._start()
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    def worker_finishes(self, number: int, good: bool = True) -> None:
+        job = self.workers[number]
+        if not job.stale:
+            # The engine flushes what was open at a reset ahead of what came after it.
+            for old in [other for other in self.workers if other.stale]:
+                self._work(old, good=True)
+        self._work(job, good)
+
+    def _work(self, job: WorkerJob, good: bool) -> None:
+        self.workers.remove(job)
+        for key, row in zip(job.keys, job.rows, strict=True):
+            if job.store:
+                self.region[row] = Content(key, job.epoch) if good else GARBAGE
+            else:
+                promise(self.region[row] == Content(key, job.epoch), f"a worker loads {self.region[row]} as {key!r}")
+        if job.stale:
+            return
+        if job.store:
+            rows = self.core.filling(set(job.keys))
+            self.core.complete_store(rows, set() if good else {row.key for row in rows})
+        else:
+            self.core.complete_load(set(job.keys))
+        self.tick()
+
+    # --- movers ------------------------------------------------------------------------------------------------
+
+    def mover_works(self, tier: int, outcome: Outcome = Outcome.OK) -> None:
+        """The tier's mover does its next bit: one move of a job, a batch of drops, or a change of namespace."""
+        mover = self.movers[tier]
+        if not mover.alive or not mover.inbox:
+            return
+        head = mover.inbox[0]
+        if isinstance(head, int):
+            mover.inbox.popleft()
+            mover.epoch = head
+            self._announce(tier)
+        elif isinstance(head, list):
+            mover.inbox.popleft()
+            for slot, key in head:
+                place = mover.place(slot, key)
+                if place in mover.here and mover.here[place][0] == key:
+                    del mover.here[place]
+        else:
+            self._move(mover, head, outcome)
+            if len(head.done) == len(head.job.moves):
+                mover.finished.append(head)
+                mover.inbox.popleft()
+
+    def deliver(self, tier: int) -> None:
+        """The engine hears of the mover's oldest finished job."""
+        mover = self.movers[tier]
+        if mover.finished:
+            ended = mover.finished.popleft()
+            self.core.finished(tier, ended.job.id, ended.done, self.now)
+            self.tick()
+
+    def kill(self, tier: int) -> None:
+        """The mover dies where it stands, is reaped, and another one opens the same medium."""
+        mover = self.movers[tier]
+        for head in list(mover.inbox)[:1]:
+            if isinstance(head, MoverJob) and len(head.done) < len(head.job.moves):
+                self._move(mover, head, Outcome.FAILED)  # half of a row
+        while mover.finished:
+            self.deliver(tier)
+        mover.inbox.clear()
+        self.core.lost(tier, self.now)
+        mover.epoch = self.epoch
+        self._announce(tier)
+
+    def fail(self, tier: int) -> None:
+        """The medium does not answer (the mover says Down)."""
+        self.core.down(tier, self.now)
+        self.movers[tier].alive = False
+        self.check()
+
+    def heal(self, tier: int) -> None:
+        mover = self.movers[tier]
+        mover.alive = True
+        if self.core.storage[tier].state is TierState.DOWN and mover.epoch == self.epoch:
+            self._announce(tier)
+
+    def rot(self, tier: int, pick: int) -> None:
+        """A bit flips, a file is swapped, an object replaced."""
+        held = self.movers[tier].here
+        if held:
+            place = sorted(held, key=repr)[pick % len(held)]
+            held[place] = (held[place][0], GARBAGE)
+
+    # --- promises ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """What must hold after every event."""
+        core = self.core
+        promise(core.host.used <= self.rows, "more rows in use than there are")
+        indices = [row.index for row in core.host.index.values()]
+        promise(len(set(indices)) == len(indices), "two keys in one row")
+        for storage, mover in zip(core.storage, self.movers, strict=True):
+            slots = [entry.slot for entry in storage.index.values()]
+            promise(len(set(slots)) == len(slots), "two keys in one slot")
+            promise(len(slots) == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
+            promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
+            promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
+
+    def quiesce(self) -> None:
+        """Let everything that can end, end; then nothing may be pinned, queued or pending."""
+        for tier in range(len(self.movers)):
+            self.heal(tier)
+        for _ in range(1000):
+            if self.workers:
+                self.worker_finishes(0)
+            for name in list(self.waiting):
+                self.again(name)
+            self.end_step()
+            for tier in range(len(self.movers)):
+                self.mover_works(tier)
+                self.deliver(tier)
+            if not self.workers and not self.waiting and not any(m.inbox or m.finished for m in self.movers):
+                break
+        self.core.flushed()
+        self.advance(self.limits.wait_s + self.limits.hold_s + 1)
+        rows = self.core.host.index.values()
+        promise(not any(row.worker or row.mover or row.holds for row in rows), "a row stays pinned for ever")
+        promise(self.core.host.used == len(rows), "a row is lost")
+        promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> TierManager:
+        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits)
+        self.core = core
+        for tier in range(len(self.movers)):
+            self._announce(tier)
+        return core
+
+    def _announce(self, tier: int) -> None:
+        mover = self.movers[tier]
+        if mover.epoch != self.epoch:
+            return
+        self.core.opened(tier, mover.slots)
+        held = [
+            (place if isinstance(place, int) else -1, key, 0)
+            for place, (key, _) in sorted(mover.here.items(), key=repr)
+        ]
+        self.core.adopt(tier, held, last=True)
+        self.check()
+
+    def _run(self, name: str, chain: list[Key], since: float) -> None:
+        hits = 0
+        for position, key in enumerate(chain):
+            answer = self.core.lookup(key, name, position, self.now)
+            if answer is Lookup.PENDING:
+                promise(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
+                self.waiting[name] = (chain, since)
+                self.tick()
+                return
+            if answer is Lookup.MISS:
+                break
+            row = self.core.host.index[key].index
+            promise(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
+            hits += 1
+        if hits:
+            for tier in range(len(self.movers)):
+                self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
+            self.tick()
+            rows = self.core.prepare_load(chain[:hits], name)
+            for row in rows:
+                self._check_row(row, writing=False)
+            self.workers.append(WorkerJob(False, chain[:hits], rows, self.epoch, name))
+        self.core.end_step()
+        plan = self.core.prepare_store(chain[hits:], name)
+        for row in plan.rows:
+            self._check_row(row, writing=True)
+            self.region[row] = GARBAGE
+        if plan.keys:
+            self.workers.append(WorkerJob(True, plan.keys, plan.rows, self.epoch, name))
+        self.core.finish_request(name)
+        self.tick()
+
+    def _send(self, tier: int, message: MoverJob | list[tuple[int, Key]] | int) -> None:
+        self.movers[tier].inbox.append(message)
+
+    def _open_moves(self) -> list[tuple[int, MoverJob]]:
+        jobs = [(t, m) for t, mover in enumerate(self.movers) for m in mover.inbox if isinstance(m, MoverJob)]
+        return jobs + [(t, m) for t, mover in enumerate(self.movers) for m in mover.finished]
+
+    def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
+        """Nobody else writes this row; and if we are to write it, nobody else reads it either."""
+        for job in self.workers:
+            if row in job.rows:
+                promise(not job.store and not writing, "a row is given away while a worker has hands on it")
+        for tier, open_job in self._open_moves():
+            if (tier, open_job.job.id) == beside:
+                continue
+            if row in open_job.rows:
+                reads = open_job.job.direction is Direction.STORE
+                promise(reads and not writing, "a row is given away while a mover has hands on it")
+
+    def _check_slots(self, job: Job) -> None:
+        if not self.movers[job.tier].physical:
+            return
+        slots = {move.entry.slot for move in job.moves}
+        for tier, other in self._open_moves():
+            if tier == job.tier and other.job.id != job.id and other.epoch == self.epoch:
+                shared = slots & set(other.slots)
+                both_read = job.direction is other.job.direction is Direction.LOAD
+                promise(not shared or both_read, "a slot is given away while a mover reads or writes it")
+
+    def _move(self, mover: Mover, work: MoverJob, outcome: Outcome) -> None:
+        number = len(work.done)
+        move, row, slot = work.job.moves[number], work.rows[number], work.slots[number]
+        medium = mover.medium.setdefault(work.epoch, {})
+        place = mover.place(slot, move.key)
+        if work.job.direction is Direction.STORE:
+            content = self.region[row]
+            if outcome is Outcome.OK:
+                stale = work.epoch != self.epoch
+                promise(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
+                medium[place] = (move.key, content)
+            elif mover.physical and place in medium:
+                # Torn, and the journal still tells the old key; an object is put whole or not at all.
+                medium[place] = (medium[place][0], GARBAGE)
+        else:
+            content = medium.get(place, (b"", GARBAGE))[1]
+            if outcome is Outcome.OK and content != Content(move.key, work.epoch):
+                outcome = Outcome.CORRUPT if place in medium else Outcome.MISSING
+            self.region[row] = content if outcome is Outcome.OK else GARBAGE
+        work.done.append(outcome)

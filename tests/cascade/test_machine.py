@@ -1,0 +1,12 @@
+"""Every promise of the core, under every order of events that hypothesis finds."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+from nixl_tiers.testing.machine import CascadeMachine
+
+TestCascade = CascadeMachine.TestCase
+TestCascade.settings = settings(
+    max_examples=200, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,248 @@
+"""TierManager's decisions, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nixl_tiers.cascade.manager import Limits, Lookup, TierManager
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.storage import Direction, Job, TierSpec
+from nixl_tiers.chunk import Key
+
+HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
+CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
+
+
+def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) -> TierManager:
+    specs = [TierSpec(name, writes=True, physical_slots=name == "file") for name in tiers]
+    core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, **limits))  # type: ignore[arg-type]
+    for tier in range(len(specs)):
+        core.opened(tier, 100)
+        core.adopt(tier, [], last=True)
+    return core
+
+
+def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
+    plan = core.prepare_store(keys, request)
+    core.complete_store(core.filling(plan.keys), set())
+    core.finish_request(request)
+    core.end_step()
+
+
+def run(core: TierManager, jobs: Sequence[Job], outcome: Outcome = Outcome.OK) -> None:
+    for job in jobs:
+        core.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
+
+
+def only_stored(keys: Sequence[Key], rows: int = 8, tiers: Sequence[str] = ("file",)) -> TierManager:
+    """A core whose storage tiers hold `keys` and whose host holds nothing."""
+    core = manager(rows, tiers)
+    for tier in range(len(tiers)):
+        core.adopt(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    return core
+
+
+def scan(core: TierManager, keys: Sequence[Key], request: str, now: float = 0.0) -> list[Lookup]:
+    """What a full-attention group does: up the prefix, until a miss."""
+    answers = []
+    for position, key in enumerate(keys):
+        answers.append(core.lookup(key, request, position, now))
+        if answers[-1] is MISS:
+            break
+    return answers
+
+
+def test_the_deepest_chunk_of_the_oldest_prefix_goes_first() -> None:
+    core = manager(rows=6, tiers=())
+    put(core, CHAIN[:3], "old")
+    put(core, CHAIN[3:6], "new")
+    put(core, CHAIN[6:8], "newer")
+    assert core.take_evicted() == []  # prepare_store told of them itself
+    assert [core.where(key, 0.0) is not None for key in CHAIN] == [True, False, False, True, True, True, True, True]
+
+
+def test_a_used_prefix_outlives_a_newer_one() -> None:
+    core = manager(rows=6, tiers=())
+    put(core, CHAIN[:3], "old")
+    put(core, CHAIN[3:6], "new")
+    assert scan(core, CHAIN[:3], "again") == [HIT] * 3
+    core.prepare_load(CHAIN[:3], "again")
+    core.complete_load(CHAIN[:3])
+    core.end_step()
+    put(core, CHAIN[6:8], "newer")
+    assert [core.where(key, 0.0) is not None for key in CHAIN[:6]] == [True, True, True, True, False, False]
+
+
+def test_a_full_host_accepts_a_prefix_of_a_store() -> None:
+    core = manager(rows=4, tiers=())
+    first = core.prepare_store(CHAIN[:3], "a")
+    assert len(first.keys) == 3
+    second = core.prepare_store(CHAIN[3:6], "b")
+    assert second.keys == CHAIN[3:4]
+    assert core.prepare_store(CHAIN[6:8], "c").keys == []
+
+
+def test_the_first_scan_collects_and_later_scans_stop_at_the_first_waiting_key() -> None:
+    core = only_stored(CHAIN)
+    assert scan(core, CHAIN, "r") == [PENDING] * 8
+    core.end_step()
+    assert scan(core, CHAIN, "r") == [PENDING, MISS]
+    jobs = core.plan(0.0)
+    assert sum(len(job.moves) for job in jobs) == 8
+    run(core, jobs[:1])
+    core.end_step()
+    assert scan(core, CHAIN, "r") == [HIT] * 8
+
+
+def test_a_windowed_group_never_gets_a_miss_while_it_waits() -> None:
+    core = only_stored(CHAIN)
+    for _ in range(3):
+        answers = [core.lookup(CHAIN[i], "r", i, 0.0) for i in reversed(range(8))]
+        assert answers == [PENDING] * 8
+        core.end_step()
+
+
+def test_a_request_waits_once_and_not_once_a_key() -> None:
+    core = only_stored(CHAIN)
+    assert scan(core, CHAIN, "r", now=0.0)[0] is PENDING
+    core.plan(0.0)
+    core.end_step()
+    assert scan(core, CHAIN, "r", now=core.limits.wait_s)[0] is PENDING
+    core.end_step()
+    assert scan(core, CHAIN, "r", now=core.limits.wait_s + 0.1) == [MISS]
+
+
+def test_what_a_step_called_a_hit_is_there_when_the_step_loads_it() -> None:
+    core = only_stored(CHAIN[2:3], rows=2)
+    put(core, CHAIN[:1], "oldest")
+    put(core, CHAIN[1:2], "newer")
+    run(core, core.plan(0.0))
+    assert core.lookup(CHAIN[0], "r", 0, 0.0) is HIT
+    assert core.lookup(CHAIN[2], "other", 0, 0.0) is PENDING
+    assert [move.key for job in core.plan(0.0) for move in job.moves] == [CHAIN[2]]
+    assert core.where(CHAIN[0], 0.0) == "cpu"  # although it was the oldest
+    assert len(core.prepare_load(CHAIN[:1], "r")) == 1
+
+
+def test_promotions_do_not_evict_what_their_own_request_counts_on() -> None:
+    core = only_stored(CHAIN[2:6], rows=4)
+    put(core, CHAIN[:2], "first")
+    run(core, core.plan(0.0))
+    assert scan(core, CHAIN[:6], "r") == [HIT, HIT, PENDING, PENDING, PENDING, PENDING]
+    run(core, core.plan(0.0))
+    core.end_step()
+    assert scan(core, CHAIN[:6], "r") == [HIT, HIT, HIT, HIT, MISS]  # the host has four rows
+
+
+def test_a_hit_tells_the_tier_that_it_came_from_once() -> None:
+    core = only_stored(CHAIN[:1])
+    scan(core, CHAIN[:1], "r")
+    run(core, core.plan(0.0))
+    core.end_step()
+    assert scan(core, CHAIN[:1], "r") == [HIT]
+    core.prepare_load(CHAIN[:1], "r")
+    assert core.source(CHAIN[0]) == "file"
+    core.complete_load(CHAIN[:1])
+    assert core.source(CHAIN[0]) == "cpu"
+    assert core.storage[0].counters.hits == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED])
+def test_a_failed_promotion_asks_the_next_tier_and_then_is_a_miss(outcome: Outcome) -> None:
+    core = only_stored(CHAIN[:1], tiers=("file", "s3"))
+    assert scan(core, CHAIN[:1], "r") == [PENDING]
+    (first,) = core.plan(0.0)
+    assert first.tier == 0
+    run(core, [first], outcome)
+    core.end_step()
+    assert scan(core, CHAIN[:1], "r") == [PENDING]
+    (second,) = core.plan(0.0)
+    assert second.tier == 1
+    run(core, [second], outcome)
+    core.end_step()
+    assert scan(core, CHAIN[:1], "r") == [MISS]
+    assert core.plan(0.0) == []
+    expected = None if outcome is not Outcome.FAILED else "file"
+    assert core.where(CHAIN[0], core.limits.retry_s + 1) == expected
+
+
+def test_a_row_has_one_sealer_and_the_second_tier_waits_for_it() -> None:
+    core = manager(tiers=("file", "s3"))
+    put(core, CHAIN[:2])
+    (first,) = core.plan(0.0)
+    assert (first.tier, [move.seal for move in first.moves]) == (0, [True, True])
+    assert core.plan(0.0) == []
+    run(core, [first])
+    (second,) = core.plan(0.0)
+    assert (second.tier, [move.seal for move in second.moves]) == (1, [False, False])
+
+
+def test_when_the_sealer_fails_the_next_tier_seals() -> None:
+    core = manager(tiers=("file", "s3"))
+    put(core, CHAIN[:1])
+    run(core, core.plan(0.0), Outcome.NO_SPACE)
+    (second,) = core.plan(0.0)
+    assert (second.tier, second.moves[0].seal) == (1, True)
+
+
+def test_cascades_keep_the_order_of_the_prefix_although_completions_are_a_set() -> None:
+    core = manager()
+    plan = core.prepare_store(CHAIN, "r")
+    core.complete_store(core.filling(set(plan.keys)), set())
+    assert [move.key for job in core.plan(0.0) for move in job.moves] == CHAIN
+
+
+def test_a_row_that_was_promoted_goes_into_the_tiers_above_its_own() -> None:
+    core = manager(tiers=("file", "s3"))
+    core.adopt(1, [(0, CHAIN[0], 0)], last=True)
+    scan(core, CHAIN[:1], "r")
+    (load,) = core.plan(0.0)
+    assert load.direction is Direction.LOAD
+    run(core, [load])
+    (store,) = core.plan(0.0)
+    assert (store.tier, store.direction, store.moves[0].seal) == (0, Direction.STORE, False)
+
+
+def test_a_tier_that_is_down_is_a_miss_at_once_and_loses_nothing() -> None:
+    core = only_stored(CHAIN[:2])
+    core.down(0, 0.0)
+    assert scan(core, CHAIN[:2], "r") == [MISS]
+    put(core, CHAIN[4:5])
+    assert core.plan(0.0) == []
+    assert core.storage[0].counters.dropped == 1
+    core.opened(0, 100)
+    core.adopt(0, [], last=True)
+    assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
+
+
+def test_all_storage_failing_behaves_like_a_host_only_configuration() -> None:
+    bare, failing = manager(rows=4, tiers=()), manager(rows=4, tiers=("file", "s3"))
+    for n, keys in enumerate([CHAIN[:3], CHAIN[2:6], CHAIN[:2], CHAIN[5:8], CHAIN[:4]]):
+        answers = [scan(core, keys, f"scan{n}") for core in (bare, failing)]
+        assert answers[0] == answers[1]
+        for core in (bare, failing):
+            core.finish_request(f"scan{n}")
+            put(core, keys, f"put{n}")
+            run(core, core.plan(float(n)), Outcome.FAILED)
+        assert sorted(bare.host.index) == sorted(failing.host.index)
+    assert not failing.storage[0].index
+
+
+def test_results_of_a_job_that_is_not_open_are_ignored() -> None:
+    core = manager()
+    put(core, CHAIN[:1])
+    (job,) = core.plan(0.0)
+    core.lost(0, 0.0)
+    run(core, [job])
+    assert core.where(CHAIN[0], 0.0) == "cpu"
+    assert CHAIN[0] not in core.storage[0].index
+    assert core.host.index[CHAIN[0]].mover == 0
+
+
+def test_a_smaller_budget_evicts_what_is_too_much() -> None:
+    core = only_stored(CHAIN)
+    core.opened(0, 3)
+    assert len(core.storage[0].index) == 3
+    assert len(core.storage[0].to_drop) == 5

@@ -1,0 +1,140 @@
+"""The state machine is only worth what it catches: each of these planted bugs must break a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from nixl_tiers.cascade.host import HostTier, Row, RowState
+from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.storage import PlannedMove, Storage
+from nixl_tiers.chunk import Key
+from nixl_tiers.testing.machine import CascadeMachine
+from nixl_tiers.testing.simulation import Mover, MoverJob, World
+
+MANY = settings(
+    max_examples=400,
+    stateful_step_count=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class BudgetOffByOne(TierManager):
+    def opened(self, tier: int, slots: int) -> None:
+        super().opened(tier, slots + 1)
+
+
+class RowReusedAfterReset(TierManager):
+    """The last writer of before the reset is not waited for."""
+
+    def reset(self, keep_storage: bool) -> None:
+        for row in self.host.index.values():
+            row.worker = 0
+        super().reset(keep_storage)
+
+
+class RowFreedWhileMoved(TierManager):
+    def reset(self, keep_storage: bool) -> None:
+        rows = list(self.host.index.values())
+        super().reset(keep_storage)
+        for row in rows:
+            if row.mover and row.index >= 0:
+                self.host._slots.give(row.index)
+                row.index = -1
+
+
+class SlotFreedWhileWritten(TierManager):
+    """A row that is still being written counts as evictable in its tier."""
+
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        for storage in self.storage:
+            for entry in storage.index.values():
+                entry.stored = True
+                entry.readers = 0
+        return super().plan(now)
+
+
+class PinsIgnored(TierManager):
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        self.host._spare = lambda key: self.host.index[key].state is not RowState.READY  # type: ignore[method-assign]
+        return super().plan(now)
+
+
+class FailedLoadIsAHit(TierManager):
+    def _load_ended(self, tier: int, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        super()._load_ended(tier, move, Outcome.OK, now)
+
+
+class FailedCopyIsAHit(TierManager):
+    def complete_store(self, rows: Iterable[Row], failed: Iterable[Key]) -> None:
+        super().complete_store(rows, set())
+
+
+class WaitsForEver(TierManager):
+    def _wait(self, request, now):  # type: ignore[no-untyped-def]
+        return super()._wait(request, min(now, request.deadline_s or now))
+
+
+class PinForgotten(TierManager):
+    def complete_load(self, keys) -> None:  # type: ignore[no-untyped-def]
+        super().complete_load(list(keys)[1:])
+
+
+class OldEpochSurvives(TierManager):
+    def reset(self, keep_storage: bool) -> None:
+        ready = {key: row for key, row in self.host.index.items() if row.state is RowState.READY and not row.worker}
+        super().reset(keep_storage)
+        for row in ready.values():
+            if row.index < 0 and self.host.make_room(1):
+                kept = self.host.insert(row.key, RowState.READY, 0, self.generation)
+                assert kept
+
+
+MUTANTS = [
+    BudgetOffByOne,
+    FailedCopyIsAHit,
+    FailedLoadIsAHit,
+    OldEpochSurvives,
+    PinForgotten,
+    PinsIgnored,
+    RowFreedWhileMoved,
+    RowReusedAfterReset,
+    SlotFreedWhileWritten,
+    WaitsForEver,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_in_the_core_is_caught(mutant: type[TierManager]) -> None:
+    machine = type("Machine", (CascadeMachine,), {"core": mutant})
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(machine, settings=MANY)
+
+
+def test_a_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(self: World, mover: Mover, work: MoverJob, outcome: Outcome) -> None:
+        honest(self, mover, work, outcome)
+        if work.done[-1] is Outcome.CORRUPT:
+            work.done[-1] = Outcome.OK
+
+    honest = World._move
+    monkeypatch.setattr(World, "_move", unchecked)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(CascadeMachine, settings=MANY)
+
+
+def test_the_mutants_replace_what_is_really_called() -> None:
+    for mutant in MUTANTS:
+        for name in vars(mutant):
+            if not name.startswith("__"):
+                assert hasattr(TierManager, name), f"{mutant.__name__}.{name} overrides nothing"
+    assert hasattr(HostTier, "_spare")
+    assert hasattr(Storage, "_spare")
