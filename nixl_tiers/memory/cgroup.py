@@ -61,10 +61,9 @@ def _cgroups(root: Path) -> Iterator[Room]:
 
 
 def _walk(mount: Path, path: str, limit: str, usage: str, reclaimable: tuple[str, ...]) -> Iterator[Room]:
-    # Inside a container the path may be the host's name of the cgroup that is mounted here as the root.
+    # Inside a container `path` may be the host's name of the cgroup that is mounted here as the root: no such folders
+    # then, but the last level is the root itself.
     inner = PurePosixPath(path.lstrip("/"))
-    if ".." in inner.parts or not (mount / inner).is_dir():
-        inner = PurePosixPath()
     for level in (inner, *inner.parents):
         limit_bytes, used_bytes = _number(mount / level / limit), _number(mount / level / usage)
         if limit_bytes is None or used_bytes is None or limit_bytes >= _UNLIMITED_BYTES:

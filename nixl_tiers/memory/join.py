@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -88,34 +89,39 @@ def _make(name: str, geometry: Geometry, rows: int, card: tuple[int, ...]) -> Ho
     except RegionError:
         listener.close()
         raise
+    listener.setblocking(False)
     listener.listen(128)
+    wake = os.eventfd(0, os.EFD_CLOEXEC)
     server = threading.Thread(
-        target=_serve, args=(listener, os.dup(region.fd), card), name=f"nixl_tiers region {name}", daemon=True
+        target=_serve, args=(listener, wake, os.dup(region.fd), card), name=f"nixl_tiers region {name}", daemon=True
     )
     server.start()
 
     def stop() -> None:
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes accept
-        server.join()
+        if server.is_alive():  # never so in a forked child, which must not stop its parent's
+            os.eventfd_write(wake, 1)
+            server.join()
+        os.close(wake)
 
     region.at_close(stop)
     return region
 
 
-def _serve(listener: socket.socket, fd: int, card: tuple[int, ...]) -> None:
-    """Hand the region over until all parties have it, the time is up, or the region is closed."""
+def _serve(listener: socket.socket, wake: int, fd: int, card: tuple[int, ...]) -> None:
+    """Hand the region over until all parties have it, the time is up, or `wake` says that the region is closed."""
     missing = card[-1] - 1
     deadline = time.monotonic() + SERVE_S
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    poll.register(wake, select.POLLIN)
     try:
         while missing and (left_s := deadline - time.monotonic()) > 0:
-            listener.settimeout(left_s)
-            try:
-                peer, _ = listener.accept()
-            except OSError:
+            ready = {ready for ready, _ in poll.poll(left_s * 1000)}
+            if wake in ready:
                 return
-            with peer, contextlib.suppress(OSError):
-                missing -= _hand_over(peer, fd, card)
+            if ready:
+                with contextlib.suppress(OSError), listener.accept()[0] as peer:
+                    missing -= _hand_over(peer, fd, card)
     finally:
         listener.close()
         os.close(fd)

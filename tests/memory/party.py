@@ -1,0 +1,49 @@
+"""One party of a region, as a process: `party.py NAME CELLS CELL_PAYLOAD SUB_BLOCKS ROWS PARTIES TIMEOUT_S`.
+
+Joins, says `joined <identity>` or `refused <why>`, then obeys lines on standard input until it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.join import join
+from nixl_tiers.memory.region import RegionError
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def main() -> None:
+    name, cells, cell_payload, sub_blocks, rows, parties, timeout_s = sys.argv[1:]
+    say("ready")
+    sys.stdin.readline()
+    try:
+        geometry = Geometry(int(cells), int(cell_payload), int(sub_blocks))
+        region = join(name, geometry, int(rows), int(parties), float(timeout_s))
+    except RegionError as error:
+        say("refused", error)
+        return
+    say("joined", region.identity.hex())
+    for line in sys.stdin:
+        match line.split():
+            case ["write", row, byte]:
+                region.rows_view[int(row)] = int(byte)
+                say("done")
+            case ["read", row]:
+                say(*sorted(set(region.rows_view[int(row)].tolist())))
+            case ["fork"]:
+                child = os.fork()
+                if not child:
+                    os.close(0)
+                    os.close(1)
+                    time.sleep(60)
+                    os._exit(0)
+                say(child)
+
+
+main()

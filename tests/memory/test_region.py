@@ -1,0 +1,349 @@
+"""The host region: what it refuses to map or to make, its control words and fingerprints, and that it goes away."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.memory import prefault, region
+from nixl_tiers.memory.cgroup import Room
+from nixl_tiers.memory.region import HostRegion, RegionError
+
+GEOMETRY = Geometry(cells=3, cell_payload=PAGE + 512, sub_blocks=4)
+ROWS = 5
+MiB = 1 << 20
+
+
+@pytest.fixture
+def made() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, ROWS) as made:
+        yield made
+
+
+def memfd(contents: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, contents)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def image(of: HostRegion) -> bytes:
+    return os.pread(of.fd, os.fstat(of.fd).st_size, 0)
+
+
+def is_open(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_GETFD)
+    except OSError:
+        return False
+    return True
+
+
+def descriptors() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
+def test_it_is_as_large_as_its_rows_and_aligned_for_direct_io(made: HostRegion) -> None:
+    assert made.nbytes == ROWS * GEOMETRY.row_bytes
+    assert made.rows_view.shape == (ROWS, GEOMETRY.row_bytes)
+    assert made.rows_view.dtype == np.uint8
+    assert made.rows_view.flags.c_contiguous
+    assert made.rows_view.flags.writeable
+    assert made.address == made.rows_view.ctypes.data
+    assert made.address % PAGE == 0
+    assert not made.rows_view.any()
+    offset = os.fstat(made.fd).st_size - made.nbytes
+    assert offset % (2 * MiB) == 0
+    made.rows_view[ROWS - 1, -1] = 77
+    assert os.pread(made.fd, 1, os.fstat(made.fd).st_size - 1) == b"M"
+
+
+def test_its_size_cannot_change_and_its_descriptor_is_not_inherited(made: HostRegion) -> None:
+    for size in (0, os.fstat(made.fd).st_size + PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(made.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(made.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert not os.get_inheritable(made.fd)
+
+
+def test_what_one_writes_who_attaches_reads(made: HostRegion) -> None:
+    with HostRegion.attach(os.dup(made.fd)) as other:
+        assert (other.geometry, other.rows, other.identity) == (GEOMETRY, ROWS, made.identity)
+        assert other.address != made.address
+        made.rows_view[3] = 42
+        made.mark([3], 0, 9, ok=True)
+        made.publish(1, b"f" * 16, "why")
+        assert (other.rows_view[3] == 42).all()
+        assert not other.rows_view[[0, 1, 2, 4]].any()
+        assert other.published() == [None, (b"f" * 16, "why"), None]
+        other.mark([3], 1, 9, ok=True)
+        other.mark([3], 2, 9, ok=True)
+        assert made.written([3], 9).tolist() == [True]
+
+
+def test_two_regions_are_told_apart(made: HostRegion) -> None:
+    with HostRegion.create(GEOMETRY, ROWS) as other:
+        assert other.identity != made.identity
+        assert len(made.identity) == 16
+
+
+def test_a_child_attaches_by_number(made: HostRegion) -> None:
+    program = (
+        "import sys; from nixl_tiers.memory.region import HostRegion\n"
+        "with HostRegion.attach(int(sys.argv[1])) as region: region.rows_view[2] = 9"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(nixl_tiers.__path__[0]).parent)}
+    command = [sys.executable, "-c", program, str(made.fd)]
+    subprocess.run(command, check=True, pass_fds=[made.fd], env=environment, timeout=60)
+    assert (made.rows_view[2] == 9).all()
+
+
+def header_with(made: HostRegion, **changes: int) -> bytes:
+    names = ("magic", "version", "cells", "cell_payload", "sub_blocks", "rows", "identity")
+    fields = dict(zip(names, region._HEADER.unpack_from(image(made)), strict=True)) | changes
+    header = region._HEADER.pack(*fields.values())
+    return header + region._CHECK.pack(region.xxh3_64_intdigest(header)) + image(made)[len(header) + 8 :]
+
+
+def test_a_foreign_unsealed_or_wrongly_sized_descriptor_is_refused(made: HostRegion, tmp_path: Path) -> None:
+    whole = image(made)
+    file = tmp_path / "file"
+    file.write_bytes(whole)
+    flipped = bytearray(whole)
+    flipped[20] ^= 1
+    pipe, _keep = os.pipe()
+    cases = {
+        "not a memfd": [os.open(file, os.O_RDWR), pipe, os.open("/dev/null", os.O_RDWR)],
+        "not sealed": [
+            memfd(whole, 0), memfd(whole, fcntl.F_SEAL_SHRINK), memfd(whole, fcntl.F_SEAL_GROW),
+        ],
+        "not a region": [memfd(b""), memfd(b"x"), memfd(bytes(len(whole))), memfd(bytes(flipped))],
+        "has .* bytes": [memfd(whole[:-PAGE]), memfd(whole + bytes(PAGE)), memfd(whole[: 2 * PAGE])],
+        "version 2": [memfd(header_with(made, version=2))],
+        "impossible geometry": [
+            memfd(header_with(made, cells=0)), memfd(header_with(made, sub_blocks=5)),
+        ],
+        "its header needs": [
+            memfd(header_with(made, rows=0)), memfd(header_with(made, rows=ROWS + 1)),
+            memfd(header_with(made, rows=1 << 63)), memfd(header_with(made, cell_payload=1 << 40)),
+        ],
+        "cannot map": [memfd(whole, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)],
+    }  # fmt: skip
+    for message, descriptors in cases.items():
+        for fd in descriptors:
+            with pytest.raises(RegionError, match=message):
+                HostRegion.attach(fd)
+            assert not is_open(fd)
+    os.close(_keep)
+    with pytest.raises(RegionError):
+        HostRegion.attach(pipe)
+    with HostRegion.attach(memfd(whole)) as fine:
+        assert fine.rows == ROWS
+
+
+def test_memory_that_is_not_there_is_not_promised() -> None:
+    with HostRegion.create(GEOMETRY, ROWS) as made:
+        total = os.fstat(made.fd).st_size
+    wide, narrow = Room("the machine", 1 << 50), Room("the memory cgroup /pod", total - 1, total * 2)
+    before = descriptors()
+    with pytest.raises(RegionError, match=r"the memory cgroup /pod has 0\.00 GiB left of its limit of 0\.00 GiB"):
+        HostRegion.create(GEOMETRY, ROWS, [wide, narrow])
+    with pytest.raises(RegionError, match="the machine has"):
+        HostRegion.create(GEOMETRY, ROWS, [Room("the machine", 0)])
+    assert descriptors() == before
+    HostRegion.create(GEOMETRY, ROWS, [wide, Room("the memory cgroup /pod", total)]).close()
+
+
+def test_the_real_bounds_are_asked_where_none_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "rooms_of_this_process", lambda: [Room("the test", 1)])
+    with pytest.raises(RegionError, match="the test has"):
+        HostRegion.create(GEOMETRY, ROWS)
+
+
+def test_a_region_that_no_kernel_can_make_is_refused_in_a_sentence() -> None:
+    with pytest.raises(RegionError, match="at least one row"):
+        HostRegion.create(GEOMETRY, 0)
+    before = descriptors()
+    with pytest.raises(RegionError, match="cannot make a region of"):
+        HostRegion.create(GEOMETRY, 1 << 48, [])
+    assert descriptors() == before
+
+
+def test_a_kernel_without_noexec_seals_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.memfd_create
+
+    def old_kernel(name: str, flags: int) -> int:
+        if flags & 8:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", old_kernel)
+    HostRegion.create(GEOMETRY, ROWS).close()
+
+    def no_memfd(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", no_memfd)
+    with pytest.raises(RegionError, match="no memfd for the region: Too many open files"):
+        HostRegion.create(GEOMETRY, ROWS)
+
+
+def test_a_row_is_written_when_every_cell_says_so_for_that_ticket(made: HostRegion) -> None:
+    rows = np.array([4, 1, 2])
+    assert not made.written(rows, 0).any()
+    made.mark(rows, 0, 7, ok=True)
+    made.mark(rows, 1, 7, ok=True)
+    assert made.written(rows, 7).tolist() == [False, False, False]
+    made.mark(rows, 2, 7, np.array([True, False, True]))
+    assert made.written(rows, 7).tolist() == [True, False, True]
+    assert made.written(np.array([0, 1, 2, 3, 4]), 7).tolist() == [False, False, True, False, True]
+    assert not made.written(rows, 6).any()
+    assert not made.written(rows, 8).any()
+    assert made.written(np.array([], np.int64), 7).tolist() == []
+
+
+def test_a_late_word_of_an_old_job_never_passes_for_the_new_one(made: HostRegion) -> None:
+    for cell in range(3):
+        made.mark([0, 1], cell, 8, ok=True)
+    made.mark([0], 1, 7, ok=True)
+    assert made.written([0, 1], 8).tolist() == [False, True]
+    made.mark([1], 2, 8, ok=False)
+    assert made.written([0, 1], 8).tolist() == [False, False]
+
+
+def test_tickets_of_56_bits_are_kept_apart_and_larger_ones_refused(made: HostRegion) -> None:
+    largest = (1 << 56) - 1
+    for cell in range(3):
+        made.mark([0], cell, largest, ok=True)
+    assert made.written([0], largest).tolist() == [True]
+    assert made.written([0], largest - 1).tolist() == [False]
+    with pytest.raises(OverflowError):
+        made.mark([0], 0, 1 << 56, ok=True)
+    with pytest.raises(IndexError):
+        made.mark([0], 3, 1, ok=True)
+    with pytest.raises(IndexError):
+        made.mark([ROWS], 0, 1, ok=True)
+
+
+def test_control_words_are_not_the_rows(made: HostRegion) -> None:
+    made.rows_view[:] = 255
+    made.publish(2, b"\xff" * 16, "x" * 400)
+    assert not made.written(np.arange(ROWS), (1 << 56) - 1).any()
+    made.mark(np.arange(ROWS), 2, 5, ok=False)
+    assert (made.rows_view == 255).all()
+    assert made.published() == [None, None, (b"\xff" * 16, "x" * 400)]
+
+
+def test_fingerprints_may_be_said_again_and_are_cut_at_a_letter(made: HostRegion) -> None:
+    assert made.published() == [None] * 3
+    made.publish(0, bytes(16))
+    made.publish(2, b"2" * 16, "ä" * 399)
+    assert made.published() == [(bytes(16), ""), None, (b"2" * 16, "ä" * 200)]
+    made.publish(2, b"3" * 16, "short")
+    made.publish(1, b"1" * 16, "a" + "ä" * 200)
+    assert made.published() == [(bytes(16), ""), (b"1" * 16, "a" + "ä" * 199), (b"3" * 16, "short")]
+    with pytest.raises(ValueError, match="16 bytes"):
+        made.publish(0, b"short")
+    for cell in (-1, 3):
+        with pytest.raises(ValueError, match="not one of the 3"):
+            made.publish(cell, bytes(16))
+
+
+def test_a_fingerprint_that_is_half_written_is_none_yet(made: HostRegion) -> None:
+    made.publish(1, b"a" * 16, "a note")
+    at = PAGE + 512
+    for offset in (0, 8, 10, 25, 30):
+        byte = made._map[at + offset]
+        made._map[at + offset] = byte ^ 0x55
+        assert made.published()[1] is None, offset
+        made._map[at + offset] = byte
+    assert made.published()[1] == (b"a" * 16, "a note")
+
+
+def resident_bytes(of: HostRegion) -> int:
+    return os.fstat(of.fd).st_blocks * 512
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_prefaulting_fetches_every_page_and_changes_no_byte(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if old_kernel:
+        monkeypatch.setattr(prefault, "_MADV_POPULATE_WRITE", 0xFFFF)
+    monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
+    with HostRegion.create(Geometry(1, MiB), 33) as made:
+        made.rows_view[7, 5] = 123
+        assert resident_bytes(made) < MiB
+        running = made.prefault(3)
+        assert running.wait(60)
+        assert running.populated_bytes == made.nbytes
+        assert resident_bytes(made) >= made.nbytes
+        assert made.rows_view[7, 5] == 123
+        made.rows_view[7, 5] = 0
+        assert not made.rows_view.any()
+
+
+def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: prefault.Prefault, address: int, size: int) -> int:
+        assert self._stopping.wait(60)
+        return 0
+
+    monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
+    monkeypatch.setattr(prefault.Prefault, "_populate", slow)
+    made = HostRegion.create(Geometry(1, MiB), 64)
+    running = made.prefault(2)
+    made.close()
+    assert running.wait(0)
+    assert running.populated_bytes <= 2 * MiB
+
+
+def test_a_prefault_that_fails_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    running = prefault.Prefault(PAGE, 4 * PAGE, 2)  # where no kernel maps anything
+    assert running.wait(60)
+    assert running.populated_bytes == 0
+    assert "prefaulting ends at 0 bytes" in caplog.text
+
+
+def test_closing_gives_everything_back_and_may_be_repeated() -> None:
+    before = descriptors()
+    made = HostRegion.create(GEOMETRY, ROWS)
+    address = f"{made.address:x}-"
+    calls: list[int] = []
+    made.at_close(lambda: calls.append(made.fd))
+    fd = made.fd
+    made.close()
+    made.close()
+    assert calls == [fd]
+    assert descriptors() == before
+    assert address not in Path("/proc/self/maps").read_text()
+    assert made.rows_view.shape == (0, GEOMETRY.row_bytes)
+    with pytest.raises(IndexError):
+        made.mark([0], 0, 1, ok=True)
+
+
+def test_a_view_that_somebody_keeps_stays_readable_after_closing() -> None:
+    made = HostRegion.create(GEOMETRY, ROWS)
+    made.rows_view[1] = 5
+    kept = made.rows_view[1]
+    made.close()
+    assert (kept == 5).all()
+    assert not is_open(made.fd)
+
+
+def test_it_has_no_name_in_any_file_system(made: HostRegion) -> None:
+    assert str(Path(f"/proc/self/fd/{made.fd}").readlink()).startswith("/memfd:nixl_tiers")
+    assert os.fstat(made.fd).st_nlink == 0
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "nixl_tiers (deleted)" in line]
+    assert lines
+    for directory in ("/dev/shm", tempfile.gettempdir()):
+        assert not any(directory in line for line in lines)
