@@ -1,0 +1,164 @@
+"""What was put comes back from every tier, byte for byte, or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.testing.servers import MotoServer, S3Server
+from nixl_tiers.testing.waiting import until
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def chunks(count: int, size: int, seed: int = 0) -> tuple[list[bytes], np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [b"%04d" % n + random.bytes(28) for n in range(count)], random.integers(0, 256, (count, size), np.uint8)
+
+
+def file_tier(path: Path, capacity: int) -> dict[str, Any]:
+    return {"type": "file", "path": str(path), "capacity": capacity}
+
+
+@pytest.fixture
+def objects(
+    moto: MotoServer,
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+    s3_credentials: Callable[[S3Server], None],
+) -> dict[str, Any]:
+    """An s3 tier without its capacity."""
+    s3_credentials(moto)
+    return {"type": "s3", "bucket": s3_bucket(moto), "prefix": s3_prefix, "endpoint": moto.endpoint}
+
+
+def config(*storage: dict[str, Any], host: int) -> dict[str, Any]:
+    return {"tiers": [{"type": "cpu", "capacity": host}, *storage]}
+
+
+def known(store: nixl_tiers.TieredStore, tier: str, count: int) -> None:
+    """Wait until a tier has told of what it held before."""
+    until(lambda: store.stats()[tier]["up"] == 1.0 and store.stats()[tier]["rows"] >= count, "the tier's listing")
+
+
+def check(store: nixl_tiers.TieredStore, keys: list[bytes], rows: np.ndarray) -> None:
+    out = np.full_like(rows, 0xEE)
+    assert store.get(keys, out) == [True] * len(keys)
+    assert np.array_equal(out, rows)
+
+
+@pytest.mark.parametrize("size", [64 * KIB, 256 * KIB, 2_949_120, 8 * MIB])
+def test_each_tier_gives_back_what_was_put(size: int, tmp_path: Path, objects: dict[str, Any]) -> None:
+    keys, rows = chunks(10, size)
+    room = 64 * size
+    files, objects = file_tier(tmp_path / "kv", room), {**objects, "capacity": room}
+    with nixl_tiers.open(config(files, objects, host=room), size, "n") as store:
+        assert store.put(keys, rows) == 10
+        assert store.flush(60)
+        assert store.locate(keys) == ["cpu"] * 10
+        check(store, keys, rows)
+        assert store.stats()["file"]["bytes_read"] == 0
+    with nixl_tiers.open(config(files, objects, host=room), size, "n") as store:
+        known(store, "file", 10)
+        assert store.locate(keys) == ["file"] * 10
+        check(store, keys, rows)
+        assert store.stats()["file"]["hits"] == 10
+        assert store.stats()["file"]["bytes_read"] >= 10 * size
+    shutil.rmtree(tmp_path / "kv")
+    with nixl_tiers.open(config(files, objects, host=room), size, "n") as store:
+        known(store, "s3", 10)
+        assert store.locate(keys) == ["s3"] * 10
+        check(store, keys, rows)
+        assert store.stats()["s3"]["hits"] == 10
+        assert store.flush(60)  # what came from below is written to the tiers above
+        assert store.stats()["file"]["rows"] == 10
+
+
+def test_more_than_the_host_holds_comes_back_from_the_file(tmp_path: Path) -> None:
+    keys, rows = chunks(120, 256 * KIB)
+    with nixl_tiers.open(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
+        assert store.put(keys, rows) == 120
+        assert store.flush(60)
+        check(store, keys, rows)
+        assert 0 < store.stats()["cpu"]["used_bytes"] <= 8 * MIB
+
+
+def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None:
+    keys, rows = chunks(4, 64 * KIB)
+    files = file_tier(tmp_path, 16 * MIB)
+    with nixl_tiers.open(config(files, host=4 * MIB), 64 * KIB, "n") as store:
+        store.put(keys, rows)
+        assert store.flush(60)
+    salted = {**config(files, host=4 * MIB), "salt": "pepper"}
+    for other, size, name in [
+        (config(files, host=4 * MIB), 64 * KIB, "m"),
+        (salted, 64 * KIB, "n"),
+        (config(files, host=4 * MIB), 128 * KIB, "n"),
+    ]:
+        with nixl_tiers.open(other, size, name) as store:
+            known(store, "file", 0)
+            assert store.get(keys, np.zeros((4, size), np.uint8)) == [False] * 4
+    with nixl_tiers.open(config(files, host=4 * MIB), 64 * KIB, "n") as store:
+        known(store, "file", 4)
+        check(store, keys, rows)
+
+
+@pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
+def test_after_a_reset_nothing_of_before_is_a_hit_unless_asked_for(tmp_path: Path, on_reset: str) -> None:
+    keys, rows = chunks(6, 64 * KIB)
+    with nixl_tiers.open(
+        {**config(file_tier(tmp_path, 16 * MIB), host=4 * MIB), "on_reset": on_reset}, 64 * KIB, "n"
+    ) as store:
+        store.put(keys, rows)
+        assert store.flush(60)
+        store.reset()
+        until(lambda: store.stats()["file"]["up"] == 1.0, "the tier of the new epoch")
+        out = np.zeros_like(rows)
+        kept = on_reset == "keep"
+        assert store.get(keys, out) == [kept] * 6
+        keys2, rows2 = chunks(6, 64 * KIB, seed=1)
+        assert store.put(keys2, rows2) == 6
+        assert store.flush(60)
+        check(store, keys2, rows2)
+        assert store.stats()["file"]["bytes_written"] > 0
+
+
+def test_put_takes_buffers_and_says_what_is_wrong_with_bad_ones(tmp_path: Path) -> None:
+    with nixl_tiers.open(config(host=4 * MIB), 64 * KIB, "n") as store:
+        assert store.put([b"a", b"b"], [bytes(64 * KIB), bytearray(64 * KIB)]) == 2
+        assert store.put([b"a"], [bytes(64 * KIB)]) == 1
+        with pytest.raises(ValueError, match=r"rows\[1\] has 5 bytes"):
+            store.put([b"c", b"d"], [bytes(64 * KIB), b"short"])
+        with pytest.raises(ValueError, match="2 keys but 1 rows"):
+            store.put([b"c", b"d"], [bytes(64 * KIB)])
+        with pytest.raises(ValueError, match="1 to 112 bytes"):
+            store.put([b""], [bytes(64 * KIB)])
+        with pytest.raises(ValueError, match="out must be uint8 of shape"):
+            store.get([b"a"], np.zeros((1, 5), np.uint8))
+        assert store.locate([b"a", b"c"]) == ["cpu", None]
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Callable[[], int]:
+    return lambda: sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*") if f.is_file())
+
+
+def test_ten_times_the_budget_never_takes_more_than_the_budget(tmp_path: Path, sampled: Callable[[], int]) -> None:
+    budget = 8 * MIB
+    with nixl_tiers.open(config(file_tier(tmp_path, budget), host=2 * MIB), 64 * KIB, "n") as store:
+        for seed in range(10):
+            keys, rows = chunks(budget // (64 * KIB), 64 * KIB, seed)
+            for start in range(0, len(keys), 16):
+                store.put(keys[start : start + 16], rows[start : start + 16])
+                assert sampled() <= budget
+        assert store.flush(60)
+        assert sampled() <= budget
+        stats = store.stats()["file"]
+        assert stats["evictions"] > 0
+        assert stats["rows"] >= 0.7 * budget / (68 * KIB)  # bounded, and used
