@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.swap import host
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def compiler() -> str:
+    """A C compiler, or the reason for skipping."""
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+@pytest.fixture(scope="session")
+def library(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """csrc/swap_cpu.c as it is now, whatever is installed."""
+    path = tmp_path_factory.mktemp("swap") / "swap_cpu.so"
+    flags = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", str(path), str(ROOT / "csrc" / "swap_cpu.c")], check=True)
+    opened = host._open(str(path))
+    assert opened is not None
+    return opened
+
+
+@pytest.fixture(params=["numpy", "c-auto", "c-plain", "c-avx2", "c-avx512"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way that HostSwap can copy. A kernel that this processor lacks runs as the best that it has."""
+    name: str = request.param
+    if name == "numpy":
+        monkeypatch.setattr(host, "_library", lambda: None)
+    else:
+        compiled = request.getfixturevalue("library")
+        monkeypatch.setattr(host, "_library", lambda: compiled)
+        monkeypatch.setattr(host, "KERNEL_AUTO", ["c-auto", "c-plain", "c-avx2", "c-avx512"].index(name))
+    return name

@@ -1,0 +1,57 @@
+"""What setup.py promises: the library lands where swap.host looks, and its absence stops nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.swap.conftest import ROOT
+
+BACKEND = "from nixl_tiers.swap import host; print(host.backend(), host.__file__)"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The parts of the source tree that the build of the library needs."""
+    pytest.importorskip("setuptools")
+    for folder in ("csrc", "nixl_tiers/swap"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "nixl_tiers" / "__init__.py").touch()
+    shutil.copy(ROOT / "nixl_tiers" / "chunk.py", tmp_path / "nixl_tiers")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    return tmp_path
+
+
+def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def backend(folder: Path) -> tuple[str, Path]:
+    said = subprocess.run([sys.executable, "-c", BACKEND], cwd=folder, capture_output=True, text=True, check=True)
+    name, _, path = said.stdout.strip().partition(" ")
+    return name, Path(path)
+
+
+def test_a_build_in_place_is_found(copy: Path, compiler: str) -> None:
+    built = build(copy)
+    assert built.returncode == 0, built.stderr
+    assert backend(copy) == ("c", copy / "nixl_tiers" / "swap" / "host.py")
+
+
+def test_without_a_compiler_the_build_succeeds_and_numpy_copies(copy: Path) -> None:
+    built = build(copy, CC="/nonexistent/cc")
+    assert built.returncode == 0, built.stderr
+    assert not list(copy.rglob("*.so"))
+    assert backend(copy)[0] == "numpy"

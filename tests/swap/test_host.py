@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+
+from nixl_tiers.swap import host
+from nixl_tiers.swap.host import HostSwap
+from tests.swap.world import World, assert_same, random_world, world_of
+
+
+def check_both_ways(world: World, rng: np.random.Generator) -> None:
+    """A store and a load of every group against the oracle, everything around them poisoned with random bytes."""
+    swap = HostSwap(world.plan)
+    for group in range(len(world.layers)):
+        blocks, places = world.transfer(rng)
+        expected_region, memory_before = world.store(group, blocks, places), [m.copy() for m in world.memory]
+        swap.store(group, np.array(blocks), np.array(places, dtype=np.uint32))
+        assert_same(world.region, expected_region, f"region after a store of group {group}")
+        for tensor, before in zip(world.memory, memory_before, strict=True):
+            assert_same(tensor, before, "engine memory, which a store only reads")
+
+        blocks, places = world.transfer(rng)
+        expected_memory, region_before = world.load(group, blocks, places), world.region.copy()
+        swap.load(group, np.array(blocks, dtype=np.int32), np.array(places, dtype=np.uint32))
+        assert_same(world.region, region_before, "region, which a load only reads")
+        for tensor, expected in zip(world.memory, expected_memory, strict=True):
+            assert_same(tensor, expected, f"engine memory after a load of group {group}")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_geometry(way: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    check_both_ways(random_world(rng), rng)
+
+
+LAYOUTS = {
+    "keys and values apart": {"page_bytes": [[2048] * 8]},
+    "blocks first": {"page_bytes": [[4096] * 4]},
+    "one latent page": {"page_bytes": [[1152]]},
+    "all layers of a block together": {"page_bytes": [[2048] * 8], "together": True},
+    "pages inside larger strides": {"page_bytes": [[3072] * 4], "stride_padding": 1024},
+    "several groups over shared tensors": {"page_bytes": [[4096] * 5, [4096] * 5, [4096] * 3], "shared": True},
+    "large and small layers": {"page_bytes": [[65536, 512, 65536, 512, 300000]]},
+    "odd sizes at odd addresses": {"page_bytes": [[777] * 9], "misaligned": True, "gap": 5},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_engines(way: str, layout: str) -> None:
+    rng = np.random.default_rng(1)
+    check_both_ways(world_of(rng, blocks=40, rows=12, sub_blocks=4, cells=2, cell=1, **LAYOUTS[layout]), rng)
+
+
+def test_a_transfer_large_enough_to_stream(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_library", lambda: library)
+    rng = np.random.default_rng(2)
+    world = world_of(rng, [[16384] * 10, [512] * 70], blocks=64, rows=16, sub_blocks=4, gap=64)
+    assert world.plan.groups[0].block_bytes * 64 > 4 << 20
+    blocks, places = world.transfer(rng, 64)
+    for group in (0, 1):
+        expected = world.store(group, blocks, places)
+        HostSwap(world.plan).store(group, blocks, places)
+        assert_same(world.region, expected, "region")
+        rng.shuffle(blocks)
+        expected_memory = world.load(group, blocks, places)
+        HostSwap(world.plan).load(group, blocks, places)
+        for tensor, wanted in zip(world.memory, expected_memory, strict=True):
+            assert_same(tensor, wanted, "engine memory")
+
+
+def test_partial_first_and_last_chunk(way: str) -> None:
+    rng = np.random.default_rng(3)
+    world = world_of(rng, [[640] * 3], blocks=32, rows=9, sub_blocks=4)
+    blocks = rng.permutation(32)[:10].tolist()
+    places = world.plan.places(np.array([8, 0, 3, 5]), first=3, count=10)
+    expected = world.store(0, blocks, [35, 0, 1, 2, 3, 12, 13, 14, 15, 20])
+    HostSwap(world.plan).store(0, blocks, places)
+    assert_same(world.region, expected, "region")
+
+
+def test_what_comes_back_is_what_went_in(way: str) -> None:
+    rng = np.random.default_rng(4)
+    world = world_of(rng, [[4096] * 6], blocks=24, rows=6, sub_blocks=4)
+    swap, before = HostSwap(world.plan), [tensor.copy() for tensor in world.memory]
+    blocks, places = world.transfer(rng, 24)
+    swap.store(0, blocks, places)
+    for tensor in world.memory:
+        tensor[192:-192] = 0xEE
+    swap.load(0, blocks, places)
+    for tensor, wanted in zip(world.memory, before, strict=True):
+        assert_same(tensor, wanted, "engine memory")
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks", "places", "says"),
+    [
+        (0, [0, 12], [0, 1], "block 12 is out of range: there are 12"),
+        (0, [0, -1], [0, 1], "block -1 is out of range"),
+        (0, [0, 1 << 40], [0, 1], "block 1099511627776 is out of range"),
+        (0, [0, 1], [0, 20], "place 20 is out of range: there are 20"),
+        (0, [0, 1], [-1, 0], "place -1 is out of range"),
+        (0, [0, 1], [0], "2 blocks do not pair with 1 places"),
+        (0, [0.0], [0], "blocks must be a flat array of integers"),
+        (1, [0], [0], "group 1 is not one of the plan's 1"),
+        (-1, [0], [0], "group -1 is not one of the plan's 1"),
+    ],
+)
+def test_out_of_range_raises_before_a_byte_moves(
+    way: str, group: int, blocks: list[int], places: list[int], says: str
+) -> None:
+    rng = np.random.default_rng(5)
+    world = world_of(rng, [[512] * 3], blocks=12, rows=5, sub_blocks=4)
+    region, memory = world.region.copy(), [tensor.copy() for tensor in world.memory]
+    swap = HostSwap(world.plan)
+    for call in (swap.store, swap.load):
+        with pytest.raises(ValueError, match=says):
+            call(group, blocks, places)
+    assert_same(world.region, region, "region")
+    for tensor, before in zip(world.memory, memory, strict=True):
+        assert_same(tensor, before, "engine memory")
+
+
+def test_nothing_to_copy(way: str) -> None:
+    rng = np.random.default_rng(6)
+    world = world_of(rng, [[512], []], blocks=4, rows=2, sub_blocks=2)
+    swap, region = HostSwap(world.plan), world.region.copy()
+    swap.store(0, [], [])
+    swap.load(0, np.array([], dtype=np.int64), np.array([], dtype=np.uint32))
+    assert_same(world.region, region, "region")
+    expected = world.store(1, [1], [2])  # a group without segments: nothing of it lives on this rank
+    swap.load(1, [1], [2])
+    swap.store(1, [1], [2])
+    assert_same(world.region, expected, "region")
+
+
+def test_several_threads_at_once(way: str) -> None:
+    rng = np.random.default_rng(7)
+    world = world_of(rng, [[8192] * 12], blocks=64, rows=32, sub_blocks=4)
+    swap, threads, failures = HostSwap(world.plan), 4, []
+    shares = [np.arange(64)[i::threads] for i in range(threads)]
+    before = [tensor.copy() for tensor in world.memory]
+    start = threading.Barrier(threads)
+
+    def work(share: np.ndarray) -> None:
+        try:
+            start.wait()
+            for turn in range(4):
+                swap.store(0, share, share + 64 * (turn % 2))
+                swap.load(0, share, share + 64 * (turn % 2))
+        except (AssertionError, ValueError, threading.BrokenBarrierError) as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(share,)) for share in shares]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+    everything = list(range(64))
+    for tensor, wanted in zip(world.memory, before, strict=True):
+        assert_same(tensor, wanted, "engine memory")
+    expected = world.store(0, everything + everything, everything + [64 + block for block in everything])
+    assert_same(world.region, expected, "region")
+
+
+def test_a_library_of_another_version_or_machine_is_not_called(
+    tmp_path: pytest.TempPathFactory, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF but no more")
+    assert host._open(str(broken)) is None
+    monkeypatch.setattr(host, "ABI", host.ABI + 1)
+    assert host._open(library._name) is None
+
+
+def test_the_backend_is_the_library_that_stands_beside_the_package() -> None:
+    assert host.backend() == ("c" if host._library() else "numpy")

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.swap.plan import CopyPlan, Gap, Segment
+
+GEOMETRY = Geometry(cells=2, cell_payload=4 * 3000, sub_blocks=4)
+
+
+def plan_of(*segments: Segment, rows: int = 8) -> CopyPlan:
+    return CopyPlan([segments], GEOMETRY, 1, 1 << 20, rows)
+
+
+def test_places_number_the_blocks_of_chunks_from_the_middle_of_the_first_to_the_middle_of_the_last() -> None:
+    plan = plan_of(Segment(0, 3000, 3000, 0))
+    places = plan.places(np.array([5, 2, 7]), first=3, count=6)
+    assert places.dtype == np.uint32
+    assert places.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 7 * 4]
+    assert plan.places(np.array([], dtype=np.int64), first=0, count=0).tolist() == []
+    assert plan.places([6], 1, 2).tolist() == [25, 26]
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "count", "says"),
+    [
+        ([0, 1], 0, 9, "9 blocks from block 0 do not fit into 2 rows"),
+        ([0, 1], 2, 7, "7 blocks from block 2 do not fit"),
+        ([0], 4, 0, "first block 4 is not inside a chunk of 4"),
+        ([0], -1, 1, "first block -1"),
+        ([0], 0, -1, "-1 blocks"),
+        ([0, 8], 0, 5, "row 8 is out of range: there are 8"),
+        ([-1], 0, 1, "row -1 is out of range"),
+        ([0.5], 0, 1, "flat array of integers"),
+        ([[0]], 0, 1, "flat array of integers"),
+    ],
+)
+def test_places_outside_are_refused(rows: list[int], first: int, count: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        plan_of(Segment(0, 3000, 3000, 0)).places(rows, first, count)
+
+
+def test_offsets_of_places() -> None:
+    plan = plan_of(Segment(0, 3000, 3000, 0))
+    assert GEOMETRY.cell_bytes == 12288
+    offsets = plan.place_offsets(np.array([0, 1, 7], dtype=np.uint32))
+    row = GEOMETRY.row_bytes
+    assert offsets.tolist() == [12288, 12288 + 3000, row + 12288 + 9000]
+
+
+def test_offsets_do_not_overflow_32_bits() -> None:
+    geometry = Geometry(cells=1, cell_payload=1 << 20, sub_blocks=16)
+    plan = CopyPlan([[]], geometry, 0, 0, 1 << 28)
+    offset = plan.place_offsets(np.array([(1 << 32) - 1], dtype=np.uint32))
+    assert offset.tolist() == [((1 << 28) - 1) * geometry.row_bytes + 15 * (1 << 16)]
+
+
+def test_gaps_are_what_no_segment_covers() -> None:
+    plan = plan_of(Segment(9000, 1000, 500, 2000), Segment(0, 1000, 1000, 100))
+    assert plan.groups[0].gaps == (Gap(0, 100), Gap(1100, 900), Gap(2500, 500))
+    assert [segment.offset for segment in plan.groups[0].segments] == [100, 2000]
+    assert plan.groups[0].block_bytes == 1500
+    assert plan_of(Segment(0, 3000, 3000, 0)).groups[0].gaps == ()
+    assert plan_of().groups[0].gaps == (Gap(0, 3000),)
+
+
+def test_layers_that_are_neighbours_on_both_sides_are_one_segment() -> None:
+    together = [Segment(1000 * layer, 4000, 1000, 1000 * layer, 7) for layer in range(3)]
+    assert plan_of(*together).groups[0].segments == (Segment(0, 4000, 3000, 0, 7),)
+    apart = [Segment(1000 * layer, 1000, 1000, 1000 * layer, 1) for layer in range(3)]
+    assert len(plan_of(*apart).groups[0].segments) == 3
+
+
+@pytest.mark.parametrize(
+    ("segments", "says"),
+    [
+        ([Segment(0, 3000, 2000, 0), Segment(0, 3000, 1001, 1999)], "segment at offset 1999: it overlaps"),
+        ([Segment(0, 3000, 2000, 1001)], "ends at 3001, beyond the sub-block of 3000"),
+        ([Segment(0, 3000, 2000, -1)], "offset -1"),
+        ([Segment(0, 3000, 0, 0)], "0 bytes"),
+        ([Segment(0, 1999, 2000, 0)], "overlap at a stride of 1999"),
+        ([Segment(0, 3000, 3000, 0, 0)], "it has 0 blocks"),
+    ],
+)
+def test_impossible_segments_are_refused(segments: list[Segment], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        plan_of(*segments)
+
+
+def test_impossible_regions_are_refused() -> None:
+    with pytest.raises(ValueError, match="cell 2 is not one of the row's 2"):
+        CopyPlan([], GEOMETRY, 2, 0, 1)
+    with pytest.raises(ValueError, match="0 rows"):
+        CopyPlan([], GEOMETRY, 0, 0, 0)
+    with pytest.raises(ValueError, match="not between 1 and 4294967296 places"):
+        CopyPlan([], GEOMETRY, 0, 0, (1 << 30) + 1)
+
+
+def test_the_block_limit_is_the_smallest_of_a_group() -> None:
+    plan = plan_of(Segment(0, 1000, 1000, 0, 9), Segment(9000, 1000, 1000, 1000, 7), Segment(0, 1000, 1000, 2000))
+    assert plan.pairs(0, [6], [0]).tolist() == [[6, 0]]
+    with pytest.raises(ValueError, match="block 7 is out of range: there are 7"):
+        plan.pairs(0, [0, 7], [0, 1])
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint32, np.uint64])
+def test_pairs_take_any_integers(kind: type[np.integer]) -> None:
+    pairs = plan_of(Segment(0, 3000, 3000, 0)).pairs(0, np.array([3, 1], dtype=kind), np.array([31, 0], dtype=kind))
+    assert pairs.dtype == np.uint32
+    assert pairs.flags.c_contiguous
+    assert pairs.tolist() == [[3, 31], [1, 0]]

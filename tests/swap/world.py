@@ -1,0 +1,165 @@
+"""Random worlds for swap tests: engine memory, a region, a plan between them, and the oracle that says what must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.swap.plan import CopyPlan, Segment
+
+Bytes = NDArray[np.uint8]
+GUARD = 192  # bytes of engine memory before the first and after the last page that nobody may touch
+
+
+@dataclass
+class World:
+    """`memory[i]` holds the pages of one tensor between two guards; `layers[g]` says (tensor, first byte, stride,
+    bytes, offset in the sub-block) for each segment of group g, in the oracle's own terms."""
+
+    geometry: Geometry
+    cell: int
+    rows: int
+    blocks: int
+    memory: list[Bytes]
+    region: Bytes
+    layers: list[list[tuple[int, int, int, int, int]]]
+    plan: CopyPlan
+
+    def store(self, group: int, blocks: list[int], places: list[int]) -> Bytes:
+        """What the region must hold after a store. The region itself is not changed."""
+        expected = self.region.copy()
+        for block, place in zip(blocks, places, strict=True):
+            start = self._start(place)
+            expected[start : start + self.geometry.sub_block_bytes] = 0
+            for tensor, first, stride, nbytes, offset in self.layers[group]:
+                page = self.memory[tensor][first + block * stride : first + block * stride + nbytes]
+                expected[start + offset : start + offset + nbytes] = page
+        return expected
+
+    def load(self, group: int, blocks: list[int], places: list[int]) -> list[Bytes]:
+        """What the engine's memory must hold after a load. The memory itself is not changed."""
+        expected = [tensor.copy() for tensor in self.memory]
+        for block, place in zip(blocks, places, strict=True):
+            start = self._start(place)
+            for tensor, first, stride, nbytes, offset in self.layers[group]:
+                page = self.region[start + offset : start + offset + nbytes]
+                expected[tensor][first + block * stride : first + block * stride + nbytes] = page
+        return expected
+
+    def _start(self, place: int) -> int:
+        row, sub = divmod(place, self.geometry.sub_blocks)
+        padded_cell = -(-self.geometry.cell_payload // 4096) * 4096
+        sub_block = self.geometry.cell_payload // self.geometry.sub_blocks
+        return row * self.geometry.row_bytes + self.cell * padded_cell + sub * sub_block
+
+    def transfer(self, rng: np.random.Generator, n: int | None = None) -> tuple[list[int], list[int]]:
+        """Random distinct blocks and places for one transfer."""
+        most = min(self.blocks, self.rows * self.geometry.sub_blocks)
+        n = int(rng.integers(1, most + 1)) if n is None else n
+        blocks = rng.permutation(self.blocks)[:n]
+        places = rng.permutation(self.rows * self.geometry.sub_blocks)[:n]
+        return blocks.tolist(), places.tolist()
+
+
+def world_of(
+    rng: np.random.Generator,
+    page_bytes: list[list[int]],
+    *,
+    blocks: int,
+    rows: int,
+    sub_blocks: int = 1,
+    cells: int = 1,
+    cell: int = 0,
+    stride_padding: int = 0,
+    gap: int = 0,
+    shared: bool = False,
+    together: bool = False,
+    misaligned: bool = False,
+) -> World:
+    """A world whose group g has one segment per entry of page_bytes[g], `gap` bytes before each in the sub-block.
+
+    shared: all groups use the tensors of group 0, as far as those go (and page_bytes must agree).
+    together: all layers of a block lie side by side in one tensor. misaligned: tensors begin at odd addresses.
+    """
+    skew = int(rng.integers(1, 64)) if misaligned else 0
+    sub_block = max(sum(pages) + gap * (len(pages) + 1) for pages in page_bytes)
+    geometry = Geometry(cells=cells, cell_payload=sub_block * sub_blocks, sub_blocks=sub_blocks)
+    memory: list[Bytes] = []
+    layers: list[list[tuple[int, int, int, int, int]]] = []
+    for index, pages in enumerate(page_bytes):
+        layers.append([])
+        offset = gap
+        block_bytes = sum(pages) + stride_padding
+        base = len(memory)
+        if together:
+            memory.append(_random(rng, 2 * GUARD + skew + blocks * block_bytes))
+        for number, nbytes in enumerate(pages):
+            if together:
+                layers[-1].append((base, GUARD + skew + sum(pages[:number]), block_bytes, nbytes, offset))
+            else:
+                stride = nbytes + stride_padding
+                if shared and index and number < len(page_bytes[0]):
+                    assert nbytes == page_bytes[0][number]
+                    tensor = number
+                else:
+                    memory.append(_random(rng, 2 * GUARD + skew + blocks * stride))
+                    tensor = len(memory) - 1
+                layers[-1].append((tensor, GUARD + skew, stride, nbytes, offset))
+            offset += nbytes + gap
+    region = _random(rng, rows * geometry.row_bytes + 2 * 4096)[4096:-4096]
+    segments = [
+        [
+            Segment(memory[tensor].ctypes.data + first, stride, nbytes, offset, blocks)
+            for tensor, first, stride, nbytes, offset in group
+        ]
+        for group in layers
+    ]
+    for group in segments:
+        rng.shuffle(group)  # type: ignore[arg-type]
+    plan = CopyPlan([[Segment(*s) for s in group] for group in segments], geometry, cell, region.ctypes.data, rows)
+    return World(geometry, cell, rows, blocks, memory, region, layers, plan)
+
+
+def random_world(rng: np.random.Generator) -> World:
+    """Any layout that an engine may have, in sizes that are awkward on purpose."""
+    sizes = [1, 8, 63, 64, 255, 256, 320, 512, 513, 768, 1000, 1024, 4096, 4097, 9000, 33000]
+    together = bool(rng.integers(2))
+    shared = not together and bool(rng.integers(2))
+    layers = int(rng.integers(1, 12))
+    if shared:
+        nbytes = int(rng.choice(sizes))
+        pages = [[nbytes] * layers, [nbytes] * int(rng.integers(1, layers + 1))]
+    else:
+        groups = int(rng.integers(1, 4))
+        uniform = bool(rng.integers(2))
+        pages = [
+            [int(rng.choice(sizes))] * layers if uniform else rng.choice(sizes, layers).tolist() for _ in range(groups)
+        ]
+    cells = int(rng.integers(1, 4))
+    return world_of(
+        rng,
+        pages,
+        blocks=int(rng.integers(1, 12)),
+        rows=int(rng.integers(1, 6)),
+        sub_blocks=int(rng.integers(1, 5)),
+        cells=cells,
+        cell=int(rng.integers(cells)),
+        stride_padding=int(rng.choice([0, 0, 8, 100])),
+        gap=int(rng.choice([0, 0, 8, 37])),
+        shared=shared,
+        together=together,
+        misaligned=bool(rng.integers(2)),
+    )
+
+
+def _random(rng: np.random.Generator, nbytes: int) -> Bytes:
+    return rng.integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def assert_same(actual: Bytes, expected: Bytes, what: str) -> None:
+    """Fails with the first byte that differs: arrays of a megabyte make poor messages."""
+    wrong = np.flatnonzero(actual != expected)
+    assert not wrong.size, f"{what}: {wrong.size} bytes differ, the first at {wrong[0]} of {expected.size}"
