@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -317,6 +318,53 @@ def test_who_hangs_up_or_talks_nonsense_does_not_count(name: str, monkeypatch: p
     silent.close()
     wait_until(lambda: not is_bound(name))
     close(made, other)
+
+
+def test_a_maker_that_dies_right_after_handing_over_has_handed_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = HostRegion.create(GEOMETRY, ROWS)
+    gone = threading.Event()
+    attach = join_module._attach
+
+    def attach_late(*arguments: object) -> HostRegion:
+        assert gone.wait(TIMEOUT_S)
+        return attach(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(join_module, "_attach", attach_late)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as maker:
+        maker.bind("\0" + address_of(name))
+        maker.listen()
+
+        def hand_over_and_die() -> None:
+            with maker.accept()[0] as peer:
+                socket.send_fds(peer, [peer.recv(100)], [made.fd])
+            gone.set()
+
+        thread = threading.Thread(target=hand_over_and_die)
+        thread.start()
+        other = join(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+        thread.join()
+    assert other.identity == made.identity
+    close(made, other)
+
+
+def test_a_maker_that_lies_about_its_region_is_not_believed(name: str) -> None:
+    made = HostRegion.create(GEOMETRY, ROWS + 1)
+    before = descriptors_of(os.getpid()).count("memfd:nixl_tiers")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as maker:
+        maker.bind("\0" + address_of(name))
+        maker.listen()
+
+        def lie() -> None:
+            with maker.accept()[0] as peer:
+                socket.send_fds(peer, [peer.recv(100)], [made.fd])
+
+        thread = threading.Thread(target=lie)
+        thread.start()
+        with pytest.raises(RegionError, match="is not what its maker said"):
+            join(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+        thread.join()
+    assert descriptors_of(os.getpid()).count("memfd:nixl_tiers") == before
+    made.close()
 
 
 def test_a_maker_without_memory_frees_the_name_for_the_next(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
