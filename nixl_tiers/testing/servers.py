@@ -66,6 +66,7 @@ class S3Server:
         self.certificate = certificate
         self.directory = Path(tempfile.mkdtemp(prefix="nixl-tiers-s3-"))
         self._process: subprocess.Popen[bytes] | None = None
+        self._client: Any = None
 
     @property
     def endpoint(self) -> str:
@@ -77,7 +78,9 @@ class S3Server:
         return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": REGION}
 
     def client(self, **overrides: Any) -> Any:
-        """A boto3 S3 client for this server; `overrides` replace arguments of boto3.client."""
+        """A boto3 S3 client for this server, always the same unless `overrides` replace arguments of boto3.client."""
+        if not overrides and self._client is not None:
+            return self._client
         arguments: dict[str, Any] = {
             "endpoint_url": self.endpoint,
             "region_name": REGION,
@@ -94,7 +97,10 @@ class S3Server:
                 response_checksum_validation="when_required",
             ),
         }
-        return boto3.client("s3", **(arguments | overrides))
+        client = boto3.session.Session().client("s3", **(arguments | overrides))
+        if not overrides:
+            self._client = client
+        return client
 
     def make_bucket(self, name: str) -> str:
         """Create a bucket and return its name."""
@@ -204,7 +210,7 @@ class SeaweedServer(S3Server):
             (f"-s3.cert.file={self.certificate[0]}", f"-s3.key.file={self.certificate[1]}") if self.certificate else ()
         )
         return (
-            program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._data}", "-volume.max=20",
+            program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._data}", "-volume.max=1000",
             f"-master.port={master}", f"-master.port.grpc={master_grpc}", "-master.telemetry=false",
             "-master.volumeSizeLimitMB=1024",
             "-master.resumeState=false",  # else a second start waits 15 s for an election among one

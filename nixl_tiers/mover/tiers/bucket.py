@@ -86,6 +86,7 @@ class Bucket:
 
     def __init__(self, tier: S3Tier) -> None:
         self._tier = tier
+        self._session = boto3.session.Session()
         self._client: Any = None
         self._source: Any = None  # botocore's credentials, which renew themselves where they can
         self.credentials: Credentials | None = None
@@ -280,7 +281,7 @@ class Bucket:
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
         assert self.credentials is not None
-        return boto3.session.Session().client(
+        return self._session.client(
             "s3",
             region_name=self._tier.region,
             endpoint_url=self._tier.endpoint,

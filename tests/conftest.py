@@ -1,0 +1,61 @@
+"""S3 servers that the whole session shares: each is started once, when the first test asks for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer, moto_server, seaweedfs_server
+
+# As in a mover, where the AWS library inside NIXL reads them: a dead server is an error soon, not after half a minute.
+os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+os.environ.setdefault("AWS_RETRY_MODE", "standard")
+os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[MotoServer]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweedfs() -> Iterator[SeaweedServer]:
+    with seaweedfs_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["moto", "seaweedfs"])
+def s3_server(request: pytest.FixtureRequest) -> S3Server:
+    """Each server in turn."""
+    server: S3Server = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture
+def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Server], None]:
+    """Puts a server's credentials into this process's environment, where the AWS chain finds them."""
+
+    def use(server: S3Server) -> None:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+
+    return use
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Callable[[S3Server], str]:
+    """The bucket of a server that the tests share: SeaweedFS takes a second for the first write to a new one."""
+    return cache(lambda server: server.make_bucket("tiers-shared"))
+
+
+@pytest.fixture
+def s3_prefix() -> str:
+    """A prefix that no other test of this session uses."""
+    return f"test-{next(_numbers)}"
