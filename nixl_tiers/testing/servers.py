@@ -86,7 +86,7 @@ class S3Server:
             "region_name": REGION,
             "aws_access_key_id": ACCESS_KEY,
             "aws_secret_access_key": SECRET_KEY,
-            "verify": False if self.certificate else None,
+            "verify": str(self.certificate[0]) if self.certificate else None,
             "config": Config(
                 connect_timeout=5,
                 read_timeout=30,

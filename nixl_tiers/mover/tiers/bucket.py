@@ -22,6 +22,7 @@ import boto3
 from botocore.config import Config
 from botocore.credentials import SharedCredentialProvider
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
+from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.httpsession import where
 
 from nixl_tiers.config import S3Tier
@@ -311,7 +312,7 @@ class Bucket:
             return self._down(_MEANINGS.get(code, f"answers with an error ({code})"))
         if isinstance(error, SSLError):
             return self._down("shows a certificate that is not trusted here (see ca_file)")
-        if isinstance(error, (HTTPClientError, OSError)):
+        if isinstance(error, (BotoConnectionError, HTTPClientError, OSError)):
             return self._down(f"does not answer ({type(error).__name__})")
         return self._down(f"cannot be used ({type(error).__name__})")
 

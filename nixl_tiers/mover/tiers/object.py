@@ -3,7 +3,8 @@
 What NIXL's object backend leaves open is closed here (tried, all of it):
 - a failed download leaves the server's error page in the buffer, and a short object counts as done: downloads land in
   private staging rows, and only what the seal vouches for is copied into the region;
-- a retry inside its AWS library appends to what the failed try has left: a download that fails its seal is tried again;
+- a retry inside its AWS library appends to what the failed try has left, so one "slow down" spoils a download whose
+  second try was good: what a server answered, and is not a row, is asked for once more;
 - a server that trickles is never given up on: a download that takes too long is, here, and its staging row waits for
   the transfer's real end. An upload reads the region, so it cannot be given up: the engine's deadline is for that.
 
@@ -319,7 +320,8 @@ class ObjectStorage(StorageTier):
             if b"<Code>NoSuchKey</Code>" in row[:_ERROR_PAGE_BYTES].tobytes():
                 self._stock.lose(task.move.key, self._name(task.move.key))
                 return Outcome.MISSING
-            return Outcome.FAILED
+            answered = row[:_ERROR_PAGE_BYTES].any()  # a server that is down is not worth another wait
+            return None if answered and task.tries < TRIES else Outcome.FAILED
         if self._sealer.verify(row, task.move.key) is Verdict.OK:
             self._region.rows_view[task.move.row] = row
             return Outcome.OK

@@ -1,0 +1,459 @@
+"""Servers that are down, slow, wrong or in the way: nothing waits for long, nothing is lost that need not be."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.mover.messages import Outcome
+from nixl_tiers.mover.tiers import bucket, object  # noqa: A004
+from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
+from tests.mover.objects import NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, wait_until
+
+SMALL = Geometry(cells=1, cell_payload=64 << 10)
+ROW = SMALL.row_bytes
+DOWN_S = 4.0
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyS3]:
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def driver(faulty: FaultyS3) -> Iterator[Driver]:
+    with Driver(SMALL, 32, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+        driver.open()
+        yield driver
+
+
+def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[[Request], int | None]:
+    """A fault: the next `times` requests of these methods are answered with `status`."""
+    left = [times]
+
+    def fault(request: Request) -> int | None:
+        if request.method not in methods or left[0] == 0:
+            return None
+        left[0] -= 1
+        return status
+
+    return fault
+
+
+class TestOpen:
+    def test_a_missing_bucket_is_refused_by_name(self, s3_server: S3Server) -> None:
+        with (
+            Driver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver,
+            pytest.raises(TierRefused, match=r'^bucket: there is no bucket "no-such-bucket" at http://127') as caught,
+        ):
+            driver.open()
+        assert "\n" not in str(caught.value)
+
+    def test_a_server_that_is_down_comes_up_later(self) -> None:
+        server = MotoServer()
+        with server, Driver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
+            for _ in range(2):
+                started = time.monotonic()
+                with pytest.raises(TierDown, match="does not answer"):
+                    driver.open()
+                assert time.monotonic() - started < DOWN_S
+            server.start().make_bucket("kv-faults")
+            assert driver.open() == []
+            assert driver.store([1]) == [Outcome.OK]
+
+    def test_a_server_that_accepts_and_says_nothing(self) -> None:
+        with moto_server() as server, Driver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
+            server.make_bucket("kv-faults")
+            server.pause()
+            started = time.monotonic()
+            with pytest.raises(TierDown, match="does not answer"):
+                driver.open()
+            assert time.monotonic() - started < DOWN_S
+            server.resume()
+            assert wait_until(lambda: _opens(driver))
+
+    @pytest.mark.parametrize("status", [400, 403, 500, 503])
+    def test_an_error_is_no_refusal(self, faulty: FaultyS3, status: int) -> None:
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+            faulty.fault = failing("HEAD", status=status)
+            with pytest.raises(TierDown, match=str(status)):
+                driver.open()
+            faulty.fault = lambda _: None
+            driver.open()
+
+    def test_a_listing_goes_on_when_the_server_does(
+        self, driver: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bucket, "BACKOFF_S", (0.05, 0.1))
+        driver.store([1, 2])
+        faulty.fault = failing("GET", times=8)
+        assert len(driver.open()) == 2
+
+    def test_a_reset_ends_a_listing_that_hangs(self, driver: Driver, faulty: FaultyS3) -> None:
+        driver.store([1])
+        faulty.fault = failing("GET")
+        driver.tier.open(NAMESPACE, 1)
+        listing = driver.tier.adopt()
+        assert next(listing) == []
+        faulty.fault = lambda _: None
+        assert driver.open(OTHER_NAMESPACE) == []
+        assert list(listing) == []
+
+
+class TestCredentials:
+    def test_wrong_ones_are_down_and_never_shown(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "w0ngSecretThatMustNotShow")
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
+            with pytest.raises(TierDown, match="refuses these credentials") as caught:
+                driver.open()
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+            driver.open()
+            own = (driver.tier._bucket.credentials, vars(driver.tier), vars(driver.tier._bucket))
+            shown = f"{caught.value!r} {caught.value.__cause__!r} {own!r} {''.join(capfd.readouterr())}"
+        assert "w0ng" not in shown
+        assert SECRET_KEY not in shown
+
+    def test_named_variables(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        names = {"access_key_env": "KV_ACCESS", "secret_key_env": "KV_SECRET"}
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, **names) as driver:
+            monkeypatch.setenv("KV_ACCESS", ACCESS_KEY)
+            with pytest.raises(TierRefused, match=r"^secret_key_env: the environment variable KV_SECRET is not set$"):
+                driver.open()
+            monkeypatch.setenv("KV_SECRET", "expired")
+            with pytest.raises(TierDown, match="refuses these credentials"):
+                driver.open()
+            monkeypatch.setenv("KV_SECRET", SECRET_KEY)
+            driver.open()
+            assert driver.store([1]) == [Outcome.OK]
+
+    def test_a_credentials_file_that_appears_later(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        # The chain's variables must not win over the file that the configuration names.
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
+        path = tmp_path / "credentials"
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
+            with pytest.raises(TierDown, match="no credentials"):
+                driver.open()
+            path.write_text("[default]\naws_access_key_id = only-half\n")
+            with pytest.raises(TierDown, match="cannot be read"):
+                driver.open()
+            path.write_text(_credentials_file(ACCESS_KEY))
+            driver.open()
+            assert driver.store([1]) == [Outcome.OK]
+
+    def test_a_profile(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        path = tmp_path / "credentials"
+        path.write_text(_credentials_file(ACCESS_KEY, "kv"))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
+            driver.open()
+        with (
+            Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver,
+            pytest.raises(TierDown, match="ProfileNotFound"),
+        ):
+            driver.open()
+
+    def test_none_at_all(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+            monkeypatch.setenv(name, str(tmp_path / "nothing"))
+        with (
+            Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver,
+            pytest.raises(TierDown, match="in the AWS credential chain"),
+        ):
+            driver.open()
+
+    def test_renewed_ones_are_used_without_reopening(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(bucket, "RENEW_S", 0.05)
+        path = tmp_path / "credentials"
+        path.write_text(_credentials_file("first-key"))
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+            driver.open()
+            driver.store([1])
+            path.write_text(_credentials_file("second-key"))
+            second = Request("PUT", driver.name(1), "second-key")
+            assert wait_until(lambda: driver.store([1]) == [Outcome.OK] and second in faulty.requests)
+            assert driver.load([1]) == [Outcome.OK]
+            path.unlink()  # the old ones stay in use
+            assert driver.load([1]) == [Outcome.OK]
+        assert {r.access_key for r in faulty.requests if r.method == "PUT"} == {"first-key", "second-key"}
+
+
+class TestTls:
+    def test_the_certificate_is_checked(self, tmp_path: Path) -> None:
+        certificate = _self_signed(tmp_path)
+        with moto_server(certificate=certificate) as server:
+            server.make_bucket("kv-faults")
+            place = {"bucket": "kv-faults", "endpoint": server.endpoint}
+            with Driver(SMALL, 4, **place) as driver, pytest.raises(TierDown, match=r"certificate .* ca_file"):
+                driver.open()
+            with Driver(SMALL, 4, **place, ca_file=certificate[0]) as driver:
+                driver.open()
+                assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
+                assert driver.load([1, 2]) == [Outcome.OK, Outcome.OK]
+
+    def test_nixl_checks_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trusted, other = tmp_path / "trusted", tmp_path / "other"
+        certificates = [_self_signed(directory) for directory in (trusted, other)]
+        with moto_server(certificate=certificates[0]) as server:
+            server.make_bucket("kv-faults")
+            # Only the data plane is given the wrong bundle here.
+            monkeypatch.setattr(object, "trusted_certificates", lambda _: str(certificates[1][0]))
+            config = {"bucket": "kv-faults", "endpoint": server.endpoint, "ca_file": certificates[0][0]}
+            with Driver(SMALL, 4, **config) as driver:
+                driver.open()
+                assert driver.store([1]) == [Outcome.FAILED]
+
+
+class TestTransfers:
+    def test_an_upload_that_the_server_refuses_has_failed(self, driver: Driver, faulty: FaultyS3) -> None:
+        faulty.fault = failing("PUT")
+        assert driver.store([1, 2]) == [Outcome.FAILED, Outcome.FAILED]
+        faulty.fault = lambda _: None
+        assert driver.settled(0)
+        assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
+
+    def test_an_upload_that_fails_after_it_arrived_does_not_stay(self, driver: Driver, faulty: FaultyS3) -> None:
+        def arrives_all_the_same(request: Request) -> int | None:
+            if request.method != "PUT":
+                return None
+            faulty.objects[request.name] = bytes(ROW)
+            return 403
+
+        faulty.fault = arrives_all_the_same
+        assert driver.store([1]) == [Outcome.FAILED]
+        assert driver.settled(0)
+        assert faulty.objects == {}
+
+    def test_an_error_page_is_not_a_missing_row(self, driver: Driver, faulty: FaultyS3) -> None:
+        driver.store([1])
+        faulty.fault = failing("GET")
+        assert driver.load([1]) == [Outcome.FAILED]
+        faulty.fault = lambda _: None
+        assert driver.load([1, 2]) == [Outcome.OK, Outcome.MISSING]
+
+    def test_one_error_page_spoils_nothing(self, driver: Driver, faulty: FaultyS3) -> None:
+        faulty.fault = failing("PUT", times=1)
+        assert driver.store([1]) == [Outcome.OK]
+        faulty.fault = failing("GET", times=1)
+        assert driver.load([1]) == [Outcome.OK]
+
+    def test_a_server_that_dies_and_comes_back(self, s3_prefix: str) -> None:
+        with SeaweedServer().start() as server:
+            server.make_bucket("kv-faults")
+            with Driver(SMALL, 32, bucket="kv-faults", prefix=s3_prefix, endpoint=server.endpoint) as driver:
+                driver.open()
+                numbers = list(range(8))
+                assert driver.store(numbers) == [Outcome.OK] * 8
+                server.stop()
+                assert driver.load(numbers) == [Outcome.FAILED] * 8
+                assert driver.store([20, 21]) == [Outcome.FAILED] * 2
+                server.start()
+                assert driver.load(numbers) == [Outcome.OK] * 8
+                assert driver.settled(8)
+
+    def test_a_server_that_trickles_costs_one_staging_row(
+        self, driver: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        driver.store([1, 2])
+        monkeypatch.setattr(object, "DOWNLOAD_S", 0.3)
+        staging = len(driver.tier._free_staging)
+        faulty.hold = threading.Event()
+        assert driver.load([1]) == [Outcome.FAILED]
+        held, faulty.hold = faulty.hold, None
+        assert len(driver.tier._free_staging) == staging - 1
+        assert driver.load([2]) == [Outcome.OK]
+        driver.row(1)[:] = 77
+        held.set()
+        driver.finish()
+        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._free_staging) == staging)
+        assert (driver.row(1) == 77).all(), "a download that was given up came through after all"
+        assert driver.load([1]) == [Outcome.OK]
+
+    def test_no_more_transfers_than_agreed(self, driver: Driver, faulty: FaultyS3) -> None:
+        uploads = driver.begin_store(range(32))
+        driver.finish(uploads)
+        driver.finish(*(driver.tier.load(driver.moves(range(32))) for _ in range(4)))
+        assert 1 < faulty.most_at_once <= object.MAX_UPLOADS + object.MAX_DOWNLOADS
+
+
+class TestBudget:
+    CAPACITY_ROWS = 8
+
+    @pytest.fixture
+    def small(self, faulty: FaultyS3) -> Iterator[Driver]:
+        config = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "capacity": self.CAPACITY_ROWS * ROW + ROW // 2}
+        with Driver(SMALL, 64, **config) as driver:
+            assert driver.tier.open(NAMESPACE, 0) == self.CAPACITY_ROWS
+            driver.adopted()
+            yield driver
+
+    def test_a_delete_is_confirmed_before_its_place_is_filled(self, small: Driver, faulty: FaultyS3) -> None:
+        held: list[int] = []
+        for start in range(0, 80, 4):
+            fresh = list(range(start, start + 4))
+            if len(held) == self.CAPACITY_ROWS:
+                small.drop(*held[:4])
+                held = held[4:]
+            assert small.store(fresh) == [Outcome.OK] * 4
+            held += fresh
+        assert faulty.most_objects == self.CAPACITY_ROWS
+        assert small.load(held) == [Outcome.OK] * len(held)
+
+    def test_more_than_the_capacity_is_not_taken(self, small: Driver, faulty: FaultyS3) -> None:
+        outcomes = small.store(list(range(10)))
+        assert outcomes == [Outcome.OK] * 8 + [Outcome.NO_SPACE] * 2
+        assert len(faulty.objects) == 8
+        assert small.store([3]) == [Outcome.OK], "a row may be written over itself when all is full"
+
+    def test_rows_of_other_namespaces_make_room_oldest_first(self, small: Driver, faulty: FaultyS3) -> None:
+        small.store(list(range(6)))
+        faulty.objects["nixl-tiers/notes.txt"] = b"not ours"
+        assert small.open(OTHER_NAMESPACE) == []
+        assert small.tier.used_bytes == 6 * ROW
+        assert small.store([10, 11]) == [Outcome.OK] * 2
+        assert len(faulty.objects) == 9, "there was room, so nothing had to go"
+        assert small.store([12, 13, 14]) == [Outcome.OK] * 3
+        assert faulty.most_objects == self.CAPACITY_ROWS + 1
+        assert small.settled(8)
+        ours = {small.name(number, OTHER_NAMESPACE) for number in range(10, 15)}
+        assert ours | {"nixl-tiers/notes.txt"} < set(faulty.objects)
+        assert len(faulty.objects) == 9
+
+    def test_without_deletes_there_is_no_room(
+        self, small: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bucket, "BACKOFF_S", (0.1, 0.2))
+        small.store(list(range(8)))
+        faulty.fault = failing("POST")
+        small.drop(0, 1)
+        assert small.store([8]) == [Outcome.FAILED]
+        assert small.tier.used_bytes == 8 * ROW, "what is not surely gone still counts"
+        faulty.fault = lambda _: None
+        assert small.settled(6)
+        assert small.store([8, 9]) == [Outcome.OK] * 2
+        assert faulty.most_objects == 8
+
+    def test_a_row_dropped_while_it_is_written_goes(self, small: Driver, faulty: FaultyS3) -> None:
+        gate = threading.Event()
+
+        def slow(request: Request) -> None:
+            if request.method == "PUT":
+                faulty.lock.release()
+                gate.wait(20)
+                faulty.lock.acquire()
+
+        faulty.fault = slow
+        ticket = small.begin_store([1])
+        assert wait_until(lambda: faulty.count("PUT") > 0)
+        small.drop(1)
+        gate.set()
+        small.finish(ticket)
+        assert small.settled(0)
+        assert faulty.objects == {}
+
+    def test_an_upload_waits_for_the_delete_of_its_name(self, small: Driver, faulty: FaultyS3) -> None:
+        small.store([1])
+        gate = threading.Event()
+
+        def slow(request: Request) -> None:
+            if request.method == "POST":
+                faulty.lock.release()
+                gate.wait(20)
+                faulty.lock.acquire()
+
+        faulty.fault = slow
+        small.drop(1)
+        assert wait_until(lambda: faulty.count("POST") == 1)
+        ticket = small.begin_store([1])
+        assert small.tier.poll() == []
+        assert faulty.count("PUT") == 1
+        gate.set()
+        assert small.finish(ticket) == [[Outcome.OK]]
+        assert set(faulty.objects) == {small.name(1)}
+        assert small.load([1]) == [Outcome.OK]
+
+    def test_a_row_dropped_while_the_listing_runs_is_not_adopted(self, small: Driver, faulty: FaultyS3) -> None:
+        small.store([1, 2])
+        gate = threading.Event()
+
+        def slow(request: Request) -> None:
+            if request.method == "GET" and not request.name:
+                faulty.lock.release()
+                gate.wait(20)
+                faulty.lock.acquire()
+
+        faulty.fault = slow
+        small.tier.open(NAMESPACE, 0)
+        small.drop(1)
+        gate.set()
+        assert [entry.key for entry in small.adopted()] == [small.moves([2])[0].key]
+        assert small.settled(1)
+        assert set(faulty.objects) == {small.name(2)}
+
+
+def _opens(driver: Driver) -> bool:
+    try:
+        driver.open()
+    except TierDown:
+        return False
+    return True
+
+
+def _credentials_file(access_key: str, profile: str = "default") -> str:
+    return f"[{profile}]\naws_access_key_id = {access_key}\naws_secret_access_key = {SECRET_KEY}\n"
+
+
+def _self_signed(directory: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    directory.mkdir(exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"tests {directory.name}")])
+    now = dt.datetime.now(dt.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = directory / "certificate.pem", directory / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return paths
