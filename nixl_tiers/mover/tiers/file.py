@@ -228,6 +228,8 @@ class FileStorage(StorageTier):
             self._start(unit)
         while len(self._running) < _UNITS_RUNNING and self._stores and self._growth is None:
             unit = self._stores.popleft()
+            beyond = [not 0 <= move.slot < self._served.slabs.plan.slots for move in unit.moves]
+            self._settle(unit, beyond, Outcome.FAILED)
             homeless = [not self._served.slabs.has_room(move.slot) for move in unit.moves]
             if any(homeless):
                 if time.monotonic() >= self._full_until_s:

@@ -79,12 +79,11 @@ class Manifest:
         self._stored: set[int] | None = set()  # slots given to new rows while the old ones are still being listed
         try:
             try:
-                self._db = self._connect()
+                self._db = self._connect(slots)
             except sqlite3.Error as error:
                 if not _is_damage(error):
                     raise
                 self._db = self._replace(error)
-            self._db.execute("DELETE FROM rows WHERE slot >= ? OR slot < 0", (slots,))
         except sqlite3.Error as error:
             raise OSError(f"{self._path} cannot be opened: {error}") from error
         self._thread = threading.Thread(target=self._run, name="manifest", daemon=True)
@@ -145,13 +144,14 @@ class Manifest:
             self._lock.notify()
         self._thread.join()
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, slots: int) -> sqlite3.Connection:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # SQLite would make it 0644
         os.close(descriptor)
         db = sqlite3.connect(self._path, timeout=5.0, isolation_level=None, check_same_thread=False)
         try:
             db.executescript(_SCHEMA)
             db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+            db.execute("DELETE FROM rows WHERE slot >= ? OR slot < 0", (slots,))
         except sqlite3.Error:
             db.close()
             raise
@@ -162,7 +162,7 @@ class Manifest:
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 self._path.with_name(NAME + suffix).unlink()
-        return self._connect()
+        return self._connect(0)
 
     def _run(self) -> None:
         batches: Iterator[list[Entry]] | None = self._read()

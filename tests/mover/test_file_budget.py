@@ -1,0 +1,169 @@
+"""Everything below a path stays within its capacity, whoever lives there, at every moment that is looked at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.mover.messages import Down, Open, Opened, Outcome, Refused
+from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, file_tier, wait_until
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 24 << 20
+BATCH = 64
+
+
+def namespace(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+@contextmanager
+def sampled(path: Path, capacity: int) -> Iterator[list[int]]:
+    """Look at the disk all the time; at the end, no look may have found more than the capacity."""
+    looks: list[int] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            looks.append(disk_bytes(path))
+            over.wait(0.002)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield looks
+    finally:
+        over.set()
+        thread.join()
+    assert max(looks) <= capacity, f"{max(looks) - capacity} bytes too many"
+
+
+def fill(mover: MoverProcess, slots: int) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for start in range(0, slots, BATCH):
+        outcomes += mover.store(range(start, min(start + BATCH, slots)))
+    return outcomes
+
+
+def test_namespaces_in_turn(tmp_path: Path) -> None:
+    with (
+        sampled(tmp_path, CAPACITY) as looks,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover,
+    ):
+        for number in range(4):
+            slots = mover.open(namespace(number), epoch=number)
+            mover.adopted()
+            for _ in range(2):
+                assert set(fill(mover, slots)) == {Outcome.OK}
+            assert set(mover.load(range(BATCH))) == {Outcome.OK}
+        # Three quarters at least are rows: a budget that is kept by not using it would be no feat.
+        assert looks[-1] > 0.75 * CAPACITY
+    # Nobody holds them now, so whoever comes next may use all of it: the longest unused go first.
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
+        mover.open(namespace(9))
+        mover.store(range(4))
+        assert not (tmp_path / namespace(0).hex()).exists()
+
+
+def test_two_movers_at_once_share_one_budget(tmp_path: Path) -> None:
+    with (
+        sampled(tmp_path, CAPACITY),
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
+    ):
+        slots = first.open(namespace(1))
+        second.open(namespace(2))
+        assert set(fill(first, slots - 48)) == {Outcome.OK}
+        outcomes = fill(second, slots)
+        assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}
+        kept = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        assert set(second.load(kept[:BATCH])) == {Outcome.OK}
+        assert set(first.load(range(BATCH))) == {Outcome.OK}
+        first.stop()
+        assert wait_until(lambda: set(second.store(range(BATCH))) == {Outcome.OK})
+        assert not (tmp_path / namespace(1).hex()).exists()
+
+
+def test_one_namespace_has_one_mover(tmp_path: Path) -> None:
+    with (
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, 4) as first,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, 4) as second,
+    ):
+        first.open()
+        second.send(Open(NAMESPACE, 0))
+        down = second.expect(lambda m: isinstance(m, Down))
+        assert isinstance(down, Down)
+        assert str(tmp_path) in down.reason
+        assert set(second.store(range(4))) == {Outcome.FAILED}
+        first.stop()
+        second.expect(lambda m: isinstance(m, Opened))
+        assert set(second.store(range(4))) == {Outcome.OK}
+
+
+def test_what_is_not_ours_counts_and_stays(tmp_path: Path) -> None:
+    foreign = tmp_path / "notes" / "diary.txt"
+    foreign.parent.mkdir()
+    foreign.write_bytes(os.urandom(8 << 20))
+    with sampled(tmp_path, CAPACITY), MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
+        slots = mover.open()
+        outcomes = fill(mover, slots)
+        assert outcomes.count(Outcome.OK) * GEOMETRY.row_bytes > 0.75 * (CAPACITY - (8 << 20) - (3 << 20))
+        assert Outcome.NO_SPACE in outcomes
+    assert foreign.stat().st_size == 8 << 20
+
+
+def test_heartbeats_tell_what_is_used(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
+        mover.open()
+        fill(mover, BATCH)
+        seen = mover.heartbeats
+        assert wait_until(lambda: _hear(mover) > seen + 1)
+        assert disk_bytes(tmp_path) <= mover.used_bytes <= CAPACITY
+
+
+def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, 2 << 20), Geometry(1, 1 << 20), 4) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        refused = mover.expect(lambda m: isinstance(m, Refused))
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith("capacity: ")
+        assert mover.process.wait(30) == 0
+
+
+def test_a_full_disk_heals(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m,mode=700", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs to mount a tmpfs")
+    try:
+        with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
+            mover.open()
+            outcomes = mover.store(range(BATCH)) + mover.store(range(BATCH, 2 * BATCH))
+            assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}
+            kept = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+            assert len(kept) > 32
+            assert set(mover.load(kept[:BATCH])) == {Outcome.OK}
+            subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path)], check=True)
+            assert wait_until(lambda: set(mover.store(range(BATCH, 2 * BATCH))) == {Outcome.OK})
+            assert set(mover.load(range(BATCH, 2 * BATCH))) == {Outcome.OK}
+            mover.stop()
+            assert mover.log().count("no room for more rows") == 1
+        with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
+            mover.open()
+            assert len(mover.adopted()) >= BATCH
+            mover.stop()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def _hear(mover: MoverProcess) -> int:
+    from nixl_tiers.mover.messages import Heartbeat
+
+    mover.expect(lambda m: isinstance(m, Heartbeat))
+    return mover.heartbeats

@@ -1,0 +1,115 @@
+"""The journal: the newest change of a slot decides, and it survives what files survive."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.mover.messages import MAX_ENTRIES, Entry
+from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
+
+SLOTS = 10_000
+
+
+def listed(manifest: Manifest) -> list[Entry]:
+    return [entry for batch in manifest.adopt() for entry in batch]
+
+
+def reopened(folder: Path, slots: int = SLOTS) -> dict[int, tuple[bytes, int]]:
+    manifest = Manifest(folder, slots)
+    try:
+        return {entry.slot: (entry.key, entry.tick) for entry in listed(manifest)}
+    finally:
+        manifest.close()
+
+
+def test_the_newest_change_of_a_slot_decides(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, SLOTS)
+    manifest.put(1, b"a", 1)
+    manifest.put(1, b"b", 2)
+    manifest.put(2, b"c", 3)
+    manifest.forget(2, b"c")
+    manifest.put(3, b"d", 4)
+    manifest.forget(3, b"not d")
+    manifest.put(4, b"e", 5)
+    manifest.touch(4, b"e", 9)
+    manifest.touch(3, b"not d", 9)
+    manifest.close()
+    assert reopened(tmp_path) == {1: (b"b", 2), 3: (b"d", 4), 4: (b"e", 9)}
+
+
+def test_changes_meet_what_is_already_in_the_file(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, SLOTS)
+    for slot in range(8):
+        manifest.put(slot, b"k%d" % slot, slot)
+    manifest.close()
+    manifest = Manifest(tmp_path, SLOTS)
+    manifest.forget(0, b"k0")
+    manifest.forget(1, b"other")
+    manifest.forget(2)
+    manifest.forget(3)
+    manifest.put(3, b"new", 50)
+    manifest.touch(4, b"k4", 60)
+    manifest.touch(5, b"other", 61)
+    manifest.put(6, b"brief", 70)
+    manifest.forget(6, b"brief")  # nor may the older row of that slot come back
+    manifest.close()
+    found = reopened(tmp_path)
+    assert found == {1: (b"k1", 1), 3: (b"new", 50), 4: (b"k4", 60), 5: (b"k5", 5), 7: (b"k7", 7)}
+
+
+def test_a_listing_is_ordered_and_leaves_out_what_was_stored_since(tmp_path: Path) -> None:
+    rows = 3 * MAX_ENTRIES + 5
+    manifest = Manifest(tmp_path, SLOTS)
+    for slot in range(rows):
+        manifest.put(slot, b"key%d" % slot, rows - slot)
+    manifest.close()
+    manifest = Manifest(tmp_path, SLOTS)
+    batches = manifest.adopt()
+    first = next(batch for batch in batches if batch)
+    assert [entry.slot for entry in first] == list(range(rows - 1, rows - 1 - MAX_ENTRIES, -1))
+    manifest.forget(0)  # about to be overwritten
+    manifest.forget(1)
+    manifest.put(1, b"new", 10**6)
+    rest = [entry for batch in batches for entry in batch]
+    assert [entry.slot for entry in rest] == list(range(rows - 1 - MAX_ENTRIES, 1, -1))
+    manifest.close()
+
+
+def test_slots_beyond_the_tier_are_not_listed(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, SLOTS)
+    manifest.put(5, b"five", 1)
+    manifest.put(6, b"six", 2)
+    manifest.close()
+    assert reopened(tmp_path, slots=6) == {5: (b"five", 1)}
+
+
+def test_it_stays_within_what_it_is_accounted_for(tmp_path: Path) -> None:
+    """The longest keys, slots in the order that is worst for a b-tree, everything rewritten: looked at all the time."""
+    slots = 4000
+    manifest = Manifest(tmp_path, slots)
+    most = [0]
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.001):
+            most[0] = max(most[0], sum(file.stat().st_size for file in tmp_path.iterdir()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for lap in range(3):
+        for step in range(slots):
+            manifest.put(step * 1103 % slots, bytes([lap]) * 112, 2**55 + step)
+    manifest.close()
+    ended.set()
+    thread.join()
+    assert 0 < most[0] <= journal_bytes(slots)
+    assert len(reopened(tmp_path, slots)) == slots
+
+
+def test_a_place_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "manifest.sqlite").mkdir()
+    with pytest.raises(OSError, match=r"manifest\.sqlite"):
+        Manifest(tmp_path, SLOTS)

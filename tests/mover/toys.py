@@ -1,0 +1,93 @@
+"""Tiers that do one thing wrong each, loaded into a real mover by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+
+
+class Quick(StorageTier):
+    """Every move is OK at once."""
+
+    def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
+        self.config = config
+        self.opened = 0
+        self._done: list[Done] = []
+        self._ticket = 0
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        self.opened += 1
+        return 100
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        yield []
+        yield [Entry(1, b"one", 1)]
+        yield []
+
+    def store(self, moves: Sequence[Move]) -> int:
+        self._ticket += 1
+        self._done.append(Done(self._ticket, [Outcome.OK] * len(moves)))
+        return self._ticket
+
+    def load(self, moves: Sequence[Move]) -> int:
+        return self.store(moves)
+
+    def poll(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        pass
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._done)
+
+    @property
+    def used_bytes(self) -> int:
+        return 42
+
+    def close(self) -> None:
+        Path(str(self.config["closed"])).write_text("closed")
+
+
+class LateOpening(Quick):
+    """The first open fails, the second takes until a file appears."""
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        super().open(namespace, epoch)
+        if self.opened == 1:
+            raise TierDown("the medium sleeps")
+        while not Path(str(self.config["wake"])).exists():
+            threading.Event().wait(0.01)
+        return 7
+
+
+class Refusing(Quick):
+    def open(self, namespace: bytes, epoch: int) -> int:
+        raise TierRefused("bucket: there is no such thing")
+
+
+class Crashing(Quick):
+    def poll(self) -> list[Done]:
+        if self._done:
+            raise ZeroDivisionError("a bug")
+        return []
+
+
+class Endless(Quick):
+    """What is asked of it never ends."""
+
+    def poll(self) -> list[Done]:
+        return []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._done)
