@@ -250,6 +250,8 @@ class ObjectStorage(StorageTier):
         if self._bucket.keep(name):
             if self._stock.hold(key, name):
                 return Outcome.OK
+            if self._stock.is_doomed(name):
+                self._bucket.delete([name])
             victims = self._stock.make_room(min(len(self._uploads), MAX_UPLOADS))
             self._bucket.delete(victims)
             if not victims and not deleting:

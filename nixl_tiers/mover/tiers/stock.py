@@ -74,6 +74,10 @@ class Stock:
         self._doom(name, self._row_bytes)
         return True
 
+    def is_doomed(self, name: str) -> bool:
+        """Whether a delete of this object is awaited."""
+        return name in self._doomed
+
     def gone(self, name: str) -> None:
         """The server has confirmed this delete."""
         self._doomed_bytes -= self._doomed.pop(name, 0)
