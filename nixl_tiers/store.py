@@ -37,6 +37,7 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     configuration.check_paths(checked)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes)
+    region.prefault()
     try:
         return TieredStore.over(checked, Namespace.of(facts), region)
     except BaseException:

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-import heapq
-
 
 class Slots:
-    """`limit` slots numbered from 0. `take` gives the lowest free one; the budget holds because nothing else gives."""
+    """`limit` slots numbered from 0, one byte of memory each. `take` gives the lowest free one; the budget holds
+    because nothing else gives."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._freed: list[int] = []
-        self._taken: set[int] = set()
-        self._fresh = 0  # every slot from here on was never taken, or was claimed out of order
+    def __init__(self, limit: int, taken: bytearray | None = None) -> None:
+        """`taken`: one byte a slot, 1 for those that a medium already fills (owned by this object from now on)."""
+        self._map = taken if taken is not None else bytearray()
+        self._limit = limit
+        self._used = self._map.count(1)
+        self._lowest = 0  # no free slot below this one
+        self._cover(limit)
 
     def __len__(self) -> int:
-        return len(self._taken)
+        return self._used
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        """Slots beyond a smaller limit are not taken back: that is up to whoever evicts their rows."""
+        self._limit = limit
+        self._cover(limit)
 
     @property
     def free(self) -> int:
-        return self.limit - len(self._taken)
+        """How many more rows fit the budget; below zero while a smaller limit is being kept."""
+        return self._limit - self._used
 
     def take(self) -> int | None:
-        while self._freed and self._freed[0] < self.limit:
-            slot = heapq.heappop(self._freed)
-            if slot not in self._taken:
-                self._taken.add(slot)
-                return slot
-        while self._fresh < self.limit:
-            slot = self._fresh
-            self._fresh += 1
-            if slot not in self._taken:
-                self._taken.add(slot)
-                return slot
-        return None
+        """The lowest free slot, or None if there is none, or if rows beyond the limit still use up the budget."""
+        if self._used >= self._limit:
+            return None
+        slot = self._map.find(0, self._lowest, self._limit)
+        if slot < 0:
+            return None
+        self._lowest = slot + 1
+        self._map[slot] = 1
+        self._used += 1
+        return slot
 
     def claim(self, slot: int) -> bool:
         """Take this very slot (a row that was there before we came); False if it is taken or beyond the limit."""
-        if not 0 <= slot < self.limit or slot in self._taken:
+        if not 0 <= slot < self._limit or self._map[slot]:
             return False
-        self._taken.add(slot)
+        self._map[slot] = 1
+        self._used += 1
         return True
 
     def give(self, slot: int) -> None:
         """Return a slot that was taken."""
-        self._taken.remove(slot)
-        if slot < self._fresh:
-            heapq.heappush(self._freed, slot)
+        assert self._map[slot], "a slot that nobody has is given back"
+        self._map[slot] = 0
+        self._used -= 1
+        self._lowest = min(self._lowest, slot)
+
+    def _cover(self, limit: int) -> None:
+        if limit > len(self._map):
+            self._map.extend(bytes(limit - len(self._map)))
