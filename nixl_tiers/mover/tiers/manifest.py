@@ -92,9 +92,7 @@ class Manifest:
     def put(self, slot: int, key: bytes, tick: int) -> None:
         """The slot holds the key from now on."""
         with self._lock:
-            self._pending[slot] = _Put(key, tick)
-            if len(self._pending) >= _COMMIT_ROWS:
-                self._lock.notify()
+            self._change(slot, _Put(key, tick))
 
     def forget(self, slot: int, key: bytes | None = None) -> None:
         """The slot no longer holds the key; without a key: it is about to be overwritten, whatever it held."""
@@ -106,7 +104,7 @@ class Manifest:
                 return  # the slot has gone to another key since
             if isinstance(last, _Put | _Forget):
                 key = None  # what the file says about the slot is older than `last`
-            self._pending[slot] = _Forget(key)
+            self._change(slot, _Forget(key))
 
     def touch(self, slot: int, key: bytes, tick: int) -> None:
         """The key in the slot was used at `tick`."""
@@ -114,9 +112,9 @@ class Manifest:
             last = self._pending.get(slot)
             if isinstance(last, _Put):
                 if last.key == key:
-                    self._pending[slot] = _Put(key, max(tick, last.tick))
+                    self._change(slot, _Put(key, max(tick, last.tick)))
             elif not isinstance(last, _Forget):
-                self._pending[slot] = _Touch(key, tick)
+                self._change(slot, _Touch(key, tick))
 
     def adopt(self) -> Iterator[list[Entry]]:
         """Once: the rows that were there at open, oldest first, without slots that were stored into since.
@@ -144,6 +142,11 @@ class Manifest:
             self._lock.notify()
         self._thread.join()
 
+    def _change(self, slot: int, change: _Put | _Forget | _Touch) -> None:
+        self._pending[slot] = change
+        if len(self._pending) == 1 or len(self._pending) >= _COMMIT_ROWS:
+            self._lock.notify()
+
     def _connect(self, slots: int) -> sqlite3.Connection:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # SQLite would make it 0644
         os.close(descriptor)
@@ -164,16 +167,18 @@ class Manifest:
                 self._path.with_name(NAME + suffix).unlink()
         return self._connect(0)
 
+    @property
+    def _wanted(self) -> bool:
+        """Whether the listing should go on: it is not far ahead of who reads it."""
+        return self._adopted.qsize() < _BATCHES_AHEAD
+
     def _run(self) -> None:
         batches: Iterator[list[Entry]] | None = self._read()
         complained = False
         while True:
-            with self._lock:
-                if not self._closing and (batches is None or self._adopted.qsize() >= _BATCHES_AHEAD):
-                    self._lock.wait(_RETRY_S if complained else _COMMIT_S)
-                closing = self._closing
+            closing = self._rest(batches is not None, complained)
             try:
-                if batches is not None and not closing and self._adopted.qsize() < _BATCHES_AHEAD:
+                if batches is not None and not closing and self._wanted:
                     batch = next(batches, None)
                     self._adopted.put(batch)
                     if batch is None:
@@ -189,6 +194,16 @@ class Manifest:
                 break
         with suppress(sqlite3.Error):
             self._db.close()
+
+    def _rest(self, listing: bool, complained: bool) -> bool:
+        """Wait until there is something to do, and then a little more for company; whether it is time to close."""
+        with self._lock:
+            if complained:
+                self._lock.wait_for(lambda: self._closing, _RETRY_S)
+            elif not (listing and self._wanted):
+                self._lock.wait_for(lambda: self._closing or self._pending or (listing and self._wanted))
+                self._lock.wait_for(lambda: self._closing or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S)
+            return self._closing
 
     def _recover(self, error: sqlite3.Error, complained: bool) -> bool:
         """Deal with a failed read or write; whether somebody was told that the journal is not being written."""
