@@ -60,6 +60,14 @@ def test_changes_meet_what_is_already_in_the_file(tmp_path: Path) -> None:
     assert found == {1: (b"k1", 1), 3: (b"new", 50), 4: (b"k4", 60), 5: (b"k5", 5), 7: (b"k7", 7)}
 
 
+def test_what_is_pending_is_written_at_close(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, SLOTS)
+    assert listed(manifest) == []
+    manifest.put(1, b"a", 1)
+    manifest.close()
+    assert reopened(tmp_path) == {1: (b"a", 1)}
+
+
 def test_a_listing_is_ordered_and_leaves_out_what_was_stored_since(tmp_path: Path) -> None:
     rows = 3 * MAX_ENTRIES + 5
     manifest = Manifest(tmp_path, SLOTS)
