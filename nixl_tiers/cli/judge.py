@@ -19,12 +19,13 @@ class DemoFailure(RuntimeError):
 
 
 class Counts(NamedTuple):
-    """What is counted since a server's start. Tokens by vLLM's name of the source; bytes by tier."""
+    """What a server has counted since its start, and what its tiers hold. Tokens by vLLM's name of the source."""
 
     cached_tokens: dict[str, float]
     loaded_bytes: float
     read_bytes: dict[str, float]
     written_bytes: dict[str, float]
+    used_bytes: dict[str, float]
 
     @classmethod
     def of(cls, page: Page) -> Counts:
@@ -34,6 +35,7 @@ class Counts(NamedTuple):
             page.total("vllm:kv_offload_load_bytes_total"),
             {tier: page.total("nixl_tiers:bytes_read_total", tier=tier) for tier in TIERS},
             {tier: page.total("nixl_tiers:bytes_written_total", tier=tier) for tier in TIERS},
+            {tier: page.total("nixl_tiers:used_bytes", tier=tier) for tier in TIERS},
         )
 
 
