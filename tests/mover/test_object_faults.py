@@ -402,6 +402,26 @@ class TestBudget:
         assert set(faulty.objects) == {small.name(1)}
         assert small.load([1]) == [Outcome.OK]
 
+    def test_a_queued_delete_is_taken_back(self, small: Driver, faulty: FaultyS3) -> None:
+        small.store([1, 2])
+        gate = threading.Event()
+
+        def slow(request: Request) -> None:
+            if request.method == "POST":
+                faulty.lock.release()
+                gate.wait(20)
+                faulty.lock.acquire()
+
+        faulty.fault = slow
+        small.drop(1)
+        assert wait_until(lambda: faulty.count("POST") == 1)
+        small.drop(2)
+        assert small.store([2]) == [Outcome.OK], "only the delete that is under way is worth waiting for"
+        gate.set()
+        assert small.settled(1)
+        assert wait_until(lambda: not small.tier._bucket.deleting)
+        assert set(faulty.objects) == {small.name(2)}
+
     def test_a_row_dropped_while_the_listing_runs_is_not_adopted(self, small: Driver, faulty: FaultyS3) -> None:
         small.store([1, 2])
         gate = threading.Event()
