@@ -234,9 +234,12 @@ def make_tier(hello: Hello, region: HostRegion) -> StorageTier:
             raise TierRefused(f"type: {kind} cannot be loaded ({error})") from error
         tier: StorageTier = custom(hello.tier, geometry, region)
         return tier
-    from nixl_tiers.config import FileTier, S3Tier, tier_from_dict
+    from nixl_tiers.config import ConfigError, FileTier, S3Tier, tier_from_dict
 
-    config = tier_from_dict(hello.tier)
+    try:
+        config = tier_from_dict(hello.tier)
+    except ConfigError as error:
+        raise TierRefused(str(error)) from error
     if isinstance(config, FileTier):
         from nixl_tiers.mover.tiers.file import FileStorage
 

@@ -67,8 +67,8 @@ def test_a_custom_tier_is_loaded_by_name_and_closed_at_stop(tmp_path: Path) -> N
     assert (tmp_path / "closed").exists()
 
 
-@pytest.mark.parametrize("kind", ["nowhere.to.be:Found", "tests.mover.toys:Missing"])
-def test_a_custom_tier_that_is_not_there_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["nowhere.to.be:Found", "tests.mover.toys:Missing", "fiel"])
+def test_a_tier_that_is_not_there_is_refused(tmp_path: Path, kind: str) -> None:
     with MoverProcess({"type": kind}, GEOMETRY, 8) as mover:
         refused = mover.expect(lambda m: isinstance(m, Refused))
         assert isinstance(refused, Refused)

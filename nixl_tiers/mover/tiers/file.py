@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 _FORMAT: Final = 1
 _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
-_UNITS_RUNNING: Final = 4
+_UNITS_RUNNING: Final = 4  # in each direction
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
 _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
-_NEVER: Final = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
+_NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 @dataclass
@@ -112,8 +112,7 @@ class FileStorage(StorageTier):
                 f"capacity: {self._config.capacity} bytes hold no row of {row_bytes} bytes beside the journal in {path}"
             )
         try:
-            if not path.is_dir():
-                path.mkdir(mode=0o700)
+            path.mkdir(mode=0o700, exist_ok=True)
             with self._ledger.locked():
                 claim = self._ledger.claim(namespace)
                 try:
@@ -221,12 +220,13 @@ class FileStorage(StorageTier):
         return batch.ticket
 
     def _start_more(self) -> None:
-        """Loads first: somebody waits for them. Stores that need a new extent wait for it, and for each other."""
-        while len(self._running) < _UNITS_RUNNING and self._loads:
+        """Neither direction waits for the other: requests wait for loads, and stores that starved would be overdue.
+        Stores that need a new extent wait for it, and for each other."""
+        while self._loads and self._has_turn(writes=False):
             unit = self._loads.popleft()
             self._settle(unit, [not self._served.slabs.has_room(move.slot) for move in unit.moves], Outcome.MISSING)
             self._start(unit)
-        while len(self._running) < _UNITS_RUNNING and self._stores and self._growth is None:
+        while self._stores and self._growth is None and self._has_turn(writes=True):
             unit = self._stores.popleft()
             beyond = [not 0 <= move.slot < self._served.slabs.plan.slots for move in unit.moves]
             self._settle(unit, beyond, Outcome.FAILED)
@@ -239,6 +239,9 @@ class FileStorage(StorageTier):
                     return
                 self._settle(unit, homeless, self._full_outcome)
             self._start(unit)
+
+    def _has_turn(self, *, writes: bool) -> bool:
+        return sum(running.unit.writes == writes for running in self._running) < _UNITS_RUNNING
 
     def _start(self, unit: _Unit) -> None:
         if not unit.moves:
