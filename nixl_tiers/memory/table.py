@@ -1,0 +1,349 @@
+"""A compact index of what a storage tier holds: built by a mover in a memfd, taken over by the engine as it stands.
+
+A dict of four million rows costs seconds and a gigabyte of Python; this costs the engine one mmap. It can be that
+small because it only ever shrinks: the engine keeps what it stores or touches in its own books, and here it only finds
+rows, removes them, and evicts the coldest. So rows are packed, sorted by hash, with a list of where each bucket starts
+instead of empty places, and a second list gives them in order of use: exact LRU, without links. docs/index.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from nixl_tiers.chunk import PAGE, Key, align
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DIGEST_BYTES: Final = 16
+
+_MAGIC: Final = b"nixlindx"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct("<8sQQQQQ")  # magic, version, rows, log2 of buckets, slots, salt
+_CHECK: Final = struct.Struct("<Q")
+_WORD: Final = (1 << 64) - 1
+_GONE: Final = 0xFFFFFFFF  # the slot of a row that has been removed
+_ROWS_A_BUCKET: Final = 4  # at most, on average
+_REFILL: Final = 256
+
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MFD_NOEXEC_SEAL: Final = 8  # Linux 6.3; where sysctl vm.memfd_noexec is 2, nothing else is allowed
+
+
+class TableError(RuntimeError):
+    """The table cannot be made, or is none. One sentence that says why."""
+
+
+def key_digest(key: Key) -> bytes:
+    """The 16 bytes that stand for a key in a table: BLAKE2b, because keys may come from users.
+
+    Two keys with one digest would cost a row (the seal refuses to load one as the other), and finding such a pair
+    takes 2**64 tries. Unkeyed, so that a mover may keep digests beside its journal instead of hashing at each start.
+    """
+    return hashlib.blake2b(key, digest_size=DIGEST_BYTES).digest()
+
+
+def key_digests(keys: Iterable[Key]) -> NDArray[np.uint8]:
+    """uint8 (n, 16): the digests of `keys`, as TableBuilder.add_many takes them. About a microsecond each."""
+    return np.frombuffer(b"".join(map(key_digest, keys)), np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+class _Layout:
+    """Where the parts stand, in bytes from the start: a function of the header, so that it can be checked."""
+
+    def __init__(self, rows: int, bucket_bits: int, slots: int) -> None:
+        self.digests = PAGE  # uint8 (rows, 16), in order of hash
+        self.slots = self.digests + DIGEST_BYTES * rows  # uint32 (rows,)
+        self.ticks = self.slots + 4 * rows  # uint32 (rows,)
+        self.order = self.ticks + 4 * rows  # uint32 (rows,): which row is the coldest, the next, ...
+        self.starts = self.order + 4 * rows  # uint32 (buckets + 1,): the first row of each bucket, then `rows`
+        self.taken = self.starts + 4 * ((1 << bucket_bits) + 1)  # one bit a slot
+        self.total = align(self.taken + -(-slots // 8))
+
+
+class TableBuilder:
+    """Collects rows and makes a table of them. Where two rows have one key, or one slot, the later used one stays."""
+
+    def __init__(self) -> None:
+        self._digests: list[NDArray[np.uint8]] = []
+        self._slots: list[NDArray[np.uint32]] = []
+        self._ticks: list[NDArray[np.uint32]] = []
+        self.left_out: NDArray[np.intp] = np.empty(0, np.intp)
+        """After build: rows (numbered as they were added) that the table lacks; the medium may forget them."""
+
+    def add_many(self, digests: NDArray[np.uint8], slots: NDArray[np.uint32], ticks: NDArray[np.uint32]) -> None:
+        """Add rows: `digests` uint8 (n, 16) of their keys, `slots` and `ticks` (when last used) uint32 (n,).
+
+        The arrays are kept until build, not copied. Among equal ticks, what is added first is the colder.
+        ValueError unless shapes and types are these.
+        """
+        if digests.shape != (len(slots), DIGEST_BYTES) or digests.dtype != np.uint8:
+            raise ValueError(f"digests must be uint8 ({len(slots)}, 16), not {digests.dtype} {digests.shape}")
+        for name, column in (("slots", slots), ("ticks", ticks)):
+            if column.shape != (len(slots),) or column.dtype != np.uint32:
+                raise ValueError(f"{name} must be uint32 ({len(slots)},), not {column.dtype} {column.shape}")
+        self._digests.append(digests)
+        self._slots.append(slots)
+        self._ticks.append(ticks)
+
+    def build(self, slots_limit: int) -> int:
+        """The table as a new memfd, its size sealed; the caller's to send and to close. Empties the builder.
+
+        Rows with a slot of `slots_limit` or above are left out. TableError if there is no memory for it.
+        """
+        digests: NDArray[np.uint8] = np.concatenate([np.empty((0, DIGEST_BYTES), np.uint8), *self._digests])
+        slots = np.concatenate([np.empty(0, np.uint32), *self._slots])
+        ticks = np.concatenate([np.empty(0, np.uint32), *self._ticks])
+        self._digests, self._slots, self._ticks = [], [], []
+        salt = secrets.randbits(64) | 1
+        hashes = np.ascontiguousarray(digests).view("<u8")[:, 0] * np.uint64(salt)
+
+        by_use = np.argsort(ticks, kind="stable")
+        kept = by_use[_newest_of_each(slots, digests, hashes, by_use, slots_limit)]
+        if len(kept) < len(slots):
+            self.left_out = np.setdiff1d(np.arange(len(slots)), kept)
+        if len(kept) >= _GONE:
+            raise TableError(f"a table has room for {_GONE - 1} rows, not for {len(kept)}")
+        by_hash = np.argsort(hashes[kept])  # numbers of places in `kept`, which is in order of use
+        rows = kept[by_hash]
+
+        bucket_bits = max(1, (-(-len(rows) // _ROWS_A_BUCKET) - 1).bit_length())
+        layout = _Layout(len(rows), bucket_bits, slots_limit)
+        fd = _memfd(layout.total)
+        try:
+            header = _HEADER.pack(_MAGIC, _VERSION, len(rows), bucket_bits, slots_limit, salt)
+            os.pwrite(fd, header + _CHECK.pack(xxh3_64_intdigest(header)), 0)
+            out = mmap.mmap(fd, layout.total)  # unmapped with the last array over it
+            _column(out, layout.digests, DIGEST_BYTES * len(rows), np.uint8).reshape(-1, DIGEST_BYTES)[:] = digests[
+                rows
+            ]
+            _column(out, layout.slots, len(rows))[:] = slots[rows]
+            _column(out, layout.ticks, len(rows))[:] = ticks[rows]
+            _column(out, layout.order, len(rows))[by_hash] = np.arange(len(rows), dtype=np.uint32)
+            starts = _column(out, layout.starts, (1 << bucket_bits) + 1)
+            firsts = np.arange(1 << bucket_bits, dtype=np.uint64) << np.uint64(64 - bucket_bits)
+            starts[:-1] = np.searchsorted(hashes[rows], firsts)
+            starts[-1] = len(rows)
+            taken = np.zeros(slots_limit, np.uint8)
+            taken[slots[rows]] = 1
+            _column(out, layout.taken, -(-slots_limit // 8), np.uint8)[:] = np.packbits(taken, bitorder="little")
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+class Table:
+    """The engine's side: find, remove, evict. Nothing is ever added. One thread at a time, and only one engine.
+
+    What stands in the memfd is believed only as far as memory is safe: a row that is not what the table says is for
+    the seal to find out, when it is loaded.
+    """
+
+    def __init__(self, fd: int, rows: int, bucket_bits: int, slots: int, salt: int) -> None:
+        """Map `fd`. Not for callers: use attach, which checks it."""
+        layout = _Layout(rows, bucket_bits, slots)
+        self.nbytes = layout.total
+        self._map = mmap.mmap(fd, layout.total)
+        self._views: list[memoryview] = []
+        self._base = layout.digests
+        self._slots = self._view(layout.slots, rows)
+        self._ticks = self._view(layout.ticks, rows)
+        self._starts = self._view(layout.starts, (1 << bucket_bits) + 1)
+        self._layout = layout
+        self._salt = salt
+        self._shift = 64 - bucket_bits
+        self._rows = rows
+        self._slots_limit = slots
+        self._left = rows
+        self._coldest: list[int] = []  # the next rows in order of use, the coldest last
+        self._cursor = 0  # how much of that order has been read
+
+    @classmethod
+    def attach(cls, fd: int) -> Table:
+        """Map the table behind `fd`, which is closed: the mapping needs it no more. Takes no longer for more rows.
+
+        TableError unless it is a memfd whose size is sealed and is what its header says: a file that could shrink
+        would turn any access into a SIGBUS.
+        """
+        try:
+            return cls(fd, *_checked(fd))
+        except OSError as error:
+            raise TableError(f"cannot map the table behind descriptor {fd}: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def __len__(self) -> int:
+        return self._left
+
+    def find(self, key: Key) -> tuple[int, int] | None:
+        """(slot, tick) of the key's row, or None."""
+        row = self._find(key_digest(key))
+        return None if row < 0 else (self._slots[row], self._ticks[row])
+
+    def remove(self, key: Key) -> tuple[int, int] | None:
+        """As find, and the row is no longer here: the caller keeps its slot, or frees it."""
+        row = self._find(key_digest(key))
+        return None if row < 0 else (self._remove(row), self._ticks[row])
+
+    def coldest(self, count: int) -> list[tuple[bytes, int]]:
+        """Remove up to `count` rows, those not used for longest first: (digest of the key, slot) of each."""
+        victims: list[tuple[bytes, int]] = []
+        while len(victims) < count and self._left:
+            if not self._coldest:
+                self._refill()
+            row = self._coldest.pop()
+            if self._slots[row] != _GONE:
+                victims.append((self._digest(row), self._remove(row)))
+        return victims
+
+    def beyond(self, slots_limit: int) -> list[tuple[bytes, int]]:
+        """Remove all rows in slots of `slots_limit` or above: (digest of the key, slot) of each."""
+        slots = _column(self._map, self._layout.slots, self._rows)
+        found = np.flatnonzero((slots >= slots_limit) & (slots != _GONE)).tolist()
+        return [(self._digest(row), self._remove(row)) for row in found]
+
+    def slot_map(self) -> bytearray:
+        """One byte a slot, 1 for those that rows were built into; removed rows count until the caller says other."""
+        packed = _column(self._map, self._layout.taken, -(-self._slots_limit // 8), np.uint8)
+        return bytearray(np.unpackbits(packed, count=self._slots_limit, bitorder="little"))
+
+    def close(self) -> None:
+        """Give the memory back. May be called again; the table is empty from then on."""
+        self._left = self._rows = 0
+        self._coldest = []
+        for view in self._views:
+            view.release()
+        self._views = []
+        self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _find(self, digest: bytes) -> int:
+        """The number of the row, -1 if there is none."""
+        if not self._left:
+            return -1
+        bucket = (int.from_bytes(digest[:8], "little") * self._salt & _WORD) >> self._shift
+        end = self._base + DIGEST_BYTES * self._starts[bucket + 1]
+        at = self._map.find(digest, self._base + DIGEST_BYTES * self._starts[bucket], end)
+        while at >= 0 and at % DIGEST_BYTES:  # across two digests
+            at = self._map.find(digest, at + 1, end)
+        if at < 0:
+            return -1
+        row = (at - self._base) // DIGEST_BYTES
+        return row if self._slots[row] != _GONE else -1
+
+    def _digest(self, row: int) -> bytes:
+        at = self._base + DIGEST_BYTES * row
+        return self._map[at : at + DIGEST_BYTES]
+
+    def _remove(self, row: int) -> int:
+        slot = self._slots[row]
+        self._slots[row] = _GONE
+        self._left -= 1
+        return slot
+
+    def _refill(self) -> None:
+        """Read on in the order of use, until there is a row that is still here."""
+        slots = _column(self._map, self._layout.slots, self._rows)
+        count = _REFILL
+        while not self._coldest and self._cursor < self._rows:
+            count = min(count, self._rows - self._cursor)
+            rows = _column(self._map, self._layout.order + 4 * self._cursor, count)
+            self._cursor += count
+            self._coldest = rows[slots[rows] != _GONE][::-1].tolist()
+            count *= 2  # long gone: most of it has been removed
+
+    def _view(self, at: int, count: int) -> memoryview:
+        whole = memoryview(self._map)
+        part = whole[at : at + 4 * count]
+        view = part.cast("I")
+        self._views += [view, part, whole]
+        return view
+
+
+def _newest_of_each(
+    slots: NDArray[np.uint32],
+    digests: NDArray[np.uint8],
+    hashes: NDArray[np.uint64],
+    by_use: NDArray[np.intp],
+    slots_limit: int,
+) -> NDArray[np.bool_]:
+    """bool (n,), in the order of `by_use`: whether that row stays, so that each digest and each slot occurs once."""
+    stays = slots[by_use] < slots_limit
+    ordered = np.sort(hashes)
+    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if len(twice):
+        seen: set[bytes] = set()
+        for place in np.flatnonzero(np.isin(hashes[by_use], twice) & stays)[::-1].tolist():
+            digest = digests[by_use[place]].tobytes()
+            if digest in seen:
+                stays[place] = False
+            seen.add(digest)
+    places = np.flatnonzero(stays)
+    last = np.zeros(slots_limit, np.uint32)
+    last[slots[by_use[places]]] = places  # of equal slots, numpy keeps what is assigned last
+    stays[places] = last[slots[by_use[places]]] == places
+    return stays
+
+
+def _column(of: mmap.mmap, at: int, count: int, dtype: type[Any] = np.uint32) -> NDArray[Any]:
+    return np.frombuffer(of, dtype, count, at)
+
+
+def _memfd(nbytes: int) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        try:
+            fd = os.memfd_create("nixl_tiers_index", flags | _MFD_NOEXEC_SEAL)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fd = os.memfd_create("nixl_tiers_index", flags)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # an error here, where a page that cannot be had would be a SIGBUS later
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise TableError(f"the kernel gives no memfd of {nbytes} bytes for the index: {error.strerror}") from error
+    return fd
+
+
+def _checked(fd: int) -> tuple[int, int, int, int]:
+    """Rows, log2 of buckets, slots and salt of the table behind `fd`. TableError names what is wrong with it."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise TableError(f"descriptor {fd} is not a memfd: {error.strerror}") from error
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise TableError(f"the size of the memfd behind descriptor {fd} is not sealed")
+    raw = os.pread(fd, _HEADER.size + _CHECK.size, 0)
+    header = raw[: _HEADER.size]
+    if raw[:8] != _MAGIC or raw[_HEADER.size :] != _CHECK.pack(xxh3_64_intdigest(header)):
+        raise TableError(f"the memfd behind descriptor {fd} is not a table")
+    _, version, rows, bucket_bits, slots, salt = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise TableError(f"the table behind descriptor {fd} is of version {version}, this program's is {_VERSION}")
+    size = os.fstat(fd).st_size
+    if not 1 <= bucket_bits <= 32 or rows >= _GONE or size != _Layout(rows, bucket_bits, slots).total:
+        raise TableError(f"the table behind descriptor {fd} has {size} bytes, which is not what its header says")
+    return rows, bucket_bits, slots, salt
