@@ -139,7 +139,8 @@ class Request:
 
 
 Fault = Callable[[Request], int | bytes | None]
-"""Called before a request is served: an HTTP status to answer with, bytes to send instead of the object, or None."""
+"""Called before a request is served: an HTTP status to answer with, HANG_UP, bytes to send as the object, or None."""
+HANG_UP = 0
 
 
 @dataclass
@@ -205,7 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.s3.most_at_once = max(self.s3.most_at_once, self.s3.at_once)
             spoiled = self.s3.fault(request)
         try:
-            if isinstance(spoiled, int):
+            if spoiled == HANG_UP:
+                self.close_connection = True
+            elif isinstance(spoiled, int):
                 self._answer(spoiled, b"<Error><Code>SlowDown</Code><Message>no</Message></Error>")
             elif isinstance(spoiled, bytes):
                 self._answer(200, spoiled)

@@ -20,7 +20,7 @@ from nixl_tiers.mover.messages import Outcome
 from nixl_tiers.mover.tiers import bucket, object  # noqa: A004
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
-from tests.mover.objects import NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, wait_until
+from tests.mover.objects import HANG_UP, NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -260,6 +260,14 @@ class TestTransfers:
         assert driver.load([1]) == [Outcome.FAILED]
         faulty.fault = lambda _: None
         assert driver.load([1, 2]) == [Outcome.OK, Outcome.MISSING]
+
+    def test_an_old_error_page_says_nothing_of_a_lost_connection(self, driver: Driver, faulty: FaultyS3) -> None:
+        assert driver.load(list(range(1, 31))) == [Outcome.MISSING] * 30
+        driver.store([31])
+        faulty.fault = failing("GET", status=HANG_UP)
+        assert driver.load([31]) == [Outcome.FAILED]
+        faulty.fault = lambda _: None
+        assert driver.load([31]) == [Outcome.OK]
 
     def test_one_error_page_spoils_nothing(self, driver: Driver, faulty: FaultyS3) -> None:
         faulty.fault = failing("PUT", times=1)
