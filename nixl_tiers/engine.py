@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nixl_tiers.cascade.manager import Limits, Lookup, StorePlan, TierManager
+from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState
+from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
+from nixl_tiers.cascade.traffic import Limits
 from nixl_tiers.chunk import Key, Namespace
 from nixl_tiers.config import TiersConfig, tier_to_dict
 from nixl_tiers.mover.client import Supervisor
@@ -77,7 +78,7 @@ class Engine:
         self._names = config.names
         geometry = region.geometry
         specs = [
-            TierSpec(name, writes=tier.write == "through", physical_slots=tier.type == "file")
+            TierSpec(name, Write(tier.write), physical_slots=tier.type == "file")
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
         limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20)

@@ -19,7 +19,8 @@ class RowState(IntEnum):
 
 class Row:
     """One chunk in the host region. `worker`, `mover`: open jobs of either kind on its bytes; `holds`: requests
-    that wait and count on it. `gone`: nobody can find it any more, but somebody's job still has hands on it."""
+    that wait and count on it. `leaving`: chosen for eviction, and to be written below first. `gone`: nobody can find
+    it any more, but somebody's job still has hands on it."""
 
     __slots__ = (
         "generation",
@@ -27,6 +28,7 @@ class Row:
         "holds",
         "index",
         "key",
+        "leaving",
         "mover",
         "order",
         "sealed",
@@ -52,6 +54,7 @@ class Row:
         self.sealed = False
         self.sealing = False
         self.gone = False
+        self.leaving = False
         self.source = CPU
 
 
@@ -62,6 +65,7 @@ class HostTier:
         self.rows = rows
         self.index: dict[Key, Row] = {}
         self.evicted: list[Key] = []  # drained by whoever publishes events
+        self.leaving: dict[Key, Row] = {}
         self.step = 0
         self._policy = policy
         self._slots = Slots(rows)
@@ -72,15 +76,39 @@ class HostTier:
         """Rows that are not free: found by a key, or still in the hands of a job."""
         return len(self._slots)
 
+    @property
+    def free(self) -> int:
+        return self._slots.free
+
     def make_room(self, count: int) -> int:
         """Evict until `count` rows are free, or until nothing more may go; returns how many are free, at most count."""
         missing = count - self._slots.free
         if missing > 0:
-            for key in self._policy.evict(missing, self._spare):
-                row = self.index.pop(key)
-                self._slots.give(row.index)
-                self.evicted.append(key)
+            victims = [row for key, row in self.leaving.items() if not self._spare(key)][:missing]
+            victims += [self.index[key] for key in self._policy.evict(missing - len(victims), self._spare)]
+            for row in victims:
+                self._remove(row)
         return min(count, self._slots.free)
+
+    def choose(self, count: int) -> list[Row]:
+        """The `count` least valuable rows, from now on leaving: still hits, until `leave` is called for them."""
+        rows = [self.index[key] for key in self._policy.evict(count, self._spare)]
+        for row in rows:
+            row.leaving = True
+            self.leaving[row.key] = row
+        return rows
+
+    def leave(self, row: Row) -> None:
+        """Evict a leaving row; one that somebody still counts on, or wants again, stays."""
+        if row.leaving and not self._spare(row.key):
+            self._remove(row)
+
+    def stay(self, row: Row, tick: int) -> None:
+        """A leaving row is wanted again, or cannot be written below: it takes its turn anew."""
+        if row.leaving:
+            row.leaving = False
+            del self.leaving[row.key]
+            self._policy.add(row.key, tick)
 
     def insert(self, key: Key, state: RowState, tick: int, generation: int) -> Row:
         """A free row for `key`; call make_room first."""
@@ -92,14 +120,21 @@ class HostTier:
         return row
 
     def touch(self, key: Key, tick: int) -> None:
-        self._policy.touch(key, tick)
+        row = self.index[key]
+        if row.leaving:
+            self.stay(row, tick)
+        else:
+            self._policy.touch(key, tick)
 
     def forget(self, row: Row) -> None:
         """Nobody finds this row from now on; its place is free once no job has hands on it."""
         if not row.gone:
             row.gone = True
             del self.index[row.key]
-            self._policy.remove(row.key)
+            if row.leaving:
+                del self.leaving[row.key]
+            else:
+                self._policy.remove(row.key)
             self.evicted.append(row.key)
         self.settle(row)
 
@@ -108,6 +143,12 @@ class HostTier:
         if row.gone and not row.worker and not row.mover and row.index >= 0:
             self._slots.give(row.index)
             row.index = -1
+
+    def _remove(self, row: Row) -> None:
+        del self.index[row.key]
+        self.leaving.pop(row.key, None)
+        self._slots.give(row.index)
+        self.evicted.append(row.key)
 
     def _spare(self, key: Key) -> bool:
         row = self.index[key]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from nixl_tiers.cascade.host import Row
+from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.policies.base import EvictionPolicy
-from nixl_tiers.cascade.policies.lru import LeafFirstLru
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
@@ -26,23 +26,34 @@ class Direction(Enum):
     LOAD = "load"
 
 
+class Write(Enum):
+    """When a tier is written to."""
+
+    THROUGH = "through"  # as soon as a row is complete above
+    ON_EVICT = "on_evict"  # when the tier above is about to evict it
+    OFF = "off"  # never: a read-only tier
+
+
 @dataclass(frozen=True)
 class TierSpec:
     """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, not a count."""
 
     name: str
-    writes: bool
+    write: Write
     physical_slots: bool
+    policy: PolicyName = "lru"
 
 
 class Entry:
-    """A key's place in a storage tier. `stored` is False while its first write is under way."""
+    """A key's place in a storage tier. `stored` is False while its first write is under way; `leaving`: chosen for
+    eviction, and to be written to the tier below first."""
 
-    __slots__ = ("readers", "retry_at", "slot", "stored")
+    __slots__ = ("leaving", "readers", "retry_at", "slot", "stored")
 
     def __init__(self, slot: int, stored: bool) -> None:
         self.slot = slot
         self.stored = stored
+        self.leaving = False
         self.readers = 0
         self.retry_at = 0.0
 
@@ -69,7 +80,7 @@ class Job:
 
 @dataclass
 class Counters:
-    """Monotonic, in rows unless the name says bytes; `dropped` counts cascades that were never written."""
+    """Monotonic, in rows unless the name says bytes; `dropped` counts rows that were never written below."""
 
     hits: int = 0
     misses: int = 0
@@ -88,15 +99,19 @@ class Storage:
     spec: TierSpec
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
-    policy: EvictionPolicy = field(default_factory=LeafFirstLru)
+    policy: EvictionPolicy = field(init=False)
     slots: Slots = field(default_factory=lambda: Slots(0))
     jobs: dict[int, Job] = field(default_factory=dict)
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first come first written
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     to_drop: list[tuple[int, Key]] = field(default_factory=list)
+    leaving: set[Key] = field(default_factory=set)
     rows_storing: int = 0
     rows_loading: int = 0
     counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        self.policy = make_policy(self.spec.policy, self.slots.limit)
 
     @property
     def readable(self) -> bool:
@@ -113,9 +128,7 @@ class Storage:
         """A slot for a row about to be written, evicting the least valuable row if the tier is full."""
         slot = self.slots.take()
         if slot is None:
-            for victim in self.policy.evict(1, self._spare):
-                self._release(victim)
-                self.counters.evictions += 1
+            self._make_one_free()
             slot = self.slots.take()
             if slot is None:
                 return None
@@ -144,27 +157,60 @@ class Storage:
     def resize(self, limit: int) -> None:
         """A new number of slots; rows that stand beyond it, or are too many, are evicted, the least valuable first."""
         self.slots.limit = limit
+        self.policy.resize(limit)
         if self.spec.physical_slots:
             for key in [key for key, entry in self.index.items() if entry.slot >= limit and not self._spare(key)]:
-                self.policy.remove(key)
-                self._release(key)
-                self.counters.evictions += 1
+                self.release(key)
         elif len(self.slots) > limit:
             for key in self.policy.evict(len(self.slots) - limit, self._spare):
-                self._release(key)
-                self.counters.evictions += 1
+                self._evicted(key)
+
+    def touch(self, key: Key, tick: int) -> None:
+        """A row of this tier was used, here or above."""
+        entry = self.index.get(key)
+        if entry is None:
+            return
+        if entry.leaving:
+            self.stay(key, tick)
+        else:
+            self.policy.touch(key, tick)
+
+    def choose(self, count: int) -> list[Key]:
+        """The `count` least valuable rows, from now on leaving: still there, until `release` is called for them."""
+        keys = self.policy.evict(count, self._spare)
+        for key in keys:
+            self.index[key].leaving = True
+            self.leaving.add(key)
+        return keys
+
+    def stay(self, key: Key, tick: int) -> None:
+        """A leaving row is wanted again, or cannot be written below: it takes its turn anew."""
+        if key in self.leaving:
+            self.leaving.remove(key)
+            self.index[key].leaving = False
+            self.policy.add(key, tick)
+
+    def release(self, key: Key) -> None:
+        """Evict this row now, unless a job has hands on it."""
+        entry = self.index.get(key)
+        if entry is not None and not self._spare(key):
+            if not entry.leaving:
+                self.policy.remove(key)
+            self._evicted(key)
 
     def forget(self, key: Key, entry: Entry) -> None:
         """This row is no good (any more). Does nothing if the key has another entry by now."""
         if self.index.get(key) is entry:
-            self.policy.remove(key)
-            self._release(key)
+            if not entry.leaving:
+                self.policy.remove(key)
+            self._give_back(key)
 
     def clear(self) -> None:
         """Another epoch: nothing that was here may be found. Jobs under way end as strangers."""
         self.index = {}
-        self.policy = type(self.policy)()
         self.slots = Slots(0)
+        self.policy = make_policy(self.spec.policy, 0)
+        self.leaving.clear()
         self.to_store.clear()
         self.to_load.clear()
         self.to_drop.clear()
@@ -176,8 +222,21 @@ class Storage:
         for start in range(0, len(pending), most):
             yield pending[start : start + most]
 
-    def _release(self, key: Key) -> None:
+    def _make_one_free(self) -> None:
+        for key in self.leaving:  # it was to go anyway, and is lost if it was not written below yet
+            if not self._spare(key):
+                self._evicted(key)
+                return
+        for key in self.policy.evict(1, self._spare):
+            self._evicted(key)
+
+    def _evicted(self, key: Key) -> None:
+        self._give_back(key)
+        self.counters.evictions += 1
+
+    def _give_back(self, key: Key) -> None:
         entry = self.index.pop(key)
+        self.leaving.discard(key)
         self.slots.give(entry.slot)
         self.to_drop.append((entry.slot, key))
 

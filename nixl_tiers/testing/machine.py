@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.storage import Write
 from nixl_tiers.testing.simulation import World
 
 TIERS = st.integers(0, 1)
 PICK = st.integers(0, 31)
 # Prompts share prefixes, as prompts do: chunk n of a prompt is named by all of the prompt up to it.
 PROMPTS = st.text(alphabet="ab", min_size=1, max_size=5)
+WRITES = [(Write.THROUGH, Write.THROUGH), (Write.THROUGH, Write.ON_EVICT), (Write.ON_EVICT, Write.ON_EVICT)]
 RARELY = st.sampled_from([False, False, False, False, True])
 OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.NO_SPACE])
 
@@ -21,10 +23,11 @@ class CascadeMachine(RuleBasedStateMachine):
     """Subclass and set `core` to test another TierManager (a planted bug, say)."""
 
     core: type[TierManager] = TierManager
+    world: World
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(core=self.core)
+    @initialize(writes=st.sampled_from(WRITES))
+    def begin(self, writes: tuple[Write, Write]) -> None:
+        self.world = World(core=self.core, writes=writes)
 
     @rule(prompt=PROMPTS)
     def request(self, prompt: str) -> None:
@@ -114,4 +117,5 @@ class CascadeMachine(RuleBasedStateMachine):
         self.world.check()
 
     def teardown(self) -> None:
-        self.world.quiesce()
+        if hasattr(self, "world"):
+            self.world.quiesce()

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nixl_tiers.cascade.manager import Limits, Lookup, TierManager
+from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState
+from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
+from nixl_tiers.cascade.traffic import Limits
 from nixl_tiers.chunk import Key
 
 ROW_BYTES = 4096
@@ -97,6 +98,7 @@ class World:
         slots: Sequence[int] = (6, 12),
         limits: Limits | None = None,
         core: Callable[..., TierManager] = TierManager,
+        writes: Sequence[Write] = (Write.THROUGH, Write.THROUGH),
     ) -> None:
         self.limits = limits or Limits(wait_s=5.0, hold_s=10.0, job_s=20.0, retry_s=3.0, moves_per_job=3)
         self.rows = rows
@@ -104,7 +106,7 @@ class World:
         self.epoch = 0
         self._make = core
         self._epochs = 0
-        self.specs = [TierSpec(f"tier{i}", writes=True, physical_slots=i % 2 == 0) for i in range(len(slots))]
+        self.specs = [TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0) for i, write in enumerate(writes)]
         self.movers = [Mover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)]
         self.region = [GARBAGE] * rows
         self.workers: list[WorkerJob] = []
@@ -289,7 +291,17 @@ class World:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
         for tier in range(len(self.movers)):
             self.heal(tier)
-        for _ in range(1000):
+        self._run_out()
+        self.core.flushed()
+        self.advance(self.limits.wait_s + self.limits.hold_s + 1)
+        self._run_out()
+        rows = self.core.host.index.values()
+        promise(not any(row.worker or row.mover or row.holds for row in rows), "a row stays pinned for ever")
+        promise(self.core.host.used == len(rows), "a row is lost")
+        promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
+
+    def _run_out(self) -> None:
+        for _ in range(300):
             if self.workers:
                 self.worker_finishes(0)
             for name in list(self.waiting):
@@ -299,13 +311,7 @@ class World:
                 self.mover_works(tier)
                 self.deliver(tier)
             if not self.workers and not self.waiting and not any(m.inbox or m.finished for m in self.movers):
-                break
-        self.core.flushed()
-        self.advance(self.limits.wait_s + self.limits.hold_s + 1)
-        rows = self.core.host.index.values()
-        promise(not any(row.worker or row.mover or row.holds for row in rows), "a row stays pinned for ever")
-        promise(self.core.host.used == len(rows), "a row is lost")
-        promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
+                return
 
     # --- inside ------------------------------------------------------------------------------------------------
 

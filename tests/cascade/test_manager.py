@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from nixl_tiers.cascade.manager import Limits, Lookup, TierManager
+from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Direction, Job, TierSpec
+from nixl_tiers.cascade.storage import Direction, Job, TierSpec, Write
+from nixl_tiers.cascade.traffic import Limits
 from nixl_tiers.chunk import Key
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
@@ -16,7 +17,7 @@ CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
 
 
 def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) -> TierManager:
-    specs = [TierSpec(name, writes=True, physical_slots=name == "file") for name in tiers]
+    specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in tiers]
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, **limits))  # type: ignore[arg-type]
     for tier in range(len(specs)):
         core.opened(tier, 100)

@@ -9,59 +9,64 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from nixl_tiers.cascade.policies.batches import Batches
 from nixl_tiers.chunk import Key
 
 
 class LeafFirstLru:
-    """Buckets by tick; a bucket keeps its keys in the prefix order in which they came. All calls are O(1) a key."""
+    """One batch of keys for each tick of last use."""
 
     def __init__(self) -> None:
-        self._tick_of: dict[Key, int] = {}
-        # Ordered, because the oldest goes all the time: a plain dict would walk over what was deleted at its front.
-        self._buckets: OrderedDict[int, dict[Key, None]] = OrderedDict()
-        self._newest = -1
-        self._sorted = True
+        self._keys = Batches()
+        # Keys that were spared when their turn came, in the order of their turns. Without this, whatever long job
+        # holds the oldest keys would make every eviction walk over all of them.
+        self._aside: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._tick_of)
+        return len(self._keys) + len(self._aside)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys or key in self._aside
 
     def add(self, key: Key, tick: int) -> None:
-        self._tick_of[key] = tick
-        bucket = self._buckets.get(tick)
-        if bucket is None:
-            bucket = self._buckets[tick] = {}
-            # Ticks come in ascending order but for keys that a restart brings back: those are sorted in when needed.
-            if tick < self._newest:
-                self._sorted = False
-            else:
-                self._newest = tick
-        bucket[key] = None
+        self._keys.add(key, tick)
 
     def touch(self, key: Key, tick: int) -> None:
-        if self._tick_of[key] != tick:
+        if self._keys.number_of(key) != tick:
             self.remove(key)
-            self.add(key, tick)
+            self._keys.add(key, tick)
 
     def remove(self, key: Key) -> None:
-        tick = self._tick_of.pop(key)
-        bucket = self._buckets[tick]
-        del bucket[key]
-        if not bucket:
-            del self._buckets[tick]
+        if key in self._keys:
+            self._keys.remove(key)
+        else:
+            del self._aside[key]
 
     def evict(self, count: int, spare: Callable[[Key], bool]) -> list[Key]:
-        if not self._sorted:
-            self._buckets = OrderedDict(sorted(self._buckets.items()))
-            self._sorted = True
         victims: list[Key] = []
-        for bucket in self._buckets.values():
+        waiting = len(self._aside)
+        soon = min(waiting, 2 * count + 16)
+        self._review(soon, count, spare, victims)
+        spared: list[Key] = []
+        while len(victims) < count and self._keys:
+            key, _ = self._keys.pop()
+            (spared if spare(key) else victims).append(key)
+        # Only the rest of a tier that has nothing else is worth a walk.
+        self._review(waiting - soon, count, spare, victims)
+        self._aside.update(dict.fromkeys(spared))
+        return victims
+
+    def resize(self, rows: int) -> None:
+        pass
+
+    def _review(self, most: int, count: int, spare: Callable[[Key], bool], victims: list[Key]) -> None:
+        """Ask again for up to `most` of the keys set aside, the longest unasked first."""
+        for _ in range(most):
             if len(victims) >= count:
                 break
-            for key in reversed(bucket):
-                if len(victims) >= count:
-                    break
-                if not spare(key):
-                    victims.append(key)
-        for key in victims:
-            self.remove(key)
-        return victims
+            key = next(iter(self._aside))
+            if spare(key):
+                self._aside.move_to_end(key)
+            else:
+                del self._aside[key]
+                victims.append(key)
