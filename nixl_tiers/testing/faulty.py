@@ -1,0 +1,286 @@
+"""FaultyStorage: any storage tier, over a medium that fails when a plan says so.
+
+It stands where a tier stands, and hands the tier inside a region of its own. So a row can be spoilt between the two,
+below the seal: on its way down it is stored damaged (the tier inside must notice when it loads it), on its way up the
+damage is found here, as a tier finds it that reads straight into the region. In a mover:
+
+    {"type": "nixl_tiers.testing.faulty:make_faulty", "inner": {...}, "plan": {"rules": [{"fault": "bit flip"}]}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.mover.messages import Entry, Hello, Move, Outcome
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierRefused
+
+MakeTier = Callable[[Geometry, HostRegion], StorageTier]
+
+
+class Way(StrEnum):
+    """Of a row."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+class Fault(StrEnum):
+    """What happens to one row."""
+
+    TORN_WRITE = "torn write"  # reported OK, but the second half never came to the medium
+    BIT_FLIP = "bit flip"  # of a store: at rest; of a load: on the way
+    SHORT_READ = "short read"  # the second half of the region's row stays what it was
+    LATE_ERROR = "late error"  # the whole row is in the region, and then the transfer fails
+    UNAVAILABLE = "unavailable"  # an error at once, and nothing is moved: what a 503 is
+    NO_SPACE = "no space"  # ENOSPC
+    SLOW = "slow"  # OK, but `delay_s` later
+    STALL = "stall"  # half of it is moved, and the batch is never reported
+
+
+WAYS: Final = {
+    Fault.TORN_WRITE: {Way.STORE},
+    Fault.NO_SPACE: {Way.STORE},
+    Fault.SHORT_READ: {Way.LOAD},
+    Fault.LATE_ERROR: {Way.LOAD},
+}
+"""Faults that can happen one way only; the others happen both ways."""
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One fault, and the rows that it happens to. Raises ValueError if no row can be meant."""
+
+    fault: Fault
+    way: Way | None = None  # None: each way on which it can happen
+    keys: tuple[Key, ...] | None = None  # None: every key
+    chance: float = 1.0  # of each move that is meant
+    times: int | None = None  # for each key and way; None: always
+    delay_s: float = 0.05  # how much later a slow row is
+
+    def __post_init__(self) -> None:
+        if self.way is not None and self.way not in WAYS.get(self.fault, set(Way)):
+            raise ValueError(f"way: a {self.fault} does not happen to a {self.way}")
+        if not 0 <= self.chance <= 1:
+            raise ValueError(f"chance: {self.chance} is not within 0 and 1")
+
+
+class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which faults happen to which rows: the first rule that strikes counts.
+
+    Whether it strikes depends on the seed, the rule, the key, the way and how often that key went that way before, and
+    on nothing else: neither on how rows are batched nor on when they come.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    seed: int = 0
+
+    def strike(self, way: Way, key: Key, turn: int) -> Rule | None:
+        """The rule that strikes when `key` goes this way for the `turn`-th time, from 0."""
+        for number, rule in enumerate(self.rules):
+            meant = (
+                way in WAYS.get(rule.fault, set(Way))
+                and rule.way in {None, way}
+                and (rule.keys is None or key in rule.keys)
+                and (rule.times is None or turn < rule.times)
+            )
+            if meant and self.draw(1 << 32, number, way, key, turn) < rule.chance * (1 << 32):
+                return rule
+        return None
+
+    def draw(self, below: int, *what: object) -> int:
+        """A number from 0 to `below` - 1 that depends on the seed and `what` alone."""
+        digest = hashlib.blake2b(repr((self.seed, what)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % below
+
+    def to_dict(self) -> dict[str, object]:
+        """What travels to a mover, as `plan` of make_faulty's configuration."""
+        plain: dict[str, object] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        return plain
+
+
+def make_faulty(config: Mapping[str, object], geometry: Geometry, region: HostRegion) -> FaultyStorage:
+    """A FaultyStorage in a mover. `config["inner"]`: the configuration of the tier inside; `config["plan"]`: the
+    faults, as FaultPlan.to_dict gives them. Raises TierRefused."""
+    from nixl_tiers.mover.process import make_tier
+
+    inner = config.get("inner")
+    if not isinstance(inner, dict):
+        raise TierRefused('inner: a faulty tier needs the configuration of a tier, {"type": ...}')
+    try:
+        plan = msgspec.convert(config.get("plan", {}), FaultPlan, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise TierRefused(f"plan: {error}") from error
+
+    def make(geometry: Geometry, region: HostRegion) -> StorageTier:
+        hello = Hello(inner, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)
+        return make_tier(hello, region)
+
+    return FaultyStorage(make, geometry, region, plan)
+
+
+@dataclass
+class _Batch:
+    """What one call of store or load asked for."""
+
+    moves: list[Move]
+    way: Way
+    rules: list[Rule | None]
+    turns: list[int]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)  # by place in the batch
+    inside: list[int] = field(default_factory=list)  # places of the moves that the tier inside was given
+    ready_s: float = 0.0
+
+
+class FaultyStorage(StorageTier):
+    """The tier that `make` makes, behind a plan of faults. Without faults it is that tier, slower by a copy a row."""
+
+    def __init__(self, make: MakeTier, geometry: Geometry, region: HostRegion, plan: FaultPlan) -> None:
+        """`make` is given a private region of as many rows: row n there is row n of `region`."""
+        self._geometry = geometry
+        self._region = region
+        self._private = HostRegion.create(geometry, region.rows)
+        try:
+            self._inner = make(geometry, self._private)
+        except BaseException:
+            self._private.close()
+            raise
+        self._plan = plan
+        self._turns: Counter[tuple[Way, Key]] = Counter()
+        self._sealer: Sealer | None = None
+        self._tickets = 0
+        self._batches: dict[int, _Batch] = {}
+        self._tickets_inside: dict[int, int] = {}  # the inner tier's ticket -> ours
+        self.struck: Counter[Fault] = Counter()
+        """How often each fault has happened."""
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        slots = self._inner.open(namespace, epoch)
+        self._sealer = Sealer(self._geometry, namespace, epoch)
+        return slots
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        return self._inner.adopt()
+
+    def store(self, moves: Sequence[Move]) -> int:
+        batch = self._strike(moves, Way.STORE)
+        inside = []
+        for place in batch.inside:
+            move = batch.moves[place]
+            if move.seal:
+                self._open_sealer.seal(self._region.rows_view[move.row], move.key, sealed_at=int(time.time()))
+            self._copy_down(batch, place)
+            inside.append(msgspec.structs.replace(move, seal=False))
+        return self._begin(batch, self._inner.store(inside) if inside else None)
+
+    def load(self, moves: Sequence[Move]) -> int:
+        batch = self._strike(moves, Way.LOAD)
+        inside = [batch.moves[place] for place in batch.inside]
+        return self._begin(batch, self._inner.load(inside) if inside else None)
+
+    def poll(self) -> list[Done]:
+        for done in self._inner.poll():
+            batch = self._batches[self._tickets_inside.pop(done.ticket)]
+            for place, outcome in zip(batch.inside, done.outcomes, strict=True):
+                if batch.way is Way.LOAD and outcome is Outcome.OK:
+                    batch.outcomes[place] = self._copy_up(batch, place)
+                else:
+                    batch.outcomes[place] = outcome
+        return [self._report(ticket) for ticket in [*self._batches] if self._over(self._batches[ticket])]
+
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        self._inner.drop(entries)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._batches) or self._inner.busy
+
+    @property
+    def used_bytes(self) -> int:
+        return self._inner.used_bytes
+
+    def close(self) -> None:
+        self._inner.close()
+        self._private.close()
+
+    # --- batches --------------------------------------------------------------------------------------------------
+
+    @property
+    def _open_sealer(self) -> Sealer:
+        if self._sealer is None:
+            raise RuntimeError("the tier is not open")
+        return self._sealer
+
+    def _strike(self, moves: Sequence[Move], way: Way) -> _Batch:
+        """Decide what happens to each move; those that do not get as far as the tier inside have ended."""
+        turns = [self._turns[way, move.key] for move in moves]
+        rules = [self._plan.strike(way, move.key, turn) for move, turn in zip(moves, turns, strict=True)]
+        batch = _Batch(list(moves), way, rules, turns)
+        for place, (move, rule) in enumerate(zip(moves, rules, strict=True)):
+            self._turns[way, move.key] += 1
+            fault = rule.fault if rule is not None else None
+            if rule is not None:
+                self.struck[rule.fault] += 1
+            if fault is Fault.NO_SPACE:
+                batch.outcomes[place] = Outcome.NO_SPACE
+            elif fault is Fault.UNAVAILABLE:
+                batch.outcomes[place] = Outcome.FAILED
+            else:
+                batch.inside.append(place)
+            if rule is not None and fault is Fault.SLOW:
+                batch.ready_s = max(batch.ready_s, time.monotonic() + rule.delay_s)
+            if fault is Fault.STALL:
+                batch.ready_s = float("inf")
+        return batch
+
+    def _begin(self, batch: _Batch, ticket_inside: int | None) -> int:
+        self._tickets += 1
+        self._batches[self._tickets] = batch
+        if ticket_inside is not None:
+            self._tickets_inside[ticket_inside] = self._tickets
+        return self._tickets
+
+    def _over(self, batch: _Batch) -> bool:
+        return len(batch.outcomes) == len(batch.moves) and time.monotonic() >= batch.ready_s
+
+    def _report(self, ticket: int) -> Done:
+        batch = self._batches.pop(ticket)
+        return Done(ticket, [batch.outcomes[place] for place in range(len(batch.moves))])
+
+    # --- bytes ----------------------------------------------------------------------------------------------------
+
+    def _copy_down(self, batch: _Batch, place: int) -> None:
+        """Into the private row, as the medium shall get it."""
+        move, rule = batch.moves[place], batch.rules[place]
+        row = self._private.rows_view[move.row]
+        row[:] = self._region.rows_view[move.row]
+        if rule is not None and rule.fault in {Fault.TORN_WRITE, Fault.STALL}:
+            row[self._geometry.row_bytes // 2 :] = 0
+        if rule is not None and rule.fault is Fault.BIT_FLIP:
+            self._flip(batch, place, row.data)
+
+    def _copy_up(self, batch: _Batch, place: int) -> Outcome:
+        """A good row into the region, as it would arrive there, and what a tier says that looks at its seal there."""
+        move, rule = batch.moves[place], batch.rules[place]
+        row = self._region.rows_view[move.row]
+        fault = rule.fault if rule is not None else None
+        end = self._geometry.row_bytes // 2 if fault in {Fault.SHORT_READ, Fault.STALL} else self._geometry.row_bytes
+        row[:end] = self._private.rows_view[move.row][:end]
+        if fault is Fault.LATE_ERROR:
+            return Outcome.FAILED
+        if fault is Fault.BIT_FLIP:
+            self._flip(batch, place, row.data)
+        return Outcome.OK if self._open_sealer.verify(row, move.key) is Verdict.OK else Outcome.CORRUPT
+
+    def _flip(self, batch: _Batch, place: int, row: memoryview) -> None:
+        bit = self._plan.draw(8 * len(row), "bit", batch.way, batch.moves[place].key, batch.turns[place])
+        row[bit // 8] ^= 1 << bit % 8

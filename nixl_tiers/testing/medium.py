@@ -1,0 +1,291 @@
+"""What the conformance suite works with: media that it can reach past the tier, and a tier used as a mover uses it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Final, NoReturn, Self
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.tiers.base import StorageTier
+
+PATIENCE_S: Final = 60.0
+CAPACITY_BYTES: Final = 48 << 20
+NAMESPACE: Final = bytes(range(16))
+_POLL_S: Final = 0.0003  # as a mover does
+_REST: Final = 0xEE  # what stands in region rows that nobody uses
+
+
+class Medium(ABC):
+    """One place for rows: makes tiers that stand on it, and reaches past them.
+
+    An author of a tier writes one of these. What is a capability is said by a class variable; of the raw accesses,
+    those that a medium does not have skip the tests that need them.
+    """
+
+    keeps_rows: ClassVar[bool] = True
+    """Rows outlive the tier object: after close, another one that opens the same namespace adopts them."""
+    keeps_namespaces: ClassVar[bool] = True
+    """Opening another namespace leaves the rows of the first one where they are."""
+    physical_slots: ClassVar[bool] = True
+    """A slot is a place: adopt names the slot that a row was stored into. False: a row is found by its key alone."""
+    erases: ClassVar[bool] = True
+    """A dropped row is gone from the medium soon. False: it is only forgotten, until its slot is stored into."""
+    exact: ClassVar[bool] = True
+    """used_bytes comes to equal held_bytes. False: it may be more, for journals and what is allocated ahead."""
+
+    @abstractmethod
+    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
+        """Another tier object over this medium, not open yet, as a new mover would make it."""
+
+    def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
+        """The row as it stands on the medium."""
+        _lacking("read a row")
+
+    def write(self, namespace: bytes, slot: int, key: Key, raw: bytes) -> None:
+        """Replace a row by these bytes, a whole row's."""
+        _lacking("write a row")
+
+    def cut(self, namespace: bytes, slot: int, key: Key, keep_bytes: int) -> None:
+        """Lose everything of a row beyond its first bytes."""
+        _lacking("cut a row short")
+
+    def delete(self, namespace: bytes, slot: int, key: Key) -> None:
+        """Lose a row, without telling the tier."""
+        _lacking("delete a row")
+
+    def held_rows(self, namespace: bytes) -> int:
+        """How many rows of the namespace the medium would offer to who comes next."""
+        _lacking("count rows")
+
+    def held_bytes(self) -> int:
+        """What everything of the tier, of all namespaces, takes on the medium now."""
+        _lacking("count bytes")
+
+
+def _lacking(what: str) -> NoReturn:
+    pytest.skip(f"there is no way to {what} past this tier")
+
+
+def keys(count: int, first: int = 0) -> dict[int, Key]:
+    """Slot -> key, for `count` slots from `first` on; every slot its own key."""
+    return {slot: b"key-%08d" % slot for slot in range(first, first + count)}
+
+
+def content(key: Key, version: int, geometry: Geometry) -> NDArray[np.uint8]:
+    """uint8 (row_bytes,): what is stored under `key`; another key or version has no 8 bytes in common with it."""
+    seed = hashlib.blake2b(key, digest_size=8, salt=version.to_bytes(8, "little")).digest()
+    words = np.arange(geometry.row_bytes // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (words + np.frombuffer(seed, np.uint64)).view(np.uint8)
+
+
+@dataclass
+class _Flight:
+    """A batch that has not been reported."""
+
+    moves: list[Move]
+    writes: bool
+    before: list[NDArray[np.uint8]]  # of stores: the rows as they were handed over
+
+
+class Rig:
+    """One tier and its region, used as a mover uses them; checks at every report what must hold at every report.
+
+    - A ticket is reported once, with one outcome a move.
+    - A row that was loaded OK is the right one, seal and all. A stored one is unharmed, and sealed if that was asked.
+    - What was reported is quiet: rows out of use keep what they are filled with until they are used again.
+    """
+
+    def __init__(self, medium: Medium, geometry: Geometry, rows: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.medium = medium
+        self.geometry = geometry
+        self.capacity_bytes = capacity_bytes
+        self.region = HostRegion.create(geometry, rows)
+        self.region.rows_view[:] = _REST
+        self.tier = medium.make(geometry, self.region, capacity_bytes)
+        self.namespace = NAMESPACE
+        self.epoch = 0
+        self._versions: dict[tuple[bytes, int, Key], int] = {}
+        self._free = list(range(rows))
+        self._flying: dict[int, _Flight] = {}
+        self._ended: dict[int, list[Outcome]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.settle()
+        finally:
+            self.tier.close()
+            resting = self.region.rows_view[self._free]
+            quiet = kind is not None or (resting == _REST).all()
+            del resting
+            self.region.close()
+        assert quiet, "region rows were written to that no move named, or after their batch was reported"
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:
+        """Serve a namespace; returns what it adopts, by slot."""
+        self.namespace, self.epoch = namespace, epoch
+        self.slots = self.tier.open(namespace, epoch)
+        assert self.slots > 0, "a tier that opens has slots"
+        return self.adopt()
+
+    def adopt(self) -> dict[int, Key]:
+        entries: list[Entry] = []
+        deadline = time.monotonic() + PATIENCE_S
+        for batch in self.tier.adopt():
+            entries += batch
+            if not batch:
+                assert time.monotonic() < deadline, "adopt does not end"
+                time.sleep(0.002)
+        found = {entry.slot: entry.key for entry in entries}
+        assert len(found) == len(entries), "adopt names a slot twice"
+        assert len(set(found.values())) == len(entries), "adopt names a key twice"
+        assert all(0 <= slot < self.slots for slot in found), "adopt names a slot that open did not offer"
+        ticks = [entry.tick for entry in entries]
+        assert ticks == sorted(ticks), "adopt lists the oldest first"
+        return found
+
+    def reopen(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:
+        """End this tier and open the namespace with another one, as after a restart; returns what that adopts."""
+        self.restart()
+        return self.open(namespace, epoch)
+
+    def restart(self) -> None:
+        """Another tier object, not open yet."""
+        self.settle()
+        self.tier.close()
+        self.tier = self.medium.make(self.geometry, self.region, self.capacity_bytes)
+
+    # --- moving rows ------------------------------------------------------------------------------------------------
+
+    def begin_store(self, where: Mapping[int, Key], *, version: int = 0, seal: bool = True) -> int:
+        """Start storing each key's content into its slot. Without `seal`, the rows are as the caller's `ready` left
+        them: see `begin_moves`."""
+        moves = []
+        for tick, (slot, key) in enumerate(where.items(), 1):
+            row = self.take_row()
+            self.region.rows_view[row] = content(key, version, self.geometry)
+            moves.append(Move(row, slot, key, tick, seal))
+            self._versions[self.namespace, self.epoch, key] = version
+        return self.begin_moves(moves)
+
+    def begin_moves(self, moves: list[Move]) -> int:
+        """Start storing rows that `take_row` gave and the caller has filled."""
+        before = [self.region.rows_view[move.row].copy() for move in moves]
+        ticket = self.tier.store(moves)
+        return self._flies(ticket, _Flight(moves, True, before))
+
+    def begin_load(self, where: Mapping[int, Key]) -> int:
+        moves = [Move(self.take_row(), slot, key) for slot, key in where.items()]
+        ticket = self.tier.load(moves)
+        return self._flies(ticket, _Flight(moves, False, []))
+
+    def store(self, where: Mapping[int, Key], *, version: int = 0) -> list[Outcome]:
+        return self._in_parts(where, lambda part: self.begin_store(part, version=version))
+
+    def load(self, where: Mapping[int, Key]) -> list[Outcome]:
+        return self._in_parts(where, self.begin_load)
+
+    def drop(self, where: Mapping[int, Key]) -> None:
+        self.tier.drop(list(where.items()))
+
+    def finish(self, *tickets: int) -> list[list[Outcome]]:
+        """Poll until these have been reported; returns their outcomes."""
+        self.until(lambda: set(tickets) <= set(self._ended), "every batch to be reported")
+        return [self._ended.pop(ticket) for ticket in tickets]
+
+    def abandon(self, ticket: int) -> None:
+        """Wait no longer for a batch, which has not been reported; its rows are not used again."""
+        del self._flying[ticket]
+
+    def settle(self) -> None:
+        """Poll until the tier has nothing left to do."""
+        self.until(lambda: not self._flying and not self.tier.busy, "the tier to be idle")
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Poll until `condition` holds. Raises AssertionError naming `what` after PATIENCE_S."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self._poll()
+            if condition():
+                return
+            assert time.monotonic() < deadline, f"still waiting for {what} after {PATIENCE_S:g} s"
+            time.sleep(_POLL_S)
+
+    def take_row(self) -> int:
+        """A region row for the next move; it is given back when the move has been reported."""
+        row = self._free.pop(0)  # the longest unused: whoever still writes to it has had time to be noticed
+        assert (self.region.rows_view[row] == _REST).all(), "a row was written to after its batch was reported"
+        return row
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _in_parts(self, where: Mapping[int, Key], begin: Callable[[Mapping[int, Key]], int]) -> list[Outcome]:
+        items, outcomes = list(where.items()), list[Outcome]()
+        most = len(self._free)
+        for start in range(0, len(items), most):
+            (part,) = self.finish(begin(dict(items[start : start + most])))
+            outcomes += part
+        return outcomes
+
+    def _flies(self, ticket: int, flight: _Flight) -> int:
+        assert ticket not in self._flying, "two batches have the same ticket"
+        assert ticket not in self._ended, "two batches have the same ticket"
+        self._flying[ticket] = flight
+        return ticket
+
+    def _poll(self) -> None:
+        for done in self.tier.poll():
+            flight = self._flying.pop(done.ticket, None)
+            assert flight is not None, f"ticket {done.ticket} was reported twice, or never given"
+            assert len(done.outcomes) == len(flight.moves), "one outcome a move"
+            outcomes = [Outcome(outcome) for outcome in done.outcomes]
+            for place, (move, outcome) in enumerate(zip(flight.moves, outcomes, strict=True)):
+                if flight.writes:
+                    self._check_stored(move, outcome, flight.before[place])
+                elif outcome is Outcome.OK:
+                    self._check_loaded(move)
+                self.region.rows_view[move.row] = _REST
+                self._free.append(move.row)
+            self._ended[done.ticket] = outcomes
+
+    def _check_stored(self, move: Move, outcome: Outcome, before: NDArray[np.uint8]) -> None:
+        row = self.region.rows_view[move.row]
+        if not move.seal:
+            assert np.array_equal(row, before), "a row that was not to be sealed was changed"
+        assert self._same_payload(row, before), "a store changed the payload of its row"
+        if move.seal and outcome is Outcome.OK:
+            sealer = Sealer(self.geometry, self.namespace, self.epoch)
+            assert sealer.verify(row, move.key) is Verdict.OK, "a row was stored without the seal that was asked for"
+
+    def _check_loaded(self, move: Move) -> None:
+        row = self.region.rows_view[move.row]
+        sealer = Sealer(self.geometry, self.namespace, self.epoch)
+        assert sealer.verify(row, move.key) is Verdict.OK, f"OK for {move.key!r}, but the row's seal does not say so"
+        version = self._versions.get((self.namespace, self.epoch, move.key))
+        assert version is not None, f"OK for {move.key!r}, which was never stored in this namespace and epoch"
+        wanted = content(move.key, version, self.geometry)
+        assert self._same_payload(row, wanted), f"OK for {move.key!r}, but the bytes are not those stored last"
+
+    def _same_payload(self, left: NDArray[np.uint8], right: NDArray[np.uint8]) -> bool:
+        geometry = self.geometry
+        starts = range(0, geometry.cells * geometry.cell_bytes, geometry.cell_bytes)
+        return all(
+            np.array_equal(left[at : at + geometry.cell_payload], right[at : at + geometry.cell_payload])
+            for at in starts
+        )
