@@ -159,15 +159,24 @@ def test_thousands_of_rows_are_found_and_evicted_in_order_of_use() -> None:
     with attached(rows, len(rows)) as table:
         assert all(table.find(row.key) == (row.slot, row.tick) for row in rows)
         assert not any(table.find(b"no " + row.key) for row in rows)
-        used = rows[1::3]
+        used = set(rows[1::3])
         assert all(table.remove(row.key) == (row.slot, row.tick) for row in used)
         assert not any(table.remove(row.key) for row in used)
-        left = sorted((row for row in rows if row not in set(used)), key=lambda row: row.tick)
+        left = sorted((row for row in rows if row not in used), key=lambda row: row.tick)
         assert len(table) == len(left)
         victims = table.coldest(5_000)
         assert victims == [(key_digest(row.key), row.slot) for row in left[:5_000]]
         assert not any(table.find(row.key) for row in left[:5_000])
         assert all(table.find(row.key) for row in left[5_000:])
+
+
+def test_a_row_is_not_evicted_when_it_was_removed_after_colder_ones_were_evicted() -> None:
+    rows = [Row(b"%d" % n, n, n) for n in range(4)]
+    with attached(rows, 4) as table:
+        assert [slot for _, slot in table.coldest(1)] == [0]
+        table.remove(b"1")
+        table.beyond(3)
+        assert [slot for _, slot in table.coldest(4)] == [2]
 
 
 def test_one_row_left_of_many_is_still_the_coldest() -> None:
