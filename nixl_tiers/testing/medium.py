@@ -17,7 +17,7 @@ from nixl_tiers.chunk import Geometry, Key
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.messages import Entry, Move, Outcome
-from nixl_tiers.mover.tiers.base import StorageTier
+from nixl_tiers.mover.tiers.base import StorageTier, TierDown
 
 PATIENCE_S: Final = 60.0
 CAPACITY_BYTES: Final = 48 << 20
@@ -138,9 +138,18 @@ class Rig:
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:
-        """Serve a namespace; returns what it adopts, by slot."""
+        """Serve a namespace, as soon as the tier is not down; returns what it adopts, by slot."""
         self.namespace, self.epoch = namespace, epoch
-        self.slots = self.tier.open(namespace, epoch)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self.slots = self.tier.open(namespace, epoch)
+            except TierDown:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+            else:
+                break
         assert self.slots > 0, "a tier that opens has slots"
         return self.adopt()
 
