@@ -143,7 +143,8 @@ def _environment_name(value: object) -> str | None:
 Size = Annotated[int, BeforeValidator(parse_size)]
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 EnvironmentName = Annotated[str | None, BeforeValidator(_environment_name)]
-Write = Literal["through", "off"]
+Write = Literal["through", "on_evict", "off"]
+Eviction = Literal["lru", "s3fifo", "arc"]
 
 
 class _Model(BaseModel):
@@ -155,6 +156,7 @@ class CpuTier(_Model):
 
     type: Literal["cpu"]
     capacity: Size
+    eviction: Eviction = "lru"
 
 
 class FileTier(_Model):
@@ -165,6 +167,7 @@ class FileTier(_Model):
     capacity: Size
     backend: Literal["auto", "posix", "gds_mt"] = "auto"
     write: Write = "through"
+    eviction: Eviction = "lru"
 
 
 class S3Tier(_Model):
@@ -177,6 +180,7 @@ class S3Tier(_Model):
     region: Annotated[str, BeforeValidator(_region)] = "us-east-1"
     capacity: Size
     write: Write = "through"
+    eviction: Eviction = "lru"
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     credentials_file: AbsolutePath | None = None
     access_key_env: EnvironmentName = None
@@ -204,7 +208,11 @@ Tier = Annotated[CpuTier | FileTier | S3Tier, Field(discriminator="type")]
 
 
 class TiersConfig(_Model):
-    """What `load` returns. `wait_s` is the longest that a request waits for promotions."""
+    """What `load` returns.
+
+    `wait_s` is the longest that a request waits for promotions; `flush_on_exit_s` the longest that closing a store
+    waits for rows that a tier with `write: on_evict` does not hold yet.
+    """
 
     tiers: tuple[Tier, ...]
     model_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
@@ -212,6 +220,7 @@ class TiersConfig(_Model):
     lora_storage: Annotated[bool, Field(strict=True)] = False
     on_reset: Literal["new_epoch", "keep"] = "new_epoch"
     wait_s: Annotated[float, Field(strict=True, gt=0, le=3600)] = 10.0
+    flush_on_exit_s: Annotated[float, Field(strict=True, ge=0, le=3600)] = 0.0
 
     @model_validator(mode="after")
     def _agree(self) -> TiersConfig:

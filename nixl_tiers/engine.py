@@ -78,11 +78,11 @@ class Engine:
         self._names = config.names
         geometry = region.geometry
         specs = [
-            TierSpec(name, Write(tier.write), physical_slots=tier.type == "file")
+            TierSpec(name, Write(tier.write), physical_slots=tier.type == "file", policy=tier.eviction)
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
         limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20)
-        self._core = TierManager(region.rows, geometry.row_bytes, specs, limits)
+        self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
         self._refusals: list[str] = []
@@ -199,6 +199,12 @@ class Engine:
         """The first tier that holds `key` now, without asking for it."""
         with self._lock:
             return self._core.where(key, self._clock())
+
+    def demote_all(self) -> None:
+        """Queue all that a tier written on eviction does not hold yet: the engine is leaving."""
+        with self._lock:
+            self._core.demote_all()
+        self._movers.wake()
 
     def backlog(self) -> int:
         """Rows whose cascade to some tier is still to end; 0 when all have ended, well or not."""

@@ -51,9 +51,10 @@ class TieredStore:
     `engine` is the non-blocking face beneath, for schedulers. Thread-safe. Close it, or use it as a context manager.
     """
 
-    def __init__(self, engine: Engine, region: HostRegion, wait_s: float) -> None:
+    def __init__(self, engine: Engine, region: HostRegion, config: TiersConfig) -> None:
         """Not for callers: use nixl_tiers.open or TieredStore.over."""
-        self._patience_s = wait_s
+        self._patience_s = config.wait_s
+        self._flush_on_exit_s = config.flush_on_exit_s
         self.engine = engine
         self._region = region
         self._names = itertools.count()
@@ -73,7 +74,7 @@ class TieredStore:
             engine.start(patience_s)
         except TierRefusedError as error:
             raise ConfigError(str(error)) from None
-        return cls(engine, region, config.wait_s)
+        return cls(engine, region, config)
 
     def put(self, keys: Sequence[Key], rows: NDArray[np.uint8] | Sequence[Any]) -> int:
         """Store chunk `rows[i]` under `keys[i]`; returns how many are in the store now, counted from the first.
@@ -159,9 +160,13 @@ class TieredStore:
         self.engine.reset()
 
     def close(self, patience_s: float = LEAVE_S) -> None:
-        """Let movers finish what runs and leave. What was not cascaded yet is lost; flush first if that matters."""
+        """Let movers finish what runs and leave. What was not written below yet is lost: `flush` first, or configure
+        `flush_on_exit_s` for tiers with `write: on_evict`."""
         if not self._closed:
             self._closed = True
+            if self._flush_on_exit_s:
+                self.engine.demote_all()
+                self.flush(self._flush_on_exit_s)
             self.engine.close(patience_s)
             self._region.close()
 

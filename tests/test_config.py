@@ -149,7 +149,7 @@ def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
         (with_tier(FILE, path=7), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "gds"'),
-        (with_tier(FILE, write="back"), 'tiers[1].write: must be "through" or "off", not "back"'),
+        (with_tier(FILE, write="back"), 'tiers[1].write: must be "through", "on_evict" or "off", not "back"'),
         (with_tier(S3, bucket="a"), 'tiers[1].bucket: "a" is not a bucket name'),
         (with_tier(S3, bucket="a/b/c"), "tiers[1].bucket: "),
         (with_tier(S3, prefix=""), "tiers[1].prefix: "),

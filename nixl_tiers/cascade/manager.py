@@ -149,6 +149,7 @@ class TierManager(Traffic):
             self.cpu_counters.bytes_written += self.row_bytes
             self._cascade(row.key, self.storage)
             self._flushed(row.generation)
+        self._clean_all()
 
     def finish_request(self, name: str) -> None:
         request = self._requests.pop(name, None)

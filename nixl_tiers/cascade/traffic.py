@@ -99,9 +99,7 @@ class Traffic:
     def plan(self, now: float) -> list[Job]:
         """The jobs to start now, within every bound; promotions before cascades."""
         jobs: list[Job] = []
-        for tier, storage in enumerate(self.storage):
-            if storage.spec.write is Write.ON_EVICT and storage.state is TierState.UP:
-                self._clean(tier, storage)
+        self._clean_all()
         for tier, storage in enumerate(self.storage):
             if storage.readable and storage.to_load:
                 jobs.extend(self._plan_loads(tier, storage, now))
@@ -208,6 +206,11 @@ class Traffic:
                 target.counters.dropped += key not in target.index
         return room
 
+    def _clean_all(self) -> None:
+        for tier, storage in enumerate(self.storage):
+            if storage.spec.write is Write.ON_EVICT and storage.state is TierState.UP:
+                self._clean(tier, storage)
+
     def _clean(self, tier: int, target: Storage) -> None:
         """Keep a reserve free in the tier above `target`, so that nobody who needs room waits for a write."""
         missing = min(self._to_clean(tier), CLEANED_AT_ONCE)
@@ -263,7 +266,10 @@ class Traffic:
 
     def _plan_loads(self, tier: int, storage: Storage, now: float) -> list[Job]:
         wanted: dict[Key, list[Request]] = {}
-        while storage.to_load and storage.rows_loading + len(wanted) < self._load_window:
+        most = self._load_window - storage.rows_loading
+        if self._below(None) is not None and (self.host.free or self.host.leaving):
+            most = min(most, self.host.free)  # a promotion waits for the cleaner, rather than cost unwritten rows
+        while storage.to_load and len(wanted) < most:
             request, key = storage.to_load.popleft()
             if request.given_up:
                 continue

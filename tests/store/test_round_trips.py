@@ -162,3 +162,25 @@ def test_ten_times_the_budget_never_takes_more_than_the_budget(tmp_path: Path, s
         stats = store.stats()["file"]
         assert stats["evictions"] > 0
         assert stats["rows"] >= 0.7 * budget / (68 * KIB)  # bounded, and used
+
+
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc"])
+def test_a_tier_written_on_eviction_gets_what_the_host_evicts_and_at_the_end_the_rest(
+    tmp_path: Path, eviction: str
+) -> None:
+    keys, rows = chunks(100, 64 * KIB)
+    lazy = {**file_tier(tmp_path, 64 * MIB), "write": "on_evict", "eviction": eviction}
+    setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 30.0}
+    setting["tiers"][0]["eviction"] = eviction
+    with nixl_tiers.open(setting, 64 * KIB, "n") as store:
+        until(lambda: store.stats()["file"]["up"] == 1.0, "the tier")
+        assert store.put(keys[:40], rows[:40]) == 40
+        assert store.stats()["file"]["bytes_written"] == 0
+        for n in range(40, 100):
+            assert store.put(keys[n : n + 1], rows[n : n + 1]) == 1
+            assert store.flush(30)
+        assert store.stats()["file"]["dropped"] == 0
+        check(store, keys, rows)
+    with nixl_tiers.open(setting, 64 * KIB, "n") as store:
+        known(store, "file", 100)
+        check(store, keys, rows)
