@@ -21,18 +21,21 @@ enum { LANES = 8, STEP = 256, LINE = 64 };
 /* Below this much the destination may well be in a cache already, and ordinary stores find it there. */
 #define STREAM_BYTES ((swap_u64)512 << 10)
 
-/* Pieces this small end before a hardware prefetcher has noticed them: their lines are asked for well ahead. */
-enum { SMALL_PIECE = 768, SMALL_AHEAD = 64 };
+/* Pieces this small end before a hardware prefetcher has noticed them: all of them is asked for, a batch ahead. */
+enum { SMALL_PIECE = 768 };
 
 enum { KERNEL_AUTO = 0, KERNEL_PLAIN = 1, KERNEL_AVX2 = 2, KERNEL_AVX512 = 3 };
 
+/* Pieces of a transfer that are looked at together: piece i is `nbytes[i]` from from[i] to to[i]. */
+enum { BATCH = 64 };
 typedef struct {
-    char *to;
-    const char *from;
-    size_t nbytes;
-} piece;
+    char *to[BATCH];
+    const char *from[BATCH];
+    size_t nbytes[BATCH];
+    size_t n;
+} batch;
 
-/* Walks all pieces of a transfer: pair by pair, so that one side is nearly sequential, and segment by segment. */
+/* How far a transfer has come: pair by pair, so that one side is nearly sequential, and segment by segment. */
 typedef struct {
     const swap_rows *rows;
     const swap_segment *segments;
@@ -41,35 +44,44 @@ typedef struct {
     int to_host;
 } cursor;
 
-static int next_piece(cursor *at, piece *out) {
-    if (at->pair == at->n_pairs)
-        return 0;
-    swap_pair pair = at->pairs[at->pair];
-    const swap_segment *segment = &at->segments[at->segment];
-    char *page = (char *)(uintptr_t)swap_page_address(segment, pair.block);
-    char *place = (char *)(uintptr_t)(swap_place_address(at->rows, pair.place) + segment->offset);
-    out->to = at->to_host ? place : page;
-    out->from = at->to_host ? page : place;
-    out->nbytes = segment->nbytes;
-    if (++at->segment == at->n_segments) {
-        at->segment = 0;
-        at->pair++;
+static void next_batch(cursor *at, batch *out) {
+    size_t n = 0;
+    while (n < BATCH && at->pair < at->n_pairs) {
+        swap_pair pair = at->pairs[at->pair];
+        swap_u64 place = swap_place_address(at->rows, pair.place);
+        size_t segment = at->segment;
+        for (; n < BATCH && segment < at->n_segments; n++, segment++) {
+            char *row = (char *)(uintptr_t)(place + at->segments[segment].offset);
+            char *page = (char *)(uintptr_t)swap_page_address(&at->segments[segment], pair.block);
+            out->to[n] = at->to_host ? row : page;
+            out->from[n] = at->to_host ? page : row;
+            out->nbytes[n] = at->segments[segment].nbytes;
+        }
+        at->segment = segment;
+        if (segment == at->n_segments) {
+            at->segment = 0;
+            at->pair++;
+        }
     }
-    return 1;
+    out->n = n;
 }
 
 static void copy_plain(cursor at) {
-    piece p;
-    while (next_piece(&at, &p))
-        memcpy(p.to, p.from, p.nbytes);
+    batch now;
+    for (next_batch(&at, &now); now.n; next_batch(&at, &now))
+        for (size_t i = 0; i < now.n; i++)
+            memcpy(now.to[i], now.from[i], now.nbytes[i]);
 }
 
 #ifdef SWAP_X86
 
+static size_t head_bytes(const char *to, size_t nbytes) {
+    size_t head = -(uintptr_t)to % LINE;
+    return head < nbytes ? head : nbytes;
+}
+
 /* `nbytes` (a multiple of STEP) of each of LANES pieces; destinations stand on cache lines. */
 typedef void lanes_fn(char *const *to, const char *const *from, size_t nbytes);
-/* The same for one piece. */
-typedef void lane_fn(char *to, const char *from, size_t nbytes);
 
 __attribute__((target("avx2"), always_inline)) static inline void step_avx2(char *to, const char *from) {
     __m256i v[STEP / 32];
@@ -87,88 +99,98 @@ __attribute__((target("avx512f"), always_inline)) static inline void step_avx512
         _mm512_stream_si512((void *)(to + j * 64), v[j]);
 }
 
-#define STREAMER(NAME, ISA)                                                                             \
-    __attribute__((target(ISA))) static void lanes_##NAME(char *const *to, const char *const *from,     \
-                                                          size_t nbytes) {                              \
-        for (size_t i = 0; i < nbytes; i += STEP)                                                       \
-            for (int k = 0; k < LANES; k++)                                                             \
-                step_##NAME(to[k] + i, from[k] + i);                                                    \
-    }                                                                                                   \
-    __attribute__((target(ISA))) static void lane_##NAME(char *to, const char *from, size_t nbytes) {   \
-        for (size_t i = 0; i < nbytes; i += STEP)                                                       \
-            step_##NAME(to + i, from + i);                                                              \
-    }
-
-STREAMER(avx2, "avx2")
-STREAMER(avx512, "avx512f")
-
-/* What a lane has left when its neighbours are done, or a piece without neighbours. `to` stands on a cache line. */
-static void finish(piece p, lanes_fn *lanes, lane_fn *lane) {
-    size_t part = p.nbytes / LANES / STEP * STEP;
-    if (part) {
-        char *to[LANES];
-        const char *from[LANES];
-        for (int k = 0; k < LANES; k++) {
-            to[k] = p.to + k * part;
-            from[k] = p.from + k * part;
-        }
-        lanes(to, from, part);
-    }
-    size_t done = part * LANES;
-    size_t steps = (p.nbytes - done) / STEP * STEP;
-    lane(p.to + done, p.from + done, steps);
-    done += steps;
-    if (p.nbytes > done)
-        memcpy(p.to + done, p.from + done, p.nbytes - done);
-}
-
-static void prefetch(cursor *ahead) {
-    piece p;
-    if (!next_piece(ahead, &p))
-        return;
-    if (p.nbytes <= SMALL_PIECE)
-        for (size_t i = 0; i < p.nbytes; i += LINE)
-            _mm_prefetch(p.from + i, _MM_HINT_T1);
-    else
-        _mm_prefetch(p.from, _MM_HINT_T0);
-}
-
-static void copy_streaming(cursor at, lanes_fn *lanes, lane_fn *lane) {
-    cursor ahead = at;
-    piece p;
-    size_t lead = at.segments[0].nbytes <= SMALL_PIECE ? SMALL_AHEAD : LANES;
-    while (lead-- && next_piece(&ahead, &p))
-        ;
-    char *to[LANES];
-    const char *from[LANES];
-    size_t left[LANES];
-    int filled = 0;
-    while (next_piece(&at, &p)) {
-        prefetch(&ahead);
-        size_t head = -(uintptr_t)p.to % LINE;
-        if (p.nbytes < head + STEP) {
-            memcpy(p.to, p.from, p.nbytes);
-            continue;
-        }
-        if (head)
-            memcpy(p.to, p.from, head);
-        to[filled] = p.to + head;
-        from[filled] = p.from + head;
-        left[filled] = p.nbytes - head;
-        if (++filled < LANES)
-            continue;
-        size_t common = left[0];
-        for (int k = 1; k < LANES; k++)
-            common = left[k] < common ? left[k] : common;
-        common = common / STEP * STEP;
-        lanes(to, from, common);
+__attribute__((target("avx2"))) static void lanes_avx2(char *const *to, const char *const *from, size_t nbytes) {
+    for (size_t i = 0; i < nbytes; i += STEP)
         for (int k = 0; k < LANES; k++)
-            if (left[k] > common)
-                finish((piece){to[k] + common, from[k] + common, left[k] - common}, lanes, lane);
-        filled = 0;
+            step_avx2(to[k] + i, from[k] + i);
+}
+
+__attribute__((target("avx512f"))) static void lanes_avx512(char *const *to, const char *const *from, size_t nbytes) {
+    for (size_t i = 0; i < nbytes; i += STEP)
+        for (int k = 0; k < LANES; k++)
+            step_avx512(to[k] + i, from[k] + i);
+}
+
+/* One piece without neighbours: its parts are the lanes. */
+static void copy_alone(char *to, const char *from, size_t nbytes, lanes_fn *lanes) {
+    size_t head = head_bytes(to, nbytes);
+    memcpy(to, from, head);
+    size_t part = (nbytes - head) / LANES / STEP * STEP;
+    char *parts_to[LANES];
+    const char *parts_from[LANES];
+    for (int k = 0; k < LANES; k++) {
+        parts_to[k] = to + head + k * part;
+        parts_from[k] = from + head + k * part;
     }
-    for (int k = 0; k < filled; k++)
-        finish((piece){to[k], from[k], left[k]}, lanes, lane);
+    lanes(parts_to, parts_from, part);
+    size_t done = head + LANES * part;
+    memcpy(to + done, from + done, nbytes - done);
+}
+
+/* LANES pieces of any sizes at any addresses. */
+static void copy_ragged(char *const *to, const char *const *from, const size_t *nbytes, lanes_fn *lanes) {
+    char *body_to[LANES];
+    const char *body_from[LANES];
+    size_t left[LANES], common = SIZE_MAX;
+    for (int k = 0; k < LANES; k++) {
+        size_t head = head_bytes(to[k], nbytes[k]);
+        memcpy(to[k], from[k], head);
+        body_to[k] = to[k] + head;
+        body_from[k] = from[k] + head;
+        left[k] = nbytes[k] - head;
+        common = left[k] < common ? left[k] : common;
+    }
+    common = common / STEP * STEP;
+    lanes(body_to, body_from, common);
+    for (int k = 0; k < LANES; k++)
+        copy_alone(body_to[k] + common, body_from[k] + common, left[k] - common, lanes);
+}
+
+static void copy_lanes(char *const *to, const char *const *from, const size_t *nbytes, lanes_fn *lanes) {
+    uintptr_t ragged = nbytes[0] % STEP;
+    for (int k = 0; k < LANES; k++)
+        ragged |= (uintptr_t)to[k] % LINE | (nbytes[k] ^ nbytes[0]);
+    if (ragged)
+        copy_ragged(to, from, nbytes, lanes);
+    else
+        lanes(to, from, nbytes[0]);
+}
+
+/* Ask for what the next LANES pieces begin with, or for all of pieces too small for a hardware prefetcher. */
+static void prefetch(const batch *ahead, size_t first, int whole) {
+    for (size_t i = first; i < first + LANES && i < ahead->n; i++)
+        if (!whole)
+            _mm_prefetch(ahead->from[i], _MM_HINT_T0);
+        else
+            for (size_t at = 0; at < ahead->nbytes[i]; at += LINE)
+                _mm_prefetch(ahead->from[i] + at, _MM_HINT_T1);
+}
+
+static void copy_streaming(cursor at, lanes_fn *lanes) {
+    batch batches[2];
+    batch *now = &batches[0], *next = &batches[1];
+    int small = 1;
+    for (size_t s = 0; s < at.n_segments; s++)
+        small &= at.segments[s].nbytes <= SMALL_PIECE;
+    next_batch(&at, now);
+    while (now->n) {
+        next_batch(&at, next);
+        size_t i = 0;
+        for (; i + LANES <= now->n; i += LANES) {
+            if (small)
+                prefetch(next, i, small);
+            else if (i + LANES < now->n)
+                prefetch(now, i + LANES, small);
+            else
+                prefetch(next, 0, small);
+            copy_lanes(now->to + i, now->from + i, now->nbytes + i, lanes);
+        }
+        for (; i < now->n; i++)
+            copy_alone(now->to[i], now->from[i], now->nbytes[i], lanes);
+        batch *done = now;
+        now = next;
+        next = done;
+    }
     _mm_sfence(); /* streamed stores are weakly ordered: whoever is told "written" must see them */
 }
 
@@ -215,9 +237,9 @@ int nixl_tiers_swap(const swap_rows *rows, const swap_segment *segments, size_t 
                  .to_host = to_host};
 #ifdef SWAP_X86
     if (kernel == KERNEL_AVX512)
-        copy_streaming(at, lanes_avx512, lane_avx512);
+        copy_streaming(at, lanes_avx512);
     else if (kernel == KERNEL_AVX2)
-        copy_streaming(at, lanes_avx2, lane_avx2);
+        copy_streaming(at, lanes_avx2);
     else
 #endif
         copy_plain(at);

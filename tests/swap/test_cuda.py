@@ -57,6 +57,24 @@ def test_a_tensor_needs_to_know_how_many_blocks_there_are() -> None:
         StagedCopy(plan, CPU)
 
 
+@pytest.mark.parametrize(
+    ("segment", "sub_block", "dtype"),
+    [
+        (Segment(1 << 20, 64, 64, 0, 2), 64, torch.int64),
+        (Segment((1 << 20) + 4, 64, 64, 0, 2), 64, torch.int32),
+        (Segment(1 << 20, 66, 64, 0, 2), 64, torch.int16),
+        (Segment(1 << 20, 64, 62, 0, 2), 64, torch.int16),
+        (Segment(1 << 20, 64, 56, 4, 2), 64, torch.int32),
+        (Segment(1 << 20, 64, 56, 0, 2), 57, torch.uint8),
+    ],
+)
+def test_no_element_is_wider_than_its_alignment(segment: Segment, sub_block: int, dtype: torch.dtype) -> None:
+    """A GPU faults where a CPU only takes longer."""
+    plan = CopyPlan([[segment]], Geometry(1, sub_block), 0, 1 << 20, 1)
+    ((views,),) = StagedCopy(plan, CPU)._views
+    assert [view.dtype for view in views] == [dtype, dtype]
+
+
 class FakeDriver:
     """cuMemHostRegister that fails from the call given on."""
 

@@ -62,6 +62,7 @@ def test_gaps_are_what_no_segment_covers() -> None:
     assert [segment.offset for segment in plan.groups[0].segments] == [100, 2000]
     assert plan.groups[0].block_bytes == 1500
     assert plan_of(Segment(0, 3000, 3000, 0)).groups[0].gaps == ()
+    assert plan_of(Segment(0, 3000, 2998, 1)).groups[0].gaps == (Gap(0, 1), Gap(2999, 1))
     assert plan_of().groups[0].gaps == (Gap(0, 3000),)
 
 
@@ -70,6 +71,21 @@ def test_layers_that_are_neighbours_on_both_sides_are_one_segment() -> None:
     assert plan_of(*together).groups[0].segments == (Segment(0, 4000, 3000, 0, 7),)
     apart = [Segment(1000 * layer, 1000, 1000, 1000 * layer, 1) for layer in range(3)]
     assert len(plan_of(*apart).groups[0].segments) == 3
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Segment(2000, 4000, 1000, 1000, 7),
+        Segment(1000, 3000, 1000, 1000, 7),
+        Segment(1000, 4000, 1000, 1001, 7),
+        Segment(1000, 4000, 1000, 1000, 6),
+    ],
+    ids=["address", "stride", "offset", "blocks"],
+)
+def test_segments_that_differ_in_anything_stay_two(second: Segment) -> None:
+    first = Segment(0, 4000, 1000, 0, 7)
+    assert plan_of(first, second).groups[0].segments == (first, second)
 
 
 @pytest.mark.parametrize(

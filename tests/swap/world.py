@@ -109,7 +109,7 @@ def world_of(
                     tensor = len(memory) - 1
                 layers[-1].append((tensor, GUARD + skew, stride, nbytes, offset))
             offset += nbytes + gap
-    region = _random(rng, rows * geometry.row_bytes + 2 * 4096)[4096:-4096]
+    region = _random(rng, rows * geometry.row_bytes)
     segments = [
         [
             Segment(memory[tensor].ctypes.data + first, stride, nbytes, offset, blocks)
@@ -156,7 +156,10 @@ def random_world(rng: np.random.Generator) -> World:
 
 
 def _random(rng: np.random.Generator, nbytes: int) -> Bytes:
-    return rng.integers(0, 256, nbytes, dtype=np.uint8)
+    """Random bytes that begin on a page: copies take other ways where both sides are aligned."""
+    room = rng.integers(0, 256, nbytes + 4096, dtype=np.uint8)
+    start = -room.ctypes.data % 4096
+    return room[start : start + nbytes]
 
 
 def assert_same(actual: Bytes, expected: Bytes, what: str) -> None:
