@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from nixl_tiers import config
 from nixl_tiers.config import FileTier, S3Tier, TiersConfig
+
+
+_WRITES: Final = {"through": "every chunk is written", "on_evict": "evicted chunks are written", "off": "read only"}
 
 
 def check_file(path: Path) -> int:
@@ -29,13 +33,15 @@ def _summary(read: TiersConfig) -> list[str]:
         f"after a reset: {reset}",
         f"a request waits at most {read.wait_s:g} s for chunks to come up",
     ]
+    if read.flush_on_exit_s:
+        lines.append(f"closing waits at most {read.flush_on_exit_s:g} s for chunks that no tier holds yet")
     if read.lora_storage:
         lines.append("chunks of LoRA adapters are stored too")
     return lines
 
 
 def _storage(tier: FileTier | S3Tier) -> str:
-    writes = "every chunk is written" if tier.write == "through" else "read only"
+    writes = _WRITES[tier.write]
     if isinstance(tier, FileTier):
         return f"{tier.path}, {writes}, backend {tier.backend}"
     if tier.profile:

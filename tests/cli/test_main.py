@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from nixl_tiers import cli
+from nixl_tiers.config import Write
 
 
 def write(folder: Path, text: str) -> Path:
@@ -55,6 +57,12 @@ def test_a_bad_one_is_refused_in_one_sentence(
     assert told.out == ""
     assert told.err.count("\n") == 1
     assert sentence in told.err
+
+
+@pytest.mark.parametrize("write_policy", get_args(Write))
+def test_every_write_policy_has_words(tmp_path: Path, write_policy: str) -> None:
+    tier = f"{{type: file, path: {tmp_path}, capacity: 1TiB, write: '{write_policy}'}}"
+    assert cli.main(["config", str(write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {tier}]"))]) == 0
 
 
 def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
