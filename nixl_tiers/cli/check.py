@@ -8,7 +8,6 @@ from typing import Final
 from nixl_tiers import config
 from nixl_tiers.config import FileTier, S3Tier, TiersConfig
 
-
 _WRITES: Final = {"through": "every chunk is written", "on_evict": "evicted chunks are written", "off": "read only"}
 
 
