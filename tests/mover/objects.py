@@ -18,6 +18,7 @@ from nixl_tiers.chunk import Geometry, object_name
 from nixl_tiers.config import S3Tier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.mover.tiers.object import ObjectStorage
 
 PATIENCE_S = 60.0
@@ -62,9 +63,35 @@ class Driver:
         self.region.close()
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> list[Entry]:
-        """Open, and wait for everything that is adopted."""
-        self.tier.open(namespace, epoch)
+        """Open, trying again as a mover does (the machine may be busy), and wait for everything that is adopted."""
+        assert wait_until(lambda: self._opens(namespace, epoch))
         return self.adopted()
+
+    def try_open(self) -> None:
+        """Open or raise, once."""
+        self.tier.open(NAMESPACE, 0)
+
+    def fails_to_open(self, kind: type[Exception], pattern: str) -> Exception:
+        """The error of this kind whose text matches. A busy machine may first be too slow to hear of it."""
+        errors: list[Exception] = []
+
+        def fails() -> bool:
+            try:
+                self.try_open()
+            except (TierDown, TierRefused) as error:
+                errors.append(error)
+                return isinstance(error, kind) and re.search(pattern, str(error)) is not None
+            return False
+
+        assert wait_until(fails, 20.0), errors
+        return errors[-1]
+
+    def _opens(self, namespace: bytes, epoch: int) -> bool:
+        try:
+            self.tier.open(namespace, epoch)
+        except TierDown:
+            return False
+        return True
 
     def adopted(self) -> list[Entry]:
         entries: list[Entry] = []

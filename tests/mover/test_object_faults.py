@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Outcome
-from nixl_tiers.mover.tiers import bucket, object  # noqa: A004
+from nixl_tiers.mover.tiers import bucket, object, plane  # noqa: A004
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from tests.mover.objects import HANG_UP, NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, wait_until
@@ -62,12 +62,9 @@ def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[
 
 class TestOpen:
     def test_a_missing_bucket_is_refused_by_name(self, s3_server: S3Server) -> None:
-        with (
-            Driver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver,
-            pytest.raises(TierRefused, match=r'^bucket: there is no bucket "no-such-bucket" at http://127') as caught,
-        ):
-            driver.open()
-        assert "\n" not in str(caught.value)
+        with Driver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver:
+            caught = driver.fails_to_open(TierRefused, r'^bucket: there is no bucket "no-such-bucket" at http://127')
+        assert "\n" not in str(caught)
 
     def test_a_server_that_is_down_comes_up_later(self) -> None:
         server = MotoServer()
@@ -75,7 +72,7 @@ class TestOpen:
             for _ in range(2):
                 started = time.monotonic()
                 with pytest.raises(TierDown, match="does not answer"):
-                    driver.open()
+                    driver.try_open()
                 assert time.monotonic() - started < DOWN_S
             server.start().make_bucket("kv-faults")
             assert driver.open() == []
@@ -87,17 +84,16 @@ class TestOpen:
             server.pause()
             started = time.monotonic()
             with pytest.raises(TierDown, match="does not answer"):
-                driver.open()
+                driver.try_open()
             assert time.monotonic() - started < DOWN_S
             server.resume()
-            assert wait_until(lambda: _opens(driver))
+            driver.open()
 
     @pytest.mark.parametrize("status", [400, 403, 500, 503])
     def test_an_error_is_no_refusal(self, faulty: FaultyS3, status: int) -> None:
         with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
             faulty.fault = failing("HEAD", status=status)
-            with pytest.raises(TierDown, match=str(status)):
-                driver.open()
+            driver.fails_to_open(TierDown, str(status))
             faulty.fault = lambda _: None
             driver.open()
 
@@ -126,12 +122,11 @@ class TestCredentials:
     ) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "w0ngSecretThatMustNotShow")
         with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
-            with pytest.raises(TierDown, match="refuses these credentials") as caught:
-                driver.open()
+            caught = driver.fails_to_open(TierDown, "refuses these credentials")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
             driver.open()
             own = (driver.tier._bucket.credentials, vars(driver.tier), vars(driver.tier._bucket))
-            shown = f"{caught.value!r} {caught.value.__cause__!r} {own!r} {''.join(capfd.readouterr())}"
+            shown = f"{caught!r} {caught.__cause__!r} {own!r} {''.join(capfd.readouterr())}"
         assert "w0ng" not in shown
         assert SECRET_KEY not in shown
 
@@ -141,11 +136,9 @@ class TestCredentials:
         names = {"access_key_env": "KV_ACCESS", "secret_key_env": "KV_SECRET"}
         with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, **names) as driver:
             monkeypatch.setenv("KV_ACCESS", ACCESS_KEY)
-            with pytest.raises(TierRefused, match=r"^secret_key_env: the environment variable KV_SECRET is not set$"):
-                driver.open()
+            driver.fails_to_open(TierRefused, r"^secret_key_env: the environment variable KV_SECRET is not set$")
             monkeypatch.setenv("KV_SECRET", "expired")
-            with pytest.raises(TierDown, match="refuses these credentials"):
-                driver.open()
+            driver.fails_to_open(TierDown, "refuses these credentials")
             monkeypatch.setenv("KV_SECRET", SECRET_KEY)
             driver.open()
             assert driver.store([1]) == [Outcome.OK]
@@ -157,11 +150,9 @@ class TestCredentials:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
         path = tmp_path / "credentials"
         with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
-            with pytest.raises(TierDown, match="no credentials"):
-                driver.open()
+            driver.fails_to_open(TierDown, "no credentials")
             path.write_text("[default]\naws_access_key_id = only-half\n")
-            with pytest.raises(TierDown, match="cannot be read"):
-                driver.open()
+            driver.fails_to_open(TierDown, "cannot be read")
             path.write_text(_credentials_file(ACCESS_KEY))
             driver.open()
             assert driver.store([1]) == [Outcome.OK]
@@ -173,22 +164,16 @@ class TestCredentials:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
         with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
             driver.open()
-        with (
-            Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver,
-            pytest.raises(TierDown, match="ProfileNotFound"),
-        ):
-            driver.open()
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:
+            driver.fails_to_open(TierDown, "ProfileNotFound")
 
     def test_none_at_all(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
             monkeypatch.setenv(name, str(tmp_path / "nothing"))
-        with (
-            Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver,
-            pytest.raises(TierDown, match="in the AWS credential chain"),
-        ):
-            driver.open()
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
+            driver.fails_to_open(TierDown, "in the AWS credential chain")
 
     def test_renewed_ones_are_used_without_reopening(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -214,8 +199,8 @@ class TestTls:
         with moto_server(certificate=certificate) as server:
             server.make_bucket("kv-faults")
             place = {"bucket": "kv-faults", "endpoint": server.endpoint}
-            with Driver(SMALL, 4, **place) as driver, pytest.raises(TierDown, match=r"certificate .* ca_file"):
-                driver.open()
+            with Driver(SMALL, 4, **place) as driver:
+                driver.fails_to_open(TierDown, r"certificate .* ca_file")
             with Driver(SMALL, 4, **place, ca_file=certificate[0]) as driver:
                 driver.open()
                 assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
@@ -227,7 +212,7 @@ class TestTls:
         with moto_server(certificate=certificates[0]) as server:
             server.make_bucket("kv-faults")
             # Only the data plane is given the wrong bundle here.
-            monkeypatch.setattr(object, "trusted_certificates", lambda _: str(certificates[1][0]))
+            monkeypatch.setattr(plane, "trusted_certificates", lambda _: str(certificates[1][0]))
             config = {"bucket": "kv-faults", "endpoint": server.endpoint, "ca_file": certificates[0][0]}
             with Driver(SMALL, 4, **config) as driver:
                 driver.open()
@@ -447,14 +432,6 @@ class TestBudget:
         assert [entry.key for entry in small.adopted()] == [small.moves([2])[0].key]
         assert small.settled(1)
         assert set(faulty.objects) == {small.name(2)}
-
-
-def _opens(driver: Driver) -> bool:
-    try:
-        driver.open()
-    except TierDown:
-        return False
-    return True
 
 
 def _credentials_file(access_key: str, profile: str = "default") -> str:

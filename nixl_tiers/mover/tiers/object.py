@@ -23,16 +23,16 @@ from enum import Enum
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nixl_tiers.chunk import Geometry, Key, key_of_object, object_name
 from nixl_tiers.config import S3Tier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
+from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
-from nixl_tiers.mover.tiers.bucket import Bucket, Credentials, Listed, Listing, trusted_certificates
+from nixl_tiers.mover.tiers.bucket import Bucket, Credentials, Listed, Listing
+from nixl_tiers.mover.tiers.plane import Plane
 from nixl_tiers.mover.tiers.stock import Stock
 
 MAX_UPLOADS: Final = 16
@@ -42,6 +42,7 @@ MIN_STAGING_ROWS: Final = 4
 DOWNLOAD_S: Final = 15.0  # and the time that its bytes take at SLOWEST_BYTES_PER_S
 SLOWEST_BYTES_PER_S: Final = 4e6
 TRIES: Final = 2
+LOOK_S: Final = (0.0002, 0.003)  # how long transfers are left alone when none of them has ended: at first, at most
 _ERROR_PAGE_BYTES: Final = 1024
 
 
@@ -83,22 +84,6 @@ class _Found:
     strangers: list[tuple[float, str, int]] = field(default_factory=list)
 
 
-class _Plane:
-    """A NIXL agent with the region and the staging rows registered, for one set of credentials."""
-
-    def __init__(
-        self, config: S3Tier, credentials: Credentials, region: HostRegion, staging: NDArray[np.uint8]
-    ) -> None:
-        self.credentials = credentials
-        self.agent = Agent.obj(_parameters(config, credentials))
-        self._held = [self.agent.register_region(region)]
-        self._held.append(self.agent.register_dram(staging.ctypes.data, staging.nbytes))
-
-    def close(self) -> None:
-        for registration in self._held:
-            self.agent.deregister(registration)
-
-
 class ObjectStorage(StorageTier):
     """Rows as objects of one bucket. Slots are a count here, not places: any key may stand with any slot."""
 
@@ -114,12 +99,14 @@ class ObjectStorage(StorageTier):
         self._free_staging = list(range(rows))
         self._bucket = Bucket(config)
         self._stock = Stock(self._row_bytes, config.capacity)
-        self._plane: _Plane | None = None
+        self._plane: Plane | None = None
         self._sealer: Sealer | None = None
         self._prefix = ""
         self._found = _Found()
         self._listing: Listing | None = None
         self._tickets = 0
+        self._look_at_s = 0.0
+        self._pause_s = 0.0
         self._uploads: deque[_Task] = deque()
         self._downloads: deque[_Task] = deque()
         self._running: list[_Task] = []
@@ -179,8 +166,14 @@ class ObjectStorage(StorageTier):
 
     def poll(self) -> list[Done]:
         self._reap_deletes()
-        self._running = [task for task in self._running if not self._ended(task)]
-        self._given_up = [task for task in self._given_up if not self._let_go(task)]
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            under_way = len(self._running)
+            self._running = [task for task in self._running if not self._ended(task)]
+            self._given_up = [task for task in self._given_up if not self._let_go(task)]
+            # Transfers go on without being looked at, and looking at many of a slow server is most of what they cost.
+            self._pause_s = 0.0 if len(self._running) < under_way else min(2 * self._pause_s + LOOK_S[0], LOOK_S[1])
+            self._look_at_s = now + self._pause_s
         self._start_waiting()
         finished, self._finished = self._finished, []
         return finished
@@ -210,6 +203,7 @@ class ObjectStorage(StorageTier):
 
     def _begin(self, moves: Sequence[Move], direction: _Direction, queue: deque[_Task]) -> int:
         self._tickets += 1
+        self._look_at_s = self._pause_s = 0.0
         batch = _Batch(self._tickets, [Outcome.FAILED] * len(moves), len(moves))
         queue.extend(_Task(batch, index, move, direction) for index, move in enumerate(moves))
         if not moves:
@@ -369,7 +363,7 @@ class ObjectStorage(StorageTier):
             self._plane.close()
             self._plane = None
         try:
-            self._plane = _Plane(self._config, credentials, self._region, self._staging)
+            self._plane = Plane(self._config, credentials, self._region, self._staging, MAX_UPLOADS + MAX_DOWNLOADS)
         except AgentError as error:
             raise TierRefused(f"type: {error}") from None
 
@@ -396,26 +390,3 @@ def _order(found: _Found) -> None:
     """Control thread: oldest first."""
     found.rows.sort()
     found.strangers.sort()
-
-
-def _parameters(config: S3Tier, credentials: Credentials) -> dict[str, str]:
-    """What NIXL's object backend is created with. Holds secrets: never to be shown."""
-    parameters = {
-        "bucket": config.bucket,
-        "region": config.region,
-        "access_key": credentials.access_key,
-        "secret_key": credentials.secret_key,
-        # Private servers speak path-style addresses; AWS wants the bucket in the host name, where it can stand there.
-        "use_virtual_addressing": "true" if config.endpoint is None and "." not in config.bucket else "false",
-        "req_checksum": "required",
-        "resp_checksum": "required",
-        "num_threads": str(MAX_UPLOADS + MAX_DOWNLOADS),
-    }
-    if credentials.session_token:
-        parameters["session_token"] = credentials.session_token
-    if config.endpoint is not None:
-        parameters["endpoint_override"] = config.endpoint
-        parameters["scheme"] = config.endpoint.partition(":")[0]
-    if (certificates := trusted_certificates(config)) is not None:
-        parameters["ca_bundle"] = certificates
-    return parameters
