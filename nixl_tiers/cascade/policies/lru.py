@@ -46,14 +46,16 @@ class LeafFirstLru:
         victims: list[Key] = []
         waiting = len(self._aside)
         soon = min(waiting, 2 * count + 16)
-        self._review(soon, count, spare, victims)
+        if soon:
+            self._review(soon, count, spare, victims)
         spared: list[Key] = []
         while len(victims) < count and self._keys:
             key, _ = self._keys.pop()
             (spared if spare(key) else victims).append(key)
-        # Only the rest of a tier that has nothing else is worth a walk.
-        self._review(waiting - soon, count, spare, victims)
-        self._aside.update(dict.fromkeys(spared))
+        if waiting > soon and len(victims) < count:
+            self._review(waiting - soon, count, spare, victims)  # the tier has nothing else: a walk is worth it
+        for key in spared:
+            self._aside[key] = None
         return victims
 
     def resize(self, rows: int) -> None:

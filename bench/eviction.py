@@ -1,0 +1,305 @@
+"""Hit rates of the eviction policies on a trace of real conversations, and what the core costs meanwhile.
+
+    python bench/eviction.py [--trace PATH] [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
+
+Replays a trace (one JSON object a line: `timestamp` in ms, `hash_ids`: the prompt's chain of blocks) through the
+real TierManager, in virtual time and without I/O: each request looks its chain up until a miss, loads what it hit,
+and stores the rest. A request's hits are the leading run of its blocks that were there. Capacities are shares of the
+trace's distinct blocks. "Belady" knows the future: what is needed last goes first, and what is never needed again is
+not even taken in. The second table has a host tier of 1 % over a file tier of 10 %, each with a policy of its own,
+served by movers that are done at once.
+
+Exits with 1 where LRU or Belady is further than half a percentage point from the known figures of the Mooncake
+conversation trace (they are checked for that trace only). Writes all numbers to bench-out/eviction.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import heapq
+import json
+import pstats
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from nixl_tiers.cascade.host import CPU
+from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.policies import PolicyName
+from nixl_tiers.cascade.storage import TierSpec, Write
+from nixl_tiers.chunk import Key
+
+ROOT = Path(__file__).resolve().parent.parent
+TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
+OUT = ROOT / "bench-out" / "eviction.json"
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+ROW_BYTES = 4096
+HOST_PERCENT, FILE_PERCENT = 1, 10
+
+# Mooncake's conversation trace: distinct blocks, look-ups, and hits in per cent by capacity in per cent.
+KNOWN_SIZE = (182_790, 288_500)
+KNOWN: dict[str, dict[int, float]] = {
+    "lru": {1: 5.3, 2: 7.9, 5: 19.6, 10: 27.9, 20: 34.5},
+    "s3fifo": {1: 7.5, 2: 10.7, 5: 18.7, 10: 24.5, 20: 32.8},
+    "belady": {1: 24.6, 2: 31.4, 5: 36.6, 10: 36.6, 20: 36.6},
+}
+# Of S3-FIFO there are as many as there are readings of the paper: its known figures are shown, not held against it.
+CHECKED = ("lru", "belady")
+TOLERANCE = 0.5
+
+
+@dataclass(frozen=True)
+class Prompt:
+    name: str
+    now_s: float
+    keys: list[Key]
+
+
+@dataclass
+class Clock:
+    """Processor time that the core took, by kind of call, and the blocks that it was spent on."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def take(self, kind: str, blocks: int) -> Iterator[None]:
+        start = time.thread_time()
+        yield
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + time.thread_time() - start
+        self.blocks[kind] = self.blocks.get(kind, 0) + blocks
+
+    def us_per_block(self) -> dict[str, float]:
+        return {kind: round(1e6 * s / max(1, self.blocks[kind]), 2) for kind, s in self.seconds.items()}
+
+
+@dataclass(frozen=True)
+class Result:
+    """`hits`: per cent of all look-ups, by the tier that the bytes came from."""
+
+    hits: dict[str, float]
+    us_per_block: dict[str, float]
+    slowest_ms: float  # the most that one request took, all its calls and waits together
+
+
+def read(path: Path) -> list[Prompt]:
+    prompts = []
+    with path.open() as lines:
+        for number, line in enumerate(lines):
+            entry = json.loads(line)
+            # As long as vLLM's keys, and new objects each time, as there.
+            keys = [block.to_bytes(32, "little") + bytes(4) for block in entry["hash_ids"]]
+            prompts.append(Prompt(str(number), entry["timestamp"] / 1000, keys))
+    return prompts
+
+
+def replay(prompts: Sequence[Prompt], rows: int, policy: PolicyName, stored: tuple[int, PolicyName] | None) -> Result:
+    """All prompts through a host tier of `rows` rows, over a file tier of `stored` (rows, policy) if that is given."""
+    specs = [TierSpec("file", Write.THROUGH, physical_slots=True, policy=stored[1])] if stored else []
+    core = TierManager(rows, ROW_BYTES, specs, policy=policy)
+    if stored:
+        core.opened(0, stored[0])
+        core.adopt(0, [], last=True)
+    clock = Clock()
+    hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)
+    slowest_s = 0.0
+    gc.collect()
+    for prompt in prompts:
+        begin = time.thread_time()
+        found = climb(core, prompt, clock)
+        for key in found:
+            hits[core.source(key)] += 1
+        serve(core, prompt, found, clock)
+        slowest_s = max(slowest_s, time.thread_time() - begin)
+    blocks = sum(len(prompt.keys) for prompt in prompts)
+    shares = {tier: 100 * count / blocks for tier, count in hits.items()}
+    return Result(shares, clock.us_per_block(), 1e3 * slowest_s)
+
+
+def climb(core: TierManager, prompt: Prompt, clock: Clock) -> list[Key]:
+    """What an engine does until a request may run: scan the prefix, wait for promotions, scan again."""
+    while True:
+        hits = 0
+        answer = Lookup.MISS
+        pending = False
+        with clock.take("lookup", 0):
+            for end, key in enumerate(prompt.keys):
+                answer = core.lookup(key, prompt.name, end, prompt.now_s)
+                if answer is Lookup.MISS:
+                    break
+                pending = pending or answer is Lookup.PENDING
+                hits += 1
+        clock.blocks["lookup"] += hits + (answer is Lookup.MISS)
+        if not pending:
+            return prompt.keys[:hits]
+        core.end_step()
+        move(core, prompt.now_s, clock)
+
+
+def serve(core: TierManager, prompt: Prompt, found: list[Key], clock: Clock) -> None:
+    rest = prompt.keys[len(found) :]
+    with clock.take("load", len(found)):
+        core.prepare_load(found, prompt.name)
+        core.complete_load(found)
+    with clock.take("store", len(rest)):
+        plan = core.prepare_store(rest, prompt.name)
+        core.complete_store(core.filling(plan.keys), ())
+    with clock.take("end", len(prompt.keys)):
+        core.finish_request(prompt.name)
+        core.end_step()
+    if core.storage:
+        move(core, prompt.now_s, clock)
+
+
+def move(core: TierManager, now_s: float, clock: Clock) -> None:
+    """Movers that are done at once with whatever the core plans."""
+    while True:
+        with clock.take("plan", 0):
+            jobs = core.plan(now_s)
+        rows = sum(len(job.moves) for job in jobs)
+        clock.blocks["plan"] += rows
+        with clock.take("finished", rows):
+            for job in jobs:
+                core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
+        for storage in core.storage:
+            for _ in storage.drops(256):
+                pass
+        if not jobs:
+            return
+
+
+def belady(prompts: Sequence[Prompt], rows: int) -> float:
+    """Hits in per cent for whoever knows when each block is used next; among equals the deepest block goes first."""
+    never = len(prompts)
+    next_use: list[list[int]] = [[] for _ in prompts]
+    upcoming: dict[Key, int] = {}
+    for turn in range(len(prompts) - 1, -1, -1):
+        keys = prompts[turn].keys
+        next_use[turn] = [upcoming.get(key, never) for key in keys]
+        upcoming.update(dict.fromkeys(keys, turn))
+    due: dict[Key, int] = {}
+    latest: list[tuple[int, int, Key]] = []  # a heap with stale entries: those that `due` does not confirm
+    hits = 0
+    for turn, prompt in enumerate(prompts):
+        hits += next((depth for depth, key in enumerate(prompt.keys) if key not in due), len(prompt.keys))
+        for depth, (key, use) in enumerate(zip(prompt.keys, next_use[turn], strict=True)):
+            due.pop(key, None)
+            if use != never:
+                due[key] = use
+                heapq.heappush(latest, (-use, -depth, key))
+        while len(due) > rows:
+            use, _, key = heapq.heappop(latest)
+            if due.get(key) == -use:
+                del due[key]
+    return 100 * hits / sum(len(prompt.keys) for prompt in prompts)
+
+
+def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], names: Sequence[PolicyName]) -> dict:
+    """Prints and returns the first table."""
+    known = KNOWN if (distinct, sum(len(p.keys) for p in prompts)) == KNOWN_SIZE else {}
+    columns = [*names, "belady"]
+    print("\nOne tier: hits in per cent of look-ups" + (" (known figures in brackets)" if known else ""))
+    print(f"{'capacity':>9}" + "".join(f"{name:>16}" for name in columns))
+    table: dict[str, dict[str, object]] = {}
+    off: list[str] = []
+    for share in shares:
+        rows = distinct * share // 100
+        line: dict[str, object] = {"rows": rows}
+        text = f"{share:>7} %"
+        for name in columns:
+            if name == "belady":
+                rate = belady(prompts, rows)
+                line[name] = {"hits": {CPU: rate}}
+            else:
+                result = replay(prompts, rows, name, None)
+                rate = result.hits[CPU]
+                line[name] = asdict(result)
+            expected = known.get(name, {}).get(share)
+            text += f"{rate:>9.1f}" + (f" ({expected:4.1f})" if expected is not None else " " * 7)
+            if name in CHECKED and expected is not None and abs(rate - expected) > TOLERANCE:
+                off.append(f"{name} at {share} %: {rate:.1f} where {expected} is known")
+        table[str(share)] = line
+        print(text, flush=True)
+    return {"table": table, "off": off, "checked": bool(known)}
+
+
+def two_tiers(prompts: Sequence[Prompt], distinct: int, names: Sequence[PolicyName]) -> list[dict[str, object]]:
+    """Prints and returns the second table."""
+    host, file = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
+    print(f"\nTwo tiers: host {HOST_PERCENT} % ({host} rows) over file {FILE_PERCENT} % ({file} rows)")
+    print(f"{'host':>9}{'file':>9}{'from host':>12}{'from file':>12}{'together':>12}")
+    lines: list[dict[str, object]] = []
+    for host_policy in names:
+        for file_policy in names:
+            result = replay(prompts, host, host_policy, (file, file_policy))
+            rates = (result.hits[CPU], result.hits["file"], sum(result.hits.values()))
+            print(f"{host_policy:>9}{file_policy:>9}" + "".join(f"{rate:>12.1f}" for rate in rates), flush=True)
+            lines.append({"host": host_policy, "file": file_policy, **asdict(result)})
+    return lines
+
+
+def costs(report: dict) -> None:
+    """Prints what the core's calls cost in these same runs."""
+    kinds = ("lookup", "load", "store", "end", "plan", "finished")
+    print("\nCost of the core: us of processor time a block, and the most that one request took, all calls")
+    print(f"{'run':>24}" + "".join(f"{kind:>10}" for kind in kinds) + f"{'most ms':>12}")
+    runs = [
+        (f"{name}, {share} %", run)
+        for share, line in report["one_tier"]["table"].items()
+        for name, run in line.items()
+        if isinstance(run, dict) and "us_per_block" in run
+    ]
+    runs += [(f"{run['host']} over {run['file']}", run) for run in report["two_tiers"]]
+    for label, run in runs:
+        cells = (f"{run['us_per_block'][kind]:10.2f}" if kind in run["us_per_block"] else " " * 10 for kind in kinds)
+        print(f"{label:>24}" + "".join(cells) + f"{run['slowest_ms']:12.2f}")
+
+
+def profiled(work: Callable[[], object]) -> None:
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--shares", default="1,2,5,10,20", help="capacities in per cent of the distinct blocks")
+    parser.add_argument("--profile", action="store_true", help="profile the two-tier replay and do nothing else")
+    args = parser.parse_args()
+    names = [name for name in POLICIES if name in args.policies.split(",")]
+    if not args.trace.is_file():
+        print(f"--trace: {args.trace} is not there; conversation_trace.jsonl of Mooncake's FAST25 release is meant")
+        return 2
+    prompts = read(args.trace)
+    distinct = len({key for prompt in prompts for key in prompt.keys})
+    print(f"{len(prompts)} requests, {sum(len(p.keys) for p in prompts)} look-ups, {distinct} distinct blocks")
+    if args.profile:
+        sizes = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
+        profiled(lambda: replay(prompts, sizes[0], names[0], (sizes[1], names[0])))
+        return 0
+    report = {
+        "trace": args.trace.name,
+        "distinct": distinct,
+        "one_tier": one_tier(prompts, distinct, [int(share) for share in args.shares.split(",")], names),
+        "two_tiers": two_tiers(prompts, distinct, names),
+    }
+    costs(report)
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps(report, indent=1))
+    print(f"\nwritten: {OUT.relative_to(ROOT)}")
+    for line in report["one_tier"]["off"]:
+        print(f"off the known figures: {line}")
+    return 1 if report["one_tier"]["off"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
