@@ -275,7 +275,10 @@ def main() -> int:
     parser.add_argument("--shares", default="1,2,5,10,20", help="capacities in per cent of the distinct blocks")
     parser.add_argument("--profile", action="store_true", help="profile the two-tier replay and do nothing else")
     args = parser.parse_args()
-    names = [name for name in POLICIES if name in args.policies.split(",")]
+    wanted = args.policies.split(",")
+    names = [name for name in POLICIES if name in wanted]
+    if len(names) != len(wanted):
+        parser.error(f"--policies: {args.policies!r} is not a list of some of {', '.join(POLICIES)}")
     if not args.trace.is_file():
         print(f"--trace: {args.trace} is not there; conversation_trace.jsonl of Mooncake's FAST25 release is meant")
         return 2
