@@ -166,7 +166,7 @@ class Engine:
             self._movers.wake()
 
     def touch(self, keys: Iterable[Key], request: str) -> None:
-        """The engine used these chunks from its own memory; keep the host's copies as recent as their leaves."""
+        """The engine used these chunks (in prefix order) from its own memory; call it before anything deeper."""
         with self._lock:
             self._core.touch(keys, request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import IntEnum
 
 from nixl_tiers.cascade.policies.base import EvictionPolicy
@@ -36,6 +37,7 @@ class Row:
         "source",
         "state",
         "step",
+        "tick",
         "ticket",
         "worker",
     )
@@ -50,6 +52,7 @@ class Row:
         self.mover = 0
         self.holds = 0
         self.ticket = 0
+        self.tick = 0  # of its last use: lower copies are as recent as that
         self.step = -1
         self.sealed = False
         self.sealing = False
@@ -64,7 +67,8 @@ class HostTier:
     def __init__(self, rows: int, policy: EvictionPolicy) -> None:
         self.rows = rows
         self.index: dict[Key, Row] = {}
-        self.evicted: list[Key] = []  # drained by whoever publishes events
+        # For whoever publishes events; bounded, since there may be nobody who takes them.
+        self.evicted: deque[Key] = deque(maxlen=4 * rows)
         self.leaving: dict[Key, Row] = {}
         self.step = 0
         self._policy = policy
@@ -80,15 +84,16 @@ class HostTier:
     def free(self) -> int:
         return self._slots.free
 
-    def make_room(self, count: int) -> int:
-        """Evict until `count` rows are free, or until nothing more may go; returns how many are free, at most count."""
+    def make_room(self, count: int) -> list[Key]:
+        """Evict until `count` rows are free, or until nothing more may go; returns what had to go."""
         missing = count - self._slots.free
+        victims: list[Row] = []
         if missing > 0:
             victims = [row for key, row in self.leaving.items() if not self._spare(key)][:missing]
             victims += [self.index[key] for key in self._policy.evict(missing - len(victims), self._spare)]
             for row in victims:
                 self._remove(row)
-        return min(count, self._slots.free)
+        return [row.key for row in victims]
 
     def choose(self, count: int) -> list[Row]:
         """The `count` least valuable rows, from now on leaving: still hits, until `leave` is called for them."""
@@ -116,11 +121,13 @@ class HostTier:
         assert index is not None, "insert without room"
         self._inserted += 1
         row = self.index[key] = Row(key, index, state, generation, self._inserted)
+        row.tick = tick
         self._policy.add(key, tick)
         return row
 
     def touch(self, key: Key, tick: int) -> None:
         row = self.index[key]
+        row.tick = tick
         if row.leaving:
             self.stay(row, tick)
         else:

@@ -147,7 +147,7 @@ class TierManager(Traffic):
                 continue
             row.state = RowState.READY
             self.cpu_counters.bytes_written += self.row_bytes
-            self._cascade(row.key, self.storage)
+            self._cascade(row, self.storage)
             self._flushed(row.generation)
         self._clean_all()
 
@@ -158,11 +158,16 @@ class TierManager(Traffic):
             self._release(request)
 
     def touch(self, keys: Iterable[Key], name: str) -> None:
-        """The engine used these chunks from its own memory: keep the lower copies as recent as their leaves."""
+        """The engine used these chunks (in prefix order) from its own memory: roots stay as recent as leaves.
+
+        Call it before the request's deeper chunks are touched by a load or a store.
+        """
         tick = self._tick_of(self._request(name))
         for key in keys:
             if key in self.host.index:
                 self.host.touch(key, tick)
+            for storage in self.storage:
+                storage.touch(key, tick)
 
     def reset(self, keep_storage: bool) -> None:
         """The bytes may no longer match the weights. Rows with open jobs are quarantined, all others are free.
@@ -203,7 +208,8 @@ class TierManager(Traffic):
 
     def take_evicted(self) -> list[Key]:
         """Keys that have left the host tier since the last call."""
-        evicted, self.host.evicted = self.host.evicted, []
+        evicted = list(self.host.evicted)
+        self.host.evicted.clear()
         return evicted
 
     def where(self, key: Key, now: float) -> str | None:

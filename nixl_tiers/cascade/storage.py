@@ -124,14 +124,21 @@ class Storage:
         entry = self.index.get(key)
         return entry if entry is not None and entry.stored and entry.retry_at <= now else None
 
+    def make_room(self, count: int) -> None:
+        """Evict the least valuable rows until `count` slots are free, or until nothing more may go."""
+        missing = count - self.slots.free
+        if missing > 0:
+            # Those that leave were to go anyway, and are lost if they were not written below yet.
+            victims = [key for key in self.leaving if not self._spare(key)][:missing]
+            victims += self.policy.evict(missing - len(victims), self._spare)
+            for key in victims:
+                self._evicted(key)
+
     def reserve(self, key: Key, tick: int) -> Entry | None:
-        """A slot for a row about to be written, evicting the least valuable row if the tier is full."""
+        """A slot for a row about to be written, or None if there is none; call make_room first."""
         slot = self.slots.take()
         if slot is None:
-            self._make_one_free()
-            slot = self.slots.take()
-            if slot is None:
-                return None
+            return None
         entry = self.index[key] = Entry(slot, stored=False)
         self.policy.add(key, tick)
         return entry
@@ -221,14 +228,6 @@ class Storage:
         pending, self.to_drop = self.to_drop, []
         for start in range(0, len(pending), most):
             yield pending[start : start + most]
-
-    def _make_one_free(self) -> None:
-        for key in self.leaving:  # it was to go anyway, and is lost if it was not written below yet
-            if not self._spare(key):
-                self._evicted(key)
-                return
-        for key in self.policy.evict(1, self._spare):
-            self._evicted(key)
 
     def _evicted(self, key: Key) -> None:
         self._give_back(key)

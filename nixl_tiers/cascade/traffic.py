@@ -131,7 +131,7 @@ class Traffic:
             target = self.storage[below]
             for key, row in self.host.index.items():
                 if row.state is RowState.READY and key not in target.index:
-                    target.to_store.setdefault(key, self._tick)
+                    target.to_store.setdefault(key, row.tick)
 
     def backlog(self) -> int:
         """Rows queued for or being written to the tier that is furthest behind."""
@@ -161,13 +161,13 @@ class Traffic:
         request.asked.pop(key, None)
         return False
 
-    def _cascade(self, key: Key, storages: Iterable[Storage]) -> None:
+    def _cascade(self, row: Row, storages: Iterable[Storage]) -> None:
         for storage in storages:
-            if storage.spec.write is Write.THROUGH and key not in storage.index:
+            if storage.spec.write is Write.THROUGH and row.key not in storage.index:
                 if storage.state is TierState.DOWN or len(storage.to_store) >= self.host.rows:
                     storage.counters.dropped += 1
                 else:
-                    storage.to_store[key] = self._tick
+                    storage.to_store[row.key] = row.tick
 
     def _below(self, tier: int | None) -> int | None:
         """The tier that is written when `tier` (None: the host) evicts, if there is one."""
@@ -197,14 +197,13 @@ class Traffic:
     def _make_room(self, count: int) -> int:
         """Free host rows for `count` chunks, as far as that goes; what is evicted unwritten is counted."""
         below = self._below(None)
-        before = len(self.host.evicted)
-        room = self.host.make_room(count)
+        gone = self.host.make_room(count)
         if below is not None:
             target = self.storage[below]
-            for key in self.host.evicted[before:]:
+            for key in gone:
                 target.to_store.pop(key, None)
                 target.counters.dropped += key not in target.index
-        return room
+        return min(count, self.host.free)
 
     def _clean_all(self) -> None:
         for tier, storage in enumerate(self.storage):
@@ -222,7 +221,7 @@ class Traffic:
                 if row.key in target.index:
                     self.host.leave(row)
                 else:
-                    target.to_store[row.key] = self._tick
+                    target.to_store[row.key] = row.tick
             return
         source = self.storage[above]
         for key in source.choose(missing):
@@ -230,16 +229,16 @@ class Traffic:
             if key in target.index:
                 source.release(key)
             elif host_row is not None and host_row.state is RowState.READY:
-                target.to_store[key] = self._tick
+                target.to_store[key] = host_row.tick
             else:
                 source.to_load.append((self._cleaner, key))
 
     # --- planning ----------------------------------------------------------------------------------------------
 
     def _plan_stores(self, tier: int, storage: Storage, now: float) -> list[Job]:
-        moves: list[PlannedMove] = []
+        wanted: list[tuple[Row, int]] = []
         put_off: dict[Key, int] = {}
-        while storage.to_store and storage.rows_storing + len(moves) < self._store_window:
+        while storage.to_store and storage.rows_storing + len(wanted) < self._store_window:
             key, tick = storage.to_store.popitem(last=False)
             row = self.host.index.get(key)
             if key in storage.index:
@@ -251,13 +250,17 @@ class Traffic:
             if row.sealing:
                 put_off[key] = tick  # another tier's mover seals it right now: one sealer at a time
                 continue
-            entry = storage.reserve(key, tick)
+            wanted.append((row, tick))
+        storage.make_room(len(wanted))
+        moves: list[PlannedMove] = []
+        for row, tick in wanted:
+            entry = storage.reserve(row.key, tick)
             if entry is None:
-                self._not_written(tier, key)
+                self._not_written(tier, row.key)
                 continue
             row.mover += 1
             seal = row.sealing = not row.sealed
-            moves.append(PlannedMove(row, entry, key, tick, seal))
+            moves.append(PlannedMove(row, entry, row.key, tick, seal))
         for key, tick in reversed(put_off.items()):
             storage.to_store[key] = tick
             storage.to_store.move_to_end(key, last=False)
@@ -359,7 +362,7 @@ class Traffic:
                 if self._cleaner.held.get(move.key) is row:
                     self._demote(tier, move.key)
                 else:
-                    self._cascade(move.key, self.storage[:tier])
+                    self._cascade(row, self.storage[:tier])
         else:
             if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 storage.counters.failed += 1

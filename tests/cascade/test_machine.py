@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from nixl_tiers.testing.machine import CascadeMachine
+
+pytestmark = pytest.mark.timeout(900)
 
 TestCascade = CascadeMachine.TestCase
 TestCascade.settings = settings(

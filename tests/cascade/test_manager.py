@@ -247,3 +247,19 @@ def test_a_smaller_budget_evicts_what_is_too_much() -> None:
     core.opened(0, 3)
     assert len(core.storage[0].index) == 3
     assert len(core.storage[0].to_drop) == 5
+
+
+def test_a_root_that_only_the_engine_itself_still_uses_outlives_older_leaves() -> None:
+    core = manager(rows=6, tiers=())
+    put(core, CHAIN[:4], "first")
+    put(core, CHAIN[4:6], "other")
+    core.touch(CHAIN[:2], "again")  # hits in the engine's own memory
+    assert scan(core, CHAIN[2:4], "again") == [HIT, HIT]
+    core.prepare_load(CHAIN[2:4], "again")
+    core.complete_load(CHAIN[2:4])
+    core.end_step()
+    put(core, CHAIN[6:8], "new")
+    assert [core.where(key, 0.0) is not None for key in CHAIN] == [True] * 4 + [False] * 2 + [True] * 2
+    put(core, [b"one more"], "newer")
+    assert core.where(CHAIN[3], 0.0) is None  # the leaf
+    assert core.where(CHAIN[0], 0.0) == "cpu"

@@ -16,6 +16,8 @@ from nixl_tiers.chunk import Key
 from nixl_tiers.testing.machine import CascadeMachine
 from nixl_tiers.testing.simulation import Mover, MoverJob, World
 
+pytestmark = pytest.mark.timeout(900)
+
 MANY = settings(
     max_examples=400,
     stateful_step_count=80,
@@ -93,7 +95,7 @@ class OldEpochSurvives(TierManager):
         ready = {key: row for key, row in self.host.index.items() if row.state is RowState.READY and not row.worker}
         super().reset(keep_storage)
         for row in ready.values():
-            if row.index < 0 and self.host.make_room(1):
+            if row.index < 0 and self.host.free:
                 kept = self.host.insert(row.key, RowState.READY, 0, self.generation)
                 assert kept
 
