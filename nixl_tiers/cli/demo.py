@@ -125,7 +125,8 @@ class Demo:
         self._say("starting moto as S3")
         s3 = self._stack.enter_context(moto_server())
         s3.make_bucket(BUCKET)
-        stored_bytes = self._prompt_tokens // vllm_cpu.BLOCK_TOKENS * vllm_cpu.BLOCK_TOKENS * kv_bytes_per_token
+        chunks = self._prompt_tokens // vllm_cpu.BLOCK_TOKENS
+        stored_bytes = chunks * vllm_cpu.BLOCK_TOKENS * kv_bytes_per_token
         try:
             with self._server(model, s3) as server:
                 self._prompt = _prompt(server, self._prompt_tokens)
@@ -136,12 +137,12 @@ class Demo:
                 self._reset(server)
                 self._ask(server, "cpu")
             with self._server(model, s3) as server:
-                self._wait(server, "it knows what is stored", lambda counts: _least(counts.used_bytes) >= stored_bytes)
+                self._wait(server, "it knows what is stored", lambda counts: _least(counts.rows) >= chunks)
                 self._ask(server, "file")
             shutil.rmtree(self._files)
             self._say(f"removed the file tier's directory {self._files.name}/: a new node has none")
             with self._server(model, s3) as server:
-                self._wait(server, "it knows the bucket", lambda counts: counts.used_bytes["s3"] >= stored_bytes)
+                self._wait(server, "it knows the bucket", lambda counts: counts.rows["s3"] >= chunks)
                 self._ask(server, "s3")
         finally:
             if self._runs:

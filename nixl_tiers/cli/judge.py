@@ -25,7 +25,7 @@ class Counts(NamedTuple):
     loaded_bytes: float
     read_bytes: dict[str, float]
     written_bytes: dict[str, float]
-    used_bytes: dict[str, float]
+    rows: dict[str, float]
 
     @classmethod
     def of(cls, page: Page) -> Counts:
@@ -35,7 +35,7 @@ class Counts(NamedTuple):
             page.total("vllm:kv_offload_load_bytes_total"),
             {tier: page.total("nixl_tiers:bytes_read_total", tier=tier) for tier in TIERS},
             {tier: page.total("nixl_tiers:bytes_written_total", tier=tier) for tier in TIERS},
-            {tier: page.total("nixl_tiers:used_bytes", tier=tier) for tier in TIERS},
+            {tier: page.total("nixl_tiers:rows", tier=tier) for tier in TIERS},
         )
 
 

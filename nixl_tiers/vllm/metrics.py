@@ -26,6 +26,7 @@ COUNTERS: Final = {
 GAUGES: Final = {
     "used_bytes": "Bytes that this tier takes on its medium now.",
     "capacity_bytes": "Bytes that this tier may take.",
+    "rows": "Chunks that this tier holds, as far as the engine has heard: what a look-up can hit.",
     "up": "1 while the tier serves, 0 while it does not.",
 }
 
