@@ -31,6 +31,10 @@ from nixl_tiers.vllm.transfer import RowsSpec
 
 SHUTDOWN_S: Final = 0.4  # vLLM kills what has not left a few seconds after it asked, and others have to leave too
 
+# An engine whose every request waits for storage steps as fast as it can, thousands of times a second, and its workers
+# spin along: on a node without spare cores that keeps the movers from running, for seconds (measured).
+PAUSE_S: Final = 0.01
+
 _ANSWERS: Final = {
     Lookup.HIT: LookupResult.HIT,
     Lookup.PENDING: LookupResult.HIT_PENDING,
@@ -39,35 +43,49 @@ _ANSWERS: Final = {
 
 
 class NixlTiersManager(OffloadingManager):
-    """Answers vLLM's scheduler; every call is non-blocking and made by its one thread.
+    """Answers vLLM's scheduler; calls are made by its one thread and block for nothing.
 
     `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log to
-    keep for KV-aware routers, or None where nobody drains it.
+    keep for KV-aware routers, or None where nobody drains it. `pause_s`: how long a step may last in which the engine
+    has nothing to compute, because every request waits for storage; 0 where other engines step along with this one.
     """
 
-    def __init__(self, store: TieredStore, config: TiersConfig, groups: Sequence[int], events: EventLog | None) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        config: TiersConfig,
+        groups: Sequence[int],
+        events: EventLog | None,
+        pause_s: float = PAUSE_S,
+    ) -> None:
         self._store = store
         self._engine = store.engine
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
         self._reporter = Reporter()
         self._events = events
+        self._pause_s = pause_s
+        self._requests: set[str] = set()
+        self._waiting: set[str] = set()  # those that this step's look-ups put off
         self._closed = False
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        # The store learns of a request from its first look-up.
+        self._requests.add(req_context.req_id)
         return RequestOffloadingContext()
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._requests.discard(req_context.req_id)
         self._engine.finish_request(req_context.req_id)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         position = req_context.get_offload_key_position(key)
         answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position)]
-        if self._events is not None and answer is LookupResult.HIT:
+        if answer is LookupResult.HIT_PENDING:
+            self._waiting.add(req_context.req_id)
+        elif self._events is not None and answer is LookupResult.HIT:
             self._events.present(key)
         return answer
 
@@ -113,6 +131,10 @@ class NixlTiersManager(OffloadingManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._engine.end_step()
+        if self._pause_s and self._waiting and self._waiting >= self._requests:
+            with self._engine.changed:
+                self._engine.changed.wait(self._pause_s)
+        self._waiting.clear()
 
     @override
     def has_pending_work(self) -> bool:

@@ -100,7 +100,7 @@ class NixlTiersSpec(OffloadingSpec):
     def _make_manager(self) -> OffloadingManager:
         from nixl_tiers.store import TieredStore
         from nixl_tiers.vllm.events import EventLog
-        from nixl_tiers.vllm.manager import NixlTiersManager
+        from nixl_tiers.vllm.manager import PAUSE_S, NixlTiersManager
 
         region = self._join()
         try:
@@ -117,7 +117,9 @@ class NixlTiersSpec(OffloadingSpec):
             ", ".join(self.tiers.names) or "none",
         )
         events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
-        return NixlTiersManager(store, self.tiers, compat.group_ids(self.config), events)
+        # Data-parallel replicas step together: one that waits for storage must not make the others wait.
+        pause_s = PAUSE_S if self.config.parallel.data_parallel_size == 1 else 0.0
+        return NixlTiersManager(store, self.tiers, compat.group_ids(self.config), events, pause_s)
 
 
 def parse(config: OffloadingConfig) -> TiersConfig:

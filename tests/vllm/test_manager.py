@@ -16,7 +16,7 @@ from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.vllm.events import EventLog
-from nixl_tiers.vllm.manager import SHUTDOWN_S, NixlTiersManager
+from nixl_tiers.vllm.manager import PAUSE_S, SHUTDOWN_S, NixlTiersManager
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=2)
 ROWS = 4
@@ -173,7 +173,8 @@ class Scripted:
 
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
-        self.engine = self
+        self.engine = self.changed = self
+        self.waits_s: list[float] = []
         self.patience_s = -1.0
 
     def lookup(self, key: bytes, request: str, position: int | None) -> Lookup:
@@ -184,6 +185,21 @@ class Scripted:
 
     def close(self, patience_s: float) -> None:
         self.patience_s = patience_s
+
+    def end_step(self) -> None:
+        pass
+
+    def finish_request(self, request: str) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits_s.append(timeout_s)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -208,3 +224,45 @@ def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: C
     assert list(manager.take_events()) == []
     manager.shutdown()
     assert 0 <= store.patience_s == SHUTDOWN_S <= 0.5
+
+
+def test_a_step_in_which_everybody_waits_for_storage_takes_its_time() -> None:
+    """Otherwise the engine spins, and its spinning keeps the movers from running."""
+    store = Scripted(Lookup.PENDING, "file")
+    config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    manager = NixlTiersManager(store, config, (0,), None)  # type: ignore[arg-type]
+    (key,) = keys_of(1)
+    one, two = ReqContext("one"), ReqContext("two")
+    manager.on_schedule_end(STEP)
+    assert store.waits_s == [], "nobody waits"
+    manager.on_new_request(one)
+    manager.on_new_request(two)
+    manager.lookup(key, one)
+    manager.on_schedule_end(STEP)
+    assert store.waits_s == [], "the other request may have something to compute"
+    manager.lookup(key, one)
+    manager.lookup(key, two)
+    manager.on_schedule_end(STEP)
+    assert store.waits_s == [PAUSE_S]
+    manager.on_schedule_end(STEP)
+    assert len(store.waits_s) == 1, "both were let go: they are loading, or computing"
+    manager.on_request_finished(two)
+    manager.lookup(key, one)
+    manager.on_schedule_end(STEP)
+    assert len(store.waits_s) == 2
+    store.answer = Lookup.HIT
+    manager.lookup(key, one)
+    manager.on_schedule_end(STEP)
+    assert len(store.waits_s) == 2
+
+
+def test_replicas_that_step_together_never_wait_for_one_of_them() -> None:
+    store = Scripted(Lookup.PENDING, "file")
+    config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    manager = NixlTiersManager(store, config, (0,), None, pause_s=0.0)  # type: ignore[arg-type]
+    (key,) = keys_of(1)
+    context = ReqContext("r")
+    manager.on_new_request(context)
+    manager.lookup(key, context)
+    manager.on_schedule_end(STEP)
+    assert store.waits_s == []

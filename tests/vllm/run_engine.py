@@ -1,0 +1,74 @@
+"""A real engine in a process of its own: carries out a list of steps and writes what came of each.
+
+    python run_engine.py PLAN RESULT        both JSON files
+
+Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "settings": {...}, "steps": [...]}.
+Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once; ["forget"] empties the
+engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nixl_tiers.testing import vllm_cpu
+
+
+def main(plan: dict[str, Any]) -> list[Any]:
+    transfer = None
+    if plan["tiers"] is not None:
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "NixlTiersSpec",
+                "spec_module_path": "nixl_tiers.vllm.spec",
+                **plan["tiers"],
+            },
+        }
+    llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, **plan["settings"])
+    core = llm.llm_engine.engine_core.engine_core
+    try:
+        return [carry_out(llm, core, *step) for step in plan["steps"]]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
+    if verb == "generate":
+        return generate(llm, *arguments)
+    if verb == "forget":
+        assert llm.reset_prefix_cache()
+        return None
+    if verb == "reset":
+        assert llm.reset_prefix_cache(reset_connector=True)
+        return None
+    manager = core.scheduler.connector.connector_scheduler.manager
+    if verb == "flush":
+        assert manager._store.flush(30)
+        return None
+    assert verb == "stats"
+    return manager._store.stats()
+
+
+def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [max(entry.logprob for entry in step.values()) for step in output.outputs[0].logprobs],
+            "cached": output.num_cached_tokens,
+        }
+        for output in outputs
+    ]
+
+
+if __name__ == "__main__":
+    result = main(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))

@@ -1,0 +1,220 @@
+"""Real vLLM on the CPU: the same tokens with tiers as without, and every hit from the tier that it should come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.testing.servers import MotoServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+BLOCK = vllm_cpu.BLOCK_TOKENS
+CPU = {"type": "cpu", "capacity": "256MiB"}
+Engine = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path) -> list[list[int]]:
+    """Four prompts of real text: about 1200 tokens, the last two with the same beginning."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sentences = [
+        [
+            f"On day {day} the ship {name} carried {day * number % 89} barrels of {cargo} to port {day % 7}."
+            for day in range(60)
+        ]
+        for number, name, cargo in ((3, "Anna", "salt"), (5, "Borea", "oil"), (7, "Clio", "tea"))
+    ]
+    texts = [" ".join(lines) for lines in sentences]
+    texts.append(" ".join(sentences[2][:30] + sentences[0][10:40]))
+    question = " Question: which ship was it, and what did it carry on the last day? Answer:"
+    return [tokenizer.encode(text + question) for text in texts]
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Engine:
+    """Runs an engine from its start to its end; returns what each step gave. Raises with the engine's last words."""
+    runner = Path(__file__).with_name("run_engine.py")
+    root = str(runner.parents[2])
+
+    def run(
+        tiers: dict[str, Any] | None,
+        *steps: list[Any],
+        env: dict[str, str] | None = None,
+        path: Path = model,
+        **settings: Any,
+    ) -> list[Any]:
+        plan = {"model": str(path), "tiers": tiers, "settings": {"max_model_len": 2048, **settings}, "steps": steps}
+        plan_file, result_file = tmp_path / "plan.json", tmp_path / "result.json"
+        plan_file.write_text(json.dumps(plan))
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        ended = subprocess.run(
+            [sys.executable, str(runner), str(plan_file), str(result_file)],
+            env={**os.environ, "PYTHONPATH": paths, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        result: list[Any] = json.loads(result_file.read_text())
+        return result
+
+    return run
+
+
+def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def test_one_prompt_through_every_tier(
+    engine: Engine, prompts: list[list[int]], moto: MotoServer, tmp_path: Path
+) -> None:
+    """Cold, GPU, host memory; file in a new engine; S3 in one without the files. bf16, one request at a time."""
+    prompt = prompts[0]
+    whole = len(prompt) // BLOCK * BLOCK
+    ask = ["generate", [prompt], 16]
+    s3 = {
+        "type": "s3",
+        "bucket": moto.make_bucket(f"engine-{os.getpid()}"),
+        "endpoint": moto.endpoint,
+        "capacity": "256MiB",
+    }
+    tiers = {"tiers": [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB"}, s3]}
+
+    without = engine(None, ask, ask)
+    cold, gpu, _, cpu, stats, _, first = engine(
+        tiers, ask, ask, ["forget"], ask, ["stats"], ["flush"], ["stats"], env=moto.env
+    )
+    assert tokens(cold) == tokens(gpu) == tokens(cpu) == tokens(without[0])
+    assert (cold[0]["cached"], gpu[0]["cached"], cpu[0]["cached"]) == (0, whole, whole)
+    # With the same part of the prompt cached, the same sums are made: equal bytes give equal numbers, to the last bit.
+    assert cpu[0]["logprobs"] == gpu[0]["logprobs"] == without[1][0]["logprobs"]
+    chunks = whole // BLOCK
+    assert stats["cpu"]["hits"] == chunks
+    payload = stats["cpu"]["bytes_written"]
+    assert first["file"]["bytes_written"] == first["s3"]["bytes_written"] == payload
+
+    file, stats = engine(tiers, ask, ["stats"], env=moto.env)
+    assert file[0] == cpu[0]
+    assert (stats["file"]["hits"], stats["file"]["bytes_read"]) == (chunks, payload)
+    assert (stats["s3"]["hits"], stats["cpu"]["bytes_written"]) == (0, 0)
+
+    shutil.rmtree(tmp_path / "kv")
+    s3_hit, stats = engine(tiers, ask, ["stats"], env=moto.env)
+    assert s3_hit[0] == cpu[0]
+    assert (stats["s3"]["hits"], stats["s3"]["bytes_read"]) == (chunks, payload)
+    assert stats["file"]["hits"] == 0
+    assert all(tier["corrupt"] == tier["failed"] == 0 for tier in stats.values())
+
+
+def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Chunks of three blocks, requests that share a beginning, loads that begin inside a chunk, and a reset."""
+    options = {"dtype": "float32", "max_num_seqs": 4}
+    tiers = {
+        "blocks_per_chunk": 3,
+        # Room for what is stored before the reset and for what is stored after it.
+        "tiers": [{**CPU, "capacity": "512MiB"}, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB"}],
+    }
+    ask = ["generate", prompts, 12]
+    # Leaves one block of the prompt in the engine's own cache, so that a load begins at the chunk's second block.
+    begin = ["generate", [prompt[: BLOCK + 5] for prompt in prompts], 1]
+    (without,) = engine(None, ask, **options)
+    cold, _, cpu, _, _, part, _, _, after_reset, stats = engine(
+        tiers, ask, ["forget"], ask, ["forget"], begin, ask, ["flush"], ["reset"], ask, ["stats"], **options
+    )
+    assert tokens(cold) == tokens(cpu) == tokens(part) == tokens(after_reset) == tokens(without)
+    chunk = 3 * BLOCK
+    assert [answer["cached"] for answer in cpu] == [len(prompt) // chunk * chunk for prompt in prompts]
+    assert [answer["cached"] for answer in part] == [len(prompt) // chunk * chunk for prompt in prompts]
+    assert all(answer["cached"] < chunk for answer in after_reset[:2]), "a reset must forget every tier"
+    assert stats["cpu"]["failed"] == stats["file"]["failed"] == stats["file"]["corrupt"] == 0
+
+    file, stats = engine(tiers, ask, ["stats"], **options)
+    assert tokens(file) == tokens(without)
+    assert stats["file"]["hits"] > 0
+    assert [answer["cached"] for answer in file] == [len(prompt) // chunk * chunk for prompt in prompts]
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> Path:
+    """A Llama with random weights whose heads can be split between two ranks."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    return tmp_path / "small"
+
+
+@pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
+def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path) -> None:
+    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
+    ask = ["generate", [prompt], 16]
+    tiers = {"tiers": [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}]}
+    cores = vllm_cpu.cores()
+    options: dict[str, Any] = {
+        "path": small_model,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    cold, gpu, _, cpu, _ = engine(tiers, ask, ask, ["forget"], ask, ["flush"], **options)
+    file, stats = engine(tiers, ask, ["stats"], **options)
+    whole = len(prompt) // BLOCK * BLOCK
+    assert len(set(cold[0]["tokens"])) > 2, "a model that always says the same shows nothing"
+    assert tokens(cold) == tokens(cpu) == tokens(file)
+    assert [answer[0]["cached"] for answer in (gpu, cpu, file)] == [whole] * 3
+    assert gpu[0]["logprobs"] == cpu[0]["logprobs"] == file[0]["logprobs"]
+    assert stats["file"]["hits"] == whole // BLOCK
+
+
+@pytest.mark.parametrize(
+    ("tiers", "settings", "sentence"),
+    [
+        ([{**CPU, "capacity": "64KiB"}], {}, "tiers[0].capacity: 64 KiB does not hold one chunk, which takes "),
+        (
+            [CPU, {"type": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:9", "capacity": "1GiB"}],
+            {"load_format": "dummy"},
+            "storage tiers are refused unless model_id is set, because the weights are random (load_format dummy)",
+        ),
+    ],
+    ids=["capacity", "weights"],
+)
+def test_a_bad_configuration_ends_the_engine_with_its_sentence(
+    engine: Engine, small_model: Path, tiers: list[Any], settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(AssertionError) as raised:
+        engine({"tiers": tiers}, ["stats"], path=small_model, skip_tokenizer_init=True, **settings)
+    assert f"Error: {sentence}" in str(raised.value)
