@@ -81,7 +81,7 @@ class SlabFiles(Medium):
         self.cut(namespace, slot, key, 0)
 
     def held_rows(self, namespace: bytes) -> int:
-        journal = self.path / namespace.hex() / "manifest.sqlite"
+        journal = self.path / namespace.hex() / "0" / "manifest.sqlite"
         with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as database:
             (count,) = database.execute("SELECT count(*) FROM rows").fetchone()
         return int(count)
@@ -96,7 +96,7 @@ class SlabFiles(Medium):
 
     def _place(self, namespace: bytes, slot: int) -> tuple[Path, int, int]:
         """File, offset and size of a slot."""
-        directory = self.path / namespace.hex()
+        directory = self.path / namespace.hex() / "0"
         about = json.loads((directory / "namespace.json").read_bytes())
         slab, place = divmod(slot, about["slots_per_slab"])
         return directory / f"slab-{slab:05d}.kv", place * about["row_bytes"], about["row_bytes"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.mover.messages import Down, Open, Opened, Outcome, Refused
-from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, file_tier, wait_until
+from nixl_tiers.mover.messages import Down, Move, Open, Opened, Outcome, Refused, Store
+from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, file_tier, key_of, payload, wait_until
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -91,17 +91,68 @@ def test_two_movers_at_once_share_one_budget(tmp_path: Path) -> None:
         assert not (tmp_path / namespace(1).hex()).exists()
 
 
-def test_one_namespace_has_one_mover(tmp_path: Path) -> None:
+def test_replicas_side_by_side_find_their_rows_again(tmp_path: Path) -> None:
+    """Two movers serve one namespace, each its own rows under the same slots; so do those that come after them."""
+    with sampled(tmp_path, CAPACITY):
+        for life in range(2):
+            with (
+                MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
+                MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
+            ):
+                for replica, mover in enumerate((first, second)):
+                    mover.open()
+                    numbers = range(1000 * replica, 1000 * replica + 32)
+                    if life:
+                        assert {int(entry.key[4:]) for entry in mover.adopted()} == set(numbers)
+                    else:
+                        assert set(mover.store(numbers, range(32))) == {Outcome.OK}
+                    assert set(mover.load(numbers, range(32))) == {Outcome.OK}
+                first.stop()
+                second.stop()
+
+
+def test_two_replicas_and_three_namespaces_in_turn(tmp_path: Path) -> None:
+    """Filled beyond what there is by both at once, and reopened: one replica's share is whatever it got first."""
+    stored = 0
     with (
-        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, 4) as first,
-        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, 4) as second,
+        sampled(tmp_path, CAPACITY) as looks,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
     ):
-        first.open()
-        second.send(Open(NAMESPACE, 0))
+        for number in range(3):
+            slots = min(mover.open(namespace(number), epoch=number) for mover in (first, second))
+            for start in range(0, slots, 32):
+                moves = range(start, min(start + 32, slots))
+                jobs = []
+                for mover in (first, second):
+                    for row, slot in enumerate(moves):
+                        mover.region.rows_view[row] = payload(slot, GEOMETRY)
+                    batch = [Move(row, slot, key_of(slot), seal=True) for row, slot in enumerate(moves)]
+                    jobs.append((mover, mover.begin(Store, batch)))
+                for mover, job in jobs:
+                    outcomes = mover.finished(job)
+                    assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
+                    stored += outcomes.count(Outcome.OK)
+            for mover in (first, second):
+                assert set(mover.load(range(16))) == {Outcome.OK}  # neither found it all taken
+        assert looks[-1] > 0.7 * CAPACITY
+    assert stored > 3 * 0.7 * CAPACITY / GEOMETRY.row_bytes
+
+
+def test_no_room_for_another_journal_is_down_until_there_is(tmp_path: Path) -> None:
+    capacity = 8 << 20
+    with (
+        sampled(tmp_path, capacity),
+        MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as first,
+        MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as second,
+    ):
+        assert set(fill(first, first.open())) == {Outcome.OK}
+        second.send(Open(namespace(2), 0))
         down = second.expect(lambda m: isinstance(m, Down))
         assert isinstance(down, Down)
         assert str(tmp_path) in down.reason
         assert set(second.store(range(4))) == {Outcome.FAILED}
+        assert not (tmp_path / namespace(2).hex()).exists()
         first.stop()
         second.expect(lambda m: isinstance(m, Opened))
         assert set(second.store(range(4))) == {Outcome.OK}

@@ -19,7 +19,7 @@ CAPACITY = 16 << 20
 
 
 def slab(path: Path) -> Path:
-    return path / NAMESPACE.hex() / "slab-00000.kv"
+    return path / NAMESPACE.hex() / "0" / "slab-00000.kv"
 
 
 @pytest.fixture

@@ -65,8 +65,8 @@ def load(tier: FileStorage, region: HostRegion, numbers: range) -> list[Outcome]
 def test_without_o_direct_and_without_fallocate(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slabs, "_direct_works", lambda _: False)
-    monkeypatch.setattr(slabs, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    monkeypatch.setattr(slabs, "direct_works", lambda _: False)
+    monkeypatch.setattr(slabs, "fallocate", lambda *_: errno.EOPNOTSUPP)
     tier = storage(tmp_path, region)
     slots = tier.open(NAMESPACE, 0)
     for start in range(0, slots, ROWS):
@@ -84,7 +84,7 @@ def test_a_medium_that_gives_no_extent(
     tier = storage(tmp_path, region)
     tier.open(NAMESPACE, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(slabs, "_fallocate", lambda *_: error)
+        patch.setattr(slabs, "fallocate", lambda *_: error)
         assert set(store(tier, region, range(ROWS))) == {outcome}
     assert sum(file.stat().st_size for file in tmp_path.rglob("slab-*")) == 0
     deadline = time.monotonic() + 30

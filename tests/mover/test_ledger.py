@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
-from nixl_tiers.mover.tiers.base import TierDown
 from nixl_tiers.mover.tiers.ledger import Claim, Ledger
 from nixl_tiers.mover.tiers.slabs import Plan
 
@@ -60,11 +57,38 @@ def test_what_somebody_holds_stays(tmp_path: Path) -> None:
     assert not room(ledger, 12 * MIB)
     assert held.directory.exists()
     assert not (tmp_path / namespace(2).hex()).exists()
-    with ledger.locked(), pytest.raises(TierDown, match=str(held.directory)):
-        ledger.claim(namespace(1))
     held.release()
+    assert room(ledger, 12 * MIB)
+    assert not held.directory.parent.exists()
+
+
+def test_the_lowest_free_replica_is_taken(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 64 * MIB)
+    claims = [settle(ledger, 1, MIB) for _ in range(3)]
+    assert [claim.directory.name for claim in claims] == ["0", "1", "2"]
+    claims[1].release()
     with ledger.locked():
-        ledger.claim(namespace(1)).release()
+        again = ledger.claim(namespace(1))
+    assert again.directory == claims[1].directory
+    assert again.about == {"journal_bytes": MIB}
+
+
+def test_replicas_go_one_by_one_and_never_one_that_is_held(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 16 * MIB)
+    claims = [settle(ledger, 1, 3 * MIB, age_s) for age_s in (100, 300, 200)]
+    for claim in claims[1:]:
+        abandon(claim)
+    assert room(ledger, 5 * MIB)
+    assert sorted(replica.name for replica in claims[0].directory.parent.iterdir()) == ["0", "2"]
+    assert not room(ledger, 13 * MIB)
+    assert sorted(replica.name for replica in claims[0].directory.parent.iterdir()) == ["0"]
+
+
+def test_a_claim_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 16 * MIB)
+    with ledger.locked():
+        ledger.abandon(ledger.claim(namespace(1)))
+    assert [entry.name for entry in tmp_path.iterdir()] == [".ledger"]
 
 
 def test_journals_count_with_what_they_may_grow_to(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class _Namespace:
 
 
 class FileStorage(StorageTier):
-    """Slots in slab files below `<path>/<namespace>`, journalled in SQLite, within the path's capacity."""
+    """Slots in slab files below `<path>/<namespace>/<replica>`, journalled in SQLite, within the path's capacity."""
 
     def __init__(self, config: FileTier, geometry: Geometry, region: HostRegion) -> None:
         """`region` stays the caller's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
@@ -120,7 +120,7 @@ class FileStorage(StorageTier):
                     self._ledger.make_room(0)  # the capacity may be smaller than last time
                 except BaseException:
                     if self._open is None:
-                        claim.release()
+                        self._ledger.abandon(claim)
                     raise
         except OSError as error:
             reason = f"{error.filename or path}: {error.strerror or error}"
@@ -186,6 +186,8 @@ class FileStorage(StorageTier):
         return self._open
 
     def _serve(self, claim: Claim, slots: int, sealer: Sealer) -> _Namespace:
+        if not claim.about and not self._ledger.make_room(journal_bytes(slots)):
+            raise TierDown(f"{self._config.path} is full: what live movers hold leaves no room for another's journal")
         plan = _plan(claim, self._geometry, slots)
         if plan is None:
             # Nothing in it can be ours: rows of another shape, or a directory whose description is lost.

@@ -1,8 +1,10 @@
 """The budget of one path: every namespace that ever lived below it, one capacity, one lock.
 
-Below `path` stand `.ledger` (the lock) and one directory a namespace, named by its digest in hexadecimal. A live
-mover holds its namespace's `.lock`; the kernel lets go of it however the mover ends. Room is made by forgetting
-whole namespaces that nobody holds, the longest unused first. What is not ours is counted, and never touched.
+Below `path` stand `.ledger` (the lock) and one directory a namespace, named by its digest in hexadecimal; in it one
+directory a replica, 0 and up: movers that serve the same namespace at the same time each have their own rows. A live
+mover holds its replica's `.lock`; the kernel lets go of it however the mover ends. Whoever comes next takes the lowest
+replica that nobody holds, and so finds the rows of a predecessor. Room is made by forgetting replicas that nobody
+holds, the longest unused first. What is not ours is counted, and never touched.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ _LOCK: Final = ".lock"
 _LEDGER: Final = ".ledger"
 _GONE: Final = ".gone-"
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_REPLICA: Final = re.compile(r"0|[1-9]\d{0,2}")
+_MAX_REPLICAS: Final = 1000
 _ROUNDING_BYTES: Final = 64 << 10  # what a file system adds to an extent of its own accord (extent trees, directories)
 
 
 class Claim:
-    """A namespace directory that this process holds. `about` is what namespace.json says, empty if it is new."""
+    """A replica's directory that this process holds. `about` is what namespace.json says, empty if it is new."""
 
     def __init__(self, directory: Path, descriptor: int, about: dict[str, Any]) -> None:
         self.directory = directory
@@ -77,25 +81,37 @@ class Ledger:
             os.close(descriptor)
 
     def claim(self, namespace: bytes) -> Claim:
-        """Hold the namespace's directory, made if it is not there. Inside `locked`.
-
-        Raises TierDown if another process holds it, OSError.
-        """
+        """Hold the namespace's lowest replica that nobody holds, for as long as the Claim is not released. Inside
+        `locked`. Raises TierDown if all that there may be are held, OSError."""
         for leftover in self.path.glob(f"{_GONE}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        directory = self.path / namespace.hex()
-        directory.mkdir(mode=0o700, exist_ok=True)
-        descriptor = _hold(directory)
-        if descriptor is None:
-            raise TierDown(f"{directory} is in use by another process")
+        home = self.path / namespace.hex()
+        home.mkdir(mode=0o700, exist_ok=True)
+        for number in range(_MAX_REPLICAS):
+            directory = home / str(number)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            descriptor = _hold(directory)
+            if descriptor is not None:
+                break
+        else:
+            raise TierDown(f"{home} is in use by {_MAX_REPLICAS} other movers")
         try:
             about = json.loads((directory / ABOUT).read_bytes())
         except (OSError, ValueError):
             about = {}
         return Claim(directory, descriptor, about if isinstance(about, dict) else {})
 
+    def abandon(self, claim: Claim) -> None:
+        """Let go of a replica that could not be served; a new one leaves nothing behind. Inside `locked`."""
+        with suppress(OSError):
+            if [entry.name for entry in claim.directory.iterdir()] == [_LOCK]:
+                (claim.directory / _LOCK).unlink()
+        claim.release()
+        _remove_empty(claim.directory)
+        _remove_empty(claim.directory.parent)
+
     def make_room(self, need_bytes: int) -> bool:
-        """Whether `need_bytes` more fit now, after forgetting unheld namespaces as far as it takes. Inside `locked`."""
+        """Whether `need_bytes` more fit now, after forgetting unheld replicas as far as it takes. Inside `locked`."""
         self._look()
         while self.used_bytes + need_bytes + _ROUNDING_BYTES > self.capacity_bytes:
             if not self.forget_oldest():
@@ -103,18 +119,20 @@ class Ledger:
         return True
 
     def forget_oldest(self) -> bool:
-        """Delete the namespace that has been unused longest; False if there is none that nobody holds."""
-        for directory in self._namespaces():
+        """Delete the replica that has been unused longest; False if there is none that nobody holds."""
+        for directory in self._replicas():
             descriptor = _hold(directory)
             if descriptor is None:
                 continue
+            home = directory.parent
             try:
-                # Renamed first: a crash in the middle leaves rubbish to sweep, not half a namespace.
-                gone = directory.rename(self.path / f"{_GONE}{directory.name}")
+                # Renamed first: a crash in the middle leaves rubbish to sweep, not half a replica.
+                gone = directory.rename(self.path / f"{_GONE}{home.name}-{directory.name}")
                 shutil.rmtree(gone)
             finally:
                 os.close(descriptor)
-            logger.info("forgot %s, which nobody uses, to keep %s within its capacity", directory.name, self.path)
+            _remove_empty(home)
+            logger.info("forgot %s, which nobody uses, to keep %s within its capacity", directory, self.path)
             self._look()
             return True
         return False
@@ -122,21 +140,29 @@ class Ledger:
     def _look(self) -> None:
         self.used_bytes = sum(_weigh(entry) for entry in os.scandir(self.path))
 
-    def _namespaces(self) -> list[Path]:
-        """Every namespace directory, the longest unused first."""
+    def _replicas(self) -> list[Path]:
+        """The directory of every replica of every namespace, the longest unused first."""
         aged = []
-        for directory in self.path.iterdir():
-            if _NAMESPACE.fullmatch(directory.name) and directory.is_dir():
-                try:
-                    used_at = (directory / ABOUT).stat().st_mtime_ns
-                except OSError:
-                    used_at = 0
-                aged.append((used_at, directory))
+        for home in self.path.iterdir():
+            if not _NAMESPACE.fullmatch(home.name) or not home.is_dir():
+                continue
+            for directory in home.iterdir():
+                if _REPLICA.fullmatch(directory.name) and (directory / _LOCK).exists():
+                    try:
+                        used_at = (directory / ABOUT).stat().st_mtime_ns
+                    except OSError:
+                        used_at = 0
+                    aged.append((used_at, directory))
         return [directory for _, directory in sorted(aged)]
 
 
+def _remove_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
+
+
 def _hold(directory: Path) -> int | None:
-    """A descriptor that locks the namespace, or None if somebody else has it."""
+    """A descriptor that locks the replica, or None if somebody else has it."""
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +184,7 @@ def _weigh(entry: os.DirEntry[str]) -> int:
         inside = list(os.scandir(entry.path))
     except OSError:  # it went away
         return 0
-    if not _NAMESPACE.fullmatch(entry.name):
+    if not (_NAMESPACE.fullmatch(Path(entry.path).parent.name) and _REPLICA.fullmatch(entry.name)):
         return taken + sum(map(_weigh, inside))
     journal = sum(_weigh(file) for file in inside if file.name.startswith("manifest."))
     others = sum(_weigh(file) for file in inside if not file.name.startswith("manifest."))
@@ -166,7 +192,7 @@ def _weigh(entry: os.DirEntry[str]) -> int:
 
 
 def _promised(directory: Path) -> int:
-    """What the namespace's journal may grow to, in bytes."""
+    """What the replica's journal may grow to, in bytes."""
     try:
         return int(json.loads((directory / ABOUT).read_bytes())["journal_bytes"])
     except (OSError, ValueError, KeyError, TypeError):

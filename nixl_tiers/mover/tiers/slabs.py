@@ -68,7 +68,7 @@ class Slabs:
         self._directory = directory
         self._agent = agent
         self._ledger = ledger
-        self._direct = _direct_works(directory)
+        self._direct = direct_works(directory)
         if not self._direct:
             logger.warning("%s does not support O_DIRECT: rows go through the page cache", directory)
         self._sparse = False
@@ -104,7 +104,7 @@ class Slabs:
                 if end > have and self._ledger.make_room((end - have) * self.plan.row_bytes):
                     self._allocate(slab, end)
                     return
-        raise NoSpace(f"{self._ledger.path} is full: what other live namespaces hold leaves no room below its capacity")
+        raise NoSpace(f"{self._ledger.path} is full: what other live movers hold leaves no room below its capacity")
 
     def medium_is_full(self) -> bool:
         """Whether a failed write may be for want of space: only files that could not be allocated ahead can be."""
@@ -131,12 +131,12 @@ class Slabs:
             self._allocated[slab] = min(size // self.plan.row_bytes, limit)
 
     def _allocate(self, slab: int, end: int) -> None:
-        """Make the slab's file `end` slots long, with room behind them; unheld namespaces make way on a full medium."""
+        """Make the slab's file `end` slots long, with room behind them; unheld replicas make way on a full medium."""
         row_bytes = self.plan.row_bytes
         descriptor = os.open(self._path(slab), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             size = os.fstat(descriptor).st_size
-            while failed := _fallocate(descriptor, size, end * row_bytes - size):
+            while failed := fallocate(descriptor, size, end * row_bytes - size):
                 # What was taken before it failed is given back: it would be in the account and hold no row.
                 os.ftruncate(descriptor, size)
                 if failed == errno.EOPNOTSUPP:
@@ -158,8 +158,8 @@ class Slabs:
             logger.warning("%s cannot allocate ahead: the disk may fill up below the tier's capacity", self._directory)
 
 
-def _fallocate(descriptor: int, offset: int, nbytes: int) -> int:
-    """0, or the errno."""
+def fallocate(descriptor: int, offset: int, nbytes: int) -> int:
+    """Allocate for real, without writing; 0, or the errno."""
     if nbytes <= 0:
         return 0
     while True:
@@ -169,7 +169,7 @@ def _fallocate(descriptor: int, offset: int, nbytes: int) -> int:
             return error
 
 
-def _direct_works(directory: Path) -> bool:
+def direct_works(directory: Path) -> bool:
     """Write and read one page with O_DIRECT: some file systems take the flag and then refuse every transfer."""
     probe = directory / "probe.tmp"
     with mmap.mmap(-1, PAGE) as page:
