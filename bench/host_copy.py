@@ -1,11 +1,12 @@
-"""How fast host blocks and region rows swap, beside one libc memmove of as many contiguous bytes: medians, interleaved.
+"""How fast host blocks and region rows swap, as shares of one libc memmove of as many contiguous bytes.
 
     python -m bench.host_copy [--pages 512,32768] [--layers 32] [--megabytes 512] [--ids random|sequential]
-                              [--rounds 9] [--json FILE]
+                              [--rounds 5] [--json FILE]
 
 Every page size moves the same bytes: `layers` tensors of pages on one side (private memory, as an engine's), rows that
-hold one block each on the other (a memfd, as the region's). Each round runs every contender once, in a new order; every
-contender's bytes are checked once. Only shares of the memmove of the same run mean anything.
+hold one block each on the other (a memfd, as the region's). Each round runs every contender once, in a new order, right
+after a memmove in the same direction; its share is the median over the rounds of the two times' ratio, so that
+a machine that does other work as well still gives a fair answer. Every contender's bytes are checked first.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Buffers:
 
 
 def measure(buffers: Buffers, page: int, layers: int, ids: str, rounds: int) -> dict[str, float]:
-    """Seconds (medians) by contender and direction for one page size."""
+    """For one page size: the memmove's median GB/s, and each contender's median share of it."""
     total = buffers.engine.size
     blocks = total // (layers * page)
     geometry = Geometry(cells=1, cell_payload=layers * page)
@@ -86,20 +87,25 @@ def measure(buffers: Buffers, page: int, layers: int, ids: str, rounds: int) -> 
             contenders[f"memcpy {name}"] = with_kernel(KERNEL_PLAIN, call)
         contenders[f"numpy {name}"] = without_library(call)
     check(buffers, contenders, moved)
-    contenders["memmove store"] = memmove(buffers.region, buffers.engine)
-    contenders["memmove load"] = memmove(buffers.engine, buffers.region)
-
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    memmoves = {"store": memmove(buffers.region, buffers.engine), "load": memmove(buffers.engine, buffers.region)}
+    shares: dict[str, list[float]] = {name: [] for name in contenders}
+    speeds: list[float] = []
     order = list(contenders)
     shuffle = random.Random(2).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            begin = time.perf_counter()
-            contenders[name]()
-            times[name].append(time.perf_counter() - begin)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {"page_bytes": page, "blocks": blocks, "moved_bytes": moved, **medians}
+            reference = seconds(memmoves[name.split()[1]])
+            speeds.append(moved / reference / 1e9)
+            shares[name].append(reference / seconds(contenders[name]))
+    medians = {name: statistics.median(values) for name, values in shares.items()}
+    return {"page_bytes": page, "moved_bytes": moved, "memmove_gb_per_s": statistics.median(speeds), **medians}
+
+
+def seconds(call: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 def check(buffers: Buffers, contenders: dict[str, Callable[[], None]], moved: int) -> None:
@@ -120,25 +126,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--ids", choices=["random", "sequential"], default="random")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     buffers = Buffers(arguments.megabytes << 20)
     print(f"{arguments.megabytes} MiB, {arguments.layers} layers, {arguments.ids} blocks, backend {host.backend()}")
-    print("shares of one memmove      swap             memcpy per page  numpy")
-    print("page bytes  memmove GB/s   store   load     store   load     store   load")
+    print(f"{'':26}shares of memmove: swap     memcpy per page     numpy")
+    print("page bytes  memmove GB/s     store      load     store      load     store      load")
     results = []
     for page in map(int, arguments.pages.split(",")):
-        seconds = measure(buffers, page, arguments.layers, arguments.ids, arguments.rounds)
-        results.append(seconds)
-        line = f"{page:10d}  {seconds['moved_bytes'] / seconds['memmove store'] / 1e9:12.1f} "
-        for kind in ("swap", "memcpy", "numpy"):
-            for direction in ("store", "load"):
-                name = f"{kind} {direction}"
-                share = seconds[f"memmove {direction}"] / seconds[name] if name in seconds else float("nan")
-                line += f"  {share:5.2f}"
-            line += "  "
-        print(line, flush=True)
+        result = measure(buffers, page, arguments.layers, arguments.ids, arguments.rounds)
+        results.append(result)
+        columns = ("swap store", "swap load", "memcpy store", "memcpy load", "numpy store", "numpy load")
+        cells = [f"{result[name]:9.2f}" if name in result else "        -" for name in columns]
+        print(f"{page:10d}  {result['memmove_gb_per_s']:12.1f}", *cells, flush=True)
     if arguments.json:
         facts = {"machine": platform.machine(), "cpus": os.cpu_count(), "arguments": vars(arguments) | {"json": ""}}
         arguments.json.write_text(json.dumps({**facts, "results": results}, indent=1))

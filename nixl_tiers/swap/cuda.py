@@ -99,7 +99,10 @@ def runs(offsets: NDArray[np.int64], size: int) -> Iterator[tuple[int, int, int]
 def _bytes_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> torch.Tensor:
     cuda = device.type == "cuda"
     memory = Memory(address, shape, strides, cuda=cuda)
-    return torch.as_tensor(memory, device=device) if cuda else torch.from_numpy(np.asarray(memory))
+    view = torch.as_tensor(memory, device=device) if cuda else torch.from_numpy(np.asarray(memory))
+    if view.data_ptr() != address:  # torch copies, silently, what stands on another device
+        raise ValueError(f"address {address:#x} is not memory of {device}")
+    return view
 
 
 def _event() -> torch.cuda.Event:
