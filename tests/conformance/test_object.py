@@ -15,13 +15,6 @@ Use = Callable[[S3Server], None]
 BucketOf = Callable[[S3Server], str]
 
 
-@pytest.fixture(autouse=True)
-def _known(request: pytest.FixtureRequest) -> None:
-    if "emptied" in request.node.name:
-        reason = "S3 answers 416 to a range of an empty object, which the tier takes for a passing error: FAILED"
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
-
-
 class TestObjectStorageOnMoto(StorageTierTests):
     @pytest.fixture
     def medium(self, moto: MotoServer, s3_credentials: Use, s3_bucket: BucketOf, s3_prefix: str) -> Medium:

@@ -102,6 +102,11 @@ class TestNothingWrongComesBack:
         self._replace(s3_server, driver, 1, cut)
         assert driver.load([1]) != [Outcome.OK]
 
+    def test_an_emptied_object(self, driver: Driver, s3_server: S3Server) -> None:
+        driver.store([1])
+        self._replace(s3_server, driver, 1, b"")
+        assert driver.load([1]) == [Outcome.CORRUPT]
+
     @pytest.mark.parametrize("at", [0, 40_000, 65_535, 65_536, -300, -1])
     def test_a_flipped_bit(self, driver: Driver, s3_server: S3Server, at: int) -> None:
         driver.store([1])

@@ -313,10 +313,13 @@ class ObjectStorage(StorageTier):
         assert self._sealer is not None
         row = self._staging[task.staging]
         if state is TransferState.FAILED:
-            if b"<Code>NoSuchKey</Code>" in row[:_ERROR_PAGE_BYTES].tobytes():
+            page = row[:_ERROR_PAGE_BYTES].tobytes()
+            if b"<Code>NoSuchKey</Code>" in page:
                 self._stock.lose(task.move.key, self._name(task.move.key))
                 return Outcome.MISSING
-            answered = row[:_ERROR_PAGE_BYTES].any()  # a server that is down is not worth another wait
+            if b"<Code>InvalidRange</Code>" in page:
+                return Outcome.CORRUPT  # no byte of an empty object can be asked for
+            answered = any(page)  # a server that is down is not worth another wait
             return None if answered and task.tries < TRIES else Outcome.FAILED
         if self._sealer.verify(row, task.move.key) is Verdict.OK:
             self._region.rows_view[task.move.row] = row
