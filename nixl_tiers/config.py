@@ -160,11 +160,15 @@ class CpuTier(_Model):
 
 
 class FileTier(_Model):
-    """A directory of this node: `capacity` bounds every byte below `path`, whatever has lived there."""
+    """A directory: `capacity` bounds every byte below `path`, whatever has lived there.
+
+    `layout`: "slabs" on a disk of this node; "files" where several engines share the directory.
+    """
 
     type: Literal["file"]
     path: AbsolutePath
     capacity: Size
+    layout: Literal["slabs", "files"] = "slabs"
     backend: Literal["auto", "posix", "gds_mt"] = "auto"
     write: Write = "through"
     eviction: Eviction = "lru"

@@ -22,7 +22,7 @@ from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.cascade.traffic import Limits
 from nixl_tiers.chunk import Key, Namespace
-from nixl_tiers.config import TiersConfig, tier_to_dict
+from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
 from nixl_tiers.mover.client import Supervisor
 from nixl_tiers.mover.messages import (
     MAX_ENTRIES,
@@ -78,7 +78,7 @@ class Engine:
         self._names = config.names
         geometry = region.geometry
         specs = [
-            TierSpec(name, Write(tier.write), physical_slots=tier.type == "file", policy=tier.eviction)
+            TierSpec(name, Write(tier.write), physical_slots=_has_places(tier), policy=tier.eviction)
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
         limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20)
@@ -294,6 +294,11 @@ class Engine:
         else:
             log.warning("nixl_tiers: the %s tier is up again", self._names[tier])
         self._last_word[tier] = reason
+
+
+def _has_places(tier: StorageTier) -> bool:
+    """Whether the tier's slots are places on its medium; elsewhere rows are found by their keys."""
+    return tier.type == "file" and tier.layout == "slabs"
 
 
 def _message(job: Job) -> Store | Load:

@@ -59,7 +59,7 @@ def test_what_is_left_out_has_a_sensible_value() -> None:
     file, s3 = read.storage
     assert isinstance(file, FileTier)
     assert isinstance(s3, S3Tier)
-    assert (file.path, file.backend, file.write) == (Path("/mnt/nvme/kv"), "auto", "through")
+    assert (file.path, file.layout, file.backend, file.write) == (Path("/mnt/nvme/kv"), "slabs", "auto", "through")
     assert (s3.prefix, s3.region, s3.write, s3.profile, s3.ca_file) == (
         "nixl-tiers",
         "us-east-1",
@@ -149,6 +149,7 @@ def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
         (with_tier(FILE, path=7), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "gds"'),
+        (with_tier(FILE, layout="rows"), 'tiers[1].layout: must be "slabs" or "files", not "rows"'),
         (with_tier(FILE, write="back"), 'tiers[1].write: must be "through", "on_evict" or "off", not "back"'),
         (with_tier(S3, bucket="a"), 'tiers[1].bucket: "a" is not a bucket name'),
         (with_tier(S3, bucket="a/b/c"), "tiers[1].bucket: "),

@@ -144,7 +144,13 @@ class Storage:
         return entry
 
     def adopt(self, slot: int, key: Key, tick: int) -> None:
-        """A row that the medium held before we came. What we know better, or have no place for, is dropped there."""
+        """A row that the medium held before we came, or has got from others; a negative slot: one that others took
+        away. What we know better, or have no place for, is dropped there."""
+        if slot < 0:
+            entry = self.index.get(key)
+            if entry is not None and not self._spare(key):
+                self.forget(key, entry)
+            return
         if key in self.index:
             if self.index[key].slot != slot and self.spec.physical_slots:
                 self.to_drop.append((slot, key))

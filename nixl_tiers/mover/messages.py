@@ -15,6 +15,8 @@ MAX_PACKET: Final = 64 << 10
 MAX_MOVES: Final = 256
 MAX_ENTRIES: Final = 256
 HEARTBEAT_S: Final = 1.0
+GONE: Final = -1
+"""As the slot of an Entry: somebody else has taken the row away."""
 
 
 class Move(msgspec.Struct, array_like=True, frozen=True):
@@ -94,7 +96,8 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Adopt(msgspec.Struct, tag="adopt", frozen=True):
-    """Mover -> engine, after Opened: rows found in this namespace, oldest first in `tick`. `last` ends the listing."""
+    """Mover -> engine, after Opened: rows found in this namespace, oldest first in `tick`. `last` ends the listing;
+    where others write to the medium, changes may follow it at any time."""
 
     epoch: int
     entries: list[Entry]

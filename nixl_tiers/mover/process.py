@@ -105,6 +105,7 @@ class Mover:
         self._served: Open | None = None
         self._listing: Iterator[list[Entry]] | None = None
         self._look_at_s = 0.0
+        self._relist_at_s: float | None = None  # the first listing has ended, and others write there too
         self._beat_at_s = 0.0
         self._used_bytes = 0
 
@@ -125,6 +126,8 @@ class Mover:
             moments.append(self._again[0])
         if self._listing is not None and not self.outbox:
             moments.append(self._look_at_s)
+        if self._relist_at_s is not None and self._listing is None:
+            moments.append(self._relist_at_s)
         return max(0.0, min(moments) - now)
 
     def step(self, now: float) -> None:
@@ -169,7 +172,7 @@ class Mover:
                 self._tier.drop(message.entries)
 
     def _begin_open(self, message: Open) -> None:
-        self._served = self._listing = self._again = None
+        self._served = self._listing = self._again = self._relist_at_s = None
         self._opening = (message, self._opener.submit(self._tier.open, message.namespace, message.epoch))
 
     def _opened(self, now: float) -> None:
@@ -208,12 +211,18 @@ class Mover:
 
     def _list(self, now: float) -> None:
         """At most one batch a step, and none while the engine is behind: jobs go first."""
+        if self._relist_at_s is not None and self._listing is None and now >= self._relist_at_s:
+            self._listing = self._tier.adopt()
+            self._look_at_s = now
         if self._listing is None or self._served is None or now < self._look_at_s or len(self.outbox):
             return
         batch = next(self._listing, None)
         if batch is None:
             self._listing = None
-            self.outbox.send(Adopt(self._served.epoch, [], last=True))
+            if self._relist_at_s is None:
+                self.outbox.send(Adopt(self._served.epoch, [], last=True))
+            if (relist_s := self._tier.relist_s) is not None:
+                self._relist_at_s = now + relist_s
         elif batch:
             self.outbox.send(Adopt(self._served.epoch, batch, last=False))
         else:
@@ -240,6 +249,10 @@ def make_tier(hello: Hello, region: HostRegion) -> StorageTier:
         config = tier_from_dict(hello.tier)
     except ConfigError as error:
         raise TierRefused(str(error)) from error
+    if isinstance(config, FileTier) and config.layout == "files":
+        from nixl_tiers.mover.tiers.files import FilesStorage
+
+        return FilesStorage(config, geometry, region)
     if isinstance(config, FileTier):
         from nixl_tiers.mover.tiers.file import FileStorage
 

@@ -44,6 +44,14 @@ class StorageTier(ABC):
     def adopt(self) -> Iterator[list[Entry]]:
         """The rows already there, in batches, after open. A batch may be empty: 'nothing yet, ask again'."""
 
+    @property
+    def relist_s(self) -> float | None:
+        """Where others write to the medium too: how long after a listing `adopt` is called again, in seconds.
+
+        It then yields what has appeared since, and as entries of slot GONE keys that are no longer there.
+        """
+        return None
+
     @abstractmethod
     def store(self, moves: Sequence[Move]) -> int:
         """Start writing region rows into slots, sealing those that ask for it; returns a ticket."""

@@ -1,0 +1,460 @@
+"""The file tier for directories that several engines share: one file a row, found by its key alone.
+
+A row is written under a name that nobody else uses and renamed when it is whole. So no file that has a row's name is
+ever written to, an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening,
+renaming and deleting may take long on a network: threads do it, and this one polls. Code of the scan, the account and
+the room: `shelves.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.chunk import PAGE, Geometry, Key
+from nixl_tiers.config import FileTier
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
+from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.shelves import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, Shelves
+from nixl_tiers.mover.tiers.slabs import direct_works, fallocate
+
+logger = logging.getLogger(__name__)
+
+RELIST_S: Final = 5.0
+TOUCH_S: Final = 60.0  # a row that was used this recently is not marked again
+_RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
+_RUNNING_ROWS: Final = (16, 64)
+_NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class _Batch:
+    """What one call of store or load asked for."""
+
+    ticket: int
+    outcomes: list[Outcome]
+    left: int
+
+
+@dataclass
+class _File:
+    """An open file that one transfer uses."""
+
+    registration: Registration
+    path: Path
+    status: os.stat_result | None = None  # of a row, when it was opened
+
+
+@dataclass(eq=False)
+class _Task:
+    """One move: opened on a hand, moved by NIXL, ended on a hand or here."""
+
+    batch: _Batch
+    index: int
+    move: Move
+    place: Place
+    opening: Future[_File | Outcome] | None = None
+    file: _File | None = None
+    transfer: Transfer | None = None
+    ending: Future[Outcome] | None = None
+
+
+@dataclass
+class _Served:
+    """The namespace being served. `known`: what the engine has been told of, or has stored, and not forgotten."""
+
+    name: str
+    sealer: Sealer
+    slots: int
+    known: set[Key] = field(default_factory=set)
+    storing: Counter[Key] = field(default_factory=Counter)
+    dropping: Counter[Key] = field(default_factory=Counter)
+    tick: int = 0
+
+
+class FilesStorage(StorageTier):
+    """Rows as files of their own below `<path>/<namespace>`. Slots are a count: any key may stand with any slot."""
+
+    def __init__(self, config: FileTier, geometry: Geometry, region: HostRegion) -> None:
+        """`region` stays the caller's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
+        self._config = config
+        self._geometry = geometry
+        self._row_bytes = geometry.row_bytes
+        self._region = region
+        try:
+            self._agent = Agent.gds_mt() if config.backend == "gds_mt" else Agent.posix()
+            self._memory: Registration | None = self._agent.register_region(region)
+        except AgentError as error:
+            raise TierRefused(f"backend: {error}") from error
+        self._shelves = Shelves(config.path, config.capacity, self._row_bytes)
+        self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
+        least, most = _RUNNING_ROWS
+        self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
+        self._open: _Served | None = None
+        self._direct = True
+        self._tickets = 0
+        self._stores: deque[_Task] = deque()
+        self._loads: deque[_Task] = deque()
+        self._storing: list[_Task] = []
+        self._loading: list[_Task] = []
+        self._dropping: list[tuple[_Served, Key, Place, Future[None]]] = []
+        self._ended: list[Done] = []
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        path = self._config.path
+        room = self._config.capacity - MARGIN_BYTES - (FANS + 3) * PAGE
+        slots = room // (self._row_bytes + NAME_BYTES)
+        if slots < 1:
+            raise TierRefused(
+                f"capacity: {self._config.capacity} bytes hold no row of {self._row_bytes} bytes beside the "
+                f"directories in {path}"
+            )
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            if (path / ".ledger").exists():
+                raise TierRefused(f'path: {path} holds slabs, and a directory has one layout: "slabs" or "files"')
+            for directory in (path / INCOMING, path / namespace.hex()):
+                directory.mkdir(mode=0o700, exist_ok=True)
+            self._direct = direct_works(path / INCOMING)
+        except OSError as error:
+            reason = f"{error.filename or path}: {error.strerror or error}"
+            if error.errno in _NEVER:
+                raise TierRefused(f"path: {reason}") from error
+            raise TierDown(reason) from error
+        if not self._direct:
+            logger.warning("%s does not support O_DIRECT: rows go through the page cache", path)
+        self._open = _Served(namespace.hex(), Sealer(self._geometry, namespace, epoch), slots)
+        self._shelves.start()
+        return slots
+
+    @property
+    def relist_s(self) -> float | None:
+        return RELIST_S
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        """What is new since the last call, and as entries of slot GONE what the engine believes in and is not there
+        any more. No more than there are slots for: the engine would drop it, and others may need it."""
+        served = self._served
+        comparing = self._lister.submit(self._compare, served)
+        while not comparing.done():
+            yield []
+            if served is not self._open:
+                return
+        new, gone = comparing.result()
+        yield from self._batches(served, self._still_gone(served, gone))
+        yield from self._batches(served, self._still_new(served, new))
+
+    def store(self, moves: Sequence[Move]) -> int:
+        served = self._served
+        for move in moves:
+            served.known.add(move.key)
+            served.storing[move.key] += 1
+            served.tick = max(served.tick, move.tick)
+        return self._accept(moves, self._stores)
+
+    def load(self, moves: Sequence[Move]) -> int:
+        return self._accept(moves, self._loads)
+
+    def poll(self) -> list[Done]:
+        self._storing = [task for task in self._storing if not self._over(task, self._begin_write, self._end_write)]
+        self._loading = [task for task in self._loading if not self._over(task, self._begin_read, self._end_read)]
+        self._reap_drops()
+        self._start_more()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        served = self._served
+        for _, key in entries:
+            if key in served.known:  # else it has gone already, and what is there now is somebody else's
+                served.known.remove(key)
+                served.dropping[key] += 1
+                place = Place.of(served.name, key)
+                self._shelves.leaving(place, +1)
+                gone = self._shelves.on_hand(place, self._shelves.take_away, place)
+                self._dropping.append((served, key, place, gone))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._storing or self._loading or self._stores or self._loads or self._dropping or self._ended)
+
+    @property
+    def used_bytes(self) -> int:
+        """What this engine knows of: others may have written since it last looked."""
+        return self._shelves.used_bytes
+
+    def close(self) -> None:
+        self._open = None
+        self._lister.shutdown(wait=False, cancel_futures=True)
+        self._shelves.close()
+        if self._memory is not None:
+            self._agent.deregister(self._memory)
+            self._memory = None
+
+    # --- listing ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _served(self) -> _Served:
+        if self._open is None:
+            raise RuntimeError("the tier is not open")
+        return self._open
+
+    def _compare(self, served: _Served) -> tuple[list[tuple[int, Key, Place]], list[Key]]:
+        """On the lister's thread: (modification time, key, place) of what the engine may not know of, the oldest
+        first, and keys that it may believe in for no reason. Both to be looked at again by the tier's own thread."""
+        if not self._shelves.scan():
+            return [], []
+        here, new = set[Key](), []
+        for modified_ns, size, place in self._shelves.rows_of(served.name):
+            key = place.key
+            if key is None:
+                continue
+            here.add(key)
+            if size == self._row_bytes and key not in served.known:
+                new.append((modified_ns, key, place))
+        new.sort()
+        return new, [key for key in served.known.copy() if key not in here]
+
+    def _still_gone(self, served: _Served, keys: list[Key]) -> Iterator[Entry]:
+        for key in keys:
+            unknown = key not in served.known or served.storing[key]
+            if not unknown and not self._shelves.has(Place.of(served.name, key)):
+                served.known.remove(key)
+                yield Entry(GONE, key, 0)
+
+    def _still_new(self, served: _Served, rows: list[tuple[int, Key, Place]]) -> Iterator[Entry]:
+        rows = rows[max(0, len(rows) - (served.slots - len(served.known))) :]
+        before_ns, slot = -1, 0
+        for modified_ns, key, place in rows:
+            if len(served.known) >= served.slots:
+                return
+            if key not in served.known and not served.dropping[key] and self._shelves.has(place):
+                served.tick += modified_ns > before_ns
+                before_ns = modified_ns
+                served.known.add(key)
+                yield Entry(slot, key, served.tick)
+                slot += 1
+
+    def _batches(self, served: _Served, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
+        batch: list[Entry] = []
+        for entry in entries:
+            batch.append(entry)
+            if len(batch) == MAX_ENTRIES:
+                yield batch
+                if served is not self._open:
+                    return
+                batch = []
+        if batch:
+            yield batch
+
+    # --- moving rows ------------------------------------------------------------------------------------------------
+
+    def _accept(self, moves: Sequence[Move], waiting: deque[_Task]) -> int:
+        self._tickets += 1
+        batch = _Batch(self._tickets, [Outcome.FAILED] * len(moves), len(moves))
+        if not moves:
+            self._ended.append(Done(batch.ticket, []))
+        name = self._served.name
+        waiting.extend(_Task(batch, index, move, Place.of(name, move.key)) for index, move in enumerate(moves))
+        self._start_more()
+        return batch.ticket
+
+    def _start_more(self) -> None:
+        while self._loads and len(self._loading) < self._most:
+            task = self._loads.popleft()
+            task.opening = self._shelves.on_hand(task.place, self._open_row, task.place)
+            self._loading.append(task)
+        while self._stores and len(self._storing) < self._most:
+            room = self._shelves.reserve(min(len(self._stores), self._most))
+            if room is Room.WAIT:
+                return
+            task = self._stores.popleft()
+            if room is Room.NO:
+                self._end(task, Outcome.NO_SPACE, writes=True)
+                continue
+            if task.move.seal:
+                row = self._region.rows_view[task.move.row]
+                self._served.sealer.seal(row, task.move.key, sealed_at=int(time.time()))
+            task.opening = self._shelves.on_hand(task.place, self._open_fresh)
+            self._storing.append(task)
+
+    def _over(self, task: _Task, begin: Callable[[_Task], None], end: Callable[[_Task, bool], Outcome | None]) -> bool:
+        """Go on with a task; whether it has ended."""
+        if task.opening is not None:
+            if not task.opening.done():
+                return False
+            opened, task.opening = task.opening.result(), None
+            if isinstance(opened, Outcome):
+                self._end(task, opened, writes=begin == self._begin_write)
+                return True
+            task.file = opened
+            begin(task)
+        if task.transfer is not None:
+            state = task.transfer.state()
+            if state is TransferState.PENDING:
+                return False
+            task.transfer.release()
+            task.transfer = None
+            outcome = end(task, state is TransferState.DONE)
+            if outcome is not None:
+                self._end(task, outcome, writes=False)
+                return True
+        if task.ending is not None and task.ending.done():
+            self._end(task, task.ending.result(), writes=begin == self._begin_write)
+            return True
+        return False
+
+    def _end(self, task: _Task, outcome: Outcome, *, writes: bool) -> None:
+        batch, key, served = task.batch, task.move.key, self._served
+        batch.outcomes[task.index] = outcome
+        batch.left -= 1
+        if not batch.left:
+            self._ended.append(Done(batch.ticket, batch.outcomes))
+        if writes:
+            served.storing[key] -= 1
+            if not served.storing[key]:
+                del served.storing[key]
+        # What the engine will forget now is not ours to take away: see `drop`.
+        forgotten = outcome is not Outcome.OK if writes else outcome in (Outcome.MISSING, Outcome.CORRUPT)
+        if forgotten:
+            served.known.discard(key)
+
+    def _span(self, task: _Task) -> tuple[int, int, int, int]:
+        assert task.file is not None
+        address = self._region.address + task.move.row * self._row_bytes
+        return address, self._row_bytes, 0, task.file.registration.devices[0]
+
+    def _begin_write(self, task: _Task) -> None:
+        task.transfer = self._agent.write([self._span(task)])
+
+    def _end_write(self, task: _Task, good: bool) -> Outcome | None:
+        assert task.file is not None
+        task.ending = self._shelves.on_hand(task.place, self._put_away, task.file, task.place, good)
+        return None
+
+    def _begin_read(self, task: _Task) -> None:
+        task.transfer = self._agent.read([self._span(task)])
+
+    def _end_read(self, task: _Task, good: bool) -> Outcome | None:
+        file, place = task.file, task.place
+        assert file is not None
+        assert file.status is not None
+        if not good:
+            task.ending = self._shelves.on_hand(place, self._explain, file, place)
+            return None
+        verdict = self._served.sealer.verify(self._region.rows_view[task.move.row], task.move.key)
+        self._shelves.on_hand(place, self._let_go, file, place, verdict is Verdict.OK)
+        if verdict is not Verdict.OK:
+            logger.warning("%s is not the row that it should be (%s)", file.path, verdict.name)
+            return Outcome.CORRUPT
+        return Outcome.OK
+
+    def _reap_drops(self) -> None:
+        waiting = []
+        for served, key, place, gone in self._dropping:
+            if gone.done():
+                self._shelves.leaving(place, -1)
+                served.dropping[key] -= 1
+                if not served.dropping[key]:
+                    del served.dropping[key]
+            else:
+                waiting.append((served, key, place, gone))
+        self._dropping = waiting
+
+    # --- on hands ---------------------------------------------------------------------------------------------------
+
+    def _open_fresh(self) -> _File | Outcome:
+        """A file to write a row into, with its room taken."""
+        path: Path | None = None
+        try:
+            path, descriptor = self._shelves.fresh()
+            try:
+                failed = fallocate(descriptor, 0, self._row_bytes)
+            finally:
+                os.close(descriptor)
+            if failed and failed != errno.EOPNOTSUPP:
+                raise OSError(failed, os.strerror(failed), str(path))
+            return _File(self._agent.register_file(str(path), self._row_bytes, direct=self._direct), path)
+        except (OSError, AgentError) as error:
+            logger.warning("a row cannot be written: %s", error)
+            self._abandon(path)
+            return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
+
+    def _put_away(self, file: _File, place: Place, good: bool) -> Outcome:
+        self._agent.deregister(file.registration)
+        try:
+            if good:
+                self._shelves.take_in(file.path, place)
+                return Outcome.OK
+            status = os.statvfs(file.path)
+            full = status.f_bavail * status.f_frsize < self._row_bytes
+        except OSError as error:
+            logger.warning("a row cannot be put in its place: %s", error)
+            full = error.errno in _FULL
+        self._abandon(file.path)
+        return Outcome.NO_SPACE if full else Outcome.FAILED
+
+    def _abandon(self, path: Path | None) -> None:
+        if path is not None:
+            with suppress(OSError):
+                path.unlink()
+        self._shelves.give_up()
+
+    def _open_row(self, place: Place) -> _File | Outcome:
+        try:
+            status = self._shelves.look(place)
+            if status is None:
+                return Outcome.MISSING
+            path = self._shelves.where(place)
+            if status.st_size == self._row_bytes:
+                registration = self._agent.register_file(str(path), self._row_bytes, direct=self._direct)
+                return _File(registration, path, status)
+            logger.warning("%s has %d bytes and no row", path, status.st_size)
+            self._shelves.condemn(place, status)
+            return Outcome.CORRUPT
+        except AgentError:
+            return self._why(place)
+        except OSError as error:
+            logger.warning("%s", error)
+            return Outcome.FAILED
+
+    def _explain(self, file: _File, place: Place) -> Outcome:
+        """Why could it not be read?"""
+        self._agent.deregister(file.registration)
+        return self._why(place)
+
+    def _why(self, place: Place) -> Outcome:
+        """MISSING if the row has gone, CORRUPT if it is no row, FAILED if it should have worked."""
+        try:
+            status = self._shelves.look(place)
+        except OSError:
+            return Outcome.FAILED
+        if status is None:
+            return Outcome.MISSING
+        if status.st_size != self._row_bytes:
+            self._shelves.condemn(place, status)
+            return Outcome.CORRUPT
+        return Outcome.FAILED
+
+    def _let_go(self, file: _File, place: Place, good: bool) -> None:
+        self._agent.deregister(file.registration)
+        assert file.status is not None
+        if not good:
+            self._shelves.condemn(place, file.status)
+        elif time.time() - file.status.st_mtime > TOUCH_S:
+            self._shelves.touch(place)

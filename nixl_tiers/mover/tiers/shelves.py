@@ -1,0 +1,516 @@
+"""What stands below a path that several engines share: a scan, an account, and who goes first when room is short.
+
+Rows are `<path>/<namespace>/<2 hex>/<key>.row`; what is being written stands in `<path>/.incoming`. Nobody holds a
+lock, since shared file systems often have none that work: whoever writes counts itself exactly, and the others by
+looking. So one engine alone never exceeds the capacity, and several only by what each may write between two looks.
+Nothing here is believed when a row is loaded.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import re
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Final, NamedTuple, ParamSpec, TypeVar
+
+from nixl_tiers.chunk import PAGE, Key, align, key_of_object, object_name
+from nixl_tiers.mover.tiers.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+INCOMING: Final = ".incoming"
+MARGIN_BYTES: Final = 256 << 10  # what a file system may add of its own accord before the next look
+NAME_BYTES: Final = 512  # of a directory, for one more name in it
+FANS: Final = 256
+LOOK_SHARE: Final = 64  # an engine looks again when it has written this part of the capacity
+LOOK_ROWS: Final = 16  # but not for less than these
+OLD_S: Final = 900.0  # what is being written for longer has lost its writer, wherever that was
+FULL_S: Final = 0.5  # how long a lack of space is believed
+_SETTLED_NS: Final = 2_000_000_000  # a directory that was changed this long ago has a time that the next change moves
+_TRUST_SCANS: Final = 12  # directory times are believed between these
+_HANDS: Final = 4
+_NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_FAN: Final = re.compile(r"[0-9a-f]{2}")
+_ROW: Final = re.compile(r"(?:[0-9a-f]{2}){1,112}\.row")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where a row stands: `<namespace>/<fan>/<name>`."""
+
+    namespace: str
+    fan: str
+    name: str
+
+    @classmethod
+    def of(cls, namespace: str, key: Key) -> Place:
+        fan, _, digits = object_name(key).partition("/")
+        return cls(namespace, fan, f"{digits}.row")
+
+    @property
+    def key(self) -> Key | None:
+        return key_of_object(f"{self.fan}/{self.name.removesuffix('.row')}")
+
+
+class Room(Enum):
+    YES = "yes"
+    WAIT = "wait"  # being made, or looked for
+    NO = "no"
+
+
+class _End(Enum):
+    """What became of a row that was to make room."""
+
+    GONE = "gone"
+    KEPT = "kept"  # it was used since
+    MISSING = "missing"  # somebody else was faster
+    STUCK = "stuck"
+
+
+class Seen(NamedTuple):
+    """A row file as it was when this process first saw it, or last wrote or touched it."""
+
+    modified_ns: int
+    size: int
+    cost: int  # bytes on the medium
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One fan-out directory. `changes`: what we did to it while it is being read (None: taken away)."""
+
+    rows: dict[str, Seen] = field(default_factory=dict)
+    changes: dict[str, Seen | None] | None = None
+    modified_ns: int = -1  # of the directory, when it was read; -1: read it again in any case
+    overhead: int = 0
+    added_in: int = -1  # the scan during which we last put a row here
+
+
+class Shelves:
+    """The account of one shared path. `reserve`, `has` and `ask_room` never wait; what is named so runs `on_hand`."""
+
+    def __init__(self, path: Path, capacity_bytes: int, row_bytes: int) -> None:
+        self.path = path
+        self.writer = Writer()
+        self._limit_bytes = capacity_bytes - MARGIN_BYTES
+        self._row_bytes = row_bytes
+        self._look_bytes = max(LOOK_ROWS * row_bytes, capacity_bytes // LOOK_SHARE)
+        self._lock = threading.Condition()
+        self._shelves: dict[tuple[str, str], _Shelf] = {}
+        self._rows_bytes = self._overhead_bytes = 0  # as last seen, our own changes included
+        self._made_bytes = 0  # of directories, since they were last looked at
+        self._reserved_bytes = self._leaving_bytes = 0
+        self._unseen_bytes = 0  # written since the last scan began
+        self._wanted_bytes = 0
+        self._full_until_s = 0.0
+        self._scans_asked = self._scans_begun = self._scans_ended = 0
+        self._victims: deque[tuple[int, Place]] = deque()
+        self._complained = ""
+        self._closing = False
+        self._hands = [ThreadPoolExecutor(1, thread_name_prefix=f"hand-{n}") for n in range(_HANDS)]
+        self._keeper: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look, and go on whenever somebody asks."""
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+            self._keeper.start()
+
+    def close(self) -> None:
+        """End what is queued."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        if self._keeper is not None:
+            self._keeper.join()
+        for hand in self._hands:
+            hand.shutdown()
+
+    def on_hand(self, place: Place, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call this on a thread that may wait; calls for one place in the order in which they were asked for."""
+        return self._hands[zlib.crc32(place.name.encode()) % _HANDS].submit(call, *args, **kwargs)
+
+    def where(self, place: Place) -> Path:
+        return self.path.joinpath(*place)
+
+    # --- the account ----------------------------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        return self._rows_bytes + self._overhead_bytes + self._made_bytes + self._reserved_bytes
+
+    def has(self, place: Place) -> bool:
+        """Whether a row stood there when we last looked."""
+        with self._lock:
+            shelf = self._shelves.get(place[:2])
+            return shelf is not None and place.name in shelf.rows
+
+    def rows_of(self, namespace: str) -> list[tuple[int, int, Place]]:
+        """Modification time (ns), size and place of every row of a namespace that was seen, in no order."""
+        with self._lock:
+            shelves = [(fan, shelf) for (owner, fan), shelf in self._shelves.items() if owner == namespace]
+        found = []
+        for fan, shelf in shelves:
+            with self._lock:
+                rows = list(shelf.rows.items())
+            found += [(seen.modified_ns, seen.size, Place(namespace, fan, name)) for name, seen in rows]
+        return found
+
+    def reserve(self, waiting: int) -> Room:
+        """Room for one of `waiting` rows that are about to be written. YES counts it: until `take_in` or `give_up`."""
+        with self._lock:
+            if not self._scans_ended:
+                return Room.WAIT
+            need = self._row_bytes
+            if self._unseen_bytes + need > self._look_bytes:
+                self._ask_scan()
+                return Room.WAIT
+            if self.used_bytes + need <= self._limit_bytes:
+                self._reserved_bytes += need
+                self._unseen_bytes += need
+                self._made_bytes += NAME_BYTES
+                return Room.YES
+            if self.used_bytes - self._leaving_bytes + need <= self._limit_bytes:
+                return Room.WAIT
+            if time.monotonic() < self._full_until_s:
+                return Room.NO
+            self._wanted_bytes = waiting * need
+            self._lock.notify_all()
+            return Room.WAIT
+
+    def give_up(self) -> None:
+        """A reserved row has not been written, and its temporary file is gone."""
+        with self._lock:
+            self._reserved_bytes -= self._row_bytes
+
+    def leaving(self, place: Place, sign: int) -> None:
+        """A row is about to be taken away (+1); it has been, or stays (-1)."""
+        with self._lock:
+            self._leaving_bytes += sign * self._row_bytes
+
+    # --- on hands: they wait for the file system --------------------------------------------------------------------
+
+    def fresh(self) -> tuple[Path, int]:
+        """A file of its own to write a row into, and a descriptor of it that the caller closes. Raises OSError."""
+        path = self.path / INCOMING / self.writer.name()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return path, os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            return path, os.open(path, flags, 0o600)
+
+    def take_in(self, temporary: Path, place: Place) -> None:
+        """Give a written file its name, all at once; what stood there before is replaced. Raises OSError."""
+        target = self.where(place)
+        try:
+            temporary.rename(target)
+        except FileNotFoundError:
+            for directory in (target.parent.parent, target.parent):
+                with suppress(FileExistsError):
+                    directory.mkdir(mode=0o700)
+                    with self._lock:
+                        self._made_bytes += PAGE
+            temporary.rename(target)
+        with suppress(OSError):  # gone again: somebody was short of room
+            status = target.stat()
+            self._record(place, _seen(status))
+        with self._lock:
+            self._reserved_bytes -= self._row_bytes
+
+    def look(self, place: Place) -> os.stat_result | None:
+        """The row's file, or None if it is not there. Raises OSError."""
+        try:
+            return self.where(place).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            self._record(place, None)
+            return None
+
+    def touch(self, place: Place) -> None:
+        """The row was used now, for everybody to see."""
+        path = self.where(place)
+        with suppress(OSError):
+            os.utime(path)  # the server's time, not ours
+            self._record(place, _seen(path.stat()))
+
+    def take_away(self, place: Place) -> None:
+        """Delete a row that we need no longer, unless somebody else has used it since we last did."""
+        with self._lock:
+            shelf = self._shelves.get(place[:2])
+            seen = shelf.rows.get(place.name) if shelf is not None else None
+        with suppress(OSError):
+            status = self.look(place)
+            if status is not None and (seen is None or status.st_mtime_ns <= seen.modified_ns):
+                self._unlink(place)
+
+    def condemn(self, place: Place, was: os.stat_result) -> None:
+        """Delete a file whose bytes are wrong, unless it has been replaced meanwhile."""
+        with suppress(OSError):
+            status = self.look(place)
+            if status is not None and (status.st_ino, status.st_mtime_ns) == (was.st_ino, was.st_mtime_ns):
+                self._unlink(place)
+
+    def _unlink(self, place: Place) -> None:
+        with suppress(FileNotFoundError):
+            self.where(place).unlink()
+        self._record(place, None)
+
+    def _record(self, place: Place, seen: Seen | None) -> None:
+        """What we did to a place, or found there."""
+        with self._lock:
+            shelf = self._shelves.get(place[:2])
+            if shelf is None:
+                if seen is None:
+                    return
+                shelf = self._shelves[place[:2]] = _Shelf()
+            before = shelf.rows.pop(place.name, None)
+            if before is not None:
+                self._rows_bytes -= before.cost
+            if seen is not None:
+                shelf.rows[place.name] = seen
+                self._rows_bytes += seen.cost
+                shelf.added_in = self._scans_begun
+            if shelf.changes is not None:
+                shelf.changes[place.name] = seen
+
+    # --- the keeper's thread ----------------------------------------------------------------------------------------
+
+    def scan(self) -> bool:
+        """Ask for a look that begins after now, and wait for its end. False if there will be none."""
+        with self._lock:
+            self._ask_scan()
+            number = self._scans_asked
+            self._lock.wait_for(lambda: self._closing or self._scans_ended >= number)
+            return not self._closing
+
+    def _ask_scan(self) -> None:
+        self._scans_asked = max(self._scans_asked, self._scans_begun + 1)
+        self._lock.notify_all()
+
+    def _keep(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(
+                    lambda: self._closing or self._wanted_bytes or self._scans_asked > self._scans_begun
+                )
+                if self._closing:
+                    return
+                look = self._scans_asked > self._scans_begun
+            if look:
+                self._scan_once()
+            self._make_room()
+
+    def _scan_once(self) -> None:
+        with self._lock:
+            self._scans_begun += 1
+            number, made = self._scans_begun, self._made_bytes
+            self._unseen_bytes = 0
+        problem, overhead, seen = "", 0, set[tuple[str, str]]()
+        try:
+            overhead = _taken(self.path.stat())
+            for entry in os.scandir(self.path):
+                if _NAMESPACE.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    overhead += self._read_namespace(entry, seen, number)
+                elif entry.name == INCOMING:
+                    overhead += self._sweep(entry)
+                else:
+                    overhead += _weigh(entry)
+        except OSError as error:  # what was known stays
+            problem = f"{error.filename or self.path} cannot be looked through ({error.strerror or error})"
+            self._complain(problem)
+        with self._lock:
+            if not problem:
+                self._overhead_bytes = overhead
+                self._made_bytes -= made
+                for place in [place for place in self._shelves if place not in seen]:
+                    if self._shelves[place].added_in < number:
+                        self._rows_bytes -= sum(row.cost for row in self._shelves.pop(place).rows.values())
+            self._scans_ended = number
+            self._lock.notify_all()
+
+    def _read_namespace(self, entry: os.DirEntry[str], seen: set[tuple[str, str]], number: int) -> int:
+        """Bytes of everything but the rows in it."""
+        overhead = 0
+        with suppress(FileNotFoundError):
+            overhead += _taken(entry.stat(follow_symlinks=False))
+            for inside in os.scandir(entry.path):
+                if not (_FAN.fullmatch(inside.name) and inside.is_dir(follow_symlinks=False)):
+                    overhead += _weigh(inside)
+                    continue
+                place = (entry.name, inside.name)
+                with suppress(FileNotFoundError):
+                    overhead += self._read_shelf(place, Path(inside.path), trust=number % _TRUST_SCANS != 0)
+                    seen.add(place)
+        return overhead
+
+    def _read_shelf(self, place: tuple[str, str], directory: Path, *, trust: bool) -> int:
+        """Rows that we know already are not looked at again: only those that are new cost more than their name."""
+        status = directory.stat()
+        with self._lock:
+            shelf = self._shelves.setdefault(place, _Shelf())
+            if trust and shelf.modified_ns == status.st_mtime_ns:
+                return shelf.overhead
+            known = dict(shelf.rows)
+            shelf.changes = {}
+        found, overhead = dict[str, Seen](), _taken(status)
+        try:
+            for entry in os.scandir(directory):
+                if not _ROW.fullmatch(entry.name):
+                    overhead += _weigh(entry)
+                elif entry.name in known:
+                    found[entry.name] = known[entry.name]
+                else:
+                    with suppress(FileNotFoundError):
+                        found[entry.name] = _seen(entry.stat(follow_symlinks=False))
+        except OSError:
+            with self._lock:
+                shelf.changes = None
+            raise
+        with self._lock:
+            changes, shelf.changes = shelf.changes, None
+            for name, change in changes.items():
+                found.pop(name, None)
+                if change is not None:
+                    found[name] = change
+            self._rows_bytes += sum(row.cost for row in found.values()) - sum(row.cost for row in shelf.rows.values())
+            shelf.rows = found
+            shelf.overhead = overhead
+            settled = time.time_ns() - status.st_mtime_ns > _SETTLED_NS
+            shelf.modified_ns = status.st_mtime_ns if settled else -1
+        return overhead
+
+    def _sweep(self, incoming: os.DirEntry[str]) -> int:
+        """Delete what nobody writes any more; bytes of what others are writing."""
+        total = 0
+        with suppress(FileNotFoundError):
+            total += _taken(incoming.stat(follow_symlinks=False))
+            for entry in os.scandir(incoming.path):
+                if self.writer.is_mine(entry.name):
+                    continue
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if self.writer.is_gone(entry.name) or time.time() - status.st_mtime > OLD_S:
+                        Path(entry.path).unlink()
+                        logger.info("swept %s, which nobody writes any more", entry.path)
+                    else:
+                        total += max(_taken(status), status.st_size)
+        return total
+
+    def _make_room(self) -> None:
+        """Take the oldest rows away, of whatever namespace, until what is wanted fits."""
+        while True:
+            with self._lock:
+                # A number alone says nothing of its first rows, if these are all that fit.
+                excess = self.used_bytes - self._leaving_bytes + self._wanted_bytes - self._limit_bytes
+                if excess <= 0 or self._closing:
+                    self._wanted_bytes = 0
+                    return
+            victims = self._oldest(excess)
+            if not victims:
+                self._no_room()
+                return
+            ended = [self.on_hand(place, self._evict, place, modified_ns) for modified_ns, place in victims]
+            ends = {future.result() for future in ended}
+            if _End.MISSING in ends:
+                self._scan_once()  # somebody else makes room too: what is there now?
+            elif ends == {_End.STUCK}:
+                self._no_room()
+                return
+
+    def _no_room(self) -> None:
+        with self._lock:
+            self._wanted_bytes = 0
+            self._full_until_s = time.monotonic() + FULL_S
+
+    def _oldest(self, excess_bytes: int) -> list[tuple[int, Place]]:
+        """The least recently used rows, enough of them, as far as there are any.
+
+        Sorted out a sixteenth of all at a time. What is not among those is younger than they are, and stays so.
+        """
+        chosen = list[tuple[int, Place]]()
+        for fresh in (False, True):
+            if fresh and not chosen:
+                self._victims.extend(self._sort_out())
+            while self._victims and excess_bytes > 0:
+                modified_ns, place = self._victims.popleft()
+                with self._lock:
+                    shelf = self._shelves.get(place[:2])
+                    seen = shelf.rows.get(place.name) if shelf is not None else None
+                if seen is not None and seen.modified_ns <= modified_ns:
+                    chosen.append((modified_ns, place))
+                    excess_bytes -= seen.cost
+        return chosen
+
+    def _sort_out(self) -> list[tuple[int, Place]]:
+        with self._lock:
+            places = list(self._shelves)
+            count = sum(len(shelf.rows) for shelf in self._shelves.values())
+
+        def rows() -> Iterable[tuple[int, Place]]:
+            for place in places:
+                with self._lock:
+                    shelf = self._shelves.get(place)
+                    found = list(shelf.rows.items()) if shelf is not None else []
+                yield from ((seen.modified_ns, Place(*place, name)) for name, seen in found)
+
+        return heapq.nsmallest(max(256, count // 16), rows())
+
+    def _evict(self, place: Place, modified_ns: int) -> _End:
+        """On a hand: delete the row unless it was used since."""
+        try:
+            status = self.look(place)
+            if status is None:
+                return _End.MISSING
+            if status.st_mtime_ns > modified_ns:
+                self._record(place, _seen(status))
+                return _End.KEPT
+            self._unlink(place)
+        except OSError as error:
+            self._complain(f"{self.where(place)} cannot be deleted ({error.strerror or error})")
+            return _End.STUCK
+        with self._lock:
+            shelf = self._shelves.get(place[:2])
+            empty = shelf is not None and not shelf.rows
+        if empty:
+            with suppress(OSError):  # not empty after all
+                self.where(place).parent.rmdir()
+                self.where(place).parent.parent.rmdir()
+        return _End.GONE
+
+    def _complain(self, problem: str) -> None:
+        """Once for each problem that lasts."""
+        if problem and problem != self._complained:
+            logger.warning("%s", problem)
+        self._complained = problem
+
+
+def _seen(status: os.stat_result) -> Seen:
+    return Seen(status.st_mtime_ns, status.st_size, max(_taken(status), align(status.st_size)))
+
+
+def _taken(status: os.stat_result) -> int:
+    return status.st_blocks * 512
+
+
+def _weigh(entry: os.DirEntry[str]) -> int:
+    """Bytes of a file, or of everything below a directory, that is no row of ours."""
+    try:
+        status = entry.stat(follow_symlinks=False)
+        if not entry.is_dir(follow_symlinks=False):
+            return max(_taken(status), status.st_size)
+        return _taken(status) + sum(map(_weigh, os.scandir(entry.path)))
+    except OSError:  # it went away
+        return 0
