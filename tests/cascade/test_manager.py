@@ -263,3 +263,16 @@ def test_a_root_that_only_the_engine_itself_still_uses_outlives_older_leaves() -
     put(core, [b"one more"], "newer")
     assert core.where(CHAIN[3], 0.0) is None  # the leaf
     assert core.where(CHAIN[0], 0.0) == "cpu"
+
+
+def test_a_row_that_others_took_away_is_forgotten_unless_it_is_being_read() -> None:
+    core = only_stored(CHAIN[:2])
+    scan(core, CHAIN[:1], "r")
+    (job,) = core.plan(0.0)
+    core.adopt(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
+    assert core.storage[0].slots.free == core.storage[0].slots.limit - 1
+    assert core.where(CHAIN[1], 0.0) is None
+    run(core, [job], Outcome.MISSING)
+    assert core.where(CHAIN[0], 0.0) is None
+    core.adopt(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
+    assert core.where(CHAIN[1], 0.0) == "file"

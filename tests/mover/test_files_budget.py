@@ -1,0 +1,164 @@
+"""A directory of row files stays within its capacity, for one engine at every moment, for several nearly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.mover.messages import Heartbeat, Open, Outcome, Refused
+from nixl_tiers.mover.tiers.shelves import LOOK_ROWS, LOOK_SHARE
+from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, wait_until
+from tests.mover.test_files_shared import files_tier, mover_on, row_of
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 24 << 20
+BATCH = 64
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, so that one question tells what is taken: a walk would count a row twice that is
+    renamed under its feet."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256m,mode=700", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs to mount a tmpfs")
+    try:
+        yield tmp_path
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@contextmanager
+def sampled(path: Path, capacity: int) -> Iterator[list[int]]:
+    """Look at the disk all the time; at the end, no look may have found more than the capacity."""
+    looks: list[int] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.0005):
+            status = os.statvfs(path)
+            looks.append((status.f_blocks - status.f_bfree) * status.f_frsize)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield looks
+    finally:
+        over.set()
+        thread.join()
+    assert max(looks) <= capacity, f"{max(looks) - capacity} bytes too many"
+
+
+def fill(mover: MoverProcess, rows: range) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for start in range(rows.start, rows.stop, BATCH):
+        outcomes += mover.store(range(start, min(start + BATCH, rows.stop)))
+    return outcomes
+
+
+def test_ten_times_the_capacity(disk: Path) -> None:
+    """Nobody drops anything: the tier itself takes the oldest away."""
+    with sampled(disk, CAPACITY) as looks, mover_on(disk, CAPACITY) as mover:
+        slots = mover.open()
+        mover.adopted()
+        assert set(fill(mover, range(10 * slots))) == {Outcome.OK}
+        assert set(mover.load(range(10 * slots - BATCH, 10 * slots))) == {Outcome.OK}
+        assert set(mover.load(range(BATCH))) == {Outcome.MISSING}
+        seen = mover.heartbeats
+        assert wait_until(lambda: _hear(mover) > seen + 1)
+        assert disk_bytes(disk) <= mover.used_bytes <= CAPACITY
+    assert looks[-1] > 0.75 * CAPACITY  # a budget that is kept by not using it would be no feat
+
+
+def test_namespaces_in_turn_the_oldest_rows_go_first(disk: Path) -> None:
+    with sampled(disk, CAPACITY), mover_on(disk, CAPACITY) as mover:
+        for number in range(4):
+            slots = mover.open(number.to_bytes(16, "big"), epoch=number)
+            mover.adopted()
+            assert set(fill(mover, range(slots // 2))) == {Outcome.OK}
+        assert set(mover.load(range(BATCH))) == {Outcome.OK}
+    held = [len(list((disk / number.to_bytes(16, "big").hex()).glob("*/*.row"))) for number in range(4)]
+    assert held[0] == 0
+    assert held == sorted(held)
+    assert held[3] == slots // 2
+
+
+def test_rows_that_are_used_stay(tmp_path: Path) -> None:
+    with mover_on(tmp_path, CAPACITY) as mover:
+        slots = mover.open()
+        mover.adopted()
+        fill(mover, range(slots // 2))
+        for path in tmp_path.rglob("*.row"):
+            os.utime(path, (time.time() - 3600,) * 2)
+        assert set(mover.load(range(16))) == {Outcome.OK}
+        assert wait_until(lambda: time.time() - row_of(tmp_path, 15).stat().st_mtime < 600)
+        assert set(fill(mover, range(slots, 2 * slots - 32))) == {Outcome.OK}
+        assert set(mover.load(range(16))) == {Outcome.OK}
+        assert set(mover.load(range(16, 48))) == {Outcome.MISSING}
+
+
+def test_two_movers_fill_one_directory_at_once(disk: Path) -> None:
+    allowance = 2 * max(LOOK_ROWS * GEOMETRY.row_bytes, CAPACITY // LOOK_SHARE)
+    with (
+        sampled(disk, CAPACITY + allowance) as looks,
+        mover_on(disk, CAPACITY) as first,
+        mover_on(disk, CAPACITY) as second,
+    ):
+        slots = first.open()
+        second.open()
+        for mover in (first, second):
+            mover.adopted()
+        with ThreadPoolExecutor(2) as both:
+            ends = [both.submit(fill, first, range(4 * slots)), both.submit(fill, second, range(4 * slots, 8 * slots))]
+            assert {outcome for end in ends for outcome in end.result()} == {Outcome.OK}
+    assert looks[-1] > 0.6 * CAPACITY
+
+
+def test_what_is_not_ours_counts_and_stays(disk: Path) -> None:
+    foreign = disk / "notes" / "diary.txt"
+    foreign.parent.mkdir()
+    foreign.write_bytes(os.urandom(8 << 20))
+    with sampled(disk, CAPACITY), mover_on(disk, CAPACITY) as mover:
+        slots = mover.open()
+        mover.adopted()
+        assert set(fill(mover, range(slots))) == {Outcome.OK}
+    assert foreign.stat().st_size == 8 << 20
+    with mover_on(disk, 8 << 20) as mover:  # and leaves no room at all now
+        mover.open()
+        mover.adopted()
+        assert set(fill(mover, range(8))) == {Outcome.NO_SPACE}
+        assert list(disk.rglob("*.row")) == []
+
+
+def test_a_smaller_capacity_holds_from_the_first_look_on(tmp_path: Path) -> None:
+    with mover_on(tmp_path, CAPACITY) as mover:
+        slots = mover.open()
+        mover.adopted()
+        fill(mover, range(slots))
+    with mover_on(tmp_path, CAPACITY // 2) as mover:
+        mover.open()
+        mover.adopted()
+        assert wait_until(lambda: disk_bytes(tmp_path) <= CAPACITY // 2)
+        assert set(mover.load(range(slots - 32, slots))) == {Outcome.OK}
+
+
+def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
+    with MoverProcess(files_tier(tmp_path, 2 << 20), Geometry(1, 1 << 20), 4) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        refused = mover.expect(lambda m: isinstance(m, Refused))
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith("capacity: ")
+
+
+def _hear(mover: MoverProcess) -> int:
+    mover.expect(lambda m: isinstance(m, Heartbeat))
+    return mover.heartbeats
