@@ -67,6 +67,7 @@ class NixlTiersManager(OffloadingManager):
         self._pause_s = pause_s
         self._requests: set[str] = set()
         self._waiting: set[str] = set()  # those that this step's look-ups put off
+        self._met: set[str] = set()  # requests whose own prefix was touched
         self._closed = False
 
     @override
@@ -77,11 +78,17 @@ class NixlTiersManager(OffloadingManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.discard(req_context.req_id)
+        if req_context.req_id in self._met:
+            self._met.remove(req_context.req_id)
+        else:
+            self._meet(req_context, None)
         self._engine.finish_request(req_context.req_id)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         position = req_context.get_offload_key_position(key)
+        if req_context.req_id not in self._met:
+            self._meet(req_context, position)
         answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position)]
         if answer is LookupResult.HIT_PENDING:
             self._waiting.add(req_context.req_id)
@@ -167,6 +174,18 @@ class NixlTiersManager(OffloadingManager):
         if not self._closed:
             self._closed = True
             self._store.close(SHUTDOWN_S)
+
+    def _meet(self, req_context: ReqContext, position: int | None) -> None:
+        """Touch what the engine hits in its own memory: all before `position`, or everything if nothing was looked up.
+
+        vLLM never says what it hits itself, and a prefix whose root grew old would lose it before its leaves.
+        """
+        if position is not None:
+            self._met.add(req_context.req_id)
+        positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
+        own = [key for key, end in positions.items() if position is None or end < position]
+        if own:
+            self._engine.touch(own, req_context.req_id)
 
     def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
         """How many of `keys` each KV group has; vLLM orders keys by group."""

@@ -266,3 +266,21 @@ def test_replicas_that_step_together_never_wait_for_one_of_them() -> None:
     manager.lookup(key, context)
     manager.on_schedule_end(STEP)
     assert store.waits_s == []
+
+
+def test_a_root_that_only_the_engine_itself_hits_outlives_its_leaves(bench: Bench) -> None:
+    chain = [make_offload_key(bytes([n]) * 32, 0) for n in range(4)]
+    first = bench.request("first", *chain)
+    bench.store(first, *chain)
+    bench.manager.on_request_finished(first)
+    again = bench.request("again", *chain)
+    # The engine has the first two chunks itself, and looks up only what is beyond.
+    assert [bench.manager.lookup(key, again) for key in chain[2:]] == [LookupResult.HIT] * 2
+    bench.manager.prepare_load(chain[2:], again)
+    bench.manager.complete_load(chain[2:], again)
+    bench.manager.on_request_finished(again)
+    bench.manager.on_schedule_end(STEP)
+    other = make_offload_key(b"x" * 32, 0)
+    assert bench.store(bench.request("other", other), other) == [other]
+    late = bench.request("late", *chain)
+    assert [bench.manager.lookup(key, late) for key in chain] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
