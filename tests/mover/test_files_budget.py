@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.mover.messages import Heartbeat, Open, Outcome, Refused
+from nixl_tiers.mover.messages import Drop, Heartbeat, Open, Outcome, Refused
 from nixl_tiers.mover.tiers.shelves import LOOK_ROWS, LOOK_SHARE
 from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, wait_until
-from tests.mover.test_files_shared import files_tier, mover_on, row_of
+from tests.mover.test_files_shared import files_tier, mover_on, row_of, told
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -149,6 +149,21 @@ def test_a_smaller_capacity_holds_from_the_first_look_on(tmp_path: Path) -> None
         mover.adopted()
         assert wait_until(lambda: disk_bytes(tmp_path) <= CAPACITY // 2)
         assert set(mover.load(range(slots - 32, slots))) == {Outcome.OK}
+
+
+def test_a_reader_takes_nothing_away(tmp_path: Path) -> None:
+    with mover_on(tmp_path, CAPACITY) as mover:
+        slots = mover.open()
+        mover.adopted()
+        fill(mover, range(slots))
+    reader = {**files_tier(tmp_path, CAPACITY // 2), "write": "off"}
+    with MoverProcess(reader, GEOMETRY, BATCH) as mover:
+        mover.open()
+        (newest, *_) = reversed(mover.adopted())
+        mover.send(Drop([(newest.slot, newest.key)]))
+        told(mover, 1)  # the next listing finds it again
+        assert set(mover.load(range(BATCH))) == {Outcome.OK}
+    assert len(list(tmp_path.rglob("*.row"))) == slots
 
 
 def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:

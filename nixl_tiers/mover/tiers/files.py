@@ -36,6 +36,7 @@ RELIST_S: Final = 5.0
 TOUCH_S: Final = 60.0  # a row that was used this recently is not marked again
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 64)
+_SPARE_SLOTS: Final = 64  # that listings leave to stores: what the engine has no slot for it would have deleted
 _NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -99,7 +100,7 @@ class FilesStorage(StorageTier):
             self._memory: Registration | None = self._agent.register_region(region)
         except AgentError as error:
             raise TierRefused(f"backend: {error}") from error
-        self._shelves = Shelves(config.path, config.capacity, self._row_bytes)
+        self._shelves = Shelves(config.path, config.capacity, self._row_bytes, writes=config.write != "off")
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
@@ -238,10 +239,11 @@ class FilesStorage(StorageTier):
                 yield Entry(GONE, key, 0)
 
     def _still_new(self, served: _Served, rows: list[tuple[int, Key, Place]]) -> Iterator[Entry]:
-        rows = rows[max(0, len(rows) - (served.slots - len(served.known))) :]
+        most = served.slots - min(_SPARE_SLOTS, served.slots // 16)
+        rows = rows[max(0, len(rows) - max(0, most - len(served.known))) :]
         before_ns, slot = -1, 0
         for modified_ns, key, place in rows:
-            if len(served.known) >= served.slots:
+            if len(served.known) >= most:
                 return
             if key not in served.known and not served.dropping[key] and self._shelves.has(place):
                 served.tick += modified_ns > before_ns

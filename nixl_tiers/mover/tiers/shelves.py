@@ -102,8 +102,10 @@ class _Shelf:
 class Shelves:
     """The account of one shared path. `reserve`, `has` and `ask_room` never wait; what is named so runs `on_hand`."""
 
-    def __init__(self, path: Path, capacity_bytes: int, row_bytes: int) -> None:
+    def __init__(self, path: Path, capacity_bytes: int, row_bytes: int, *, writes: bool = True) -> None:
+        """Without `writes`, only look: whoever reads has no say in what is kept."""
         self.path = path
+        self._writes = writes
         self.writer = Writer()
         self._limit_bytes = capacity_bytes - MARGIN_BYTES
         self._row_bytes = row_bytes
@@ -253,7 +255,7 @@ class Shelves:
             seen = shelf.rows.get(place.name) if shelf is not None else None
         with suppress(OSError):
             status = self.look(place)
-            if status is not None and (seen is None or status.st_mtime_ns <= seen.modified_ns):
+            if self._writes and status is not None and (seen is None or status.st_mtime_ns <= seen.modified_ns):
                 self._unlink(place)
 
     def condemn(self, place: Place, was: os.stat_result) -> None:
@@ -311,7 +313,8 @@ class Shelves:
                 look = self._scans_asked > self._scans_begun
             if look:
                 self._scan_once()
-            self._make_room()
+            if self._writes:
+                self._make_room()
 
     def _scan_once(self) -> None:
         with self._lock:
