@@ -32,19 +32,19 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(model: Path) -> list[list[int]]:
-    """Four prompts of real text: about 1200 tokens, the last two with the same beginning."""
+    """Four prompts of real text: about 1000 tokens, the last two with the same beginning."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     sentences = [
         [
             f"On day {day} the ship {name} carried {day * number % 89} barrels of {cargo} to port {day % 7}."
-            for day in range(60)
+            for day in range(50)
         ]
         for number, name, cargo in ((3, "Anna", "salt"), (5, "Borea", "oil"), (7, "Clio", "tea"))
     ]
     texts = [" ".join(lines) for lines in sentences]
-    texts.append(" ".join(sentences[2][:30] + sentences[0][10:40]))
+    texts.append(" ".join(sentences[2][:25] + sentences[0][10:35]))
     question = " Question: which ship was it, and what did it carry on the last day? Answer:"
     return [tokenizer.encode(text + question) for text in texts]
 

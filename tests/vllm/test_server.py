@@ -1,0 +1,118 @@
+"""A real `vllm serve` with tiers: its metrics, what it costs while idle, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.cli.server import VllmServer
+from nixl_tiers.testing import vllm_cpu
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+IDLE_S = 5.0
+IDLE_SHARE = 0.05  # of one core, for all processes of the server together
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[VllmServer]:
+    model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "NixlTiersSpec",
+            "spec_module_path": "nixl_tiers.vllm.spec",
+            "tiers": [
+                {"type": "cpu", "capacity": "128MiB"},
+                {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB"},
+            ],
+        },
+    }
+    options = [
+        "--max-model-len",
+        "2048",
+        "--enable-prompt-tokens-details",
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    ]
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    with VllmServer(model, options, {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths}, tmp_path / "log") as server:
+        server.start(lambda: None)
+        yield server
+
+
+def family(ancestor: int) -> dict[int, str]:
+    """The command line of every process below `ancestor`, and of itself."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, front = set(), {ancestor}
+    while front:
+        found |= front
+        front = {pid for pid, parent in parents.items() if parent in front}
+    return {pid: line for pid in found if (line := _line(pid))}
+
+
+def processor_s(pids: Iterable[int]) -> float:
+    """Processor time that these processes have used so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(server: VllmServer) -> None:
+    prompt = [(17 * i) % 3000 + 100 for i in range(600)]
+    cold = server.ask(prompt, 4)
+    assert server.reset_prefix_cache()
+    warm = server.ask(prompt, 4)
+    assert warm.token_ids == cold.token_ids
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 512)
+    deadline = time.monotonic() + 60
+    while (page := server.metrics()).total("nixl_tiers:bytes_written_total", tier="file") == 0:
+        assert time.monotonic() < deadline, "nothing reached the file tier"
+        server.poke()
+    assert page.total("nixl_tiers:hits_total", tier="cpu") == 4
+    assert page.total("nixl_tiers:up", tier="file") == 1
+    assert page.total("nixl_tiers:capacity_bytes", tier="cpu") == 128 << 20
+    assert page.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 512
+
+    assert server._process is not None
+    everyone = family(server._process.pid)
+    assert any("nixl_tiers.mover" in line for line in everyone.values())
+    # vLLM's processes spin for a while after the last step, and pages are still being supplied: wait for the quiet.
+    deadline = time.monotonic() + 60
+    share = 1.0
+    while share >= IDLE_SHARE and time.monotonic() < deadline:
+        before = processor_s(everyone)
+        time.sleep(IDLE_S)
+        share = (processor_s(everyone) - before) / IDLE_S
+    assert share < IDLE_SHARE
+
+    server._process.terminate()
+    assert server._process.wait(60) is not None
+    deadline = time.monotonic() + 10
+    while any(_line(pid) == line for pid, line in everyone.items()):
+        assert time.monotonic() < deadline, "a process outlived the server"
+        time.sleep(0.05)
+
+
+def _line(pid: int) -> str:
+    """Its command line; empty for what has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
