@@ -26,8 +26,10 @@ import msgspec
 from nixl_tiers.mover.messages import (
     HEARTBEAT_S,
     MAX_PACKET,
+    Down,
     Hello,
     Open,
+    Opened,
     Refused,
     Stop,
     ToEngine,
@@ -150,6 +152,7 @@ class Supervisor:
         self._inbox: deque[tuple[int, ToMover]] = deque()
         self._movers: list[_Mover | None] = [None] * len(hellos)
         self._deaths: list[deque[float]] = [deque(maxlen=len(RESPAWN_S)) for _ in hellos]
+        self._accepted: set[int] = set()  # tiers whose configuration was ever judged to be possible
         self._refused: set[int] = set()  # these would refuse again
         self._spawn_at: dict[int, float] = {}
         self._stopping = False
@@ -284,7 +287,9 @@ class Supervisor:
             return
         gone = mover.process.poll() is not None  # looked at first: what it said before it died counts
         for message in mover.receive():
-            if isinstance(message, Refused):
+            if isinstance(message, (Opened, Down)):
+                self._accepted.add(tier)
+            elif isinstance(message, Refused) and tier not in self._accepted:
                 self._refused.add(tier)
             self._handler.on_message(tier, message)
         if mover.ended and mover.socket in self._selector.get_map():

@@ -102,6 +102,7 @@ class Mover:
         self._opening: tuple[Open, Future[int]] | None = None
         self._again: tuple[float, Open] | None = None  # when to try the open that failed
         self._backoff_s = RETRY_S[0]
+        self._answered = False  # whether the configuration was ever judged to be possible
         self._served: Open | None = None
         self._listing: Iterator[list[Entry]] | None = None
         self._look_at_s = 0.0
@@ -181,15 +182,19 @@ class Mover:
         (message, future), self._opening = self._opening, None
         try:
             slots = future.result()
-        except TierDown as error:
+        except (TierDown, TierRefused) as error:
+            if isinstance(error, TierRefused) and not self._answered:
+                self.outbox.send(Refused(str(error)))
+                self.leaving = True
+                return
+            # What was accepted once, or could not be judged at the start, may come back: a bucket made anew, a mount.
             logger.warning("%s; trying again in %.0f s", error, self._backoff_s)
+            self._answered = True
             self._again = (now + self._backoff_s, message)
             self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
             self.outbox.send(TierIsDown(str(error)))
-        except TierRefused as error:
-            self.outbox.send(Refused(str(error)))
-            self.leaving = True
         else:
+            self._answered = True
             self._served = message
             self._listing = self._tier.adopt()
             self._look_at_s = now
@@ -390,6 +395,7 @@ def _log_as(name: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine(f"nixl_tiers mover[{name}] %(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells at every look where it found credentials
 
 
 class _OneLine(logging.Formatter):

@@ -53,7 +53,7 @@ def store_over(path: Path, *rules: Rule, job_s: float = 30.0) -> Iterator[Tiered
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
     limits = Limits(wait_s=WAIT_S, job_s=job_s)
     engine = Engine(config, Namespace.of({"name": "faulty"}), region, hellos=[hello], limits=limits)
-    with TieredStore(engine, region, WAIT_S) as store:
+    with TieredStore(engine, region, config) as store:
         engine.start(30.0)
         yield store
 
