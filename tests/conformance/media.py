@@ -83,7 +83,7 @@ class SlabFiles(Medium):
     def held_rows(self, namespace: bytes) -> int:
         journal = self.path / namespace.hex() / "0" / "manifest.sqlite"
         with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as database:
-            (count,) = database.execute("SELECT count(*) FROM rows").fetchone()
+            (count,) = database.execute("SELECT count(*) FROM rows WHERE key <> x''").fetchone()
         return int(count)
 
     def held_bytes(self) -> int:

@@ -60,6 +60,21 @@ def test_what_was_journalled_is_there_after_a_kill(tmp_path: Path) -> None:
         assert set(mover.load(range(SLOTS))) == {Outcome.OK}
 
 
+def test_what_a_kill_left_out_of_the_journal_is_found(tmp_path: Path) -> None:
+    """Whatever was said to be stored is there afterwards, however young: 6 deaths right after the last answer."""
+    for life in range(6):
+        with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
+            mover.open()
+            adopted = {entry.slot: entry.key for entry in mover.adopted()}
+            numbers = range(1000 * life, 1000 * life + SLOTS)
+            if life:
+                before = range(1000 * (life - 1), 1000 * (life - 1) + SLOTS)
+                assert adopted == {slot: key_of(number) for slot, number in enumerate(before)}
+                assert set(mover.load(before, range(SLOTS))) == {Outcome.OK}
+            assert set(mover.store(numbers, range(SLOTS))) == {Outcome.OK}
+            mover.kill()
+
+
 def test_killed_while_loading_the_region_is_quiet_once_it_is_reaped(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
         mover.open()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.mover.messages import Load, Move, Outcome, Store
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload
+from nixl_tiers.mover.messages import Drop, Load, Move, Outcome, Store
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
 
 GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
 ROWS = 24
@@ -122,26 +124,87 @@ def test_a_deleted_slab(stored: Path) -> None:
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-@pytest.mark.parametrize("at", ["start", "middle"])
-def test_a_damaged_journal_costs_the_rows_and_nothing_else(stored: Path, at: str) -> None:
+@pytest.mark.parametrize("damage", ["start", "middle", "deleted", "all of it deleted"])
+def test_a_lost_journal_is_read_back_from_the_seals(stored: Path, damage: str) -> None:
     journal = slab(stored).with_name("manifest.sqlite")
-    with journal.open("r+b") as file:
-        file.seek(0 if at == "start" else 4096)
-        file.write(b"\xa5" * 4096)
+    if "deleted" in damage:
+        journal.unlink()
+        if damage != "deleted":
+            slab(stored).with_name("namespace.json").unlink()
+    else:
+        with journal.open("r+b") as file:
+            file.seek(0 if damage == "start" else 4096)
+            file.write(b"\xa5" * 4096)
+    for life in range(2):
+        with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+            mover.open()
+            adopted = mover.adopted()
+            assert [(entry.slot, entry.key) for entry in adopted] == [(n, key_of(n)) for n in range(ROWS)]
+            assert len({entry.tick for entry in adopted}) == ROWS
+            assert set(mover.load(range(ROWS))) == {Outcome.OK}
+            mover.stop()
+            assert ("by their seals" in mover.log()) is not bool(life)  # after that the journal knows them
+
+
+def test_only_seals_of_ours_are_read_back(stored: Path) -> None:
+    """Damaged ones, those of another epoch, of another namespace, or cut off with their slab: none is offered."""
+    size = GEOMETRY.row_bytes
+    others = [Sealer(GEOMETRY, NAMESPACE, 1), Sealer(GEOMETRY, bytes(16), 0), Sealer(Geometry(2, 30_001), NAMESPACE, 0)]
+    with slab(stored).open("r+b") as file:
+        for slot, sealer in enumerate(others):
+            row = payload(slot, sealer.geometry).copy()
+            sealer.seal(row, key_of(slot))
+            file.seek(slot * size)
+            file.write(row.tobytes())
+        file.seek(4 * size - GEOMETRY.seal_bytes + 100)
+        file.write(b"!")
+        file.truncate((ROWS - 1) * size - 1)
+    slab(stored).with_name("manifest.sqlite").unlink()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert mover.adopted() == []
-        assert set(mover.store(range(ROWS))) == {Outcome.OK}
-        mover.stop()
-        assert "is damaged" in mover.log()
+        assert {entry.slot for entry in mover.adopted()} == set(range(4, ROWS - 2))
+        assert set(mover.load(range(4, ROWS - 2))) == {Outcome.OK}
+
+
+def test_rows_that_a_kill_left_out_of_the_journal_are_found_and_dropped_ones_are_not(stored: Path) -> None:
+    journal = slab(stored).with_name("manifest.sqlite")
+    with closing(sqlite3.connect(journal)) as db:
+        # As if it had been killed: changes that were not closed properly, rows 20 and up not written yet.
+        db.execute("DELETE FROM rows WHERE slot >= 20")
+        db.execute("PRAGMA user_version = 0")
+        db.commit()
+    for _ in range(2):
+        with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+            mover.open()
+            assert [entry.slot for entry in mover.adopted()] == list(range(ROWS))  # the newest last
+            mover.stop()
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        mover.adopted()
+        mover.send(Drop([(n, key_of(n)) for n in range(4)]))
+        assert wait_until(lambda: emptied(journal) == 4)
+        mover.kill()
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert [entry.slot for entry in mover.adopted()] == list(range(4, ROWS))
+
+
+def emptied(journal: Path) -> int:
+    with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as db:
+        return int(db.execute("SELECT count(*) FROM rows WHERE key = x''").fetchone()[0])
+
+
+def test_a_lost_description_costs_nothing(stored: Path) -> None:
+    (slab(stored).with_name("namespace.json")).write_text("{")
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         assert len(mover.adopted()) == ROWS
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-def test_a_lost_description_gives_the_namespace_up(stored: Path) -> None:
-    (slab(stored).with_name("namespace.json")).write_text("{")
+def test_a_lost_description_of_nothing_that_is_ours_gives_the_replica_up(stored: Path) -> None:
+    (slab(stored).with_name("namespace.json")).unlink()
+    slab(stored).write_bytes(b"x" * (8 * GEOMETRY.row_bytes))
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         assert mover.adopted() == []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -84,6 +88,44 @@ def test_a_listing_is_ordered_and_leaves_out_what_was_stored_since(tmp_path: Pat
     rest = [entry for batch in batches for entry in batch]
     assert [entry.slot for entry in rest] == list(range(rows - 1 - MAX_ENTRIES, 1, -1))
     manifest.close()
+
+
+def test_it_knows_whether_it_can_have_missed_anything(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, 8)
+    assert not manifest.whole  # a new file beside old slabs
+    assert listed(manifest) == []
+    assert manifest.unknown().all()
+    manifest.complete()
+    for slot in range(4):
+        manifest.put(slot, b"k%d" % slot, slot + 1)
+    manifest.forget(1, b"k1")
+    manifest.close()
+    manifest = Manifest(tmp_path, 8)
+    assert manifest.whole
+    assert [entry.slot for entry in listed(manifest)] == [0, 2, 3]
+    manifest.forget(0, b"k0")
+    manifest.forget(2)
+    deadline = time.monotonic() + 30
+    while _version(tmp_path):
+        assert time.monotonic() < deadline
+    killed = tmp_path / "killed"  # what a mover that is killed now leaves behind
+    killed.mkdir()
+    for name in ("manifest.sqlite", "manifest.sqlite-wal"):
+        shutil.copy(tmp_path / name, killed / name)
+    manifest.close()
+    assert Manifest(tmp_path, 8).whole
+    manifest = Manifest(killed, 8)
+    assert not manifest.whole
+    assert [entry.slot for entry in listed(manifest)] == [3]
+    manifest.forget(5)
+    assert manifest.unknown().nonzero()[0].tolist() == [2, 4, 6, 7]
+    manifest.close()
+    assert not Manifest(killed, 8).whole  # nobody completed it
+
+
+def _version(folder: Path) -> int:
+    with closing(sqlite3.connect(folder / "manifest.sqlite")) as db:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def test_slots_beyond_the_tier_are_not_listed(tmp_path: Path) -> None:

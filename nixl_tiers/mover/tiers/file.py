@@ -22,11 +22,12 @@ from nixl_tiers.config import FileTier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
-from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.ledger import Claim, Ledger
 from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
-from nixl_tiers.mover.tiers.slabs import NoSpace, Plan, Slabs
+from nixl_tiers.mover.tiers.rebuild import Scan
+from nixl_tiers.mover.tiers.slabs import NoSpace, Plan, Slabs, guess_plan
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class _Namespace:
     manifest: Manifest
     slabs: Slabs
     sealer: Sealer
+    scan: Scan | None = None
 
 
 class FileStorage(StorageTier):
@@ -132,8 +134,14 @@ class FileStorage(StorageTier):
 
     def adopt(self) -> Iterator[list[Entry]]:
         served = self._served
+        last = 0
         for batch in served.manifest.adopt():
+            last = max([last, *(entry.tick for entry in batch)])
             yield [entry for entry in batch if served.slabs.has_room(entry.slot)]
+        if not served.manifest.whole:
+            yield from self._rebuilt(served, last)
+        else:
+            served.manifest.complete()
 
     def store(self, moves: Sequence[Move]) -> int:
         manifest = self._served.manifest
@@ -186,9 +194,16 @@ class FileStorage(StorageTier):
         return self._open
 
     def _serve(self, claim: Claim, slots: int, sealer: Sealer) -> _Namespace:
-        if not claim.about and not self._ledger.make_room(journal_bytes(slots)):
-            raise TierDown(f"{self._config.path} is full: what live movers hold leaves no room for another's journal")
         plan = _plan(claim, self._geometry, slots)
+        if not claim.about:
+            plan = guess_plan(claim.directory, sealer, slots)
+            if plan is not None:
+                logger.warning("%s had lost its description: going by its rows' seals", claim.directory)
+                # Its slot numbers may be those of another plan.
+                for file in claim.directory.glob("manifest.*"):
+                    file.unlink()
+            elif not self._ledger.make_room(journal_bytes(slots)):
+                raise TierDown(f"{self._config.path} is full: what live movers hold leaves no room for one more")
         if plan is None:
             # Nothing in it can be ours: rows of another shape, or a directory whose description is lost.
             for file in claim.directory.glob("[sm]*.*"):
@@ -200,9 +215,29 @@ class FileStorage(StorageTier):
         slabs = Slabs(claim.directory, plan, self._agent, self._ledger)
         return _Namespace(claim, Manifest(claim.directory, slots), slabs, sealer)
 
+    def _rebuilt(self, served: _Namespace, last: int) -> Iterator[list[Entry]]:
+        """The rows that the journal did not tell of, by their seals; used later than `last`, as they lack there."""
+        scan = served.scan = Scan(served.slabs.stretches(served.manifest.unknown()), served.sealer)
+        while not scan.done:
+            yield []
+        for start in range(0, len(scan.found), MAX_ENTRIES):
+            batch = []
+            for place, row in enumerate(scan.found[start : start + MAX_ENTRIES]):
+                if not served.manifest.was_stored(row.slot):
+                    entry = Entry(row.slot, row.key, last + 1 + start + place)
+                    served.manifest.put(entry.slot, entry.key, entry.tick)
+                    batch.append(entry)
+            yield batch
+        if scan.found:
+            logger.info("%s: found %d rows by their seals", served.claim.directory, len(scan.found))
+        if not scan.failed:
+            served.manifest.complete()
+
     def _close_namespace(self) -> None:
         served, self._open = self._open, None
         if served is not None:
+            if served.scan is not None:
+                served.scan.stop()
             served.manifest.close()
             served.slabs.close()
             served.claim.release()
@@ -229,6 +264,8 @@ class FileStorage(StorageTier):
             self._settle(unit, [not self._served.slabs.has_room(move.slot) for move in unit.moves], Outcome.MISSING)
             self._start(unit)
         while self._stores and self._growth is None and self._has_turn(writes=True):
+            if not self._served.manifest.may_overwrite(move.slot for move in self._stores[0].moves):
+                return
             unit = self._stores.popleft()
             beyond = [not 0 <= move.slot < self._served.slabs.plan.slots for move in unit.moves]
             self._settle(unit, beyond, Outcome.FAILED)

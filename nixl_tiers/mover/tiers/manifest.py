@@ -2,6 +2,8 @@
 
 Nothing here is believed when a row is loaded: the seal decides. The journal only saves reading every slot at open.
 So it may lag behind by a tenth of a second and lose that to a crash, and a damaged one is replaced by an empty one.
+It knows whether that can have happened: then it is not `whole`, and the seals of the slots that it does not know of
+(neither what they hold nor that they were emptied) tell the rest.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nixl_tiers.mover.messages import MAX_ENTRIES, Entry
 
@@ -29,6 +32,8 @@ _COMMIT_ROWS: Final = 256
 _RETRY_S: Final = 1.0
 _CHECKPOINT_PAGES: Final = 64
 _BATCHES_AHEAD: Final = 16
+_NOTHING: Final = b""  # in place of a key: the slot was emptied, whatever its bytes look like
+_WHOLE: Final = 1  # PRAGMA user_version of a journal that was closed with all that it had been told
 
 _SCHEMA: Final = """
 PRAGMA page_size = 4096;
@@ -54,7 +59,7 @@ class _Put(NamedTuple):
 
 
 class _Forget(NamedTuple):
-    """The slot no longer holds the key; None for whatever it holds."""
+    """The slot no longer holds the key, and is empty; None: it is about to hold another, and is unknown till then."""
 
     key: bytes | None
 
@@ -75,8 +80,13 @@ class Manifest:
         self._lock = threading.Condition()
         self._pending: dict[int, _Put | _Forget | _Touch] = {}  # one a slot: the newest decides
         self._closing = False
+        self._urgent = False  # somebody waits for what is pending
+        self._ailing = False
         self._adopted: queue.Queue[list[Entry] | None] = queue.Queue()
         self._stored: set[int] | None = set()  # slots given to new rows while the old ones are still being listed
+        self._listed = np.zeros(slots, dtype=np.bool_)
+        self._emptied = np.zeros(0, dtype=np.int64)
+        self._lost = False  # the file was replaced while it was in use: rows were told of that it does not hold
         try:
             try:
                 self._db = self._connect(slots)
@@ -86,6 +96,8 @@ class Manifest:
                 self._db = self._replace(error)
         except sqlite3.Error as error:
             raise OSError(f"{self._path} cannot be opened: {error}") from error
+        self._marked_whole = self.whole = self._db.execute("PRAGMA user_version").fetchone() == (_WHOLE,)
+        """Whether the file holds every row; `whole` may become true by `complete`."""
         self._thread = threading.Thread(target=self._run, name="manifest", daemon=True)
         self._thread.start()
 
@@ -100,11 +112,22 @@ class Manifest:
             if key is None and self._stored is not None:
                 self._stored.add(slot)
             last = self._pending.get(slot)
-            if key is not None and isinstance(last, _Put) and last.key != key:
-                return  # the slot has gone to another key since
-            if isinstance(last, _Put | _Forget):
-                key = None  # what the file says about the slot is older than `last`
-            self._change(slot, _Forget(key))
+            if key is None:
+                self._urgent = True
+                self._change(slot, _Forget(None))
+                self._lock.notify()
+            elif isinstance(last, _Put):
+                if last.key == key:  # else the slot has gone to another key since
+                    self._change(slot, _Put(_NOTHING, 0))
+            elif not isinstance(last, _Forget):  # else what the file says about the slot is older than `last`
+                self._change(slot, _Forget(key))
+
+    def may_overwrite(self, slots: Iterable[int]) -> bool:
+        """Whether the file no longer says what these forgotten slots held; soon, or never if it cannot be written.
+
+        A row that is written before that would be lost to a kill: the file would name another key.
+        """
+        return self._ailing or not any(isinstance(self._pending.get(slot), _Forget) for slot in slots)
 
     def touch(self, slot: int, key: bytes, tick: int) -> None:
         """The key in the slot was used at `tick`."""
@@ -128,12 +151,27 @@ class Manifest:
                 yield []
                 continue
             if batch is None:
-                self._stored = None
                 return
             with self._lock:
                 self._lock.notify()
-            stored = self._stored or ()
-            yield [entry for entry in batch if entry.slot not in stored]
+            self._listed[[entry.slot for entry in batch]] = True
+            yield [entry for entry in batch if not self.was_stored(entry.slot)]
+
+    def unknown(self) -> NDArray[np.bool_]:
+        """After `adopt`: by slot, whether the journal cannot say what it holds."""
+        unknown = ~self._listed
+        unknown[self._emptied] = False
+        unknown[list(self._stored or ())] = False
+        return unknown
+
+    def was_stored(self, slot: int) -> bool:
+        """Whether the slot was stored into since open. Not to be asked after `complete`."""
+        return self._stored is not None and slot in self._stored
+
+    def complete(self) -> None:
+        """Everything that the slots held at open has been told, here or by `adopt`."""
+        self._stored = None
+        self.whole = True
 
     def close(self) -> None:
         """Write what is pending, as far as the medium lets it, and close the file."""
@@ -160,6 +198,11 @@ class Manifest:
             raise
         return db
 
+    def _mark_whole(self) -> None:
+        """The next to open it need not look at the slots."""
+        if self.whole and not self._lost and not self._pending and not self._marked_whole:
+            self._db.execute(f"PRAGMA user_version = {_WHOLE}")
+
     def _replace(self, damage: sqlite3.Error) -> sqlite3.Connection:
         logger.warning("%s is damaged (%s): starting with an empty one", self._path, damage)
         for suffix in ("", "-wal", "-shm"):
@@ -184,14 +227,17 @@ class Manifest:
                     if batch is None:
                         batches = None
                 self._commit()
-                complained = False
+                self._ailing = complained = False
             except sqlite3.Error as error:
                 if batches is not None:  # a listing that broke ends here
                     batches = None
                     self._adopted.put(None)
+                self._ailing = True
                 complained = self._recover(error, complained)
             if closing:
                 break
+        with suppress(sqlite3.Error):
+            self._mark_whole()
         with suppress(sqlite3.Error):
             self._db.close()
 
@@ -202,7 +248,9 @@ class Manifest:
                 self._lock.wait_for(lambda: self._closing, _RETRY_S)
             elif not (listing and self._wanted):
                 self._lock.wait_for(lambda: self._closing or self._pending or (listing and self._wanted))
-                self._lock.wait_for(lambda: self._closing or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S)
+                self._lock.wait_for(
+                    lambda: self._closing or self._urgent or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S
+                )
             return self._closing
 
     def _recover(self, error: sqlite3.Error, complained: bool) -> bool:
@@ -210,6 +258,8 @@ class Manifest:
         if _is_damage(error):
             with suppress(sqlite3.Error, OSError):
                 self._db.close()
+                self._lost = True
+                self.whole = self._marked_whole = False
                 self._db = self._replace(error)
         elif not complained:
             logger.warning("%s cannot be written (%s): what is stored now may be lost at a restart", self._path, error)
@@ -220,13 +270,17 @@ class Manifest:
         while True:
             with self._lock:
                 changes = dict(islice(self._pending.items(), _COMMIT_ROWS))
+                self._urgent = False
             if not changes:
                 return
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 for slot, change in changes.items():
                     self._apply(slot, change)
+                if self._marked_whole:
+                    self._db.execute("PRAGMA user_version = 0")
                 self._db.execute("COMMIT")
+                self._marked_whole = False
             except sqlite3.Error:
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
@@ -244,19 +298,24 @@ class Manifest:
         elif change.key is None:
             self._db.execute("DELETE FROM rows WHERE slot = ?", (slot,))
         else:
-            self._db.execute("DELETE FROM rows WHERE slot = ? AND key = ?", (slot, change.key))
+            self._db.execute(
+                "UPDATE rows SET key = ?, tick = 0 WHERE slot = ? AND key = ?", (_NOTHING, slot, change.key)
+            )
 
     def _read(self) -> Iterator[list[Entry]]:
         """Order by 16 bytes a row, then fetch keys batch by batch: no long read that would hold up the log."""
+        emptied = self._db.execute("SELECT slot FROM rows WHERE key = ?", (_NOTHING,))
+        self._emptied = np.fromiter((slot for (slot,) in emptied), dtype=np.int64)
         order = np.fromiter(
-            self._db.execute("SELECT tick, slot FROM rows"), dtype=np.dtype([("tick", "<i8"), ("slot", "<i8")])
+            self._db.execute("SELECT tick, slot FROM rows WHERE key <> ?", (_NOTHING,)),
+            dtype=np.dtype([("tick", "<i8"), ("slot", "<i8")]),
         )
         order.sort(order=("tick", "slot"))
         for start in range(0, len(order), MAX_ENTRIES):
             slots = order["slot"][start : start + MAX_ENTRIES].tolist()
             marks = ",".join("?" * len(slots))
             found = self._db.execute(f"SELECT slot, key, tick FROM rows WHERE slot IN ({marks}) ORDER BY tick", slots)  # noqa: S608
-            yield [Entry(slot, bytes(key), tick) for slot, key, tick in found]
+            yield [Entry(slot, bytes(key), tick) for slot, key, tick in found if key != _NOTHING]
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

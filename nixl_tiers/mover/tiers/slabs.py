@@ -13,18 +13,24 @@ import mmap
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nixl_tiers.chunk import PAGE
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.agent import Agent, Registration
 from nixl_tiers.mover.tiers.ledger import Ledger
+from nixl_tiers.mover.tiers.rebuild import Stretch, seals
 
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES: Final = 1 << 30
 MAX_SLABS: Final = 1024  # each is an open file
+_LOOKS: Final = 128
 _NAME: Final = re.compile(r"slab-(\d{5})\.kv")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -105,6 +111,16 @@ class Slabs:
                     self._allocate(slab, end)
                     return
         raise NoSpace(f"{self._ledger.path} is full: what other live movers hold leaves no room below its capacity")
+
+    def stretches(self, wanted: NDArray[np.bool_]) -> list[Stretch]:
+        """Where the wanted ones of the allocated slots stand; one flag for each of the plan's slots."""
+        found = []
+        for slab, slots in sorted(self._allocated.items()):
+            first = slab * self.plan.slots_per_slab
+            places = np.flatnonzero(wanted[first : first + slots]).tolist()
+            if places:
+                found.append(Stretch(self._path(slab), first, places))
+        return found
 
     def medium_is_full(self) -> bool:
         """Whether a failed write may be for want of space: only files that could not be allocated ahead can be."""
@@ -187,3 +203,16 @@ def direct_works(directory: Path) -> bool:
             os.close(descriptor)
             with suppress(OSError):
                 probe.unlink()
+
+
+def guess_plan(directory: Path, sealer: Sealer, slots: int) -> Plan | None:
+    """The plan of slab files whose description is lost, if a seal in them stands where rows of the sealer's geometry,
+    namespace and epoch have theirs; None if there is none among some hundred looks. Raises OSError."""
+    row_bytes = sealer.geometry.row_bytes
+    sizes = {path: path.stat().st_size // row_bytes for path in directory.iterdir() if _NAME.fullmatch(path.name)}
+    for path, places in sizes.items():
+        looks = range(0, places, max(1, places // _LOOKS))
+        if next(seals(Stretch(path, 0, list(looks)), sealer), None) is not None:
+            plan = Plan.of(row_bytes, slots)
+            return replace(plan, slots_per_slab=max(plan.slots_per_slab, *sizes.values()))
+    return None
