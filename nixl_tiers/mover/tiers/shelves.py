@@ -416,7 +416,6 @@ class Shelves:
         """Take the oldest rows away, of whatever namespace, until what is wanted fits."""
         while True:
             with self._lock:
-                # A number alone says nothing of its first rows, if these are all that fit.
                 excess = self.used_bytes - self._leaving_bytes + self._wanted_bytes - self._limit_bytes
                 if excess <= 0 or self._closing:
                     self._wanted_bytes = 0
