@@ -41,7 +41,6 @@ try:
         GPULoadStoreSpec,
         LoadStoreSpec,
         LookupResult,
-        Medium,
         OffloadingCounterMetadata,
         OffloadingEvent,
         OffloadingGaugeMetadata,
@@ -74,19 +73,39 @@ except ImportError:  # before 0.30 vLLM does not ask where a hit came from
     CacheHitSource = None
 
 
+try:
+    from vllm.v1.kv_offload.base import Medium
+
+    HOST_MEDIUM = Medium.CPU
+except ImportError:  # before 0.28 a medium is a text
+    HOST_MEDIUM = "CPU"
+
+
+def position_of(key: OffloadKey, context: ReqContext) -> int | None:
+    """The end token of `key` in its request; None where vLLM does not tell (before 0.30)."""
+    tell = getattr(context, "get_offload_key_position", None)
+    position: int | None = tell(key) if tell is not None else None
+    return position
+
+
+def replicas(config: OffloadingConfig) -> int:
+    """How many data-parallel engines there are; 1 where vLLM does not tell (before 0.28)."""
+    return int(getattr(config.parallel, "data_parallel_size", 1))
+
+
 def group_ids(config: OffloadingConfig) -> tuple[int, ...]:
     """vLLM's own number of each offloaded KV group, as it stands in the keys."""
     return tuple(getattr(group, "group_id", index) for index, group in enumerate(config.groups))
 
 
 __all__ = [
+    "HOST_MEDIUM",
     "OLDEST",
     "CacheHitSource",
     "CanonicalKVCaches",
     "GPULoadStoreSpec",
     "LoadStoreSpec",
     "LookupResult",
-    "Medium",
     "OffloadKey",
     "OffloadingConfig",
     "OffloadingConnectorStats",
@@ -106,5 +125,7 @@ __all__ = [
     "check",
     "get_offload_group_idx",
     "group_ids",
+    "position_of",
+    "replicas",
     "version",
 ]

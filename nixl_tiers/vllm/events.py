@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.vllm.compat import Medium, OffloadingEvent, OffloadKey
+from nixl_tiers.vllm.compat import HOST_MEDIUM, OffloadingEvent, OffloadKey
 
 
 class EventLog:
@@ -42,7 +42,7 @@ class EventLog:
         gone = [key for key in keys if key in self._announced]
         if gone:
             self._announced.difference_update(gone)
-            self._events.append(OffloadingEvent(keys=gone, medium=Medium.CPU, removed=True))
+            self._events.append(OffloadingEvent(keys=gone, medium=HOST_MEDIUM, removed=True))
 
     def reset(self) -> None:
         """Host memory holds nothing any more."""
@@ -57,4 +57,4 @@ class EventLog:
         new = [key for key in keys if key not in self._announced]
         if new:
             self._announced.update(new)
-            self._events.append(OffloadingEvent(keys=new, medium=Medium.CPU, removed=False))
+            self._events.append(OffloadingEvent(keys=new, medium=HOST_MEDIUM, removed=False))

@@ -24,6 +24,7 @@ from nixl_tiers.vllm.compat import (
     RequestOffloadingContext,
     ScheduleEndContext,
     get_offload_group_idx,
+    position_of,
 )
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.metrics import Reporter
@@ -86,7 +87,7 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        position = req_context.get_offload_key_position(key)
+        position = position_of(key, req_context)
         if req_context.req_id not in self._met:
             self._meet(req_context, position)
         answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position)]
@@ -198,7 +199,7 @@ class NixlTiersManager(OffloadingManager):
         """By end token, so that under pressure all groups keep the same prefix."""
         if len(self._place) == 1:
             return keys
-        return sorted(keys, key=lambda key: req_context.get_offload_key_position(key) or 0)
+        return sorted(keys, key=lambda key: position_of(key, req_context) or 0)
 
 
 def _sources(config: TiersConfig) -> Mapping[str, Any]:

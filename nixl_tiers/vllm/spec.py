@@ -58,7 +58,7 @@ class NixlTiersSpec(OffloadingSpec):
         refuse_layout(config)
         self.tiers = parse(config)
         self.geometry = geometry_of(config)
-        self.rows = rows_of(self.tiers, self.geometry, config.parallel.data_parallel_size)
+        self.rows = rows_of(self.tiers, self.geometry, compat.replicas(config))
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -118,7 +118,7 @@ class NixlTiersSpec(OffloadingSpec):
         )
         events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
-        pause_s = PAUSE_S if self.config.parallel.data_parallel_size == 1 else 0.0
+        pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0
         return NixlTiersManager(store, self.tiers, compat.group_ids(self.config), events, pause_s)
 
 
