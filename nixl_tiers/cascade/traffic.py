@@ -29,6 +29,7 @@ class Limits:
     store_share: float = 0.05
     reserve_share: float = 0.05  # of a tier whose evictions are written below: what is kept free ahead of need
     moves_per_job: int = 64
+    job_bytes: int = 16 << 20  # small jobs keep a window full: rows are free, or hits, when their own job ends
 
 
 class Traffic:
@@ -314,7 +315,7 @@ class Traffic:
     ) -> list[Job]:
         under_way = (storage.rows_storing + storage.rows_loading) * self.row_bytes
         deadline_s = now + self.limits.job_s + under_way / self.limits.slowest_bytes_per_s
-        size = self.limits.moves_per_job
+        size = max(1, min(self.limits.moves_per_job, self.limits.job_bytes // self.row_bytes))
         jobs = []
         for start in range(0, len(moves), size):
             self._job_id += 1
