@@ -175,7 +175,10 @@ class FileTier(_Model):
 
 
 class S3Tier(_Model):
-    """A prefix of a bucket. Without `endpoint`: AWS. Without any credential field: the usual AWS chain."""
+    """A prefix of a bucket. Without `endpoint`: AWS. Without any credential field: the usual AWS chain.
+
+    `shared`: several engines use the prefix at once, and keep its capacity together.
+    """
 
     type: Literal["s3"]
     bucket: Annotated[str, BeforeValidator(_bucket)]
@@ -183,6 +186,7 @@ class S3Tier(_Model):
     endpoint: Annotated[str | None, BeforeValidator(_endpoint)] = None
     region: Annotated[str, BeforeValidator(_region)] = "us-east-1"
     capacity: Size
+    shared: Annotated[bool, Field(strict=True)] = False
     write: Write = "through"
     eviction: Eviction = "lru"
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = None

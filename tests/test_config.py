@@ -60,10 +60,11 @@ def test_what_is_left_out_has_a_sensible_value() -> None:
     assert isinstance(file, FileTier)
     assert isinstance(s3, S3Tier)
     assert (file.path, file.layout, file.backend, file.write) == (Path("/mnt/nvme/kv"), "slabs", "auto", "through")
-    assert (s3.prefix, s3.region, s3.write, s3.profile, s3.ca_file) == (
+    assert (s3.prefix, s3.region, s3.write, s3.shared, s3.profile, s3.ca_file) == (
         "nixl-tiers",
         "us-east-1",
         "through",
+        False,
         None,
         None,
     )

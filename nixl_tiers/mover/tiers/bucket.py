@@ -162,6 +162,11 @@ class Bucket:
         return gone
 
     @property
+    def client(self) -> Any:
+        """A boto3 client with the present credentials, for other threads that may wait; None before `connect`."""
+        return self._client
+
+    @property
     def deleting(self) -> bool:
         """Whether deletes are queued or under way."""
         return bool(self._queued or self._leaving)

@@ -8,13 +8,17 @@ What NIXL's object backend leaves open is closed here (tried, all of it):
 - a server that trickles is never given up on: a download that takes too long is, here, and its staging row waits for
   the transfer's real end. An upload reads the region, so it cannot be given up: the engine's deadline is for that.
 
-The budget counts every row below the prefix, of whatever namespace. Room for an upload is there when the server has
-confirmed the deletes that make it, so the bucket never holds more than the capacity.
+A private prefix: the budget counts every row below it, of whatever namespace. Room for an upload is there when the
+server has confirmed the deletes that make it, so the bucket never holds more than the capacity.
+
+A shared prefix: what others store is found by listing again and again. Rows that the engine drops are only forgotten,
+for others may want them: the janitor (janitor.py) deletes, and says whether there is room for an upload.
 """
 
 from __future__ import annotations
 
 import mmap
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,9 +33,10 @@ from nixl_tiers.config import S3Tier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferState
-from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
+from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.bucket import Bucket, Credentials, Listed, Listing
+from nixl_tiers.mover.tiers.janitor import Allowance, Janitor, Pace
 from nixl_tiers.mover.tiers.plane import Plane
 from nixl_tiers.mover.tiers.stock import Stock
 
@@ -43,6 +48,8 @@ DOWNLOAD_S: Final = 15.0  # and the time that its bytes take at SLOWEST_BYTES_PE
 SLOWEST_BYTES_PER_S: Final = 4e6
 TRIES: Final = 2
 LOOK_S: Final = (0.0002, 0.003)  # how long transfers are left alone when none of them has ended: at first, at most
+RELIST_S: Final = 30.0  # between two listings of a shared prefix
+PACE: Final = Pace()
 _ERROR_PAGE_BYTES: Final = 1024
 
 
@@ -98,12 +105,16 @@ class ObjectStorage(StorageTier):
         self._staging = np.frombuffer(self._memory, np.uint8).reshape(rows, self._row_bytes)
         self._free_staging = list(range(rows))
         self._bucket = Bucket(config)
-        self._stock = Stock(self._row_bytes, config.capacity)
+        self._allowance = Allowance(config.capacity, self._row_bytes) if config.shared else None
+        self._janitor: Janitor | None = None
+        self._stock = self._new_stock()
+        self._spoiled: set[Key] = set()  # corrupt objects of a shared prefix, to be deleted when they are dropped
         self._plane: Plane | None = None
         self._sealer: Sealer | None = None
         self._prefix = ""
         self._found = _Found()
         self._listing: Listing | None = None
+        self._since: set[Key] = set()  # uploads that the listing under way may have missed
         self._tickets = 0
         self._look_at_s = 0.0
         self._pause_s = 0.0
@@ -119,15 +130,35 @@ class ObjectStorage(StorageTier):
         self._renew_plane(credentials)
         self._sealer = Sealer(self._geometry, namespace, epoch)
         self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
-        self._stock = Stock(self._row_bytes, self._config.capacity)
+        self._stock = self._new_stock()
         self._dropped = set()
-        found = self._found = _Found()
-        self._listing = self._bucket.start_listing(
-            f"{self._config.prefix}/", lambda page: self._sort_in(page, found), lambda: _order(found)
-        )
-        return self._config.capacity // self._row_bytes
+        self._spoiled = set()
+        self._list()
+        slots = self._config.capacity // self._row_bytes
+        if self._allowance is None:
+            return slots
+        if self._janitor is None and self._config.write != "off":
+            bucket, prefix = self._bucket, self._config.prefix
+            self._janitor = Janitor(
+                lambda: bucket.client,
+                self._config.bucket,
+                prefix,
+                allowance=self._allowance,
+                is_row=_is_row,
+                pace=PACE,
+            )
+            self._janitor.start()
+        # The index must hold all that may be there, windows included: what does not fit is told of at every listing.
+        return 2 * slots
+
+    @property
+    def relist_s(self) -> float | None:
+        """Others store into a shared prefix: `adopt` is to be called again so long after it has ended."""
+        return None if self._allowance is None else RELIST_S
 
     def adopt(self) -> Iterator[list[Entry]]:
+        if self._listing is None and self._allowance is not None:
+            self._list()
         listing, found = self._listing, self._found
         if listing is None:
             return
@@ -153,6 +184,13 @@ class ObjectStorage(StorageTier):
                     return
                 entries = []
         self._dropped.intersection_update(task.move.key for task in self._running)
+        if self._allowance is not None:
+            entries += [Entry(GONE, key, 0) for key in self._vanished({key for _, key in found.rows})]
+            while len(entries) > MAX_ENTRIES:
+                yield entries[:MAX_ENTRIES]
+                if listing is not self._listing:
+                    return
+                del entries[:MAX_ENTRIES]
         found.rows = []
         self._listing = None
         if entries:
@@ -191,9 +229,13 @@ class ObjectStorage(StorageTier):
     @property
     def used_bytes(self) -> int:
         self._reap_deletes()
-        return self._stock.used_bytes
+        shared = None if self._allowance is None else self._allowance.used_bytes
+        return self._stock.used_bytes if shared is None else shared
 
     def close(self) -> None:
+        if self._janitor is not None:
+            self._janitor.close()
+            self._janitor = None
         self._bucket.close()
         if self._plane is not None and not self._running and not self._given_up:
             self._plane.close()
@@ -242,6 +284,8 @@ class ObjectStorage(StorageTier):
         self._reap_deletes()
         # A delete of this name that arrives after the upload would take the new object with it.
         if self._bucket.keep(name):
+            if self._allowance is not None and not self._allowance.take(self._row_bytes):
+                return Outcome.NO_SPACE
             if self._stock.hold(key, name):
                 return Outcome.OK
             if self._stock.is_doomed(name):
@@ -260,6 +304,7 @@ class ObjectStorage(StorageTier):
         if move.seal:
             self._sealer.seal(self._region.rows_view[move.row], move.key, sealed_at=int(time.time()))
         self._dropped.discard(move.key)
+        self._since.add(move.key)
         self._start(task, self._region.address + move.row * self._row_bytes)
 
     def _start_download(self, task: _Task) -> None:
@@ -302,6 +347,8 @@ class ObjectStorage(StorageTier):
 
     def _uploaded(self, task: _Task, state: TransferState) -> Outcome:
         key = task.move.key
+        if self._allowance is not None:
+            self._allowance.ended(self._row_bytes)
         # A failed upload may have arrived all the same, whole, and would be a row that nobody counts.
         if state is not TransferState.DONE or key in self._dropped:
             self._dropped.discard(key)
@@ -318,13 +365,18 @@ class ObjectStorage(StorageTier):
                 self._stock.lose(task.move.key, self._name(task.move.key))
                 return Outcome.MISSING
             if b"<Code>InvalidRange</Code>" in page:
-                return Outcome.CORRUPT  # no byte of an empty object can be asked for
+                return self._corrupt(task)  # no byte of an empty object can be asked for
             answered = any(page)  # a server that is down is not worth another wait
             return None if answered and task.tries < TRIES else Outcome.FAILED
         if self._sealer.verify(row, task.move.key) is Verdict.OK:
             self._region.rows_view[task.move.row] = row
             return Outcome.OK
-        return None if task.tries < TRIES else Outcome.CORRUPT
+        return None if task.tries < TRIES else self._corrupt(task)
+
+    def _corrupt(self, task: _Task) -> Outcome:
+        if self._allowance is not None:
+            self._spoiled.add(task.move.key)
+        return Outcome.CORRUPT
 
     def _let_go(self, task: _Task) -> bool:
         """Give back handle, name and staging row. False while the transfer runs."""
@@ -351,6 +403,12 @@ class ObjectStorage(StorageTier):
     # The bucket
 
     def _doom(self, *keys: Key) -> None:
+        """Delete these rows; on a shared prefix only what is corrupt, and otherwise forget them."""
+        if self._allowance is not None:
+            for key in set(keys) - self._spoiled:
+                self._stock.lose(key, self._name(key))
+            keys = tuple(self._spoiled.intersection(keys))
+            self._spoiled.difference_update(keys)
         self._bucket.delete([name for key in keys if self._stock.doom(key, name := self._name(key))])
 
     def _reap_deletes(self) -> None:
@@ -370,6 +428,25 @@ class ObjectStorage(StorageTier):
         except AgentError as error:
             raise TierRefused(f"type: {error}") from None
 
+    def _new_stock(self) -> Stock:
+        # The budget of a shared prefix is not for one engine to keep.
+        return Stock(self._row_bytes, self._config.capacity if self._allowance is None else sys.maxsize)
+
+    def _vanished(self, listed: set[Key]) -> list[Key]:
+        """Forget the rows that a listing of the shared prefix should have met, and has not."""
+        gone = [key for key in self._stock.held if key not in listed and key not in self._since]
+        for key in gone:
+            self._stock.lose(key, self._name(key))
+        return gone
+
+    def _list(self) -> None:
+        self._since = {task.move.key for task in self._running if task.direction is _Direction.UPLOAD}
+        found = self._found = _Found()
+        prefix = f"{self._config.prefix}/" if self._allowance is None else self._prefix
+        self._listing = self._bucket.start_listing(
+            prefix, lambda page: self._sort_in(page, found), lambda: _order(found)
+        )
+
     def _name(self, key: Key) -> str:
         return self._prefix + object_name(key)
 
@@ -379,7 +456,7 @@ class ObjectStorage(StorageTier):
             key = key_of_object(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
             if key is not None and nbytes == self._row_bytes:
                 found.rows.append((modified, key))
-            elif _is_row(name[len(self._config.prefix) + 1 :]):
+            elif self._allowance is None and _is_row(name[len(self._config.prefix) + 1 :]):
                 found.strangers.append((modified, name, nbytes))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from nixl_tiers.chunk import Key
 
@@ -26,6 +26,11 @@ class Stock:
     @property
     def used_bytes(self) -> int:
         return (len(self._held) + self._unmet) * self._row_bytes + self._strangers_bytes + self._doomed_bytes
+
+    @property
+    def held(self) -> Collection[Key]:
+        """The rows that are held; changes with the book."""
+        return self._held
 
     def meet(self, strangers: Sequence[tuple[str, int]], rows: int) -> None:
         """A listing has ended: `strangers` (name, bytes; oldest first), and `rows` rows that adopt will name."""
