@@ -7,6 +7,7 @@ sentence instead of an ImportError from somewhere inside.
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Final
 
 import vllm.version
@@ -88,6 +89,16 @@ def position_of(key: OffloadKey, context: ReqContext) -> int | None:
     return position
 
 
+def block_hash_seed(algorithm: str) -> str | None:
+    """What block hashes of this algorithm begin with; None where every process draws a seed of its own."""
+    from vllm.v1.core import kv_cache_utils
+
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and "xxhash" not in algorithm:
+        seed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)  # older versions draw one for sha256, too
+    return seed
+
+
 def replicas(config: OffloadingConfig) -> int:
     """How many data-parallel engines there are; 1 where vLLM does not tell (before 0.28)."""
     return int(getattr(config.parallel, "data_parallel_size", 1))
@@ -122,6 +133,7 @@ __all__ = [
     "ScheduleEndContext",
     "TransferResult",
     "UnsupportedVllm",
+    "block_hash_seed",
     "check",
     "get_offload_group_idx",
     "group_ids",

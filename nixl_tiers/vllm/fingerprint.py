@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -59,10 +58,10 @@ def current_vllm_config() -> Any:
 def refusal(vllm_config: Any, tiers: TiersConfig) -> str:
     """Why storage tiers must be refused though the weights are known: one sentence, or nothing."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if "xxhash" in algorithm and not os.environ.get("PYTHONHASHSEED"):
+    if compat.block_hash_seed(algorithm) is None:
         return (
             f"storage tiers are refused unless PYTHONHASHSEED is set, because prefix_caching_hash_algo {algorithm} "
-            "hashes differently in every process without it (or use sha256)"
+            "of this vLLM hashes differently in every process without it"
         )
     if vllm_config.lora_config is not None and not tiers.lora_storage:
         return (
@@ -86,7 +85,7 @@ def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
         "multimodal": _digest(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
         "cache_dtype": cache.cache_dtype,
         "hash_algorithm": cache.prefix_caching_hash_algo,
-        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        "hash_seed": compat.block_hash_seed(str(cache.prefix_caching_hash_algo)),
         "attention": _attention(vllm_config),
         "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
         "salt": tiers.salt,

@@ -160,6 +160,15 @@ def test_what_cannot_be_known_is_a_note(
     assert len(note.encode()) <= 400
 
 
+def test_a_vllm_that_draws_a_seed_for_every_algorithm_is_noticed(
+    make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.DEFAULT_NONE_HASH_SEED")
+    assert "unless PYTHONHASHSEED is set, because prefix_caching_hash_algo sha256" in make().note
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert make().note == ""
+
+
 def test_what_the_user_answers_for_is_not(make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
     assert make(tiers={"model_id": "mine"}, model="org/name").note == ""
     assert make(tiers={"lora_storage": True}, lora_config=object()).note == ""
