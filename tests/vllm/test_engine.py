@@ -45,8 +45,7 @@ def prompts(model: Path) -> list[list[int]]:
     ]
     texts = [" ".join(lines) for lines in sentences]
     texts.append(" ".join(sentences[2][:25] + sentences[0][10:35]))
-    question = " Question: which ship was it, and what did it carry on the last day? Answer:"
-    return [tokenizer.encode(text + question) for text in texts]
+    return [tokenizer.encode(text + " On day") for text in texts]
 
 
 @pytest.fixture
@@ -142,16 +141,19 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
         tiers, ask, ["forget"], ask, ["forget"], begin, ask, ["flush"], ["reset"], ask, ["stats"], **options
     )
     assert tokens(cold) == tokens(cpu) == tokens(part) == tokens(after_reset) == tokens(without)
+    assert len({tuple(answer["tokens"]) for answer in cold}) == len(prompts), "equal answers to all would show nothing"
     chunk = 3 * BLOCK
-    assert [answer["cached"] for answer in cpu] == [len(prompt) // chunk * chunk for prompt in prompts]
-    assert [answer["cached"] for answer in part] == [len(prompt) // chunk * chunk for prompt in prompts]
+    for hit in (cpu, part):
+        assert [answer["cached"] for answer in hit[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
+        # What it shares with the third is the engine's own hit, and vLLM does not load less than a chunk behind it.
+        assert hit[3]["cached"] >= chunk
     assert all(answer["cached"] < chunk for answer in after_reset[:2]), "a reset must forget every tier"
     assert stats["cpu"]["failed"] == stats["file"]["failed"] == stats["file"]["corrupt"] == 0
 
     file, stats = engine(tiers, ask, ["stats"], **options)
     assert tokens(file) == tokens(without)
     assert stats["file"]["hits"] > 0
-    assert [answer["cached"] for answer in file] == [len(prompt) // chunk * chunk for prompt in prompts]
+    assert [answer["cached"] for answer in file[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
 
 
 @pytest.fixture
