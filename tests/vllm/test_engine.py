@@ -202,6 +202,45 @@ def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path)
     assert stats["file"]["hits"] == whole // BLOCK
 
 
+@pytest.fixture
+def windowed_model(tmp_path: Path) -> Path:
+    """A Gemma with random weights: of its six layers two attend to everything, four to the last 200 tokens."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(1)
+    config = Gemma3TextConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=200,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path / "windowed")
+    return tmp_path / "windowed"
+
+
+def test_windowed_layers_are_groups_of_their_own(engine: Engine, windowed_model: Path, tmp_path: Path) -> None:
+    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
+    ask = ["generate", [prompt], 8]
+    tiers = {"blocks_per_chunk": 2, "tiers": [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}]}
+    options: dict[str, Any] = {"path": windowed_model, "skip_tokenizer_init": True, "dtype": "float32"}
+    cold, gpu, _, cpu, _ = engine(tiers, ask, ask, ["forget"], ask, ["flush"], **options)
+    file, stats = engine(tiers, ask, ["stats"], **options)
+    assert [answer[0]["cached"] for answer in (cold, gpu, cpu, file)] == [0, 1024, 1024, 1024]
+    assert tokens(cold) == tokens(gpu) == tokens(cpu) == tokens(file)
+    assert gpu[0]["logprobs"] == cpu[0]["logprobs"] == file[0]["logprobs"]
+    assert min(gpu[0]["logprobs"]) < -0.01, "a model that is sure of itself shows nothing"
+    # Four whole chunks of the full-attention group; of each windowed group, no more than its window needs.
+    assert 4 + 2 <= stats["file"]["hits"] < 3 * 4
+
+
 @pytest.mark.parametrize(
     ("tiers", "settings", "sentence"),
     [
