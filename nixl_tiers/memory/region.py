@@ -7,7 +7,6 @@ on the rows. The memory has no name in any file system: when the last process th
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
@@ -23,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 from nixl_tiers.chunk import NAMESPACE_BYTES, PAGE, Geometry, align
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
+from nixl_tiers.memory.memfd import memfd
 from nixl_tiers.memory.prefault import Prefault
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ WRITTEN: Final = 1
 FAILED: Final = 2
 
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MFD_NOEXEC_SEAL: Final = 8  # Linux 6.3; where sysctl vm.memfd_noexec is 2, nothing else is allowed
 
 
 class RegionError(RuntimeError):
@@ -221,14 +220,8 @@ class HostRegion:
 
 
 def _memfd() -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        try:
-            return os.memfd_create("nixl_tiers", flags | _MFD_NOEXEC_SEAL)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return os.memfd_create("nixl_tiers", flags)
+        return memfd("nixl_tiers")
     except OSError as error:
         raise RegionError(f"the kernel gives no memfd for the region: {error.strerror}") from error
 

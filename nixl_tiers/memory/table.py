@@ -9,7 +9,6 @@ instead of empty places, and a second list gives them in order of use: exact LRU
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import mmap
@@ -23,6 +22,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nixl_tiers.chunk import PAGE, Key, align
+from nixl_tiers.memory.memfd import memfd
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +39,6 @@ _ROWS_A_BUCKET: Final = 4  # at most, on average
 _REFILL: Final = 256
 
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MFD_NOEXEC_SEAL: Final = 8  # Linux 6.3; where sysctl vm.memfd_noexec is 2, nothing else is allowed
 
 
 class TableError(RuntimeError):
@@ -310,14 +309,8 @@ def _column(of: mmap.mmap, at: int, count: int, dtype: type[Any] = np.uint32) ->
 
 
 def _memfd(nbytes: int) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        try:
-            fd = os.memfd_create("nixl_tiers_index", flags | _MFD_NOEXEC_SEAL)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            fd = os.memfd_create("nixl_tiers_index", flags)
+        fd = memfd("nixl_tiers_index")
         try:
             os.posix_fallocate(fd, 0, nbytes)  # an error here, where a page that cannot be had would be a SIGBUS later
         except OSError:
