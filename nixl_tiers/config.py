@@ -24,6 +24,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic_core import ErrorDetails
 
 MAX_CAPACITY_BYTES: Final = 1 << 60
+MAX_AGE_S: Final = 100 * 365 * 86400.0
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)\s*", re.ASCII)
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base**power
     for power, letter in enumerate("KMGTPE", 1)
@@ -70,6 +73,25 @@ def format_size(size_bytes: int) -> str:
         return f"{size_bytes} B"
     power = min(int(math.log2(size_bytes)) // 10, 6)
     return f"{size_bytes / 1024**power:.4g} {' KMGTPE'[power]}iB"
+
+
+def parse_age(value: object) -> float | None:
+    """Seconds meant by `value`: a number of seconds, or text such as "7d", "12h", "90m", "30s"; None stays None.
+
+    Raises ValueError.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        age_s = value
+    elif isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        number, unit = match.groups()
+        age_s = float(Fraction(number) * _SECONDS[unit or "s"])
+    else:
+        raise ValueError(f'{_shown(value)} is not an age; write a number of seconds, or "7d", "12h", "90m"')
+    if not 1 <= age_s <= MAX_AGE_S:  # also what is not a number
+        raise ValueError(f"{_shown(value)} is not an age between one second and 100 years")
+    return float(age_s)
 
 
 def _shown(value: object) -> str:
@@ -141,6 +163,7 @@ def _environment_name(value: object) -> str | None:
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+Age = Annotated[float | None, BeforeValidator(parse_age)]
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 EnvironmentName = Annotated[str | None, BeforeValidator(_environment_name)]
 Write = Literal["through", "on_evict", "off"]
@@ -163,6 +186,7 @@ class FileTier(_Model):
     """A directory: `capacity` bounds every byte below `path`, whatever has lived there.
 
     `layout`: "slabs" on a disk of this node; "files" where several engines share the directory.
+    `max_age`: seconds after which a row is no longer served, and is deleted; None keeps rows for as long as they fit.
     """
 
     type: Literal["file"]
@@ -172,12 +196,13 @@ class FileTier(_Model):
     backend: Literal["auto", "posix", "gds_mt"] = "auto"
     write: Write = "through"
     eviction: Eviction = "lru"
+    max_age: Age = None
 
 
 class S3Tier(_Model):
     """A prefix of a bucket. Without `endpoint`: AWS. Without any credential field: the usual AWS chain.
 
-    `shared`: several engines use the prefix at once, and keep its capacity together.
+    `shared`: several engines use the prefix at once, and keep its capacity together. `max_age`: as in FileTier.
     """
 
     type: Literal["s3"]
@@ -189,6 +214,7 @@ class S3Tier(_Model):
     shared: Annotated[bool, Field(strict=True)] = False
     write: Write = "through"
     eviction: Eviction = "lru"
+    max_age: Age = None
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     credentials_file: AbsolutePath | None = None
     access_key_env: EnvironmentName = None

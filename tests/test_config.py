@@ -103,6 +103,32 @@ def test_impossible_sizes_are_refused_by_name(size: object) -> None:
     assert refusal({"tiers": [CPU | {"capacity": size}]}).startswith("tiers[0].capacity: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("7d", 604800), ("12h", 43200), ("90m", 5400), ("30s", 30), (30, 30), (1.5, 1.5), ("3600", 3600),
+     (" 0.5 d ", 43200), ("1", 1), (None, None)],
+)  # fmt: skip
+@pytest.mark.parametrize("tier", [FILE, S3], ids=["file", "s3"])
+def test_ages(tier: dict[str, Any], text: object, seconds: float | None) -> None:
+    read = config.load(with_tier(tier, max_age=text)).storage[0]
+    assert read.max_age == config.parse_age(text) == seconds
+    assert config.tier_to_dict(read)["max_age"] == seconds
+    assert config.tier_from_dict(json.loads(json.dumps(config.tier_to_dict(read)))) == read
+
+
+@pytest.mark.parametrize(
+    "age", [0, -1, 0.5, "0s", "0.5s", "101y", "40000d", 1e12, float("inf"), float("nan"), True, "week", "7 days", "",
+            "-7d", "7D", "1e3s", "nan", [], {}, "\uff17d"],
+)  # fmt: skip
+def test_impossible_ages_are_refused_by_name(age: object) -> None:
+    for tier in (FILE, S3):
+        assert refusal(with_tier(tier, max_age=age)).startswith("tiers[1].max_age: ")
+
+
+def test_memory_has_no_age() -> None:
+    assert refusal({"tiers": [CPU | {"max_age": "7d"}]}).startswith("tiers[0].max_age: unknown field")
+
+
 @given(st.integers(1, config.MAX_CAPACITY_BYTES))
 def test_a_size_for_people_is_the_size(size_bytes: int) -> None:
     assert config.parse_size(config.format_size(size_bytes)) == pytest.approx(size_bytes, rel=1e-3)

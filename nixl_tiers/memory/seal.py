@@ -28,6 +28,7 @@ PIECE_LOG2: Final = 16
 DIGEST_BYTES: Final = 16
 
 _HEAD: Final = struct.Struct("<8sHHIQQ16sQQIIBBHI")
+_SEALED_AT: Final = struct.calcsize("<8sHHIQ")  # the head's field of that name
 _KEY_AT: Final = _HEAD.size
 _PRESENT_AT: Final = _KEY_AT + MAX_KEY_BYTES
 _MAX_SEAL_BYTES: Final = 0xFFFF
@@ -211,6 +212,10 @@ class Sealer:
                 return Verdict.DIGEST
             at += DIGEST_BYTES
         return Verdict.OK
+
+    def sealed_at(self, row: NDArray[np.uint8]) -> int:
+        """When `row`, which `verify` found to be OK, was sealed: Unix seconds, 0 if that was not recorded."""
+        return int.from_bytes(row.data[self._seal_at + _SEALED_AT : self._seal_at + _SEALED_AT + 8], "little")
 
 
 def _runs(bits: int) -> Iterator[tuple[int, int]]:

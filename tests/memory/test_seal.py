@@ -110,6 +110,13 @@ def test_a_sealed_row_is_whole_and_holds_nothing_else(geometry: Geometry, key: b
 
 
 @pytest.mark.parametrize("geometry", EACH_KIND, ids=str)
+@pytest.mark.parametrize("sealed_at", [0, 1_790_000_000, (1 << 64) - 1])
+def test_the_time_of_sealing_is_where_the_format_says(geometry: Geometry, sealed_at: int) -> None:
+    row = sealed(geometry, sealed_at=sealed_at)
+    assert Sealer(geometry, NAMESPACE, EPOCH).sealed_at(row) == sealed_at
+
+
+@pytest.mark.parametrize("geometry", EACH_KIND, ids=str)
 def test_read_tells_all_from_the_seal_from_the_row_and_from_any_tail(geometry: Geometry) -> None:
     row = sealed(geometry, present=1, sealed_at=42)
     header = seal.read(row[-geometry.seal_bytes :])
