@@ -24,6 +24,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.ledger import Claim, Ledger
 from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
 from nixl_tiers.mover.tiers.rebuild import Scan
@@ -41,19 +42,10 @@ _NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.E
 
 
 @dataclass
-class _Batch:
-    """What one call of store or load asked for."""
-
-    ticket: int
-    outcomes: list[Outcome]
-    left: int
-
-
-@dataclass
 class _Unit:
     """Moves of one batch that share one transfer."""
 
-    batch: _Batch
+    batch: Batch
     writes: bool
     places: list[int]  # where each move stands in its batch
     moves: list[Move]
@@ -91,11 +83,10 @@ class FileStorage(StorageTier):
         except AgentError as error:
             raise TierRefused(f"backend: {error}") from error
         self._open: _Namespace | None = None
-        self._tickets = 0
+        self._batches = Batches()
         self._loads: deque[_Unit] = deque()
         self._stores: deque[_Unit] = deque()
         self._running: list[_Running] = []
-        self._ended: list[Done] = []
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
         self._full_until_s = 0.0
@@ -163,8 +154,7 @@ class FileStorage(StorageTier):
         if self._growth is not None and self._growth.done():
             self._grown(self._growth)
         self._start_more()
-        ended, self._ended = self._ended, []
-        return ended
+        return self._batches.take()
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:
@@ -172,7 +162,7 @@ class FileStorage(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._loads or self._stores or self._ended)
+        return bool(self._running or self._loads or self._stores or self._batches.waiting)
 
     @property
     def used_bytes(self) -> int:
@@ -245,10 +235,7 @@ class FileStorage(StorageTier):
     # --- moving rows ------------------------------------------------------------------------------------------------
 
     def _accept(self, moves: Sequence[Move], *, writes: bool) -> int:
-        self._tickets += 1
-        batch = _Batch(self._tickets, [Outcome.FAILED] * len(moves), len(moves))
-        if not moves:
-            self._ended.append(Done(batch.ticket, []))
+        batch = self._batches.begin(len(moves))
         waiting = self._stores if writes else self._loads
         for start in range(0, len(moves), self._unit_rows):
             end = min(start + self._unit_rows, len(moves))
@@ -308,8 +295,7 @@ class FileStorage(StorageTier):
                 waiting.appendleft(_Unit(unit.batch, unit.writes, [place], [move]))
             return
         for place, move in zip(unit.places, unit.moves, strict=True):
-            unit.batch.outcomes[place] = self._outcome(move, unit.writes, good)
-        self._count_off(unit.batch, len(unit.moves))
+            self._batches.end(unit.batch, place, self._outcome(move, unit.writes, good))
 
     def _outcome(self, move: Move, writes: bool, good: bool) -> Outcome:
         served = self._served
@@ -335,15 +321,9 @@ class FileStorage(StorageTier):
             return
         for place, hit in zip(unit.places, which, strict=True):
             if hit:
-                unit.batch.outcomes[place] = outcome
+                self._batches.end(unit.batch, place, outcome)
         unit.places = [place for place, hit in zip(unit.places, which, strict=True) if not hit]
         unit.moves = [move for move, hit in zip(unit.moves, which, strict=True) if not hit]
-        self._count_off(unit.batch, sum(which))
-
-    def _count_off(self, batch: _Batch, moves: int) -> None:
-        batch.left -= moves
-        if not batch.left:
-            self._ended.append(Done(batch.ticket, batch.outcomes))
 
     def _grown(self, growth: Future[None]) -> None:
         self._growth = None

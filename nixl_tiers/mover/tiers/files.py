@@ -27,6 +27,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.shelves import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, Shelves
 from nixl_tiers.mover.tiers.slabs import direct_works, fallocate
 
@@ -42,15 +43,6 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
-class _Batch:
-    """What one call of store or load asked for."""
-
-    ticket: int
-    outcomes: list[Outcome]
-    left: int
-
-
-@dataclass
 class _File:
     """An open file that one transfer uses."""
 
@@ -63,7 +55,7 @@ class _File:
 class _Task:
     """One move: opened on a hand, moved by NIXL, ended on a hand or here."""
 
-    batch: _Batch
+    batch: Batch
     index: int
     move: Move
     place: Place
@@ -106,13 +98,12 @@ class FilesStorage(StorageTier):
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
         self._open: _Served | None = None
         self._direct = True
-        self._tickets = 0
+        self._batches = Batches()
         self._stores: deque[_Task] = deque()
         self._loads: deque[_Task] = deque()
         self._storing: list[_Task] = []
         self._loading: list[_Task] = []
         self._dropping: list[tuple[_Served, Key, Place, Future[None]]] = []
-        self._ended: list[Done] = []
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -157,8 +148,8 @@ class FilesStorage(StorageTier):
             if served is not self._open:
                 return
         new, gone = comparing.result()
-        yield from self._batches(served, self._still_gone(served, gone))
-        yield from self._batches(served, self._still_new(served, new))
+        yield from self._in_batches(served, self._still_gone(served, gone))
+        yield from self._in_batches(served, self._still_new(served, new))
 
     def store(self, moves: Sequence[Move]) -> int:
         served = self._served
@@ -176,8 +167,7 @@ class FilesStorage(StorageTier):
         self._loading = [task for task in self._loading if not self._over(task, self._begin_read, self._end_read)]
         self._reap_drops()
         self._start_more()
-        ended, self._ended = self._ended, []
-        return ended
+        return self._batches.take()
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
         served = self._served
@@ -192,7 +182,8 @@ class FilesStorage(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return bool(self._storing or self._loading or self._stores or self._loads or self._dropping or self._ended)
+        running = self._storing or self._loading or self._stores or self._loads or self._dropping
+        return bool(running or self._batches.waiting)
 
     @property
     def used_bytes(self) -> int:
@@ -252,7 +243,7 @@ class FilesStorage(StorageTier):
                 yield Entry(slot, key, served.tick)
                 slot += 1
 
-    def _batches(self, served: _Served, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
+    def _in_batches(self, served: _Served, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
         batch: list[Entry] = []
         for entry in entries:
             batch.append(entry)
@@ -267,10 +258,7 @@ class FilesStorage(StorageTier):
     # --- moving rows ------------------------------------------------------------------------------------------------
 
     def _accept(self, moves: Sequence[Move], waiting: deque[_Task]) -> int:
-        self._tickets += 1
-        batch = _Batch(self._tickets, [Outcome.FAILED] * len(moves), len(moves))
-        if not moves:
-            self._ended.append(Done(batch.ticket, []))
+        batch = self._batches.begin(len(moves))
         name = self._served.name
         waiting.extend(_Task(batch, index, move, Place.of(name, move.key)) for index, move in enumerate(moves))
         self._start_more()
@@ -322,11 +310,8 @@ class FilesStorage(StorageTier):
         return False
 
     def _end(self, task: _Task, outcome: Outcome, *, writes: bool) -> None:
-        batch, key, served = task.batch, task.move.key, self._served
-        batch.outcomes[task.index] = outcome
-        batch.left -= 1
-        if not batch.left:
-            self._ended.append(Done(batch.ticket, batch.outcomes))
+        key, served = task.move.key, self._served
+        self._batches.end(task.batch, task.index, outcome)
         if writes:
             served.storing[key] -= 1
             if not served.storing[key]:
