@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
-from nixl_tiers.cascade.traffic import Limits
 from nixl_tiers.chunk import Key, Namespace
 from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
 from nixl_tiers.mover.client import Supervisor

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
+from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.storage import Counters, Storage, TierSpec, TierState
-from nixl_tiers.cascade.traffic import Limits, Traffic
+from nixl_tiers.cascade.traffic import Traffic
 from nixl_tiers.chunk import Key
 
 

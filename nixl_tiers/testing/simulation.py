@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
-from nixl_tiers.cascade.traffic import Limits
 from nixl_tiers.chunk import Key
 
 ROW_BYTES = 4096

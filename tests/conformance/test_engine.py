@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from nixl_tiers import config as configuration
-from nixl_tiers.cascade.traffic import Limits
+from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Key, Namespace
 from nixl_tiers.engine import Engine
 from nixl_tiers.memory.region import HostRegion

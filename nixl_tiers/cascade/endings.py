@@ -1,0 +1,135 @@
+"""What the end of a move means: for its row, for its slot, and for whoever waited for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nixl_tiers.cascade.host import Row, RowState
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.queues import Queues
+from nixl_tiers.cascade.storage import Direction, PlannedMove, TierState, Write
+from nixl_tiers.chunk import Key
+
+
+class Endings(Queues):
+    """Applies what movers report."""
+
+    def finished(self, tier: int, job_id: int, outcomes: Sequence[Outcome], now: float) -> None:
+        """A job ended; its rows are quiet. A job id that is not (or no longer) open is ignored."""
+        storage = self.storage[tier]
+        job = storage.jobs.pop(job_id, None)
+        if job is None:
+            return
+        if len(outcomes) != len(job.moves):
+            outcomes = [Outcome.FAILED] * len(job.moves)
+        if job.direction is Direction.STORE:
+            storage.rows_storing -= len(job.moves)
+            for move, outcome in zip(job.moves, outcomes, strict=True):
+                self._store_ended(tier, move, outcome)
+        else:
+            storage.rows_loading -= len(job.moves)
+            for move, outcome in zip(job.moves, outcomes, strict=True):
+                self._load_ended(tier, move, outcome, now)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _store_ended(self, tier: int, move: PlannedMove, outcome: Outcome) -> None:
+        storage, row = self.storage[tier], move.row
+        row.mover -= 1
+        if move.seal:
+            row.sealing = False
+            row.sealed = outcome is Outcome.OK
+        ours = storage.index.get(move.key) is move.entry
+        if outcome is Outcome.OK:
+            move.entry.stored = True
+            storage.counters.bytes_written += self.row_bytes
+            if ours:
+                self._written(tier, move.key)
+        else:
+            storage.counters.failed += 1
+            storage.forget(move.key, move.entry)
+            if ours:
+                self._not_written(tier, move.key)
+        self.host.settle(row)
+
+    def _load_ended(self, tier: int, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        storage = self.storage[tier]
+        row = move.row
+        row.mover -= 1
+        move.entry.readers -= 1
+        if outcome is Outcome.OK:
+            storage.counters.bytes_read += self.row_bytes
+            if not row.gone:
+                row.state = RowState.READY
+                row.sealed = True
+                if self._cleaner.held.get(move.key) is row:
+                    self._demote(tier, move.key)
+                else:
+                    self._cascade(row, self.storage[:tier])
+        else:
+            if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
+                storage.counters.failed += 1
+                move.entry.retry_at = now + self.limits.retry_s
+                if storage.index.get(move.key) is move.entry:
+                    storage.stay(move.key, self._tick)
+            else:
+                storage.counters.corrupt += outcome is Outcome.CORRUPT
+                storage.forget(move.key, move.entry)
+            if not row.gone:
+                self.host.forget(row)
+                self._retry(move.key, row, now)
+        self.host.settle(row)
+
+    def _demote(self, tier: int, key: Key) -> None:
+        """A row has come up only to be written further down."""
+        below = self._below(tier)
+        if below is not None and self.storage[below].state is TierState.UP:
+            self.storage[below].to_store[key] = self._tick
+        else:
+            self._let_go(tier, key, written=False)
+
+    def _written(self, tier: int, key: Key) -> None:
+        """`key` stands in this tier now: whoever above only waited for that may evict it."""
+        self._above_may_go(tier, key, written=True)
+
+    def _not_written(self, tier: int, key: Key) -> None:
+        """`key` will not be written to this tier (now)."""
+        self.storage[tier].counters.dropped += 1
+        self._above_may_go(tier, key, written=False)
+
+    def _above_may_go(self, tier: int, key: Key, written: bool) -> None:
+        if self.storage[tier].spec.write is not Write.ON_EVICT:
+            return
+        above = self._above(tier)
+        if above is not None:
+            self._let_go(above, key, written)
+            return
+        row = self.host.index.get(key)
+        if row is not None and row.leaving:
+            if written:
+                self.host.leave(row)
+            else:
+                self.host.stay(row, self._tick)
+
+    def _let_go(self, tier: int, key: Key, written: bool) -> None:
+        """A demotion out of a storage tier has ended: its host row is nobody's, its slot may be free."""
+        row = self._cleaner.held.pop(key, None)
+        if row is not None:
+            row.holds -= 1
+        storage = self.storage[tier]
+        if key in storage.leaving:
+            if written:
+                storage.release(key)
+            else:
+                storage.stay(key, self._tick)
+
+    def _retry(self, key: Key, row: Row, now: float) -> None:
+        """A promotion failed: whoever waits for it asks the next tier that has the key."""
+        if self._cleaner.held.get(key) is row:
+            del self._cleaner.held[key]
+        for request in self._holding.values():
+            if request.held.get(key) is row:
+                del request.held[key]
+                row.holds -= 1
+                request.asked.pop(key, None)
+                self._ask(key, request, now)

@@ -1,0 +1,148 @@
+"""What waits for the movers: rows to be written down, rows to be brought up, rows to be cleaned ahead of need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from nixl_tiers.cascade.host import HostTier, Row, RowState
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.requests import Request
+from nixl_tiers.cascade.storage import Storage, TierState, Write
+from nixl_tiers.chunk import Key
+
+CLEANED_AT_ONCE: Final = 256
+
+
+class Queues:
+    """Queues and windows between the host tier and the storage tiers."""
+
+    def __init__(self, host: HostTier, storage: Sequence[Storage], limits: Limits, row_bytes: int) -> None:
+        self.limits = limits
+        self.row_bytes = row_bytes
+        self.host = host
+        self.storage = list(storage)
+        self.generation = 0
+        self._tick = 0
+        self._job_id = 0
+        self._holding: dict[str, Request] = {}  # requests that wait, or for which rows were promoted
+        self._cleaner = Request("")  # in whose name rows come up only to be written further down
+        few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
+        tiers = max(1, len(self.storage))
+        self._load_window = max(few, int(host.rows * limits.load_share) // tiers)
+        self._store_window = max(few, int(host.rows * limits.store_share) // tiers)
+
+    def demote_all(self) -> None:
+        """Queue every row of the host that a tier written on eviction does not hold yet: the engine is leaving."""
+        below = self._below(None)
+        if below is not None and self.storage[below].state is TierState.UP:
+            target = self.storage[below]
+            for key, row in self.host.index.items():
+                if row.state is RowState.READY and key not in target.index:
+                    target.to_store.setdefault(key, row.tick)
+
+    def backlog(self) -> int:
+        """Rows queued for or being written to the tier that is furthest behind."""
+        return max((len(storage.to_store) + storage.rows_storing for storage in self.storage), default=0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether deadlines run or jobs could be planned without anything else happening."""
+        return bool(self._holding) or any(
+            storage.jobs
+            or (storage.readable and storage.to_load)
+            or (storage.state is TierState.UP and (storage.to_store or self._to_clean(tier) > 0))
+            for tier, storage in enumerate(self.storage)
+        )
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _ask(self, key: Key, request: Request, now: float) -> bool:
+        """Queue a stored key for promotion on the request's behalf; False where no tier can give it (now)."""
+        if request.given_up or (key in request.asked and not request.asked[key]):
+            return False
+        for storage in self.storage:
+            if storage.find(key, now) is not None:
+                storage.to_load.append((request, key))
+                request.asked[key] = True
+                return True
+        request.asked.pop(key, None)
+        return False
+
+    def _cascade(self, row: Row, storages: Iterable[Storage]) -> None:
+        for storage in storages:
+            if storage.spec.write is Write.THROUGH and row.key not in storage.index:
+                if storage.state is TierState.DOWN or len(storage.to_store) >= self.host.rows:
+                    storage.counters.dropped += 1
+                else:
+                    storage.to_store[row.key] = row.tick
+
+    def _below(self, tier: int | None) -> int | None:
+        """The tier that is written when `tier` (None: the host) evicts, if there is one."""
+        for below in range(0 if tier is None else tier + 1, len(self.storage)):
+            write = self.storage[below].spec.write
+            if write is not Write.OFF:
+                return below if write is Write.ON_EVICT else None
+        return None
+
+    def _above(self, tier: int) -> int | None:
+        """The tier (None: the host) whose evictions are written to `tier`."""
+        return next((above for above in reversed(range(tier)) if self.storage[above].spec.write is not Write.OFF), None)
+
+    def _to_clean(self, tier: int) -> int:
+        """How many more rows must leave the tier above `tier` so that its reserve stays free."""
+        if self.storage[tier].spec.write is not Write.ON_EVICT:
+            return 0
+        above = self._above(tier)
+        share = self.limits.reserve_share
+        if above is None:
+            return max(1, int(self.host.rows * share)) - self.host.free - len(self.host.leaving)
+        source = self.storage[above]
+        if source.state is not TierState.UP:
+            return 0
+        return max(1, int(source.slots.limit * share)) - source.slots.free - len(source.leaving)
+
+    def _make_room(self, count: int) -> int:
+        """Free host rows for `count` chunks, as far as that goes; what is evicted unwritten is counted."""
+        below = self._below(None)
+        gone = self.host.make_room(count)
+        if below is not None:
+            target = self.storage[below]
+            for key in gone:
+                target.to_store.pop(key, None)
+                target.counters.dropped += key not in target.index
+        return min(count, self.host.free)
+
+    def _clean_all(self) -> None:
+        for tier, storage in enumerate(self.storage):
+            if storage.spec.write is Write.ON_EVICT and storage.state is TierState.UP:
+                self._clean(tier, storage)
+
+    def _clean(self, tier: int, target: Storage) -> None:
+        """Keep a reserve free in the tier above `target`, so that nobody who needs room waits for a write."""
+        missing = min(self._to_clean(tier), CLEANED_AT_ONCE)
+        if missing <= 0:
+            return
+        above = self._above(tier)
+        if above is None:
+            for row in self.host.choose(missing):
+                if row.key in target.index:
+                    self.host.leave(row)
+                else:
+                    target.to_store[row.key] = row.tick
+            return
+        source = self.storage[above]
+        for key in source.choose(missing):
+            host_row = self.host.index.get(key)
+            if key in target.index:
+                source.release(key)
+            elif host_row is not None and host_row.state is RowState.READY:
+                target.to_store[key] = host_row.tick
+            else:
+                source.to_load.append((self._cleaner, key))
+
+    def _tick_of(self, request: Request) -> int:
+        if request.tick is None:
+            request.tick = self._tick
+            self._tick += 1
+        return request.tick
