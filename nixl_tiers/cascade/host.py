@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from enum import IntEnum
 
+import msgspec
+
 from nixl_tiers.cascade.policies.base import EvictionPolicy
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
@@ -18,47 +20,31 @@ class RowState(IntEnum):
     READY = 2
 
 
-class Row:
+class Row(msgspec.Struct, gc=False, eq=False):
     """One chunk in the host region. `worker`, `mover`: open jobs of either kind on its bytes; `holds`: requests
     that wait and count on it. `leaving`: chosen for eviction, and to be written below first. `gone`: nobody can find
-    it any more, but somebody's job still has hands on it."""
+    it any more, but somebody's job still has hands on it.
 
-    __slots__ = (
-        "generation",
-        "gone",
-        "holds",
-        "index",
-        "key",
-        "leaving",
-        "mover",
-        "order",
-        "sealed",
-        "sealing",
-        "source",
-        "state",
-        "step",
-        "tick",
-        "ticket",
-        "worker",
-    )
+    Hidden from Python's garbage collector, which would otherwise walk hundreds of thousands of rows at a time in the
+    scheduler's thread. So a row must never refer to anything that may refer to a row.
+    """
 
-    def __init__(self, key: Key, index: int, state: RowState, generation: int, order: int) -> None:
-        self.key = key
-        self.index = index
-        self.order = order  # rows of one prefix are inserted in its order
-        self.state = state
-        self.generation = generation
-        self.worker = 0
-        self.mover = 0
-        self.holds = 0
-        self.ticket = 0
-        self.tick = 0  # of its last use: lower copies are as recent as that
-        self.step = -1
-        self.sealed = False
-        self.sealing = False
-        self.gone = False
-        self.leaving = False
-        self.source = CPU
+    key: Key
+    index: int
+    order: int  # rows of one prefix are inserted in its order
+    state: RowState
+    generation: int
+    worker: int = 0
+    mover: int = 0
+    holds: int = 0
+    ticket: int = 0
+    tick: int = 0  # of its last use: lower copies are as recent as that
+    step: int = -1
+    sealed: bool = False
+    sealing: bool = False
+    gone: bool = False
+    leaving: bool = False
+    source: str = CPU
 
 
 class HostTier:
@@ -120,7 +106,7 @@ class HostTier:
         index = self._slots.take()
         assert index is not None, "insert without room"
         self._inserted += 1
-        row = self.index[key] = Row(key, index, state, generation, self._inserted)
+        row = self.index[key] = Row(key, index, self._inserted, state, generation)
         row.tick = tick
         self._policy.add(key, tick)
         return row

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.policies.base import EvictionPolicy
@@ -44,18 +46,15 @@ class TierSpec:
     policy: PolicyName = "lru"
 
 
-class Entry:
+class Entry(msgspec.Struct, gc=False, eq=False):
     """A key's place in a storage tier. `stored` is False while its first write is under way; `leaving`: chosen for
-    eviction, and to be written to the tier below first."""
+    eviction, and to be written to the tier below first. Hidden from the garbage collector, as Row is."""
 
-    __slots__ = ("leaving", "readers", "retry_at", "slot", "stored")
-
-    def __init__(self, slot: int, stored: bool) -> None:
-        self.slot = slot
-        self.stored = stored
-        self.leaving = False
-        self.readers = 0
-        self.retry_at = 0.0
+    slot: int
+    stored: bool
+    leaving: bool = False
+    readers: int = 0
+    retry_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 
 from nixl_tiers.chunk import Key
 
@@ -33,7 +32,7 @@ class Batches:
         self._number_of[key] = number
         batch = self._batches.get(number)
         if batch is None:
-            batch = self._batches[number] = self._new_batch()
+            batch = self._batches[number] = {}
             if len(self._numbers) > 2 * len(self._batches) + 64:
                 self._numbers = sorted(self._batches)
             else:
@@ -45,7 +44,7 @@ class Batches:
         batch = self._batches[number]
         del batch[key]
         if not batch:
-            del self._batches[number]
+            self._used_up(number)
 
     def pop(self) -> tuple[Key, int]:
         """Take out the key that goes first; returns it and its batch's number. Raises IndexError if there is none."""
@@ -54,25 +53,47 @@ class Batches:
         key, _ = batch.popitem()
         number = self._number_of.pop(key)
         if not batch:
-            del self._batches[number]
+            self._used_up(number)
         return key, number
 
-    def _new_batch(self) -> dict[Key, None]:
-        return {}
+    def _used_up(self, number: int) -> None:
+        """The dict of batch `number` has become empty."""
+        del self._batches[number]
 
 
 class UpwardBatches(Batches):
     """Batches that grow at both ends: keys that were popped, leaf first, keep their order where they go on to.
 
-    That needs a batch of linked keys, which takes half as much memory again: hence a class of its own.
+    What is put at a batch's beginning waits in a dict of its own, the other way round, until all behind it has gone.
+    (An OrderedDict a batch would do, but each of them is one more thing for the garbage collector to walk over.)
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._roots: dict[int, dict[Key, None]] = {}
 
     def add_root(self, key: Key, number: int) -> None:
         """Put an unknown key at the beginning of batch `number`."""
-        self.add(key, number)
-        batch = self._batches[number]
-        assert isinstance(batch, OrderedDict)
-        batch.move_to_end(key, last=False)
+        if number not in self._batches:
+            self.add(key, number)
+            return
+        self._number_of[key] = number
+        self._roots.setdefault(number, {})[key] = None
 
-    def _new_batch(self) -> dict[Key, None]:
-        return OrderedDict()
+    def remove(self, key: Key) -> None:
+        number = self._number_of[key]
+        roots = self._roots.get(number)
+        if roots is None or key not in roots:
+            super().remove(key)
+            return
+        del self._number_of[key]
+        del roots[key]
+        if not roots:
+            del self._roots[number]
+
+    def _used_up(self, number: int) -> None:
+        roots = self._roots.pop(number, None)
+        if roots is None:
+            del self._batches[number]
+        else:
+            self._batches[number] = dict.fromkeys(reversed(roots))

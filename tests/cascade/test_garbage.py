@@ -1,0 +1,39 @@
+"""Rows must not cost Python's garbage collector anything: a full collection stops the scheduler."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.policies import PolicyName
+from nixl_tiers.cascade.storage import TierSpec, Write
+
+ROWS = 4096
+CHUNKS = 16  # a request
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_the_collector_does_not_see_rows(policy: PolicyName) -> None:
+    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
+    core.opened(0, ROWS)
+    core.adopt(0, [], last=True)
+    before = tracked()
+    for number in range(ROWS // CHUNKS):
+        keys = [b"%d %d" % (number, chunk) for chunk in range(CHUNKS)]
+        plan = core.prepare_store(keys, f"{number}")
+        core.complete_store(core.filling(plan.keys), set())
+        core.finish_request(f"{number}")
+        core.end_step()
+        for job in core.plan(0.0):
+            core.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    del job, keys, plan
+    assert core.host.used == len(core.storage[0].index) == ROWS
+    assert tracked() - before < 100
+
+
+def tracked() -> int:
+    gc.collect()
+    return len(gc.get_objects())
