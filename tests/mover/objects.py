@@ -17,6 +17,7 @@ import numpy as np
 from nixl_tiers.chunk import Geometry, object_name
 from nixl_tiers.config import S3Tier
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.mover.tiers.object import ObjectStorage
@@ -125,6 +126,13 @@ class Driver:
     def moves(self, numbers: Sequence[int], seal: bool = False) -> list[Move]:
         return [Move(number % self.region.rows, number, key_of(number), number, seal) for number in numbers]
 
+    def store_sealed(self, number: int, sealed_at: int) -> Outcome:
+        """Store a row that was sealed before, at this Unix time."""
+        self.row(number)[:] = payload(number, self.geometry)
+        Sealer(self.geometry, NAMESPACE, 0).seal(self.row(number), key_of(number), sealed_at=sealed_at)
+        (outcomes,) = self.finish(self.tier.store(self.moves([number])))
+        return outcomes[0]
+
     def begin_store(self, numbers: Sequence[int]) -> int:
         for number in numbers:
             self.row(number)[:] = payload(number, self.geometry)
@@ -168,6 +176,7 @@ class Request:
 Fault = Callable[[Request], int | bytes | None]
 """Called before a request is served: an HTTP status to answer with, HANG_UP, bytes to send as the object, or None."""
 HANG_UP = 0
+LONG_AGO = "2024-01-01T00:00:00.000Z"
 
 
 @dataclass
@@ -176,6 +185,7 @@ class FaultyS3:
 
     objects: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda _: None
+    modified: dict[str, str] = field(default_factory=dict)  # what listings tell instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
     requests: list[Request] = field(default_factory=list)
     most_objects: int = 0
@@ -291,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.s3.lock:
             names = sorted(name for name in self.s3.objects if name.startswith(prefix) and name > after)
             rows = "".join(
-                f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                f"<Contents><Key>{name}</Key><LastModified>{self.s3.modified.get(name, LONG_AGO)}</LastModified>"
                 f"<Size>{len(self.s3.objects[name])}</Size></Contents>"
                 for name in names[:1000]
             )

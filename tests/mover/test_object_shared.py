@@ -95,6 +95,20 @@ class TestRowsOfOthers:
         assert stranger.adopted() == []
         assert stranger.load([1]) == [Outcome.MISSING]
 
+    def test_that_are_found_later_are_more_recent(self, drivers: list[Driver]) -> None:
+        one, two, _ = drivers
+        one.open()
+        assert stored(one, 1)
+        (first,) = two.open()
+        assert stored(one, 2)
+        (second,) = two.adopted()
+        assert stored(two, 7), "which tells how far the engine's own count has come"
+        assert stored(one, 3)
+        (third,) = two.adopted()
+        assert (first.key, second.key, third.key) == (key_of(1), key_of(2), key_of(3))
+        assert first.tick < second.tick < third.tick
+        assert third.tick > 7
+
     def test_that_vanish_are_misses(self, drivers: list[Driver], s3_server: S3Server, place: dict[str, Any]) -> None:
         one, two, _ = drivers
         one.open()

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import boto3
 from botocore.config import Config
@@ -27,6 +27,7 @@ from botocore.httpsession import where
 
 from nixl_tiers.config import S3Tier
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+from nixl_tiers.mover.tiers.listing import Listing
 
 PROBE_S: Final = 3.0
 FLUSH_S: Final = 2.0
@@ -49,37 +50,6 @@ class Credentials:
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
     session_token: str = field(default="", repr=False)
-
-
-class Listed(NamedTuple):
-    """One object of a listing; `name` is the whole object name, `modified_s` the server's Unix time."""
-
-    name: str
-    nbytes: int
-    modified_s: float
-
-
-class Listing:
-    """A listing under way. Pages go to the taker on the control thread; `done` says that it has had the last one."""
-
-    def __init__(self, prefix: str, take: Callable[[Sequence[Listed]], None], finish: Callable[[], None]) -> None:
-        self.prefix = prefix
-        self.done = threading.Event()
-        self.after = ""
-        self._take = take
-        self._finish = finish
-
-    def page(self, client: Any, bucket: str) -> None:
-        """Fetch the next page (at most 1000 objects)."""
-        position = {"StartAfter": self.after} if self.after else {}
-        answer = client.list_objects_v2(Bucket=bucket, Prefix=self.prefix, **position)
-        found = [Listed(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in answer.get("Contents", ())]
-        self._take(found)
-        if found:
-            self.after = found[-1].name
-        if not answer.get("IsTruncated") or not found:
-            self._finish()
-            self.done.set()
 
 
 class Bucket:
@@ -127,19 +97,12 @@ class Bucket:
             raise self._down("no credentials")
         return self.credentials
 
-    def start_listing(
-        self, prefix: str, take: Callable[[Sequence[Listed]], None], finish: Callable[[], None]
-    ) -> Listing:
-        """List everything below `prefix` in the background, in place of an earlier listing that still runs.
-
-        `take` is called with each page and `finish` after the last, both on the control thread.
-        """
-        listing = Listing(prefix, take, finish)
+    def start(self, listing: Listing) -> None:
+        """Make this listing in the background, in place of an earlier one that still runs."""
         with self._wake:
             self._listing = listing
             self._not_before["list"] = 0.0
             self._wake.notify()
-        return listing
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete these objects in the background, again and again until the server says that they are gone."""

@@ -145,14 +145,17 @@ class Janitor:
         allowance: Allowance,
         is_row: Callable[[str], bool],
         pace: Pace,
+        max_age_s: float | None = None,
     ) -> None:
-        """`client`: the present boto3 client. `is_row`: whether a name, below the prefix, is ours to count."""
+        """`client`: the present boto3 client. `is_row`: whether a name, below the prefix, is ours to count.
+        `max_age_s`: what was last written longer ago is deleted, however much room there is."""
         self._client = client
         self._bucket = bucket
         self._prefix = prefix
         self._allowance = allowance
         self._is_row = is_row
         self._pace = pace
+        self._max_age_s = float("inf") if max_age_s is None else max_age_s
         self._id = uuid.uuid4().hex
         self._lease: str | None = None  # the ETag that it was last renewed with
         self._record: str | None = None  # the usage record's ETag
@@ -288,9 +291,9 @@ class Janitor:
             if not self._goes_on():
                 return
         window, capacity = self._allowance.window_bytes, self._allowance.capacity_bytes
-        if total + window > capacity:
-            # A window more than must go, or each round would make room for one row.
-            total -= self._sweep(sorted(oldest, reverse=True), total - max(0, capacity - 2 * window))
+        # A window more than must go, or each round would make room for one row.
+        excess = total - max(0, capacity - 2 * window) if total + window > capacity else 0
+        total -= self._sweep(sorted(oldest, reverse=True), excess, began_s - self._max_age_s)
         if self._lease is None:
             return
         self._usage = Usage(total, began_s)
@@ -298,12 +301,15 @@ class Janitor:
         self._hear()
         self._round_at = time.monotonic() + max(self._pace.round_s, time.monotonic() - started)
 
-    def _sweep(self, oldest: Sequence[tuple[float, str, int]], excess: int) -> int:
-        """Delete from the front of `oldest` until `excess` bytes are gone; returns the bytes that surely are."""
+    def _sweep(self, oldest: Sequence[tuple[float, str, int]], excess: int, before_s: float) -> int:
+        """Delete from the front of `oldest` what was written before `before_s`, and on until `excess` bytes are gone.
+
+        Returns the bytes that surely are.
+        """
         gone = asked = 0
         victims: dict[str, int] = {}
-        for _, name, nbytes in oldest:
-            if asked >= excess:
+        for minus_when, name, nbytes in oldest:
+            if asked >= excess and -minus_when >= before_s:
                 break
             victims[name] = nbytes
             asked += nbytes

@@ -22,21 +22,23 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry, Key, key_of_object, object_name
+from nixl_tiers.chunk import Geometry, Key, object_name
 from nixl_tiers.config import S3Tier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
-from nixl_tiers.mover.tiers.bucket import Bucket, Credentials, Listed, Listing
+from nixl_tiers.mover.tiers.batches import Batch, Batches
+from nixl_tiers.mover.tiers.bucket import Bucket, Credentials
 from nixl_tiers.mover.tiers.janitor import Allowance, Janitor, Pace
+from nixl_tiers.mover.tiers.listing import Listing, is_row
 from nixl_tiers.mover.tiers.plane import Plane
 from nixl_tiers.mover.tiers.stock import Stock
 
@@ -49,6 +51,8 @@ SLOWEST_BYTES_PER_S: Final = 4e6
 TRIES: Final = 2
 LOOK_S: Final = (0.0002, 0.003)  # how long transfers are left alone when none of them has ended: at first, at most
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
+SWEEP_S: Final = 3600.0  # between two listings of a private prefix with a maximum age, or a share of that age
+SWEEPS_IN_AN_AGE: Final = 8
 PACE: Final = Pace()
 _ERROR_PAGE_BYTES: Final = 1024
 
@@ -59,19 +63,10 @@ class _Direction(Enum):
 
 
 @dataclass(eq=False)
-class _Batch:
-    """What one call of store or load asked for."""
-
-    ticket: int
-    outcomes: list[Outcome]
-    left: int
-
-
-@dataclass(eq=False)
 class _Task:
     """One move of a batch, waiting or under way."""
 
-    batch: _Batch
+    batch: Batch
     index: int
     move: Move
     direction: _Direction
@@ -81,14 +76,6 @@ class _Task:
     staging: int = -1
     give_up_at: float = float("inf")
     failures_seen: int = -1  # of the bucket's deletes, when this upload began to wait for one
-
-
-@dataclass
-class _Found:
-    """What a listing has met, filled on the control thread and read by the tier when the listing is done."""
-
-    rows: list[tuple[float, Key]] = field(default_factory=list)
-    strangers: list[tuple[float, str, int]] = field(default_factory=list)
 
 
 class ObjectStorage(StorageTier):
@@ -106,23 +93,24 @@ class ObjectStorage(StorageTier):
         self._free_staging = list(range(rows))
         self._bucket = Bucket(config)
         self._allowance = Allowance(config.capacity, self._row_bytes) if config.shared else None
+        self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
         self._stock = self._new_stock()
-        self._spoiled: set[Key] = set()  # corrupt objects of a shared prefix, to be deleted when they are dropped
+        self._spoiled: set[Key] = set()  # no use to anybody: deleted when they are dropped, also where others are
         self._plane: Plane | None = None
         self._sealer: Sealer | None = None
         self._prefix = ""
-        self._found = _Found()
         self._listing: Listing | None = None
+        self._listed = False  # whether a listing of this namespace has ended
         self._since: set[Key] = set()  # uploads that the listing under way may have missed
-        self._tickets = 0
+        self._tick = 0  # above it, whatever the next listing finds is newer than what was met before
         self._look_at_s = 0.0
         self._pause_s = 0.0
         self._uploads: deque[_Task] = deque()
         self._downloads: deque[_Task] = deque()
         self._running: list[_Task] = []
         self._given_up: list[_Task] = []
-        self._finished: list[Done] = []
+        self._batches = Batches()
         self._dropped: set[Key] = set()  # while uploads of them run, or while the listing does
 
     def open(self, namespace: bytes, epoch: int) -> int:
@@ -133,19 +121,22 @@ class ObjectStorage(StorageTier):
         self._stock = self._new_stock()
         self._dropped = set()
         self._spoiled = set()
+        self._listed = False
+        self._tick = 0
         self._list()
         slots = self._config.capacity // self._row_bytes
         if self._allowance is None:
             return slots
-        if self._janitor is None and self._config.write != "off":
+        if self._janitor is None and not self._reads_only:
             bucket, prefix = self._bucket, self._config.prefix
             self._janitor = Janitor(
                 lambda: bucket.client,
                 self._config.bucket,
                 prefix,
                 allowance=self._allowance,
-                is_row=_is_row,
+                is_row=is_row,
                 pace=PACE,
+                max_age_s=self._config.max_age,
             )
             self._janitor.start()
         # The index must hold all that may be there, windows included: what does not fit is told of at every listing.
@@ -153,50 +144,74 @@ class ObjectStorage(StorageTier):
 
     @property
     def relist_s(self) -> float | None:
-        """Others store into a shared prefix: `adopt` is to be called again so long after it has ended."""
-        return None if self._allowance is None else RELIST_S
+        """Others store into a shared prefix, and rows grow old: how long after its end `adopt` is called again."""
+        if self._allowance is not None:
+            return RELIST_S
+        # Alone on its prefix, an engine looks again only for what has become too old.
+        age_s = self._config.max_age
+        return None if age_s is None else min(max(age_s / SWEEPS_IN_AN_AGE, RELIST_S), SWEEP_S)
 
     def adopt(self) -> Iterator[list[Entry]]:
-        if self._listing is None and self._allowance is not None:
+        if self._listing is None and self.relist_s is not None:
             self._list()
-        listing, found = self._listing, self._found
+        listing = self._listing
         if listing is None:
             return
         while not listing.done.is_set():
             yield []
             if listing is not self._listing:
                 return
-        self._stock.meet([(name, nbytes) for _, name, nbytes in found.strangers], len(found.rows))
-        found.strangers = []
-        tick, modified = -1, -1.0
         entries: list[Entry] = []
-        for slot, (when, key) in enumerate(found.rows):
-            if when > modified:
-                tick, modified = tick + 1, when
-            if self._stock.adopt(key, self._name(key)):
-                if key in self._dropped:
-                    self._doom(key)
-                else:
-                    entries.append(Entry(slot, key, tick))
+        for entry in self._sorted(listing):
+            entries.append(entry)
             if len(entries) == MAX_ENTRIES:
                 yield entries
                 if listing is not self._listing:
                     return
                 entries = []
         self._dropped.intersection_update(task.move.key for task in self._running)
-        if self._allowance is not None:
-            entries += [Entry(GONE, key, 0) for key in self._vanished({key for _, key in found.rows})]
-            while len(entries) > MAX_ENTRIES:
-                yield entries[:MAX_ENTRIES]
-                if listing is not self._listing:
-                    return
-                del entries[:MAX_ENTRIES]
-        found.rows = []
         self._listing = None
+        self._listed = True
         if entries:
             yield entries
 
+    def _sorted(self, listing: Listing) -> Iterator[Entry]:
+        """What the engine must be told of after this listing; makes the books agree with it."""
+        alone = self._allowance is None
+        if not listing.expired_only:
+            # What is too old on a shared prefix is as good as gone: the janitor deletes it.
+            expired = listing.expired if alone else []
+            self._stock.meet(
+                [(name, nbytes) for _, name, nbytes in listing.strangers], len(listing.rows) + len(expired)
+            )
+            yield from self._met(listing.rows)
+            for key in expired:
+                self._stock.adopt(key, self._name(key))
+        if not alone:
+            gone = self._vanished({key for _, key in listing.rows})
+        else:
+            gone = [key for key in listing.expired if key in self._stock.held and key not in self._since]
+            self._doom(*gone)
+            if not self._reads_only:
+                self._bucket.delete(self._stock.expel(listing.expired_strangers))
+        for key in gone:
+            yield Entry(GONE, key, 0)
+
+    def _met(self, rows: Sequence[tuple[float, Key]]) -> Iterator[Entry]:
+        """The rows that the engine does not know yet, each as recent as it is, and than those of earlier listings."""
+        tick, modified = self._tick - 1, -1.0
+        for slot, (when, key) in enumerate(rows):
+            if when > modified:
+                tick, modified = tick + 1, when
+            if self._stock.adopt(key, self._name(key)):
+                if key in self._dropped:
+                    self._doom(key)
+                else:
+                    yield Entry(slot, key, tick)
+        self._tick = tick + 1
+
     def store(self, moves: Sequence[Move]) -> int:
+        self._tick = max([self._tick, *(move.tick + 1 for move in moves)])
         return self._begin(moves, _Direction.UPLOAD, self._uploads)
 
     def load(self, moves: Sequence[Move]) -> int:
@@ -213,8 +228,7 @@ class ObjectStorage(StorageTier):
             self._pause_s = 0.0 if len(self._running) < under_way else min(2 * self._pause_s + LOOK_S[0], LOOK_S[1])
             self._look_at_s = now + self._pause_s
         self._start_waiting()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._batches.take()
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
         uploading = {task.move.key for task in self._running if task.direction is _Direction.UPLOAD}
@@ -224,7 +238,7 @@ class ObjectStorage(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._uploads or self._downloads or self._finished or self._given_up)
+        return bool(self._running or self._uploads or self._downloads or self._batches.waiting or self._given_up)
 
     @property
     def used_bytes(self) -> int:
@@ -244,12 +258,9 @@ class ObjectStorage(StorageTier):
     # Moves
 
     def _begin(self, moves: Sequence[Move], direction: _Direction, queue: deque[_Task]) -> int:
-        self._tickets += 1
         self._look_at_s = self._pause_s = 0.0
-        batch = _Batch(self._tickets, [Outcome.FAILED] * len(moves), len(moves))
+        batch = self._batches.begin(len(moves))
         queue.extend(_Task(batch, index, move, direction) for index, move in enumerate(moves))
-        if not moves:
-            self._finished.append(Done(batch.ticket, ()))
         self._start_waiting()
         return batch.ticket
 
@@ -304,7 +315,8 @@ class ObjectStorage(StorageTier):
         if move.seal:
             self._sealer.seal(self._region.rows_view[move.row], move.key, sealed_at=int(time.time()))
         self._dropped.discard(move.key)
-        self._since.add(move.key)
+        if self._listing is not None:
+            self._since.add(move.key)
         self._start(task, self._region.address + move.row * self._row_bytes)
 
     def _start_download(self, task: _Task) -> None:
@@ -365,17 +377,20 @@ class ObjectStorage(StorageTier):
                 self._stock.lose(task.move.key, self._name(task.move.key))
                 return Outcome.MISSING
             if b"<Code>InvalidRange</Code>" in page:
-                return self._corrupt(task)  # no byte of an empty object can be asked for
+                self._spoiled.add(task.move.key)
+                return Outcome.CORRUPT  # no byte of an empty object can be asked for
             answered = any(page)  # a server that is down is not worth another wait
             return None if answered and task.tries < TRIES else Outcome.FAILED
         if self._sealer.verify(row, task.move.key) is Verdict.OK:
+            age_s = self._config.max_age
+            if age_s is not None and self._sealer.sealed_at(row) + age_s < time.time():
+                self._spoiled.add(task.move.key)
+                return Outcome.MISSING
             self._region.rows_view[task.move.row] = row
             return Outcome.OK
-        return None if task.tries < TRIES else self._corrupt(task)
-
-    def _corrupt(self, task: _Task) -> Outcome:
-        if self._allowance is not None:
-            self._spoiled.add(task.move.key)
+        if task.tries < TRIES:
+            return None
+        self._spoiled.add(task.move.key)
         return Outcome.CORRUPT
 
     def _let_go(self, task: _Task) -> bool:
@@ -394,21 +409,18 @@ class ObjectStorage(StorageTier):
         return True
 
     def _end(self, task: _Task, outcome: Outcome) -> None:
-        batch = task.batch
-        batch.outcomes[task.index] = outcome
-        batch.left -= 1
-        if not batch.left:
-            self._finished.append(Done(batch.ticket, tuple(batch.outcomes)))
+        self._batches.end(task.batch, task.index, outcome)
 
     # The bucket
 
     def _doom(self, *keys: Key) -> None:
-        """Delete these rows; on a shared prefix only what is corrupt, and otherwise forget them."""
-        if self._allowance is not None:
-            for key in set(keys) - self._spoiled:
+        """Delete these rows. Only forget them if others may use them, on a shared prefix, or if we only read."""
+        if self._allowance is not None or self._reads_only:
+            theirs = set(keys) if self._reads_only else set(keys) - self._spoiled
+            for key in theirs:
                 self._stock.lose(key, self._name(key))
-            keys = tuple(self._spoiled.intersection(keys))
-            self._spoiled.difference_update(keys)
+            keys = tuple(key for key in keys if key not in theirs)
+        self._spoiled.difference_update(keys)
         self._bucket.delete([name for key in keys if self._stock.doom(key, name := self._name(key))])
 
     def _reap_deletes(self) -> None:
@@ -441,32 +453,17 @@ class ObjectStorage(StorageTier):
 
     def _list(self) -> None:
         self._since = {task.move.key for task in self._running if task.direction is _Direction.UPLOAD}
-        found = self._found = _Found()
-        prefix = f"{self._config.prefix}/" if self._allowance is None else self._prefix
-        self._listing = self._bucket.start_listing(
-            prefix, lambda page: self._sort_in(page, found), lambda: _order(found)
+        namespace = self._prefix[len(self._config.prefix) + 1 : -1]
+        whole, age_s = self._allowance is None, self._config.max_age
+        self._listing = Listing(
+            self._config.prefix,
+            namespace,
+            self._row_bytes,
+            whole=whole,
+            max_age_s=age_s,
+            expired_only=whole and self._listed,
         )
+        self._bucket.start(self._listing)
 
     def _name(self, key: Key) -> str:
         return self._prefix + object_name(key)
-
-    def _sort_in(self, page: Sequence[Listed], found: _Found) -> None:
-        """Control thread: rows of this namespace, and rows of others that count against the same budget."""
-        for name, nbytes, modified in page:
-            key = key_of_object(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
-            if key is not None and nbytes == self._row_bytes:
-                found.rows.append((modified, key))
-            elif self._allowance is None and _is_row(name[len(self._config.prefix) + 1 :]):
-                found.strangers.append((modified, name, nbytes))
-
-
-def _is_row(name: str) -> bool:
-    """Whether `name`, below the prefix, can be a row of some namespace. What cannot is not ours to count or delete."""
-    namespace, _, rest = name.partition("/")
-    return len(namespace) == 32 and set(namespace) <= set("0123456789abcdef") and key_of_object(rest) is not None
-
-
-def _order(found: _Found) -> None:
-    """Control thread: oldest first."""
-    found.rows.sort()
-    found.strangers.sort()

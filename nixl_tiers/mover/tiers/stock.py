@@ -34,7 +34,7 @@ class Stock:
 
     def meet(self, strangers: Sequence[tuple[str, int]], rows: int) -> None:
         """A listing has ended: `strangers` (name, bytes; oldest first), and `rows` rows that adopt will name."""
-        self._strangers = dict(strangers)
+        self._strangers = {name: nbytes for name, nbytes in strangers if name not in self._doomed}
         self._strangers_bytes = sum(self._strangers.values())
         self._unmet = rows
 
@@ -60,16 +60,22 @@ class Stock:
 
     def make_room(self, rows: int) -> list[str]:
         """Doom the oldest strangers, as far as `rows` more rows need it; returns their names, to be deleted."""
-        names = []
+        names: list[str] = []
         room = self._capacity_bytes - (self.used_bytes - self._doomed_bytes)
         while room < rows * self._row_bytes and self._strangers:
-            name = next(iter(self._strangers))
+            name, nbytes = next(iter(self._strangers.items()))
+            room += nbytes
+            names += self.expel([name])
+        return names
+
+    def expel(self, names: Sequence[str]) -> list[str]:
+        """Doom these strangers; returns those that there are, to be deleted."""
+        known = [name for name in names if name in self._strangers]
+        for name in known:
             nbytes = self._strangers.pop(name)
             self._strangers_bytes -= nbytes
             self._doom(name, nbytes)
-            room += nbytes
-            names.append(name)
-        return names
+        return known
 
     def doom(self, key: Key, name: str) -> bool:
         """A row is to be deleted: it counts until it is gone. False if it was not held."""

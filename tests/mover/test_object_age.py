@@ -1,0 +1,159 @@
+"""Rows that are older than `max_age`: misses, and soon gone, by the server's clock and by the seal's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.mover.messages import GONE, Outcome
+from nixl_tiers.mover.tiers import janitor
+from nixl_tiers.mover.tiers import object as object_tier
+from nixl_tiers.mover.tiers.janitor import Pace
+from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.mover.objects import NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, key_of, wait_until
+
+SMALL = Geometry(cells=1, cell_payload=64 << 10)
+ROW = SMALL.row_bytes
+HOUR = 3600
+NOW = "2100-01-01T00:00:00.000Z"
+
+
+@pytest.fixture(autouse=True)
+def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_tier, "PACE", Pace(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1))
+    monkeypatch.setattr(janitor, "SKEW_S", 0.0)
+
+
+@pytest.fixture
+def place(
+    s3_server: S3Server,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> dict[str, Any]:
+    s3_credentials(s3_server)
+    return {"bucket": s3_bucket(s3_server), "endpoint": s3_server.endpoint, "prefix": s3_prefix}
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    with faulty_s3() as server:
+        yield server
+
+
+def names_in(server: S3Server, place: dict[str, Any]) -> set[str]:
+    answer = server.client().list_objects_v2(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")
+    return {found["Key"] for found in answer.get("Contents", ()) if found["Key"].count("/") > 1}
+
+
+def gone(driver: Driver) -> set[bytes]:
+    return {entry.key for entry in driver.adopted() if entry.slot == GONE}
+
+
+class TestTheSealTells:
+    """Last-Modified is when a row came here; the seal knows when it was computed."""
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_an_old_row_is_missing_and_is_deleted_when_it_is_dropped(
+        self, place: dict[str, Any], s3_server: S3Server, shared: bool
+    ) -> None:
+        with Driver(SMALL, 8, **place, max_age=HOUR, shared=shared) as driver:
+            driver.open()
+            now = int(time.time())
+            assert wait_until(lambda: driver.store_sealed(1, now - 2 * HOUR) is Outcome.OK)
+            assert driver.store_sealed(2, now - HOUR // 2) is Outcome.OK
+            assert driver.load([1, 2]) == [Outcome.MISSING, Outcome.OK]
+            driver.drop(1)
+            assert wait_until(lambda: names_in(s3_server, place) == {driver.name(2)})
+            assert driver.load([1, 2]) == [Outcome.MISSING, Outcome.OK]
+
+    def test_without_a_maximum_nothing_is_old(self, place: dict[str, Any]) -> None:
+        with Driver(SMALL, 8, **place) as driver:
+            driver.open()
+            assert driver.store_sealed(1, 1) is Outcome.OK
+            assert driver.load([1]) == [Outcome.OK]
+            assert driver.tier.relist_s is None
+
+
+class TestTheListingTells:
+    def test_old_rows_leave_a_private_prefix_and_the_engine_hears_of_it(
+        self, place: dict[str, Any], s3_server: S3Server
+    ) -> None:
+        with Driver(SMALL, 8, **place, max_age=1) as driver:
+            driver.open()
+            assert driver.tier.relist_s is not None
+            assert driver.store([1, 2]) == [Outcome.OK] * 2
+            told: set[bytes] = set()
+            assert wait_until(lambda: bool(told.update(gone(driver)) or told == {key_of(1), key_of(2)}))
+            assert driver.settled(0)
+            assert names_in(s3_server, place) == set()
+            assert driver.load([1]) == [Outcome.MISSING]
+
+    def test_the_janitor_clears_a_shared_prefix_and_engines_hear_of_it(
+        self, place: dict[str, Any], s3_server: S3Server
+    ) -> None:
+        with Driver(SMALL, 8, **place, shared=True, max_age=1) as driver:
+            driver.open()
+            stranger = driver.name(1, OTHER_NAMESPACE)
+            s3_server.client().put_object(Bucket=place["bucket"], Key=stranger, Body=bytes(ROW))
+            assert wait_until(lambda: driver.store([2]) == [Outcome.OK])
+            told: set[bytes] = set()
+            assert wait_until(lambda: bool(told.update(gone(driver)) or told == {key_of(2)}))
+            assert wait_until(lambda: names_in(s3_server, place) == set())
+
+
+class TestOneListing:
+    """A server whose objects are as old as a test says."""
+
+    def test_at_open_the_old_go_and_the_others_are_adopted(self, faulty: FaultyS3) -> None:
+        with Driver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
+            for number in (1, 2):
+                faulty.objects[driver.name(number)] = bytes(ROW)
+                faulty.objects[driver.name(number, OTHER_NAMESPACE)] = bytes(ROW)
+            young = {driver.name(2), driver.name(2, OTHER_NAMESPACE)}
+            faulty.modified |= dict.fromkeys(young, NOW)
+            faulty.objects["nixl-tiers/notes.txt"] = b"old, and not ours"
+            assert [entry.key for entry in driver.open() if entry.slot != GONE] == [key_of(2)]
+            assert driver.settled(2)
+            assert set(faulty.objects) == young | {"nixl-tiers/notes.txt"}
+
+    def test_what_was_written_since_the_listing_began_stays(self, faulty: FaultyS3) -> None:
+        with Driver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
+            driver.open()
+            gate = threading.Event()
+
+            def slow(request: Request) -> None:
+                if request.method == "GET" and not request.name:
+                    faulty.lock.release()
+                    gate.wait(20)
+                    faulty.lock.acquire()
+
+            assert driver.store([1, 2]) == [Outcome.OK] * 2
+            faulty.fault = slow
+            listing = driver.tier.adopt()
+            assert next(listing) == []
+            assert driver.store([2]) == [Outcome.OK]
+            gate.set()
+            assert [(e.slot, e.key) for batch in listing for e in batch] == [(GONE, key_of(1))]
+            assert driver.settled(1)
+            assert set(faulty.objects) == {driver.name(2)}
+
+    def test_who_only_reads_deletes_nothing(self, faulty: FaultyS3) -> None:
+        with Driver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR, write="off") as driver:
+            faulty.objects |= {driver.name(1): bytes(ROW), driver.name(2, OTHER_NAMESPACE): bytes(ROW)}
+            faulty.objects[driver.name(3)] = bytes(ROW)
+            faulty.modified[driver.name(3)] = NOW
+            assert [entry.key for entry in driver.open() if entry.slot != GONE] == [key_of(3)]
+            assert driver.load([3]) == [Outcome.CORRUPT]
+            driver.drop(3)
+            assert not driver.tier._bucket.deleting
+            assert len(faulty.objects) == 3
+            assert faulty.count("POST") == 0
+            assert driver.open(NAMESPACE) is not None
