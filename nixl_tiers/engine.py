@@ -146,6 +146,11 @@ class Engine:
         with self._lock:
             self._core.complete_load(keys)
 
+    def fail_load(self, keys: Collection[Key], request: str) -> None:
+        """In place of complete_load where a worker could not copy all of them: `request` gets no hit any more."""
+        with self._lock:
+            self._core.fail_load(keys, request)
+
     def prepare_store(self, keys: Sequence[Key], request: str) -> StorePlan:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full."""
         with self._lock:

@@ -60,6 +60,8 @@ class TierManager(Traffic):
     def lookup(self, key: Key, name: str, position: int | None, now: float) -> Lookup:
         """Is `key` a hit for request `name`? O(1). PENDING promises an answer within the request's deadline."""
         request = self._request(name)
+        if request.barred:
+            return Lookup.MISS
         request.begin(self.host.step, position)
         row = self.host.index.get(key)
         if row is not None and row.state is RowState.READY:
@@ -110,6 +112,19 @@ class TierManager(Traffic):
                 row.worker -= 1
                 row.source = CPU
                 self._flushed(row.generation)
+
+    def fail_load(self, keys: Collection[Key], name: str) -> None:
+        """Workers are done with these rows and could not read them: they are misses, and so is all that `name` asks
+        for from now on. Otherwise what failed would be hit, and fail, again at once and for ever."""
+        request = self._requests.get(name)
+        if request is not None:
+            request.barred = True
+        rows = [row for key in keys if (row := self.host.index.get(key)) is not None and row.worker]
+        self.complete_load(keys)
+        for row in rows:
+            if not row.gone and not row.worker:  # another load may still count on it, and has its own end
+                self.cpu_counters.failed += 1
+                self.host.forget(row)
 
     def prepare_store(self, keys: Sequence[Key], name: str) -> StorePlan:
         """Rows for those of `keys` (in prefix order) that the host does not hold; for their prefix if it is full."""

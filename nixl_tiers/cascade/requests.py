@@ -16,6 +16,7 @@ class Request:
     __slots__ = (
         "ascending",
         "asked",
+        "barred",
         "deadline_s",
         "first_scan",
         "given_up",
@@ -33,6 +34,7 @@ class Request:
         self.tick: int | None = None
         self.deadline_s: float | None = None
         self.given_up = False
+        self.barred = False  # a load of it failed: it computes everything itself, whatever is stored
         # Keys queued for promotion on its behalf: True while that may still come true, False once it was declined.
         self.asked: dict[Key, bool] = {}
         self.held: dict[Key, Row] = {}

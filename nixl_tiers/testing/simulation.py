@@ -204,8 +204,10 @@ class World:
         if job.store:
             rows = self.core.filling(set(job.keys))
             self.core.complete_store(rows, set() if good else {row.key for row in rows})
-        else:
+        elif good:
             self.core.complete_load(set(job.keys))
+        else:
+            self.core.fail_load(set(job.keys), job.request)
         self.tick()
 
     # --- movers ------------------------------------------------------------------------------------------------

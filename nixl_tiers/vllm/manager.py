@@ -69,6 +69,7 @@ class NixlTiersManager(OffloadingManager):
         self._requests: set[str] = set()
         self._waiting: set[str] = set()  # those that this step's look-ups put off
         self._met: set[str] = set()  # requests whose own prefix was touched
+        self._failed: set[str] = set()  # requests of which a worker could not copy the load
         self._closed = False
 
     @override
@@ -79,6 +80,7 @@ class NixlTiersManager(OffloadingManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.discard(req_context.req_id)
+        self._failed.discard(req_context.req_id)
         if req_context.req_id in self._met:
             self._met.remove(req_context.req_id)
         else:
@@ -109,7 +111,19 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._engine.complete_load(keys)
+        if req_context.req_id in self._failed:
+            self._failed.remove(req_context.req_id)
+            self._engine.fail_load(keys, req_context.req_id)
+        else:
+            self._engine.complete_load(keys)
+
+    def load_failed(self, request: str) -> None:
+        """A worker could not copy the load that `request` waits for (NixlTiersConnector tells, before complete_load).
+
+        Its chunks are misses from then on, and the request finds nothing else either: it computes what it needs.
+        """
+        if request in self._requests:
+            self._failed.add(request)
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
@@ -151,6 +165,7 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
+        self._failed.clear()
         self._engine.reset()
         if self._events is not None:
             self._events.reset()

@@ -2,7 +2,8 @@
 
 Stores and loads have a thread each, so that neither waits for the other. vLLM stops the engine when a job is reported
 as failed, so a failed store is reported as done and the truth is written into the rows' control words, where the
-scheduler's side reads it. A failed load is reported as failed: the alternative is to serve wrong bytes.
+scheduler's side reads it. A failed load cannot be hidden that way, because the request would go on with wrong bytes:
+NixlTiersConnector collects it apart and has the request computed; with vLLM's own connector the engine stops.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class NixlTiersWorker(OffloadingWorker):
         self._blocks_per_chunk = region.geometry.sub_blocks
         self._open: dict[int, threading.Event] = {}
         self._finished: deque[TransferResult] = deque()
+        self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as what they are
         self._stores = _Lane("nixl_tiers-store")
         self._loads = _Lane("nixl_tiers-load")
 
@@ -134,8 +136,17 @@ class NixlTiersWorker(OffloadingWorker):
         while self._finished:
             result = self._finished.popleft()
             self._open.pop(result.job_id, None)
-            results.append(result)
+            results.append(self._told(result))
         return results
+
+    def keep_failed_loads(self) -> None:
+        """From now on report failed loads as ended, and say through take_failed_loads which of them failed."""
+        self._failed_loads = set()
+
+    def take_failed_loads(self) -> set[int]:
+        """Jobs among those that get_finished reported since the last call, and that must not be taken as loaded."""
+        failed, self._failed_loads = self._failed_loads or set(), set()
+        return failed
 
     @override
     def wait(self, job_ids: set[int]) -> None:
@@ -151,6 +162,19 @@ class NixlTiersWorker(OffloadingWorker):
         quiet = [lane.stop(STOP_S) for lane in (self._stores, self._loads)]
         if all(quiet):
             self._region.close()
+
+    def _told(self, result: TransferResult) -> TransferResult:
+        if result.success:
+            return result
+        if self._failed_loads is None:
+            log.error(
+                "nixl_tiers: load job %d failed, and vLLM's own OffloadingConnector can only stop the engine now; with "
+                "kv_connector NixlTiersConnector and kv_load_failure_policy recompute its request would be computed",
+                result.job_id,
+            )
+            return result
+        self._failed_loads.add(result.job_id)
+        return TransferResult(result.job_id, success=True)
 
     def _submit(self, lane: _Lane, job_id: int, start: Callable[[], Finish]) -> None:
         ended = self._open[job_id] = threading.Event()
@@ -197,8 +221,27 @@ class NixlTiersWorker(OffloadingWorker):
         return finish
 
     def _load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> Finish:
-        copies = [self._copy(self._swap.load, part) for part in split_load(rows, engine, self._blocks_per_chunk)]
-        return lambda: sum(copy() for copy in copies)
+        """What did not start fails at the end, after what did start has ended: until then the blocks are not quiet."""
+        copies: list[Finish] = []
+        failures: list[Exception] = []
+        for part in split_load(rows, engine, self._blocks_per_chunk):
+            try:
+                copies.append(self._copy(self._swap.load, part))
+            except Exception as error:  # noqa: BLE001 - raised again by finish
+                failures.append(error)
+
+        def finish() -> int:
+            nbytes = 0
+            for copy in copies:
+                try:
+                    nbytes += copy()
+                except Exception as error:  # noqa: BLE001 - raised again below
+                    failures.append(error)
+            if failures:
+                raise failures[0]
+            return nbytes
+
+        return finish
 
     def _copy(
         self, copy: Callable[[int, NDArray[np.int64], NDArray[np.uint32]], Transfer | None], part: Part

@@ -276,3 +276,32 @@ def test_a_row_that_others_took_away_is_forgotten_unless_it_is_being_read() -> N
     assert core.where(CHAIN[0], 0.0) is None
     core.adopt(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
     assert core.where(CHAIN[1], 0.0) == "file"
+
+
+def test_a_load_that_failed_is_a_miss_and_its_request_finds_nothing_more() -> None:
+    core = manager(tiers=())
+    put(core, CHAIN[:3])
+    assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
+    core.prepare_load(CHAIN[:2], "r")
+    core.fail_load({*CHAIN[:2]}, "r")
+    core.end_step()
+    assert scan(core, CHAIN[2:3], "r") == [MISS], "a request that was computed once is not tried again"
+    assert scan(core, CHAIN[:1], "other") == [MISS]
+    assert scan(core, CHAIN[2:3], "other") == [HIT]
+    assert core.cpu_counters.failed == 2
+    assert core.host.used == 1
+    core.finish_request("r")
+    assert scan(core, CHAIN[2:3], "r") == [HIT], "a name that comes again is another request"
+
+
+def test_a_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
+    core = manager(tiers=())
+    put(core, CHAIN[:1])
+    for request in ("bad", "good"):
+        core.lookup(CHAIN[0], request, 0, 0.0)
+        core.prepare_load(CHAIN[:1], request)
+    core.fail_load(set(CHAIN[:1]), "bad")
+    core.complete_load(set(CHAIN[:1]))
+    core.end_step()
+    core.reset(keep_storage=False)
+    assert core.host.used == 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from nixl_tiers.testing import vllm_cpu
 
 
 @pytest.fixture
@@ -67,3 +73,69 @@ def weights_folder(tmp_path: Path) -> Path:
     for number, value in enumerate(values):
         save_file({"w": torch.from_numpy(value)}, folder / f"model-{number}.safetensors")
     return folder
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Runs an engine from its start to its end (see run_engine.py); returns what each step gave.
+
+    `path`: the model, by default the one that vllm_cpu builds. `transfer`: fields of KVTransferConfig to replace.
+    Raises with the engine's last words.
+    """
+    runner = Path(__file__).with_name("run_engine.py")
+    root = str(runner.parents[2])
+
+    def run(
+        tiers: dict[str, Any] | None,
+        *steps: list[Any],
+        env: dict[str, str] | None = None,
+        path: Path | None = None,
+        transfer: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> list[Any]:
+        model = path or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+        plan = {
+            "model": str(model),
+            "tiers": tiers,
+            "transfer": transfer or {},
+            "settings": {"max_model_len": 2048, **settings},
+            "steps": steps,
+        }
+        plan_file, result_file = tmp_path / "plan.json", tmp_path / "result.json"
+        plan_file.write_text(json.dumps(plan))
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        ended = subprocess.run(
+            [sys.executable, str(runner), str(plan_file), str(result_file)],
+            env={**os.environ, "PYTHONPATH": paths, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        result: list[Any] = json.loads(result_file.read_text())
+        return result
+
+    return run
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> Path:
+    """A Llama with random weights whose heads can be split between two ranks."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    return tmp_path / "small"

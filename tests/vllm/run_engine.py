@@ -2,9 +2,11 @@
 
     python run_engine.py PLAN RESULT        both JSON files
 
-Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "settings": {...}, "steps": [...]}.
+Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "transfer": fields of KVTransferConfig to
+replace, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once; ["forget"] empties the
-engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"].
+engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"];
+["break", n] has the next n copies of loads put wrong bytes into the engine's blocks and fail.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def main(plan: dict[str, Any]) -> list[Any]:
                 "spec_module_path": "nixl_tiers.vllm.spec",
                 **plan["tiers"],
             },
+            **plan["transfer"],
         }
     llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, **plan["settings"])
     core = llm.llm_engine.engine_core.engine_core
@@ -46,6 +49,8 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
     if verb == "reset":
         assert llm.reset_prefix_cache(reset_connector=True)
         return None
+    if verb == "break":
+        return break_loads(*arguments)
     manager = core.scheduler.connector.connector_scheduler.manager
     if verb == "flush":
         assert manager._store.flush(30)
@@ -67,6 +72,25 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[dict[s
         }
         for output in outputs
     ]
+
+
+def break_loads(times: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    swap = get_kv_transfer_group().connector_worker.worker._swap
+    good = swap.load
+    left = times
+
+    def load(group: int, blocks: Any, places: Any) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            # Another order would change nothing: attention does not care where in memory a position's keys lie.
+            good(group, blocks, places[:1].repeat(len(places)))
+            raise OSError("broken by the test")
+        good(group, blocks, places)
+
+    swap.load = load
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,38 +43,6 @@ def prompts(model: Path) -> list[list[int]]:
     texts = [" ".join(lines) for lines in sentences]
     texts.append(" ".join(sentences[2][:25] + sentences[0][10:35]))
     return [tokenizer.encode(text + " On day") for text in texts]
-
-
-@pytest.fixture
-def engine(model: Path, tmp_path: Path) -> Engine:
-    """Runs an engine from its start to its end; returns what each step gave. Raises with the engine's last words."""
-    runner = Path(__file__).with_name("run_engine.py")
-    root = str(runner.parents[2])
-
-    def run(
-        tiers: dict[str, Any] | None,
-        *steps: list[Any],
-        env: dict[str, str] | None = None,
-        path: Path = model,
-        **settings: Any,
-    ) -> list[Any]:
-        plan = {"model": str(path), "tiers": tiers, "settings": {"max_model_len": 2048, **settings}, "steps": steps}
-        plan_file, result_file = tmp_path / "plan.json", tmp_path / "result.json"
-        plan_file.write_text(json.dumps(plan))
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        ended = subprocess.run(
-            [sys.executable, str(runner), str(plan_file), str(result_file)],
-            env={**os.environ, "PYTHONPATH": paths, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr[-4000:]
-        result: list[Any] = json.loads(result_file.read_text())
-        return result
-
-    return run
 
 
 def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
@@ -154,28 +119,6 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     assert tokens(file) == tokens(without)
     assert stats["file"]["hits"] > 0
     assert [answer["cached"] for answer in file[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
-
-
-@pytest.fixture
-def small_model(tmp_path: Path) -> Path:
-    """A Llama with random weights whose heads can be split between two ranks."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
-    return tmp_path / "small"
 
 
 @pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")

@@ -284,3 +284,38 @@ def test_a_root_that_only_the_engine_itself_hits_outlives_its_leaves(bench: Benc
     assert bench.store(bench.request("other", other), other) == [other]
     late = bench.request("late", *chain)
     assert [bench.manager.lookup(key, late) for key in chain] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
+
+
+def test_a_load_that_vllm_calls_complete_but_a_worker_could_not_copy_is_forgotten(bench: Bench) -> None:
+    one, two = keys_of(2)
+    context = bench.request("r", one, two)
+    bench.store(context, one, two)
+    assert bench.manager.lookup(one, context) is LookupResult.HIT
+    bench.manager.prepare_load([one], context)
+    bench.manager.load_failed("r")
+    bench.manager.load_failed("a request of another connector")
+    bench.manager.complete_load({one}, context)
+    bench.manager.on_schedule_end(STEP)
+    assert bench.manager.lookup(two, context) is LookupResult.MISS
+    other = bench.request("other", one, two)
+    assert bench.manager.lookup(one, other) is LookupResult.MISS
+    assert bench.manager.lookup(two, other) is LookupResult.HIT
+    assert (True, [one]) in bench.events()
+
+
+@pytest.mark.parametrize("end", ["reset_cache", "on_request_finished"])
+def test_a_failure_is_not_remembered_longer_than_its_load(bench: Bench, end: str) -> None:
+    (key,) = keys_of(1)
+    context = bench.request("r", key)
+    bench.store(context, key)
+    bench.manager.load_failed("r")
+    if end == "reset_cache":
+        bench.manager.reset_cache()
+    else:
+        bench.manager.on_request_finished(context)
+        context = bench.request("r", key)
+    bench.store(context, key)
+    assert bench.manager.lookup(key, context) is LookupResult.HIT
+    bench.manager.prepare_load([key], context)
+    bench.manager.complete_load({key}, context)
+    assert bench.manager.lookup(key, context) is LookupResult.HIT

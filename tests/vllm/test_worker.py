@@ -182,6 +182,22 @@ def test_a_load_that_cannot_be_done_is_a_failure(rank: Rank, rows: RowsSpec, eng
     assert [rank.bytes_of(0, block) for block in range(BLOCKS)] == before
 
 
+def test_a_failed_load_stops_the_engine_with_a_word_about_the_connector_that_would_not(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not rank.load(rows_of(0, counts=(1,)), GPULoadStoreSpec([BLOCKS], [1], [0])).success
+    assert "with kv_connector NixlTiersConnector and kv_load_failure_policy recompute" in caplog.text
+
+
+def test_failed_loads_can_be_kept_apart(rank: Rank) -> None:
+    rank.worker.keep_failed_loads()
+    result = rank.load(rows_of(0, counts=(1,)), GPULoadStoreSpec([BLOCKS], [1], [0]))
+    assert (result.success, result.transfer_size) == (True, None)
+    assert rank.load(rows_of(0, counts=(1,)), GPULoadStoreSpec([1], [1], [0])).success
+    assert rank.worker.take_failed_loads() == {1}
+    assert rank.worker.take_failed_loads() == set()
+
+
 class Slow:
     """A swap on a device: starts copies, and ends them when the test says so."""
 
@@ -219,6 +235,39 @@ def test_on_a_device_copies_start_at_submission_and_end_in_the_background() -> N
     assert sorted(result.job_id for result in worker.get_finished()) == [1, 2]
     assert region.written([0], 1).all()
     worker.shutdown()
+
+
+class HalfBroken(Slow):
+    """Loads of group 0 do not start, and of group 1 they end with an error; those of group 2 are as they should be."""
+
+    def load(self, group: int, blocks: Any, places: Any) -> Slow:
+        if group == 0:
+            raise OSError("does not start")
+        super().load(group, blocks, places)
+        return Failing() if group == 1 else self
+
+
+class Failing(Slow):
+    def wait(self) -> None:
+        raise OSError("does not end well")
+
+
+def test_a_failed_load_is_told_only_when_what_did_start_of_it_has_ended() -> None:
+    """Its blocks are given to others then."""
+    pages = [[512], [512], [512]]
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    swap = HalfBroken()
+    host = worker_over(region, caches_of(pages), 0)
+    worker = NixlTiersWorker(region, host._plan, swap, 0, on_device=True)
+    worker.submit_load(1, rows_of(0, 1, 2, counts=(1, 1, 1)), GPULoadStoreSpec([0, 1, 2], [1, 1, 1], [0, 0, 0]))
+    worker.submit_load(2, rows_of(3, counts=(0, 0, 1)), GPULoadStoreSpec([3], [0, 0, 1], [0, 0, 0]))
+    assert [direction for direction, _ in swap.started] == ["load"] * 3
+    assert worker.get_finished() == []
+    swap.go.set()
+    worker.wait({1, 2})
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, False), (2, True)]
+    worker.shutdown()
+    host.shutdown()
 
 
 class Blocking(Slow):

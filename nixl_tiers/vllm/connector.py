@@ -1,0 +1,102 @@
+"""`NixlTiersConnector`: vLLM's OffloadingConnector, but a load that a worker could not copy is computed instead.
+
+vLLM's own connector has no word for a failed load: it asserts, and the engine ends. This one reports the request as
+vLLM's other connectors report theirs. With `kv_load_failure_policy: recompute` the request is then computed from its
+beginning; with vLLM's default, `fail`, that request alone ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from typing_extensions import override
+
+from nixl_tiers.vllm.compat import UnsupportedVllm
+from nixl_tiers.vllm.manager import NixlTiersManager
+from nixl_tiers.vllm.plugin import SPEC
+from nixl_tiers.vllm.worker import NixlTiersWorker
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+except ImportError as error:
+    raise UnsupportedVllm(
+        f"this vLLM has no word for a failed load that NixlTiersConnector could say ({error}); "
+        "use a newer one, or kv_connector OffloadingConnector"
+    ) from error
+
+log = logging.getLogger(__name__)
+
+
+class NixlTiersConnector(OffloadingConnector):
+    """For `kv_connector` in place of OffloadingConnector, with the same fields in kv_connector_extra_config.
+
+    ValueError with one sentence if the spec is another, or loads are configured that cannot be computed when they fail.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        refuse(transfer.kv_connector_extra_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._loading: dict[int, str] = {}  # job -> request, on workers
+        if self.connector_scheduler is not None and transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error; "
+                "set it to recompute to have it computed",
+                transfer.kv_load_failure_policy,
+            )
+
+    # --- on workers --------------------------------------------------------------------------------------------
+
+    @override
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        self._worker().keep_failed_loads()
+
+    @override
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for job_id, job in self._get_connector_metadata().load_jobs.items():
+            self._loading[job_id] = job.req_id
+        super().start_load_kv(forward_context, **kwargs)
+
+    @override
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        for job_id in self._worker().take_failed_loads():
+            results.failed_recving.add(self._loading[job_id])
+        if results.finished_recving:  # a request has one load at a time
+            ended = [job_id for job_id, request in self._loading.items() if request in results.finished_recving]
+            for job_id in ended:
+                del self._loading[job_id]
+        return results
+
+    # --- in the scheduler --------------------------------------------------------------------------------------
+
+    @override
+    def update_connector_output(self, connector_output: Any) -> None:
+        """All workers are done with a load in the same step in which vLLM says that it failed."""
+        if connector_output.failed_recving:
+            manager = self.scheduler.manager
+            assert isinstance(manager, NixlTiersManager)
+            for request in connector_output.failed_recving:
+                log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
+                manager.load_failed(request)
+        super().update_connector_output(connector_output)
+
+    def _worker(self) -> NixlTiersWorker:
+        assert self.connector_worker is not None
+        worker = self.connector_worker.worker
+        assert isinstance(worker, NixlTiersWorker)
+        return worker
+
+
+def refuse(extra: dict[str, Any]) -> None:
+    """Raise ValueError for a kv_connector_extra_config that this connector could not keep its word with."""
+    if extra.get("spec_name") != SPEC:
+        raise ValueError(f"spec_name: NixlTiersConnector needs {SPEC}, not {extra.get('spec_name')}")
+    if extra.get("sync_load_budget_bytes"):
+        raise ValueError(
+            "sync_load_budget_bytes makes loads that are part of a step and cannot be computed again when they fail: "
+            "remove it from kv_connector_extra_config, or use kv_connector OffloadingConnector"
+        )

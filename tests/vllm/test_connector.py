@@ -1,0 +1,107 @@
+"""NixlTiersConnector: a load that could not be copied is computed, on a real engine; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.vllm import plugin
+from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
+
+BLOCK = vllm_cpu.BLOCK_TOKENS
+Engine = Callable[..., list[Any]]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_failed_loads_are_computed_and_the_engine_goes_on(engine: Engine, small_model: Path, tmp_path: Path) -> None:
+    """Wrong bytes lie in the engine's blocks when the copy fails; none of them may show in a token."""
+    prompts = [[(7 * i * i + 3 * i + n) % 500 + 1 for i in range(700)] for n in (0, 11)]
+    ask, other = (["generate", [prompt], 16] for prompt in prompts)
+    tiers = {
+        "tiers": [
+            {"type": "cpu", "capacity": "256MiB"},
+            {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB", "write": "off"},
+        ]
+    }
+    options = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32"}
+    # Without kv_connector_module_path: the plugin makes the name known.
+    transfer = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
+    forget = ["forget"]
+    cold, other_cold, _, good, _, _, failed, stats, _, missed, _, after, _, _, other_after = engine(
+        tiers,
+        *(ask, other, forget, ask),
+        *(forget, ["break", 1], ask, ["stats"]),  # the load fails: computed
+        *(forget, ask),  # what failed was forgotten: computed, and stored again
+        *(forget, ask),  # a hit
+        *(forget, ["break", 1], other),
+        transfer=transfer,
+        **options,
+    )
+    whole = len(prompts[0]) // BLOCK * BLOCK
+    answers = [answer[0] for answer in (cold, good, failed, missed, after)]
+    assert [answer["tokens"] for answer in answers] == [cold[0]["tokens"]] * 5
+    assert [answer["cached"] for answer in answers] == [0, whole, 0, 0, whole]
+    assert (other_after[0]["tokens"], other_after[0]["cached"]) == (other_cold[0]["tokens"], 0)
+    assert len(set(cold[0]["tokens"])) > 2, "a model that always says the same shows nothing"
+    assert stats["cpu"]["failed"] == whole // BLOCK
+
+
+def test_failed_requests_are_told_once_with_the_step_in_which_they_ended() -> None:
+    """The connector between a worker that keeps failed loads to itself and vLLM's own part of it, both played."""
+    connector = object.__new__(NixlTiersConnector)
+    jobs = {4: "four", 5: "five", 6: "six"}
+    connector._loading = {}
+    connector._connector_metadata = SimpleNamespace(
+        load_jobs={job: SimpleNamespace(req_id=name) for job, name in jobs.items()}
+    )
+    ended: list[set[str]] = [{"five"}, set(), {"four", "six"}]
+    failed = [{5}, set(), {4}]
+    worker = SimpleNamespace(take_failed_loads=lambda: failed.pop(0))
+    connector._worker = lambda: worker
+    connector.connector_worker = SimpleNamespace(
+        start_kv_transfers=lambda metadata: None, get_finished=lambda finished: (set(), ended.pop(0))
+    )
+    # vLLM checks that the metadata is of its own class; that part is not what is tested here.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nixl_tiers.vllm.connector.OffloadingConnector.start_load_kv", lambda *_, **__: None)
+        patch.setattr(
+            "nixl_tiers.vllm.connector.OffloadingConnector.get_finished",
+            lambda self, finished: self.connector_worker.get_finished(finished),
+        )
+        connector.start_load_kv(None)
+        steps = [connector.get_transfer_results(set()) for _ in range(3)]
+    assert [step.failed_recving for step in steps] == [{"five"}, set(), {"four"}]
+    assert [step.finished_recving for step in steps] == [{"five"}, set(), {"four", "six"}]
+    assert connector._loading == {}
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (
+            {"spec_name": "CPUOffloadingSpec"},
+            "spec_name: NixlTiersConnector needs NixlTiersSpec, not CPUOffloadingSpec",
+        ),
+        ({}, "spec_name: NixlTiersConnector needs NixlTiersSpec, not None"),
+        ({"spec_name": "NixlTiersSpec", "sync_load_budget_bytes": 1}, "sync_load_budget_bytes makes loads that are "),
+    ],
+)
+def test_what_it_cannot_keep_its_word_with_is_refused(extra: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        refuse(extra)
+
+
+def test_the_plugin_makes_its_name_known() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    plugin.register()
+    plugin.register()
+    assert KVConnectorFactory.get_connector_class_by_name("NixlTiersConnector") is NixlTiersConnector
