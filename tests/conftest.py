@@ -12,7 +12,7 @@ import pytest
 from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer, moto_server, seaweedfs_server
 
 # As in a mover, where the AWS library inside NIXL reads them: a dead server is an error soon, not after half a minute.
-os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("AWS_RETRY_MODE", "standard")
 os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
 

@@ -15,8 +15,9 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="process whose death ends this one")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
-    # Read by NIXL and the AWS SDK when they are loaded: a dead endpoint then fails within a second, not half a minute.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # NIXL logs several lines for every row that fails, and not why. The tiers say what went wrong, once.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    # Read by the AWS SDK when it is loaded: a dead endpoint then fails within a second, not half a minute.
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
     os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NIXL logs to stdout, which is the engine's

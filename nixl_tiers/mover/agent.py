@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.complaints import Complaints
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Agent:
         self.backend = backend
         self._far = far
         self._devices = itertools.count(1)
+        self._complaints = Complaints(logger)
         try:
             nixl = _import_nixl()
             config = nixl.nixl_agent_config(backends=[], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
@@ -168,7 +170,7 @@ class Agent:
                 backends=[self.backend],
             )
         except Exception as error:  # noqa: BLE001
-            logger.warning("a transfer could not start: %s", error)
+            self._complaints.about("start", f"a transfer could not start: {error}")
             return Transfer(self._api, None, TransferState.FAILED)
         return Transfer(self._api, handle, _attempt(lambda: self._api.transfer(handle)))
 

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.0003  # tighter burns a core and gains nothing, measured
 LOOK_S: Final = 0.05  # how soon an empty listing is asked again
-RETRY_S: Final = (2.0, 30.0)
+RETRY_S: Final = (0.5, 30.0)
 LEAVE_S: Final = 5.0  # the longest that leaving may take once nobody waits for the results
 QUEUE_PACKETS: Final = 256  # more than this unsent: nothing new is taken in
 SOCKET_BYTES: Final = 1 << 20
@@ -104,6 +104,8 @@ class Mover:
         self._backoff_s = RETRY_S[0]
         self._answered = False  # whether the configuration was ever judged to be possible
         self._served: Open | None = None
+        self._up_at_s = 0.0
+        self._last_word = ""
         self._listing: Iterator[list[Entry]] | None = None
         self._look_at_s = 0.0
         self._relist_at_s: float | None = None  # the first listing has ended, and others write there too
@@ -188,17 +190,25 @@ class Mover:
                 self.leaving = True
                 return
             # What was accepted once, or could not be judged at the start, may come back: a bucket made anew, a mount.
-            logger.warning("%s; trying again in %.0f s", error, self._backoff_s)
-            self._answered = True
-            self._again = (now + self._backoff_s, message)
-            self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
-            self.outbox.send(TierIsDown(str(error)))
+            self._down(message, error, now)
         else:
             self._answered = True
             self._served = message
+            self._up_at_s = now
+            self._last_word = ""
             self._listing = self._tier.adopt()
             self._look_at_s = now
             self.outbox.send(Opened(message.epoch, slots))
+
+    def _down(self, message: Open, error: TierDown | TierRefused, now: float) -> None:
+        self._answered = True
+        self._served = self._listing = self._relist_at_s = None
+        self._again = (now + self._backoff_s, message)
+        self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
+        if str(error) != self._last_word:  # tries to come up again fail as the first one did
+            self._last_word = str(error)
+            logger.warning("%s; trying again until it works", error)
+        self.outbox.send(TierIsDown(str(error)))
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
@@ -210,7 +220,17 @@ class Mover:
         self._jobs[begin(message.moves)] = (message.job, now)
 
     def _collect(self, now: float) -> None:
-        for done in self._tier.poll():
+        try:
+            ended = self._tier.poll()
+        except TierDown as error:
+            if self._jobs:  # their rows may not be quiet: only the end of this process makes them so
+                raise
+            assert self._served is not None
+            if now - self._up_at_s > RETRY_S[1]:
+                self._backoff_s = RETRY_S[0]
+            self._down(self._served, error, now)
+            return
+        for done in ended:
             job, started = self._jobs.pop(done.ticket)
             self.outbox.send(Finished(job, bytes(done.outcomes), now - started))
 

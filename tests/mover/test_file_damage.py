@@ -12,7 +12,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.mover.messages import Drop, Load, Move, Outcome, Store
+from nixl_tiers.mover.messages import Down, Drop, Load, Move, Opened, Outcome, Store
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
 
 GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
@@ -111,7 +111,11 @@ def test_a_slab_cut_short_under_a_running_mover(stored: Path) -> None:
         with slab(stored).open("r+b") as file:
             file.truncate(10 * GEOMETRY.row_bytes)
         assert mover.load(range(ROWS)) == [Outcome.OK] * 10 + [Outcome.FAILED] * (ROWS - 10)
-        assert set(mover.load(range(10))) == {Outcome.OK}
+        down = mover.expect(lambda m: isinstance(m, Down))
+        assert isinstance(down, Down)
+        assert down.reason == f"{slab(stored)} has been cut short"
+        mover.expect(lambda m: isinstance(m, Opened))
+        assert mover.load(range(ROWS)) == [Outcome.OK] * 10 + [Outcome.MISSING] * (ROWS - 10)
 
 
 def test_a_deleted_slab(stored: Path) -> None:

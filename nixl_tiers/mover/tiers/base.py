@@ -62,7 +62,11 @@ class StorageTier(ABC):
 
     @abstractmethod
     def poll(self) -> list[Done]:
-        """What has ended since. When a batch is reported, nothing of it touches the region any more."""
+        """What has ended since. When a batch is reported, nothing of it touches the region any more.
+
+        Raises TierDown when the medium has gone from under the tier, once every batch has been reported: `open` is
+        called again then, until it succeeds.
+        """
 
     @abstractmethod
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:

@@ -14,30 +14,30 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.config import FileTier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
-from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
+from nixl_tiers.mover.complaints import Complaints
+from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.batches import Batch, Batches
-from nixl_tiers.mover.tiers.ledger import Claim, Ledger
-from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
-from nixl_tiers.mover.tiers.rebuild import Scan
-from nixl_tiers.mover.tiers.slabs import NoSpace, Plan, Slabs, guess_plan
+from nixl_tiers.mover.tiers.ledger import Ledger
+from nixl_tiers.mover.tiers.replica import Replica, slots_within
+from nixl_tiers.mover.tiers.shelves import INCOMING
+from nixl_tiers.mover.tiers.slabs import NoSpace
+from nixl_tiers.mover.tiers.watch import Mount, describe
 
 logger = logging.getLogger(__name__)
 
-_FORMAT: Final = 1
 _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
 _UNITS_RUNNING: Final = 4  # in each direction
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
-_MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
 _NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
@@ -57,17 +57,6 @@ class _Running:
     transfer: Transfer
 
 
-@dataclass
-class _Namespace:
-    """All that belongs to the namespace being served."""
-
-    claim: Claim
-    manifest: Manifest
-    slabs: Slabs
-    sealer: Sealer
-    scan: Scan | None = None
-
-
 class FileStorage(StorageTier):
     """Slots in slab files below `<path>/<namespace>/<replica>`, journalled in SQLite, within the path's capacity."""
 
@@ -82,13 +71,15 @@ class FileStorage(StorageTier):
             self._memory: Registration | None = self._agent.register_region(region)
         except AgentError as error:
             raise TierRefused(f"backend: {error}") from error
-        self._open: _Namespace | None = None
+        self._mount = Mount()
+        self._open: Replica | None = None
         self._batches = Batches()
         self._loads: deque[_Unit] = deque()
         self._stores: deque[_Unit] = deque()
         self._running: list[_Running] = []
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
+        self._complaints = Complaints(logger)
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
         self._unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // geometry.row_bytes))
@@ -97,42 +88,41 @@ class FileStorage(StorageTier):
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        self._close_namespace()
+        self._close_replica()
         path, row_bytes = self._config.path, self._geometry.row_bytes
-        slots = _slots(self._config.capacity, row_bytes)
+        slots = slots_within(self._config.capacity, row_bytes)
         if slots < 1:
             raise TierRefused(
                 f"capacity: {self._config.capacity} bytes hold no row of {row_bytes} bytes beside the journal in {path}"
             )
         try:
+            if trouble := self._mount.trouble():
+                raise TierDown(trouble)
             path.mkdir(mode=0o700, exist_ok=True)
+            if (path / INCOMING).exists():
+                raise TierRefused(
+                    f'path: {path} holds rows as files, and a directory has one layout: "files" or "slabs"'
+                )
             with self._ledger.locked():
                 claim = self._ledger.claim(namespace)
                 try:
-                    self._open = self._serve(claim, slots, Sealer(self._geometry, namespace, epoch))
+                    sealer = Sealer(self._geometry, namespace, epoch)
+                    self._open = Replica(claim, slots, sealer, self._agent, self._ledger)
                     self._ledger.make_room(0)  # the capacity may be smaller than last time
                 except BaseException:
                     if self._open is None:
                         self._ledger.abandon(claim)
                     raise
         except OSError as error:
-            reason = f"{error.filename or path}: {error.strerror or error}"
             if error.errno in _NEVER:
-                raise TierRefused(f"path: {reason}") from error
-            raise TierDown(reason) from error
+                raise TierRefused(f"path: {describe(error)}") from error
+            raise TierDown(describe(error)) from error
+        self._mount.remember(path)
         self._full_until_s = 0.0
         return slots
 
     def adopt(self) -> Iterator[list[Entry]]:
-        served = self._served
-        last = 0
-        for batch in served.manifest.adopt():
-            last = max([last, *(entry.tick for entry in batch)])
-            yield [entry for entry in batch if served.slabs.has_room(entry.slot)]
-        if not served.manifest.whole:
-            yield from self._rebuilt(served, last)
-        else:
-            served.manifest.complete()
+        return self._served.adopt()
 
     def store(self, moves: Sequence[Move]) -> int:
         manifest = self._served.manifest
@@ -153,7 +143,12 @@ class FileStorage(StorageTier):
                 self._finish(running.unit, good=state is TransferState.DONE)
         if self._growth is not None and self._growth.done():
             self._grown(self._growth)
+        trouble = self._open.watch.poll() if self._open is not None else ""
+        if trouble:
+            self._give_up()
         self._start_more()
+        if trouble and not self._running and self._growth is None and not self._batches.waiting:
+            raise TierDown(trouble)
         return self._batches.take()
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
@@ -162,14 +157,16 @@ class FileStorage(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._loads or self._stores or self._batches.waiting)
+        return bool(self._running or self._loads or self._stores or self._batches.waiting) or (
+            self._open is not None and bool(self._open.watch.trouble)
+        )
 
     @property
     def used_bytes(self) -> int:
         return self._ledger.used_bytes
 
     def close(self) -> None:
-        self._close_namespace()
+        self._close_replica()
         self._allocator.shutdown(wait=False, cancel_futures=True)
         if self._memory is not None:
             self._agent.deregister(self._memory)
@@ -178,59 +175,15 @@ class FileStorage(StorageTier):
     # --- opening and closing a namespace ----------------------------------------------------------------------------
 
     @property
-    def _served(self) -> _Namespace:
+    def _served(self) -> Replica:
         if self._open is None:
             raise RuntimeError("the tier is not open")
         return self._open
 
-    def _serve(self, claim: Claim, slots: int, sealer: Sealer) -> _Namespace:
-        plan = _plan(claim, self._geometry, slots)
-        if not claim.about:
-            plan = guess_plan(claim.directory, sealer, slots)
-            if plan is not None:
-                logger.warning("%s had lost its description: going by its rows' seals", claim.directory)
-                # Its slot numbers may be those of another plan.
-                for file in claim.directory.glob("manifest.*"):
-                    file.unlink()
-            elif not self._ledger.make_room(journal_bytes(slots)):
-                raise TierDown(f"{self._config.path} is full: what live movers hold leaves no room for one more")
-        if plan is None:
-            # Nothing in it can be ours: rows of another shape, or a directory whose description is lost.
-            for file in claim.directory.glob("[sm]*.*"):
-                file.unlink()
-            plan = Plan.of(self._geometry.row_bytes, slots)
-        about = _about(self._geometry, plan)
-        if claim.about != about:  # a full medium must not keep the tier from serving what it holds
-            claim.describe(about)
-        slabs = Slabs(claim.directory, plan, self._agent, self._ledger)
-        return _Namespace(claim, Manifest(claim.directory, slots), slabs, sealer)
-
-    def _rebuilt(self, served: _Namespace, last: int) -> Iterator[list[Entry]]:
-        """The rows that the journal did not tell of, by their seals; used later than `last`, as they lack there."""
-        scan = served.scan = Scan(served.slabs.stretches(served.manifest.unknown()), served.sealer)
-        while not scan.done:
-            yield []
-        for start in range(0, len(scan.found), MAX_ENTRIES):
-            batch = []
-            for place, row in enumerate(scan.found[start : start + MAX_ENTRIES]):
-                if not served.manifest.was_stored(row.slot):
-                    entry = Entry(row.slot, row.key, last + 1 + start + place)
-                    served.manifest.put(entry.slot, entry.key, entry.tick)
-                    batch.append(entry)
-            yield batch
-        if scan.found:
-            logger.info("%s: found %d rows by their seals", served.claim.directory, len(scan.found))
-        if not scan.failed:
-            served.manifest.complete()
-
-    def _close_namespace(self) -> None:
-        served, self._open = self._open, None
-        if served is not None:
-            if served.scan is not None:
-                served.scan.stop()
-            served.manifest.close()
-            served.slabs.close()
-            served.claim.release()
+    def _close_replica(self) -> None:
+        replica, self._open = self._open, None
+        if replica is not None:
+            replica.close()
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 
@@ -242,6 +195,13 @@ class FileStorage(StorageTier):
             waiting.append(_Unit(batch, writes, list(range(start, end)), list(moves[start:end])))
         self._start_more()
         return batch.ticket
+
+    def _give_up(self) -> None:
+        """What stands under the tier has gone: end what has not been started. What runs ends by itself."""
+        for waiting in (self._loads, self._stores):
+            while waiting and (waiting is self._loads or self._growth is None):
+                unit = waiting.popleft()
+                self._settle(unit, [True] * len(unit.moves), Outcome.FAILED)
 
     def _start_more(self) -> None:
         """Neither direction waits for the other: requests wait for loads, and stores that starved would be overdue.
@@ -281,7 +241,8 @@ class FileStorage(StorageTier):
                 if move.seal and unit.writes:
                     served.sealer.seal(region.rows_view[move.row], move.key, sealed_at=int(time.time()))
         except AgentError as error:
-            logger.warning("%s", error)
+            self._complaints.about("agent", str(error))
+            served.watch.soon()
             self._settle(unit, [True] * len(unit.moves), Outcome.FAILED)
             return
         transfer = self._agent.write(spans) if unit.writes else self._agent.read(spans)
@@ -303,12 +264,16 @@ class FileStorage(StorageTier):
             if good:
                 served.manifest.put(move.slot, move.key, move.tick)
                 return Outcome.OK
-            return Outcome.NO_SPACE if served.slabs.medium_is_full() else Outcome.FAILED
+            if served.slabs.medium_is_full():
+                return Outcome.NO_SPACE
+            served.store_failed()
+            return Outcome.FAILED
         if not good:
+            served.load_failed()
             return Outcome.FAILED
         verdict = served.sealer.verify(self._region.rows_view[move.row], move.key)
         if verdict is not Verdict.OK:
-            logger.warning("slot %d is not the row that it should be (%s)", move.slot, verdict.name)
+            served.spoilt(move.slot, verdict.name)
             served.manifest.forget(move.slot, move.key)
             return Outcome.CORRUPT
         if move.tick:
@@ -331,38 +296,12 @@ class FileStorage(StorageTier):
             growth.result()
         except (NoSpace, OSError) as error:
             if not self._full_until_s:
-                logger.warning("no room for more rows: %s", error)
+                logger.warning("no room for more rows: %s", describe(error) if isinstance(error, OSError) else error)
+            self._served.watch.soon()
             self._full_until_s = time.monotonic() + _FULL_S
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:
             self._full_until_s = 0.0
-
-
-def _slots(capacity_bytes: int, row_bytes: int) -> int:
-    """How many rows fit beside their journal and what else a namespace takes."""
-    return (capacity_bytes - journal_bytes(0) - _MARGIN_BYTES) // (row_bytes + journal_bytes(1) - journal_bytes(0))
-
-
-def _about(geometry: Geometry, plan: Plan) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        **asdict(geometry),
-        "row_bytes": plan.row_bytes,
-        "slots": plan.slots,
-        "slots_per_slab": plan.slots_per_slab,
-        "journal_bytes": journal_bytes(plan.slots),
-    }
-
-
-def _plan(claim: Claim, geometry: Geometry, slots: int) -> Plan | None:
-    """The plan by which the namespace was laid out, for `slots` slots now; None if it cannot be used."""
-    about = claim.about
-    try:
-        plan = Plan(int(about["row_bytes"]), slots, int(about["slots_per_slab"]))
-    except (KeyError, TypeError, ValueError):
-        return None
-    same = _about(geometry, plan) | {"slots": about.get("slots"), "journal_bytes": about.get("journal_bytes")} == about
-    return plan if same and plan.row_bytes == geometry.row_bytes and plan.slots_per_slab > 0 else None
 
 
 def _raise_file_limit() -> None:

@@ -25,11 +25,13 @@ from nixl_tiers.config import FileTier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
+from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.shelves import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, Shelves
 from nixl_tiers.mover.tiers.slabs import direct_works, fallocate
+from nixl_tiers.mover.tiers.watch import Mark, Mount, Watch, describe
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class _Served:
     name: str
     sealer: Sealer
     slots: int
+    watch: Watch
     known: set[Key] = field(default_factory=set)
+    before: set[Key] = field(default_factory=set)  # what the engine was told of before the medium went away
     storing: Counter[Key] = field(default_factory=Counter)
     dropping: Counter[Key] = field(default_factory=Counter)
     tick: int = 0
@@ -97,6 +101,8 @@ class FilesStorage(StorageTier):
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
         self._open: _Served | None = None
+        self._complaints = Complaints(logger)
+        self._mount = Mount()
         self._direct = True
         self._batches = Batches()
         self._stores: deque[_Task] = deque()
@@ -117,20 +123,28 @@ class FilesStorage(StorageTier):
                 f"directories in {path}"
             )
         try:
+            if trouble := self._mount.trouble():
+                raise TierDown(trouble)
             path.mkdir(mode=0o700, exist_ok=True)
             if (path / ".ledger").exists():
                 raise TierRefused(f'path: {path} holds slabs, and a directory has one layout: "slabs" or "files"')
             for directory in (path / INCOMING, path / namespace.hex()):
                 directory.mkdir(mode=0o700, exist_ok=True)
             self._direct = direct_works(path / INCOMING)
+            watch = Watch(Mark(path).trouble)
         except OSError as error:
-            reason = f"{error.filename or path}: {error.strerror or error}"
             if error.errno in _NEVER:
-                raise TierRefused(f"path: {reason}") from error
-            raise TierDown(reason) from error
+                raise TierRefused(f"path: {describe(error)}") from error
+            raise TierDown(describe(error)) from error
         if not self._direct:
-            logger.warning("%s does not support O_DIRECT: rows go through the page cache", path)
-        self._open = _Served(namespace.hex(), Sealer(self._geometry, namespace, epoch), slots)
+            self._complaints.about("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
+        before = self._open
+        self._open = _Served(namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, watch)
+        if before is not None:
+            before.watch.close()
+            if (before.name, before.sealer.epoch) == (namespace.hex(), epoch):
+                self._open.before = before.known | before.before
+        self._mount.remember(path)
         self._shelves.start()
         return slots
 
@@ -150,6 +164,8 @@ class FilesStorage(StorageTier):
         new, gone = comparing.result()
         yield from self._in_batches(served, self._still_gone(served, gone))
         yield from self._in_batches(served, self._still_new(served, new))
+        lost, served.before = served.before - served.known, set()
+        yield from self._in_batches(served, (Entry(GONE, key, 0) for key in lost))
 
     def store(self, moves: Sequence[Move]) -> int:
         served = self._served
@@ -166,7 +182,12 @@ class FilesStorage(StorageTier):
         self._storing = [task for task in self._storing if not self._over(task, self._begin_write, self._end_write)]
         self._loading = [task for task in self._loading if not self._over(task, self._begin_read, self._end_read)]
         self._reap_drops()
+        trouble = self._open.watch.poll() if self._open is not None else ""
+        if trouble:
+            self._give_up()
         self._start_more()
+        if trouble and not (self._storing or self._loading or self._dropping or self._batches.waiting):
+            raise TierDown(trouble)
         return self._batches.take()
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
@@ -183,7 +204,8 @@ class FilesStorage(StorageTier):
     @property
     def busy(self) -> bool:
         running = self._storing or self._loading or self._stores or self._loads or self._dropping
-        return bool(running or self._batches.waiting)
+        going = self._open is not None and self._open.watch.trouble
+        return bool(running or going or self._batches.waiting)
 
     @property
     def used_bytes(self) -> int:
@@ -191,6 +213,8 @@ class FilesStorage(StorageTier):
         return self._shelves.used_bytes
 
     def close(self) -> None:
+        if self._open is not None:
+            self._open.watch.close()
         self._open = None
         self._lister.shutdown(wait=False, cancel_futures=True)
         self._shelves.close()
@@ -263,6 +287,13 @@ class FilesStorage(StorageTier):
         waiting.extend(_Task(batch, index, move, Place.of(name, move.key)) for index, move in enumerate(moves))
         self._start_more()
         return batch.ticket
+
+    def _give_up(self) -> None:
+        """The directory has gone: end what has not been started. What runs ends by itself."""
+        while self._loads:
+            self._end(self._loads.popleft(), Outcome.FAILED, writes=False)
+        while self._stores:
+            self._end(self._stores.popleft(), Outcome.FAILED, writes=True)
 
     def _start_more(self) -> None:
         while self._loads and len(self._loading) < self._most:
@@ -347,7 +378,7 @@ class FilesStorage(StorageTier):
         verdict = self._served.sealer.verify(self._region.rows_view[task.move.row], task.move.key)
         self._shelves.on_hand(place, self._let_go, file, place, verdict is Verdict.OK)
         if verdict is not Verdict.OK:
-            logger.warning("%s is not the row that it should be (%s)", file.path, verdict.name)
+            self._complaints.about("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
             return Outcome.CORRUPT
         return Outcome.OK
 
@@ -378,7 +409,7 @@ class FilesStorage(StorageTier):
                 raise OSError(failed, os.strerror(failed), str(path))
             return _File(self._agent.register_file(str(path), self._row_bytes, direct=self._direct), path)
         except (OSError, AgentError) as error:
-            logger.warning("a row cannot be written: %s", error)
+            self._failed("written", error)
             self._abandon(path)
             return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
 
@@ -391,10 +422,16 @@ class FilesStorage(StorageTier):
             status = os.statvfs(file.path)
             full = status.f_bavail * status.f_frsize < self._row_bytes
         except OSError as error:
-            logger.warning("a row cannot be put in its place: %s", error)
+            self._failed("put in their places", error)
             full = error.errno in _FULL
         self._abandon(file.path)
         return Outcome.NO_SPACE if full else Outcome.FAILED
+
+    def _failed(self, what: str, error: OSError | AgentError) -> None:
+        reason = describe(error) if isinstance(error, OSError) else error
+        self._complaints.about(what, f"{self._config.path}: rows cannot be {what} ({reason})")
+        if (served := self._open) is not None:
+            served.watch.soon()
 
     def _abandon(self, path: Path | None) -> None:
         if path is not None:
@@ -411,13 +448,13 @@ class FilesStorage(StorageTier):
             if status.st_size == self._row_bytes:
                 registration = self._agent.register_file(str(path), self._row_bytes, direct=self._direct)
                 return _File(registration, path, status)
-            logger.warning("%s has %d bytes and no row", path, status.st_size)
+            self._complaints.about("spoilt", f"{path} has {status.st_size} bytes and no row")
             self._shelves.condemn(place, status)
             return Outcome.CORRUPT
         except AgentError:
             return self._why(place)
         except OSError as error:
-            logger.warning("%s", error)
+            self._failed("read", error)
             return Outcome.FAILED
 
     def _explain(self, file: _File, place: Place) -> Outcome:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_tiers.mover.tiers.base import TierDown
+from nixl_tiers.mover.tiers.watch import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,15 @@ class Claim:
         self.directory = directory
         self.about = about
         self._descriptor: int | None = descriptor
+        self._marks = Mark(directory), Mark(directory / _LOCK)
+
+    def trouble(self) -> str:
+        """What somebody has done to the directory, to our lock or to the description, or "". Raises OSError."""
+        for mark in self._marks:
+            if trouble := mark.trouble():
+                return trouble
+        about = self.directory / ABOUT
+        return "" if about.exists() else f"{about} has been deleted"
 
     def describe(self, about: dict[str, Any]) -> None:
         """Replace namespace.json, whole or not at all."""

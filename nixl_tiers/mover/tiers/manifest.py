@@ -22,7 +22,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import MAX_ENTRIES, Entry
+from nixl_tiers.mover.tiers.watch import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class Manifest:
         self._path = directory / NAME
         self._lock = threading.Condition()
         self._pending: dict[int, _Put | _Forget | _Touch] = {}  # one a slot: the newest decides
+        self._complaints = Complaints(logger)
         self._closing = False
         self._urgent = False  # somebody waits for what is pending
         self._ailing = False
@@ -86,6 +89,7 @@ class Manifest:
         self._stored: set[int] | None = set()  # slots given to new rows while the old ones are still being listed
         self._listed = np.zeros(slots, dtype=np.bool_)
         self._emptied = np.zeros(0, dtype=np.int64)
+        self._mark: Mark | None = None  # of the file that is open; None while it is being replaced
         self._lost = False  # the file was replaced while it was in use: rows were told of that it does not hold
         try:
             try:
@@ -173,6 +177,11 @@ class Manifest:
         self._stored = None
         self.whole = True
 
+    def trouble(self) -> str:
+        """What somebody has done to the file, or "". On any thread. Raises OSError."""
+        mark = self._mark
+        return mark.trouble() if mark is not None else ""
+
     def close(self) -> None:
         """Write what is pending, as far as the medium lets it, and close the file."""
         with self._lock:
@@ -196,6 +205,7 @@ class Manifest:
         except sqlite3.Error:
             db.close()
             raise
+        self._mark = Mark(self._path)
         return db
 
     def _mark_whole(self) -> None:
@@ -204,7 +214,8 @@ class Manifest:
             self._db.execute(f"PRAGMA user_version = {_WHOLE}")
 
     def _replace(self, damage: sqlite3.Error) -> sqlite3.Connection:
-        logger.warning("%s is damaged (%s): starting with an empty one", self._path, damage)
+        self._complaints.about("damage", f"{self._path} is damaged ({damage}): starting with an empty one")
+        self._mark = None
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 self._path.with_name(NAME + suffix).unlink()
@@ -262,7 +273,9 @@ class Manifest:
                 self.whole = self._marked_whole = False
                 self._db = self._replace(error)
         elif not complained:
-            logger.warning("%s cannot be written (%s): what is stored now may be lost at a restart", self._path, error)
+            self._complaints.about(
+                "write", f"{self._path} cannot be written ({error}): what is stored now may be lost at a restart"
+            )
         return True
 
     def _commit(self) -> None:

@@ -25,6 +25,7 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.agent import Agent, Registration
 from nixl_tiers.mover.tiers.ledger import Ledger
 from nixl_tiers.mover.tiers.rebuild import Stretch, seals
+from nixl_tiers.mover.tiers.watch import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Slabs:
         self._sparse = False
         self._allocated: dict[int, int] = {}  # slab -> slots that its file has room for
         self._files: dict[int, Registration] = {}
+        self._marks: dict[int, Mark] = {}
         for path in directory.iterdir():
             if match := _NAME.fullmatch(path.name):
                 self._take_over(int(match[1]))
@@ -127,6 +129,13 @@ class Slabs:
         status = os.statvfs(self._directory)
         return self._sparse and status.f_bavail * status.f_frsize < self.plan.row_bytes
 
+    def trouble(self) -> str:
+        """What somebody has done to a file of ours, or "". On any thread. Raises OSError."""
+        for slab, mark in list(self._marks.items()):
+            if trouble := mark.trouble(self._allocated.get(slab, 0) * self.plan.row_bytes):
+                return trouble
+        return ""
+
     def close(self) -> None:
         """Let NIXL close the files. No transfer may be pending."""
         for file in self._files.values():
@@ -144,6 +153,7 @@ class Slabs:
         elif size > limit * self.plan.row_bytes:
             os.truncate(path, limit * self.plan.row_bytes)
         if limit:
+            self._marks[slab] = Mark(path)
             self._allocated[slab] = min(size // self.plan.row_bytes, limit)
 
     def _allocate(self, slab: int, end: int) -> None:
@@ -165,6 +175,8 @@ class Slabs:
                     raise NoSpace(f"the file system of {self._directory} is full")
         finally:
             os.close(descriptor)
+        if slab not in self._marks:
+            self._marks[slab] = Mark(self._path(slab))
         self._allocated[slab] = end
         self._ledger.used_bytes += end * row_bytes - size
 

@@ -1,0 +1,166 @@
+"""One replica of one namespace, being served: its claim, its journal, its slabs, and what a look at them finds."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.memory.seal import Sealer
+from nixl_tiers.mover.agent import Agent
+from nixl_tiers.mover.complaints import Complaints
+from nixl_tiers.mover.messages import MAX_ENTRIES, Entry
+from nixl_tiers.mover.tiers.base import TierDown
+from nixl_tiers.mover.tiers.ledger import Claim, Ledger
+from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
+from nixl_tiers.mover.tiers.rebuild import Scan
+from nixl_tiers.mover.tiers.slabs import Plan, Slabs, guess_plan
+from nixl_tiers.mover.tiers.watch import Watch, describe
+
+logger = logging.getLogger(__name__)
+
+_FORMAT: Final = 1
+_MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
+
+
+class Replica:
+    """All that belongs to the namespace being served. Made inside the ledger's lock."""
+
+    def __init__(self, claim: Claim, slots: int, sealer: Sealer, agent: Agent, ledger: Ledger) -> None:
+        """Raises TierDown if there is no room for one more journal, OSError."""
+        self.sealer = sealer
+        self._claim = claim
+        plan = _plan(claim, sealer.geometry, slots)
+        if not claim.about:
+            plan = guess_plan(claim.directory, sealer, slots)
+            if plan is not None:
+                logger.warning("%s had lost its description: going by its rows' seals", claim.directory)
+                # Its slot numbers may be those of another plan.
+                for file in claim.directory.glob("manifest.*"):
+                    file.unlink()
+            elif not ledger.make_room(journal_bytes(slots)):
+                raise TierDown(f"{ledger.path} is full: what live movers hold leaves no room for one more")
+        if plan is None:
+            # Nothing in it can be ours: rows of another shape, or a directory whose description is lost.
+            for file in claim.directory.glob("[sm]*.*"):
+                file.unlink()
+            plan = Plan.of(sealer.geometry.row_bytes, slots)
+        about = _about(sealer.geometry, plan)
+        if claim.about != about:  # a full medium must not keep the tier from serving what it holds
+            claim.describe(about)
+        self.slabs = Slabs(claim.directory, plan, agent, ledger)
+        self.manifest = Manifest(claim.directory, slots)
+        self._scan: Scan | None = None
+        self._complaints = Complaints(logger)
+        self._stores_fail = False
+        self.watch = Watch(self._look)
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        """The rows in it; see StorageTier.adopt."""
+        last = 0
+        for batch in self.manifest.adopt():
+            last = max([last, *(entry.tick for entry in batch)])
+            yield [entry for entry in batch if self.slabs.has_room(entry.slot)]
+        if not self.manifest.whole:
+            yield from self._rebuilt(last)
+        else:
+            self.manifest.complete()
+
+    def store_failed(self) -> None:
+        """Not for want of space. The next look, which is due now, finds out why."""
+        self._stores_fail = True
+        self.watch.soon()
+
+    def load_failed(self) -> None:
+        self._complaints.about("load", f"{self._claim.directory}: rows cannot be read; the kernel's log may tell why")
+        self.watch.soon()
+
+    def spoilt(self, slot: int, verdict: str) -> None:
+        """A row's seal says that it is not the row, or not whole."""
+        self._complaints.about(
+            "spoilt", f"{self._claim.directory}: slot {slot} is not the row that it should be ({verdict})"
+        )
+
+    def close(self) -> None:
+        """Write what is pending, as far as that is possible, and let go."""
+        self.watch.close()
+        if self._scan is not None:
+            self._scan.stop()
+        self.manifest.close()
+        self.slabs.close()
+        self._claim.release()
+
+    def _rebuilt(self, last: int) -> Iterator[list[Entry]]:
+        """The rows that the journal did not tell of, by their seals; used later than `last`, as they lack there."""
+        scan = self._scan = Scan(self.slabs.stretches(self.manifest.unknown()), self.sealer)
+        while not scan.done:
+            yield []
+        for start in range(0, len(scan.found), MAX_ENTRIES):
+            batch = []
+            for place, row in enumerate(scan.found[start : start + MAX_ENTRIES]):
+                if not self.manifest.was_stored(row.slot):
+                    entry = Entry(row.slot, row.key, last + 1 + start + place)
+                    self.manifest.put(entry.slot, entry.key, entry.tick)
+                    batch.append(entry)
+            yield batch
+        if scan.found:
+            logger.info("%s: found %d rows by their seals", self._claim.directory, len(scan.found))
+        if not scan.failed:
+            self.manifest.complete()
+
+    def _look(self) -> str:
+        """On the watch's thread: what has happened to what we stand on, or ""."""
+        trouble = self._claim.trouble() or self.manifest.trouble() or self.slabs.trouble()
+        if self._stores_fail and not trouble:
+            self._stores_fail = False
+            reason = _why_not_written(self._claim.directory)
+            self._complaints.about("store", f"{self._claim.directory}: rows cannot be written ({reason})")
+        return trouble
+
+
+def slots_within(capacity_bytes: int, row_bytes: int) -> int:
+    """How many rows fit beside their journal and what else a namespace takes."""
+    return (capacity_bytes - journal_bytes(0) - _MARGIN_BYTES) // (row_bytes + journal_bytes(1) - journal_bytes(0))
+
+
+def _about(geometry: Geometry, plan: Plan) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        **asdict(geometry),
+        "row_bytes": plan.row_bytes,
+        "slots": plan.slots,
+        "slots_per_slab": plan.slots_per_slab,
+        "journal_bytes": journal_bytes(plan.slots),
+    }
+
+
+def _plan(claim: Claim, geometry: Geometry, slots: int) -> Plan | None:
+    """The plan by which the namespace was laid out, for `slots` slots now; None if it cannot be used."""
+    about = claim.about
+    try:
+        plan = Plan(int(about["row_bytes"]), slots, int(about["slots_per_slab"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    same = _about(geometry, plan) | {"slots": about.get("slots"), "journal_bytes": about.get("journal_bytes")} == about
+    return plan if same and plan.row_bytes == geometry.row_bytes and plan.slots_per_slab > 0 else None
+
+
+def _why_not_written(directory: Path) -> str:
+    """NIXL does not tell: what happens to a page that is written here."""
+    probe = directory / "probe.tmp"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PAGE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return describe(error)
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return "though other files can; the kernel's log may tell why"
