@@ -143,7 +143,7 @@ class TierManager(Traffic):
             plan.rows.append(row.index)
         self.cpu_counters.misses += len(fresh)
         for storage in self.storage:
-            storage.counters.misses += sum(key not in storage.index for key in fresh)
+            storage.counters.misses += sum(key not in storage for key in fresh)
         self.cpu_counters.dropped += len(fresh) - room
         plan.evicted.extend(self.take_evicted())
         return plan
@@ -233,7 +233,7 @@ class TierManager(Traffic):
         row = self.host.index.get(key)
         if row is not None and row.state is RowState.READY:
             return CPU
-        return next((s.spec.name for s in self.storage if s.find(key, now) is not None), None)
+        return next((s.spec.name for s in self.storage if s.find(key, now)), None)
 
     def counters(self) -> Mapping[str, tuple[Counters, int, TierState]]:
         """By tier: counters, rows in use, state."""

@@ -38,7 +38,7 @@ class Queues:
         if below is not None and self.storage[below].state is TierState.UP:
             target = self.storage[below]
             for key, row in self.host.index.items():
-                if row.state is RowState.READY and key not in target.index:
+                if row.state is RowState.READY and key not in target:
                     target.to_store.setdefault(key, row.tick)
 
     def backlog(self) -> int:
@@ -62,7 +62,7 @@ class Queues:
         if request.given_up or (key in request.asked and not request.asked[key]):
             return False
         for storage in self.storage:
-            if storage.find(key, now) is not None:
+            if storage.find(key, now):
                 storage.to_load.append((request, key))
                 request.asked[key] = True
                 return True
@@ -71,7 +71,7 @@ class Queues:
 
     def _cascade(self, row: Row, storages: Iterable[Storage]) -> None:
         for storage in storages:
-            if storage.spec.write is Write.THROUGH and row.key not in storage.index:
+            if storage.spec.write is Write.THROUGH and row.key not in storage:
                 if storage.state is TierState.DOWN or len(storage.to_store) >= self.host.rows:
                     storage.counters.dropped += 1
                 else:
@@ -110,7 +110,7 @@ class Queues:
             target = self.storage[below]
             for key in gone:
                 target.to_store.pop(key, None)
-                target.counters.dropped += key not in target.index
+                target.counters.dropped += key not in target
         return min(count, self.host.free)
 
     def _clean_all(self) -> None:
@@ -126,7 +126,7 @@ class Queues:
         above = self._above(tier)
         if above is None:
             for row in self.host.choose(missing):
-                if row.key in target.index:
+                if row.key in target:
                     self.host.leave(row)
                 else:
                     target.to_store[row.key] = row.tick
@@ -134,7 +134,7 @@ class Queues:
         source = self.storage[above]
         for key in source.choose(missing):
             host_row = self.host.index.get(key)
-            if key in target.index:
+            if key in target:
                 source.release(key)
             elif host_row is not None and host_row.state is RowState.READY:
                 target.to_store[key] = host_row.tick

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from nixl_tiers.cascade.adopted import AdoptedRows
+
 
 class Slots:
     """`limit` slots numbered from 0, one byte of memory each. `take` gives the lowest free one; the budget holds
     because nothing else gives."""
 
-    def __init__(self, limit: int, taken: bytearray | None = None) -> None:
-        """`taken`: one byte a slot, 1 for those that a medium already fills (owned by this object from now on)."""
-        self._map = taken if taken is not None else bytearray()
+    def __init__(self, limit: int) -> None:
+        self._map = bytearray()
         self._limit = limit
-        self._used = self._map.count(1)
+        self._used = 0
         self._lowest = 0  # no free slot below this one
         self._cover(limit)
 
@@ -59,6 +60,21 @@ class Slots:
         self._map[slot] = 0
         self._used -= 1
         self._lowest = min(self._lowest, slot)
+
+    def admit(self, rows: AdoptedRows) -> None:
+        """Take the slots of all these rows; they become fewer by those whose slots are taken or beyond the limit."""
+        rows.claim(self._map, self._limit)
+        self._used += len(rows)
+
+    def dismiss(self, rows: AdoptedRows) -> None:
+        """Return the slots of all these rows."""
+        rows.release(self._map)
+        self._used -= len(rows)
+        self._lowest = 0
+
+    def lend(self, count: int) -> None:
+        """Take `count` slots without saying which, or return so many where it is negative. This may pass the limit."""
+        self._used += count
 
     def _cover(self, limit: int) -> None:
         if limit > len(self._map):

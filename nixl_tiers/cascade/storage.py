@@ -9,6 +9,7 @@ from enum import Enum
 
 import msgspec
 
+from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.policies.base import EvictionPolicy
@@ -93,17 +94,25 @@ class Counters:
 
 @dataclass
 class Storage:
-    """The book of one storage tier. Every change of who holds a slot happens here."""
+    """The book of one storage tier. Every change of who holds a slot happens here.
+
+    A row stands in `index`, or among the `adopted`: rows that nobody has used since the tier was opened, which the
+    medium tells of by the million. They are colder than all others, so they go first.
+    """
 
     spec: TierSpec
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
+    adopted: list[AdoptedRows] = field(default_factory=list)  # the coldest first
+    told_before: int = 0  # how many of these are from before the tier was opened again; they serve until it has told
+    closing: list[AdoptedRows] = field(default_factory=list)  # no longer used; closing them may take milliseconds
     policy: EvictionPolicy = field(init=False)
     slots: Slots = field(default_factory=lambda: Slots(0))
     jobs: dict[int, Job] = field(default_factory=dict)
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first come first written
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     to_drop: list[tuple[int, Key]] = field(default_factory=list)
+    to_drop_adopted: list[tuple[int, bytes]] = field(default_factory=list)  # (slot, digest of the key)
     leaving: set[Key] = field(default_factory=set)
     rows_storing: int = 0
     rows_loading: int = 0
@@ -116,12 +125,23 @@ class Storage:
     def readable(self) -> bool:
         return self.state is not TierState.DOWN
 
-    def find(self, key: Key, now: float) -> Entry | None:
-        """The entry of a row that can be loaded now."""
+    def __contains__(self, key: Key) -> bool:
+        return key in self.index or any(rows.find(key) is not None for rows in self.adopted)
+
+    def find(self, key: Key, now: float) -> bool:
+        """Whether the key's row can be loaded now."""
         if self.state is TierState.DOWN:
-            return None
+            return False
         entry = self.index.get(key)
-        return entry if entry is not None and entry.stored and entry.retry_at <= now else None
+        if entry is None:
+            return any(rows.find(key) is not None for rows in self.adopted)
+        return entry.stored and entry.retry_at <= now
+
+    def fetch(self, key: Key, now: float) -> Entry | None:
+        """The entry of a row that can be loaded now, and is going to be."""
+        if not self.find(key, now):
+            return None
+        return self.index.get(key) or self._bring_over(key)
 
     def make_room(self, count: int) -> None:
         """Evict the least valuable rows until `count` slots are free, or until nothing more may go."""
@@ -129,7 +149,9 @@ class Storage:
         if missing > 0:
             # Those that leave were to go anyway, and are lost if they were not written below yet.
             victims = [key for key in self.leaving if not self._spare(key)][:missing]
-            victims += self.policy.evict(missing - len(victims), self._spare)
+            missing -= len(victims)
+            missing -= self._evict_adopted(missing)
+            victims += self.policy.evict(missing, self._spare)
             for key in victims:
                 self._evicted(key)
 
@@ -145,13 +167,13 @@ class Storage:
     def adopt(self, slot: int, key: Key, tick: int) -> None:
         """A row that the medium held before we came, or has got from others; a negative slot: one that others took
         away. What we know better, or have no place for, is dropped there."""
+        entry = self.index.get(key) or self._bring_over(key)
         if slot < 0:
-            entry = self.index.get(key)
             if entry is not None and not self._spare(key):
                 self.forget(key, entry)
             return
-        if key in self.index:
-            if self.index[key].slot != slot and self.spec.physical_slots:
+        if entry is not None:
+            if entry.slot != slot and self.spec.physical_slots:
                 self.to_drop.append((slot, key))
             return
         if not self.spec.physical_slots:
@@ -166,8 +188,27 @@ class Storage:
         self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
 
+    def adopt_rows(self, rows: AdoptedRows) -> None:
+        """Many rows that the medium held before we came, colder than any that was adopted or used since."""
+        self.forget_told_before()
+        self.adopted.append(rows)
+        if self.spec.physical_slots:
+            self.slots.admit(rows)
+            self._close_emptied()
+        else:
+            self.slots.lend(len(rows))
+            self._evict_adopted(-self.slots.free)
+
+    def forget_told_before(self) -> None:
+        """What the tier told before it was opened again has been told again, or is about to be."""
+        while self.told_before:
+            self._close_adopted(0)
+
     def resize(self, limit: int) -> None:
         """A new number of slots; rows that stand beyond it, or are too many, are evicted, the least valuable first."""
+        self.told_before = len(self.adopted)
+        if limit < self.slots.limit:
+            self.forget_told_before()
         self.slots.limit = limit
         self.policy.resize(limit)
         if self.spec.physical_slots:
@@ -179,7 +220,7 @@ class Storage:
 
     def touch(self, key: Key, tick: int) -> None:
         """A row of this tier was used, here or above."""
-        entry = self.index.get(key)
+        entry = self.index.get(key) or self._bring_over(key)
         if entry is None:
             return
         if entry.leaving:
@@ -189,10 +230,17 @@ class Storage:
 
     def choose(self, count: int) -> list[Key]:
         """The `count` least valuable rows, from now on leaving: still there, until `release` is called for them."""
-        keys = self.policy.evict(count, self._spare)
-        for key in keys:
+        keys: list[Key] = []
+        for rows in self.adopted:
+            for key, slot in rows.coldest(count - len(keys)) if rows.named else ():
+                if (entry := self._enter(key, slot)) is not None:
+                    keys.append(key)
+                    entry.leaving = True
+        self._close_emptied()
+        for key in self.policy.evict(count - len(keys), self._spare):
             self.index[key].leaving = True
-            self.leaving.add(key)
+            keys.append(key)
+        self.leaving.update(keys)
         return keys
 
     def stay(self, key: Key, tick: int) -> None:
@@ -220,12 +268,16 @@ class Storage:
     def clear(self) -> None:
         """Another epoch: nothing that was here may be found. Jobs under way end as strangers."""
         self.index = {}
+        self.closing += self.adopted
+        self.adopted = []
+        self.told_before = 0
         self.slots = Slots(0)
         self.policy = make_policy(self.spec.policy, 0)
         self.leaving.clear()
         self.to_store.clear()
         self.to_load.clear()
         self.to_drop.clear()
+        self.to_drop_adopted.clear()
         self.state = TierState.DOWN
 
     def drops(self, most: int) -> Iterator[list[tuple[int, Key]]]:
@@ -233,6 +285,68 @@ class Storage:
         pending, self.to_drop = self.to_drop, []
         for start in range(0, len(pending), most):
             yield pending[start : start + most]
+
+    def adopted_drops(self, most: int) -> Iterator[list[tuple[int, bytes]]]:
+        """The same of adopted rows, by the digests of their keys, since nobody here knows these."""
+        pending, self.to_drop_adopted = self.to_drop_adopted, []
+        for start in range(0, len(pending), most):
+            yield pending[start : start + most]
+
+    def _bring_over(self, key: Key) -> Entry | None:
+        """The entry of a row that stood among the adopted until now; it is used, or is to be judged by itself."""
+        for rows in self.adopted:
+            found = rows.remove(key)
+            if found is not None:
+                slot, tick = found
+                entry = self._enter(key, slot)
+                if entry is not None:
+                    self.policy.add(key, tick)
+                self._close_emptied()
+                return entry
+        return None
+
+    def _enter(self, key: Key, slot: int) -> Entry | None:
+        """Put a row that is no longer among the adopted into the index. None if the tier has no room for it by now."""
+        if not self.spec.physical_slots:
+            self.slots.lend(-1)
+            number = self.slots.take()
+            if number is None:
+                self.to_drop.append((slot, key))
+                return None
+            slot = number
+        entry = self.index[key] = Entry(slot, stored=True)
+        return entry
+
+    def _evict_adopted(self, count: int) -> int:
+        """Evict up to `count` adopted rows, the coldest first; returns how many there were."""
+        evicted = 0
+        for rows in self.adopted:
+            victims = rows.coldest(count - evicted) if evicted < count else []
+            evicted += len(victims)
+            if self.spec.physical_slots:
+                for _, slot in victims:
+                    self.slots.give(slot)
+            else:
+                self.slots.lend(-len(victims))
+            drops = self.to_drop if rows.named else self.to_drop_adopted
+            drops += [(slot, name) for name, slot in victims]
+        self.counters.evictions += evicted
+        self._close_emptied()
+        return evicted
+
+    def _close_emptied(self) -> None:
+        for number in reversed(range(len(self.adopted))):
+            if not len(self.adopted[number]):
+                self._close_adopted(number)
+
+    def _close_adopted(self, number: int) -> None:
+        rows = self.adopted.pop(number)
+        self.told_before -= number < self.told_before
+        if self.spec.physical_slots:
+            self.slots.dismiss(rows)
+        else:
+            self.slots.lend(-len(rows))
+        self.closing.append(rows)
 
     def _evicted(self, key: Key) -> None:
         self._give_back(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.endings import Endings
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.outcome import Outcome
@@ -30,8 +31,21 @@ class Traffic(Endings):
         for slot, key, tick in entries:
             storage.adopt(slot, key, tick)
             self._tick = max(self._tick, tick + 1)
-        if last and storage.state is TierState.ADOPTING:
-            storage.state = TierState.UP
+        if last:
+            self._adopted(storage)
+
+    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int, last: bool) -> None:
+        """The same for rows without number, the most recent of which was used at tick `newest`; they are the core's
+        from now on. A row whose key is in `known` is better removed before: it would take two slots of the budget."""
+        storage = self.storage[tier]
+        storage.adopt_rows(rows)
+        self._tick = max(self._tick, newest + 1)
+        if last:
+            self._adopted(storage)
+
+    def known(self, tier: int) -> list[Key]:
+        """The keys that the tier's book holds one by one."""
+        return list(self.storage[tier].index)
 
     def down(self, tier: int, now: float) -> None:
         """The tier's medium does not answer. Its rows are not lost, they are misses until it is opened again."""
@@ -76,13 +90,18 @@ class Traffic(Endings):
 
     # --- inside ------------------------------------------------------------------------------------------------
 
+    def _adopted(self, storage: Storage) -> None:
+        storage.forget_told_before()
+        if storage.state is TierState.ADOPTING:
+            storage.state = TierState.UP
+
     def _plan_stores(self, tier: int, storage: Storage, now: float) -> list[Job]:
         wanted: list[tuple[Row, int]] = []
         put_off: dict[Key, int] = {}
         while storage.to_store and storage.rows_storing + len(wanted) < self._store_window:
             key, tick = storage.to_store.popitem(last=False)
             row = self.host.index.get(key)
-            if key in storage.index:
+            if key in storage:
                 self._written(tier, key)
                 continue
             if row is None or row.state is not RowState.READY:
@@ -123,7 +142,7 @@ class Traffic(Endings):
                     storage.stay(key, self._tick)  # somebody else has wanted it meanwhile
                 else:
                     request.hold(row)
-            elif storage.find(key, now) is not None:
+            elif storage.fetch(key, now) is not None:
                 wanted.setdefault(key, []).append(request)
             else:
                 request.asked.pop(key, None)

@@ -31,7 +31,7 @@ DIGEST_BYTES: Final = 16
 
 _MAGIC: Final = b"nixlindx"
 _VERSION: Final = 1
-_HEADER: Final = struct.Struct("<8sQQQQQ")  # magic, version, rows, log2 of buckets, slots, salt
+_HEADER: Final = struct.Struct("<8sQQQQQQ")  # magic, version, rows, log2 of buckets, slots, salt, bytes a key
 _CHECK: Final = struct.Struct("<Q")
 _WORD: Final = (1 << 64) - 1
 _GONE: Final = 0xFFFFFFFF  # the slot of a row that has been removed
@@ -62,14 +62,16 @@ def key_digests(keys: Iterable[Key]) -> NDArray[np.uint8]:
 class _Layout:
     """Where the parts stand, in bytes from the start: a function of the header, so that it can be checked."""
 
-    def __init__(self, rows: int, bucket_bits: int, slots: int) -> None:
+    def __init__(self, rows: int, bucket_bits: int, slots_limit: int, key_bytes: int) -> None:
+        self.rows, self.bucket_bits, self.slots_limit, self.key_bytes = rows, bucket_bits, slots_limit, key_bytes
         self.digests = PAGE  # uint8 (rows, 16), in order of hash
         self.slots = self.digests + DIGEST_BYTES * rows  # uint32 (rows,)
         self.ticks = self.slots + 4 * rows  # uint32 (rows,)
         self.order = self.ticks + 4 * rows  # uint32 (rows,): which row is the coldest, the next, ...
         self.starts = self.order + 4 * rows  # uint32 (buckets + 1,): the first row of each bucket, then `rows`
         self.taken = self.starts + 4 * ((1 << bucket_bits) + 1)  # one bit a slot
-        self.total = align(self.taken + -(-slots // 8))
+        self.keys = self.taken + -(-slots_limit // 8)  # uint8 (rows, key_bytes): the length of a key, the key, padding
+        self.total = align(self.keys + key_bytes * rows)
 
 
 class TableBuilder:
@@ -81,6 +83,8 @@ class TableBuilder:
         self._ticks: list[NDArray[np.uint32]] = []
         self.left_out: NDArray[np.intp] = np.empty(0, np.intp)
         """After build: rows (numbered as they were added) that the table lacks; the medium may forget them."""
+        self.order: NDArray[np.uint32] = np.empty(0, np.uint32)
+        """After build: uint32 (rows of the table,), the number of each as it was added."""
 
     def add_many(self, digests: NDArray[np.uint8], slots: NDArray[np.uint32], ticks: NDArray[np.uint32]) -> None:
         """Add rows: `digests` uint8 (n, 16) of their keys, `slots` and `ticks` (when last used) uint32 (n,).
@@ -97,10 +101,11 @@ class TableBuilder:
         self._slots.append(slots)
         self._ticks.append(ticks)
 
-    def build(self, slots_limit: int) -> int:
+    def build(self, slots_limit: int, keys: NDArray[np.uint8] | None = None) -> int:
         """The table as a new memfd, its size sealed; the caller's to send and to close. Empties the builder.
 
-        Rows with a slot of `slots_limit` or above are left out. TableError if there is no memory for it.
+        Rows with a slot of `slots_limit` or above are left out. `keys`, for a table that names its coldest rows by key:
+        uint8 (rows as added, 1 + longest key), each a length, the key, and padding. TableError if there is no memory.
         """
         digests: NDArray[np.uint8] = np.concatenate([np.empty((0, DIGEST_BYTES), np.uint8), *self._digests])
         slots = np.concatenate([np.empty(0, np.uint32), *self._slots])
@@ -117,17 +122,17 @@ class TableBuilder:
             raise TableError(f"a table has room for {_GONE - 1} rows, not for {len(kept)}")
         by_hash = np.argsort(hashes[kept])  # numbers of places in `kept`, which is in order of use
         rows = kept[by_hash]
+        self.order = rows.astype(np.uint32)
 
         bucket_bits = max(1, (-(-len(rows) // _ROWS_A_BUCKET) - 1).bit_length())
-        layout = _Layout(len(rows), bucket_bits, slots_limit)
+        key_bytes = 0 if keys is None else keys.shape[1]
+        layout = _Layout(len(rows), bucket_bits, slots_limit, key_bytes)
         fd = _memfd(layout.total)
         try:
-            header = _HEADER.pack(_MAGIC, _VERSION, len(rows), bucket_bits, slots_limit, salt)
+            header = _HEADER.pack(_MAGIC, _VERSION, len(rows), bucket_bits, slots_limit, salt, key_bytes)
             os.pwrite(fd, header + _CHECK.pack(xxh3_64_intdigest(header)), 0)
             out = mmap.mmap(fd, layout.total)  # unmapped with the last array over it
-            _column(out, layout.digests, DIGEST_BYTES * len(rows), np.uint8).reshape(-1, DIGEST_BYTES)[:] = digests[
-                rows
-            ]
+            _matrix(out, layout.digests, len(rows), DIGEST_BYTES)[:] = digests[rows]
             _column(out, layout.slots, len(rows))[:] = slots[rows]
             _column(out, layout.ticks, len(rows))[:] = ticks[rows]
             _column(out, layout.order, len(rows))[by_hash] = np.arange(len(rows), dtype=np.uint32)
@@ -138,6 +143,8 @@ class TableBuilder:
             taken = np.zeros(slots_limit, np.uint8)
             taken[slots[rows]] = 1
             _column(out, layout.taken, -(-slots_limit // 8), np.uint8)[:] = np.packbits(taken, bitorder="little")
+            if keys is not None:
+                _matrix(out, layout.keys, len(rows), key_bytes)[:] = keys[rows]
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(fd)
@@ -152,9 +159,11 @@ class Table:
     the seal to find out, when it is loaded.
     """
 
-    def __init__(self, fd: int, rows: int, bucket_bits: int, slots: int, salt: int) -> None:
+    def __init__(self, fd: int, layout: _Layout, salt: int) -> None:
         """Map `fd`. Not for callers: use attach, which checks it."""
-        layout = _Layout(rows, bucket_bits, slots)
+        rows, bucket_bits = layout.rows, layout.bucket_bits
+        self.named = layout.key_bytes > 0
+        """Whether `coldest` tells keys; else it tells their digests."""
         self.nbytes = layout.total
         self._map = mmap.mmap(fd, layout.total)
         self._views: list[memoryview] = []
@@ -166,7 +175,7 @@ class Table:
         self._salt = salt
         self._shift = 64 - bucket_bits
         self._rows = rows
-        self._slots_limit = slots
+        self._slots_limit = layout.slots_limit
         self._left = rows
         self._coldest: list[int] = []  # the next rows in order of use, the coldest last
         self._cursor = 0  # how much of that order has been read
@@ -191,35 +200,58 @@ class Table:
 
     def find(self, key: Key) -> tuple[int, int] | None:
         """(slot, tick) of the key's row, or None."""
-        row = self._find(key_digest(key))
+        row = self._find(key)
         return None if row < 0 else (self._slots[row], self._ticks[row])
 
     def remove(self, key: Key) -> tuple[int, int] | None:
         """As find, and the row is no longer here: the caller keeps its slot, or frees it."""
-        row = self._find(key_digest(key))
+        row = self._find(key)
         return None if row < 0 else (self._remove(row), self._ticks[row])
 
     def coldest(self, count: int) -> list[tuple[bytes, int]]:
-        """Remove up to `count` rows, those not used for longest first: (digest of the key, slot) of each."""
+        """Remove up to `count` rows, those not used for longest first: (key if `named`, else its digest; slot)."""
         victims: list[tuple[bytes, int]] = []
         while len(victims) < count and self._left:
             if not self._coldest:
                 self._refill()
             row = self._coldest.pop()
             if self._slots[row] != _GONE:
-                victims.append((self._digest(row), self._remove(row)))
+                victims.append((self._name(row), self._remove(row)))
         return victims
 
-    def beyond(self, slots_limit: int) -> list[tuple[bytes, int]]:
-        """Remove all rows in slots of `slots_limit` or above: (digest of the key, slot) of each."""
-        slots = _column(self._map, self._layout.slots, self._rows)
-        found = np.flatnonzero((slots >= slots_limit) & (slots != _GONE)).tolist()
-        return [(self._digest(row), self._remove(row)) for row in found]
+    def claim(self, taken: bytearray, slots_limit: int) -> None:
+        """Mark this table's slots in a map of one byte a slot, at least `slots_limit` bytes.
 
-    def slot_map(self) -> bytearray:
-        """One byte a slot, 1 for those that rows were built into; removed rows count until the caller says other."""
-        packed = _column(self._map, self._layout.taken, -(-self._slots_limit // 8), np.uint8)
-        return bytearray(np.unpackbits(packed, count=self._slots_limit, bitorder="little"))
+        Rows in slots that are marked already, or that are not below `slots_limit`, are removed.
+        """
+        theirs, mine = np.frombuffer(taken, np.uint8)[:slots_limit], self._slot_map()
+        both = min(len(theirs), len(mine))
+        if mine[both:].any() or (mine[:both] & theirs[:both]).any():
+            slots = _column(self._map, self._layout.slots, self._rows)
+            rows = np.flatnonzero(slots != _GONE)
+            lost = slots[rows] >= both
+            lost[~lost] = theirs[slots[rows[~lost]]] != 0
+            slots[rows[lost]] = _GONE
+            self._left -= int(lost.sum())
+            mine = self._slot_map()
+        theirs[:both] |= mine[:both]
+
+    def release(self, taken: bytearray) -> None:
+        """Unmark the slots of the rows that are still here in a map that `claim` was given."""
+        mine = self._slot_map()
+        theirs = np.frombuffer(taken, np.uint8)[: len(mine)]
+        theirs[mine[: len(theirs)] != 0] = 0
+
+    def built(self, digest: bytes) -> int:
+        """The number of the row of this digest among those that were built in, removed or not; -1 if there is none."""
+        if not self._rows:
+            return -1
+        bucket = (int.from_bytes(digest[:8], "little") * self._salt & _WORD) >> self._shift
+        end = self._base + DIGEST_BYTES * self._starts[bucket + 1]
+        at = self._map.find(digest, self._base + DIGEST_BYTES * self._starts[bucket], end)
+        while at >= 0 and at % DIGEST_BYTES:  # across two digests
+            at = self._map.find(digest, at + 1, end)
+        return -1 if at < 0 else (at - self._base) // DIGEST_BYTES
 
     def close(self) -> None:
         """Give the memory back. May be called again; the table is empty from then on."""
@@ -236,23 +268,27 @@ class Table:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _find(self, digest: bytes) -> int:
-        """The number of the row, -1 if there is none."""
-        if not self._left:
-            return -1
-        bucket = (int.from_bytes(digest[:8], "little") * self._salt & _WORD) >> self._shift
-        end = self._base + DIGEST_BYTES * self._starts[bucket + 1]
-        at = self._map.find(digest, self._base + DIGEST_BYTES * self._starts[bucket], end)
-        while at >= 0 and at % DIGEST_BYTES:  # across two digests
-            at = self._map.find(digest, at + 1, end)
-        if at < 0:
-            return -1
-        row = (at - self._base) // DIGEST_BYTES
-        return row if self._slots[row] != _GONE else -1
+    def _find(self, key: Key) -> int:
+        """The number of the key's row, -1 if it is not here (any more)."""
+        row = self.built(key_digest(key)) if self._left else -1
+        return row if row >= 0 and self._slots[row] != _GONE else -1
 
-    def _digest(self, row: int) -> bytes:
+    def _name(self, row: int) -> bytes:
+        if self.named:
+            at = self._layout.keys + self._layout.key_bytes * row
+            return self._map[at + 1 : at + 1 + min(self._map[at], self._layout.key_bytes - 1)]
         at = self._base + DIGEST_BYTES * row
         return self._map[at : at + DIGEST_BYTES]
+
+    def _slot_map(self) -> NDArray[np.uint8]:
+        """uint8 (slots,): 1 for those of rows that are here."""
+        if self._left == self._rows:
+            packed = _column(self._map, self._layout.taken, -(-self._slots_limit // 8), np.uint8)
+            return np.unpackbits(packed, count=self._slots_limit, bitorder="little")
+        slots = _column(self._map, self._layout.slots, self._rows)
+        here = np.zeros(self._slots_limit, np.uint8)
+        here[slots[slots != _GONE]] = 1
+        return here
 
     def _remove(self, row: int) -> int:
         slot = self._slots[row]
@@ -308,6 +344,10 @@ def _column(of: mmap.mmap, at: int, count: int, dtype: type[Any] = np.uint32) ->
     return np.frombuffer(of, dtype, count, at)
 
 
+def _matrix(of: mmap.mmap, at: int, rows: int, width: int) -> NDArray[np.uint8]:
+    return np.frombuffer(of, np.uint8, rows * width, at).reshape(rows, width)
+
+
 def _memfd(nbytes: int) -> int:
     try:
         fd = memfd("nixl_tiers_index")
@@ -321,8 +361,8 @@ def _memfd(nbytes: int) -> int:
     return fd
 
 
-def _checked(fd: int) -> tuple[int, int, int, int]:
-    """Rows, log2 of buckets, slots and salt of the table behind `fd`. TableError names what is wrong with it."""
+def _checked(fd: int) -> tuple[_Layout, int]:
+    """Layout and salt of the table behind `fd`. TableError names what is wrong with it."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -333,10 +373,11 @@ def _checked(fd: int) -> tuple[int, int, int, int]:
     header = raw[: _HEADER.size]
     if raw[:8] != _MAGIC or raw[_HEADER.size :] != _CHECK.pack(xxh3_64_intdigest(header)):
         raise TableError(f"the memfd behind descriptor {fd} is not a table")
-    _, version, rows, bucket_bits, slots, salt = _HEADER.unpack(header)
+    _, version, rows, bucket_bits, slots, salt, key_bytes = _HEADER.unpack(header)
     if version != _VERSION:
         raise TableError(f"the table behind descriptor {fd} is of version {version}, this program's is {_VERSION}")
     size = os.fstat(fd).st_size
-    if not 1 <= bucket_bits <= 32 or rows >= _GONE or size != _Layout(rows, bucket_bits, slots).total:
+    layout = _Layout(rows, bucket_bits, slots, key_bytes)
+    if not 1 <= bucket_bits <= 32 or rows >= _GONE or size != layout.total:
         raise TableError(f"the table behind descriptor {fd} has {size} bytes, which is not what its header says")
-    return rows, bucket_bits, slots, salt
+    return layout, salt

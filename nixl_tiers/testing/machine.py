@@ -25,9 +25,9 @@ class CascadeMachine(RuleBasedStateMachine):
     core: type[TierManager] = TierManager
     world: World
 
-    @initialize(writes=st.sampled_from(WRITES))
-    def begin(self, writes: tuple[Write, Write]) -> None:
-        self.world = World(core=self.core, writes=writes)
+    @initialize(writes=st.sampled_from(WRITES), told=st.sampled_from([None, 0, 2]))
+    def begin(self, writes: tuple[Write, Write], told: int | None) -> None:
+        self.world = World(core=self.core, writes=writes, told=told)
 
     @rule(prompt=PROMPTS)
     def request(self, prompt: str) -> None:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key
+from nixl_tiers.testing.adopted import PlainRows, key_of
 
 ROW_BYTES = 4096
 
@@ -39,6 +41,11 @@ class BrokenPromise(AssertionError):
 def promise(kept: bool, what: str) -> None:
     if not kept:
         raise BrokenPromise(what)
+
+
+def _slots_of(rows: AdoptedRows) -> list[int]:
+    assert isinstance(rows, PlainRows)
+    return rows.slots
 
 
 @dataclass
@@ -80,6 +87,7 @@ class Mover:
     epoch: int = 0
     inbox: deque[MoverJob | list[tuple[int, Key]] | int] = field(default_factory=deque)
     finished: deque[MoverJob] = field(default_factory=deque)
+    listing: deque[list[tuple[int, Key, int]] | PlainRows] = field(default_factory=deque)  # to be told yet
 
     def place(self, slot: int, key: Key) -> object:
         return slot if self.physical else key
@@ -99,11 +107,16 @@ class World:
         limits: Limits | None = None,
         core: Callable[..., TierManager] = TierManager,
         writes: Sequence[Write] = (Write.THROUGH, Write.THROUGH),
+        *,
+        told: int | None = None,
     ) -> None:
+        """`told`: of the rows that a tier held before, so many are told one by one; then, when `deliver` comes to it,
+        the others without number, a few at a time. None: all at once."""
         self.limits = limits or Limits(wait_s=5.0, hold_s=10.0, job_s=20.0, retry_s=3.0, moves_per_job=3)
         self.rows = rows
         self.now = 0.0
         self.epoch = 0
+        self.told = told
         self._make = core
         self._epochs = 0
         self.specs = [TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0) for i, write in enumerate(writes)]
@@ -149,6 +162,10 @@ class World:
         for tier, storage in enumerate(self.core.storage):
             for batch in storage.drops(4):
                 self._send(tier, batch)
+            for nameless in storage.adopted_drops(4):
+                self._send(tier, [(slot, key_of(digest)) for slot, digest in nameless])
+            while storage.closing:
+                storage.closing.pop().close()
         for job in jobs:
             for move in job.moves:
                 reads = job.direction is Direction.STORE
@@ -174,6 +191,7 @@ class World:
         for mover in self.movers:
             mover.inbox.clear()
             mover.finished.clear()
+            mover.listing.clear()
             mover.alive = True
             mover.epoch = 0
         self.epoch = 0
@@ -235,9 +253,12 @@ class World:
                 mover.inbox.popleft()
 
     def deliver(self, tier: int) -> None:
-        """The engine hears of the mover's oldest finished job."""
+        """The engine hears of the mover's oldest finished job, or of more rows that it held before."""
         mover = self.movers[tier]
-        if mover.finished:
+        if mover.listing:
+            self._tell(tier)
+            self.tick()
+        elif mover.finished:
             ended = mover.finished.popleft()
             self.core.finished(tier, ended.job.id, ended.done, self.now)
             self.tick()
@@ -251,6 +272,7 @@ class World:
         while mover.finished:
             self.deliver(tier)
         mover.inbox.clear()
+        mover.listing.clear()
         self.core.lost(tier, self.now)
         mover.epoch = self.epoch
         self._announce(tier)
@@ -259,6 +281,7 @@ class World:
         """The medium does not answer (the mover says Down)."""
         self.core.down(tier, self.now)
         self.movers[tier].alive = False
+        self.movers[tier].listing.clear()
         self.check()
 
     def heal(self, tier: int) -> None:
@@ -284,8 +307,11 @@ class World:
         promise(len(set(indices)) == len(indices), "two keys in one row")
         for storage, mover in zip(core.storage, self.movers, strict=True):
             slots = [entry.slot for entry in storage.index.values()]
+            if mover.physical:
+                slots += [slot for rows in storage.adopted for slot in _slots_of(rows)]
             promise(len(set(slots)) == len(slots), "two keys in one slot")
-            promise(len(slots) == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
+            used = len(storage.index) + sum(map(len, storage.adopted))
+            promise(used == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
             promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
 
@@ -312,7 +338,8 @@ class World:
             for tier in range(len(self.movers)):
                 self.mover_works(tier)
                 self.deliver(tier)
-            if not self.workers and not self.waiting and not any(m.inbox or m.finished for m in self.movers):
+            silent = not any(mover.inbox or mover.finished or mover.listing for mover in self.movers)
+            if silent and not self.workers and not self.waiting:
                 return
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -329,12 +356,26 @@ class World:
         if mover.epoch != self.epoch:
             return
         self.core.opened(tier, mover.slots)
+        places = sorted(mover.here.items(), key=repr)
         held = [
-            (place if isinstance(place, int) else -1, key, 0)
-            for place, (key, _) in sorted(mover.here.items(), key=repr)
+            (place if isinstance(place, int) else number, key, 0) for number, (place, (key, _)) in enumerate(places)
         ]
-        self.core.adopt(tier, held, last=True)
+        told = len(held) if self.told is None else self.told
+        below = self.specs[tier + 1 : tier + 2]
+        named = any(spec.write is Write.ON_EVICT for spec in below)
+        mover.listing = deque([held[:told]])
+        mover.listing += [PlainRows(held[start : start + 3], named) for start in range(told, len(held), 3)]
+        while mover.listing and self.told is None:
+            self._tell(tier)
         self.check()
+
+    def _tell(self, tier: int) -> None:
+        listing = self.movers[tier].listing
+        piece = listing.popleft()
+        if isinstance(piece, PlainRows):
+            self.core.adopt_rows(tier, piece, newest=0, last=not listing)
+        else:
+            self.core.adopt(tier, piece, last=not listing)
 
     def _run(self, name: str, chain: list[Key], since: float) -> None:
         hits = 0

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
@@ -100,7 +101,25 @@ class OldEpochSurvives(TierManager):
                 assert kept
 
 
+class AdoptedRowHasTwoOwners(TierManager):
+    """A row that moves over into the book is still among the adopted."""
+
+    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int, last: bool) -> None:
+        rows.remove = rows.find  # type: ignore[method-assign]
+        super().adopt_rows(tier, rows, newest, last)
+
+
+class AdoptedSlotsStayFree(TierManager):
+    """A slot that holds an adopted row is given to another one."""
+
+    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int, last: bool) -> None:
+        rows.claim = lambda taken, slots_limit: None  # type: ignore[method-assign]
+        super().adopt_rows(tier, rows, newest, last)
+
+
 MUTANTS = [
+    AdoptedRowHasTwoOwners,
+    AdoptedSlotsStayFree,
     BudgetOffByOne,
     FailedCopyIsAHit,
     FailedLoadIsAHit,
