@@ -2,6 +2,7 @@
 #
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot
 #   make test                       the tests
+#   make faults                     every fault on every tier; writes the table in docs/faults.md
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
 #   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip does not know it already
 
@@ -18,7 +19,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: all setup lint format test test-all demo bench clean distclean
+.PHONY: all setup lint format test test-all faults demo bench clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -58,10 +59,14 @@ format: $(VENV)/.ready
 	$(PY) -m ruff format .
 
 test: $(VENV)/.ready
-	$(PY) -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(PY) -m pytest -m 'not slow and not faults' $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# Half an hour, and more on a slow machine.
+faults: $(VENV)/.ready
+	NIXL_TIERS_FAULTS_TABLE=docs/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
 
 demo: $(VENV)/.ready
 	$(PY) -m nixl_tiers.cli demo

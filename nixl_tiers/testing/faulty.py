@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -46,6 +47,7 @@ class Fault(StrEnum):
     NO_SPACE = "no space"  # ENOSPC
     SLOW = "slow"  # OK, but `delay_s` later
     STALL = "stall"  # half of it is moved, and the batch is never reported
+    FREEZE = "freeze"  # the call for it never returns, as if NIXL hung in it: the mover stands still
 
 
 WAYS: Final = {
@@ -83,6 +85,7 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rules: tuple[Rule, ...] = ()
     seed: int = 0
+    switch: str = ""  # a path; where it is given, nothing strikes but while something is there
 
     def strike(self, way: Way, key: Key, turn: int) -> Rule | None:
         """The rule that strikes when `key` goes this way for the `turn`-th time, from 0."""
@@ -223,7 +226,8 @@ class FaultyStorage(StorageTier):
     def _strike(self, moves: Sequence[Move], way: Way) -> _Batch:
         """Decide what happens to each move; those that do not get as far as the tier inside have ended."""
         turns = [self._turns[way, move.key] for move in moves]
-        rules = [self._plan.strike(way, move.key, turn) for move, turn in zip(moves, turns, strict=True)]
+        plan = self._plan if not self._plan.switch or Path(self._plan.switch).exists() else FaultPlan()
+        rules = [plan.strike(way, move.key, turn) for move, turn in zip(moves, turns, strict=True)]
         batch = _Batch(list(moves), way, rules, turns)
         for place, (move, rule) in enumerate(zip(moves, rules, strict=True)):
             self._turns[way, move.key] += 1
@@ -234,6 +238,9 @@ class FaultyStorage(StorageTier):
                 batch.outcomes[place] = Outcome.NO_SPACE
             elif fault is Fault.UNAVAILABLE:
                 batch.outcomes[place] = Outcome.FAILED
+            elif fault is Fault.FREEZE:
+                while True:
+                    time.sleep(1.0)
             else:
                 batch.inside.append(place)
             if rule is not None and fault is Fault.SLOW:

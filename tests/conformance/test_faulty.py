@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,7 @@ STORES = {
     Fault.NO_SPACE: ({Outcome.NO_SPACE}, NOT_OURS),
     Fault.SLOW: ({Outcome.OK}, {Outcome.OK}),
 }
+ENDLESS = {Fault.STALL, Fault.FREEZE}
 LOADS = {
     Fault.BIT_FLIP: {Outcome.CORRUPT},
     Fault.SHORT_READ: {Outcome.CORRUPT},
@@ -120,7 +122,7 @@ def test_a_stalled_batch_is_never_reported_and_holds_up_no_other(way: Way) -> No
 @pytest.mark.parametrize("seed", range(5))
 def test_everything_at_once(seed: int) -> None:
     """Whatever strikes, OK means the right bytes (Rig looks at each of them), and rows that nothing struck are hits."""
-    rules = [Rule(fault, chance=0.1, delay_s=0.002) for fault in Fault if fault is not Fault.STALL]
+    rules = [Rule(fault, chance=0.1, delay_s=0.002) for fault in Fault if fault not in ENDLESS]
     with faulty(*rules, seed=seed) as rig:
         assert isinstance(rig.tier, FaultyStorage)
         hits = 0
@@ -132,7 +134,19 @@ def test_everything_at_once(seed: int) -> None:
             rig.drop({slot: key for (slot, key), it in zip(keys(16).items(), loaded, strict=True) if it in NOT_OURS})
             assert turn < 3 or len(set(loaded)) > 1
         assert hits > 50
-        assert set(rig.tier.struck) == set(Fault) - {Fault.STALL}
+        assert set(rig.tier.struck) == set(Fault) - ENDLESS
+
+
+def test_a_switch_turns_faults_on_and_off(tmp_path: Path) -> None:
+    switch = tmp_path / "switch"
+    medium = FaultyMemory(plan=FaultPlan((Rule(Fault.UNAVAILABLE),), switch=str(switch)))
+    with Rig(medium, SMALL, 24) as rig:
+        rig.open()
+        assert set(rig.store(keys(4))) == {Outcome.OK}
+        switch.touch()
+        assert set(rig.load(keys(4))) == {Outcome.FAILED}
+        switch.unlink()
+        assert set(rig.load(keys(4))) == {Outcome.OK}
 
 
 def test_a_seed_tells_all() -> None:

@@ -1,0 +1,291 @@
+"""One storage tier under load, while something is done to it: what every test of the fault matrix is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from nixl_tiers import config as configuration
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.config import StorageTier, tier_to_dict
+from nixl_tiers.engine import Engine
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.messages import Hello
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.faulty import FaultPlan
+from nixl_tiers.testing.load import Load, get, put
+from nixl_tiers.testing.waiting import until
+
+KIB, MIB = 1 << 10, 1 << 20
+CHUNK = 64 * KIB
+HOST = 4 * MIB
+CAPACITY = 48 * MIB
+LIMITS = replace(Limits(), wait_s=1.0, hold_s=3.0, job_s=3.0, retry_s=0.3)
+PATIENCE_S = 120.0  # of the tests, for what has no deadline of its own; machines may be very slow
+
+_turns = itertools.count()
+
+
+@dataclass
+class Line:
+    """What one scenario has shown."""
+
+    fault: str
+    tier: str
+    stall_s: float = 0.0
+    deadline_s: float = 0.0
+    recovery_s: float | None = None
+    drops: float = 0
+    failed: float = 0
+    turns: int = 0
+    kills: int = 0
+    wrong: int = 0
+
+
+@dataclass
+class Inventory:
+    """What this process holds."""
+
+    fds: int
+    threads: int
+    children: frozenset[int]
+
+    @classmethod
+    def take(cls) -> Inventory:
+        return cls(len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), frozenset(children()))
+
+    def covers(self, other: Inventory) -> bool:
+        return other.fds <= self.fds and other.threads <= self.threads and other.children <= self.children
+
+
+def children() -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                yield pid
+
+
+class Arena:
+    """A store over one storage tier and its load. Leaving it checks what must hold whatever has happened."""
+
+    def __init__(
+        self,
+        line: Line,
+        tier: dict[str, object],
+        *,
+        plan: FaultPlan | None = None,
+        limits: Limits = LIMITS,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.line = line
+        self.limits = limits
+        self._plan = plan
+        fields = {"tiers": [{"type": "cpu", "capacity": HOST}, tier], "wait_s": limits.wait_s}
+        self.config = configuration.load(fields)
+        self.chunk = chunk
+        self.name = self.config.names[0]
+        self.store: TieredStore
+        self.load: Load
+        self._ended_s: float | None = None
+        self._movers: set[int] = set()
+        self._was = {"dropped": 0.0, "failed": 0.0}
+
+    @property
+    def tier(self) -> StorageTier:
+        return self.config.storage[0]
+
+    # --- a life ---------------------------------------------------------------------------------------------------
+
+    def open(self, before_start: Callable[[Engine], None] | None = None) -> TieredStore:
+        """A store. `before_start` is called with its engine before the engine starts."""
+        geometry = Geometry(cells=1, cell_payload=self.chunk)
+        configuration.check_paths(self.config)
+        region = HostRegion.create(geometry, HOST // geometry.row_bytes)
+        hellos = None
+        if self._plan is not None:
+            faulty = {
+                "type": "nixl_tiers.testing.faulty:make_faulty",
+                "inner": tier_to_dict(self.tier),
+                "plan": self._plan.to_dict(),
+            }
+            hellos = [Hello(faulty, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)]
+        engine = Engine(
+            self.config, Namespace.of({"of": "the fault matrix"}), region, hellos=hellos, limits=self.limits
+        )
+        if before_start is not None:
+            before_start(engine)
+        engine.start(3.0)
+        return TieredStore(engine, region, self.config)
+
+    @contextlib.contextmanager
+    def under_load(self, before_start: Callable[[Engine], None] | None = None, *, warm: bool = True) -> Iterator[Load]:
+        """A store that has been written to, under load. What has to hold is checked at the end."""
+        before = Inventory.take()
+        self.store = self.open(before_start)
+        try:
+            self.load = Load(self.store, seed=next(_turns), pause_s=0.005)
+            if warm:
+                self.warm_up()
+            with self.load:
+                yield self.load
+                self._watch()
+            self._stopped()
+        finally:
+            self.store.close()
+        self._nothing_left(before)
+        self._reopened()
+
+    def warm_up(self) -> None:
+        until(self.is_up, "the tier to be up", PATIENCE_S)
+        put(self.store, self.load.keys)
+        assert self.store.flush(PATIENCE_S)
+        assert self.stats()["rows"] > 0
+        self._was = {name: self.stats()[name] for name in self._was}
+
+    def go_on(self, turns: int = 8) -> None:
+        """Return when the load has been answered so many times more."""
+        goal = self.load.turns + turns
+        until(lambda: self.load.turns >= goal or self.load.seen.errors, "requests to be answered", PATIENCE_S)
+        self._watch()
+
+    def over(self) -> None:
+        """The fault has ended: the time to recovery runs."""
+        self._ended_s = time.monotonic()
+
+    def heals(self) -> None:
+        """Return when chunks that are put now come back from the tier."""
+        if self._ended_s is None:
+            self.over()
+        assert self._ended_s is not None
+        until(self._comes_back, "the tier to heal", PATIENCE_S)
+        self.line.recovery_s = time.monotonic() - self._ended_s
+
+    def _comes_back(self) -> bool:
+        keys: list[Key] = [b"probe-%d-%d" % (next(_turns), n) for n in range(4)]
+        put(self.store, keys)
+        deadline = time.monotonic() + 2 * self.limits.wait_s
+        while time.monotonic() < deadline:
+            places = self.store.locate(keys)
+            if places == [self.name] * len(keys):
+                hits, wrong = get(self.store, keys)
+                assert not wrong
+                return all(hits)
+            if None in places:
+                return False
+            # Only what the host has let go can come from the tier.
+            put(self.store, [b"filler-%d" % next(_turns) for _ in range(8)])
+        return False
+
+    # --- what is seen ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        return self.store.stats()[self.name]
+
+    def is_up(self) -> bool:
+        return self.stats()["up"] == 1.0
+
+    def mover(self) -> int | None:
+        pid = self.store.engine.mover_pids[0]
+        if pid is not None:
+            self.saw(pid)
+        return pid
+
+    def saw(self, mover: int) -> None:
+        self._movers.add(mover)
+
+    def a_mover(self) -> int:
+        until(lambda: self.mover() is not None, "a mover", PATIENCE_S)
+        pid = self.mover()
+        assert pid is not None
+        return pid
+
+    def signal(self, number: int, when: str = "idle") -> int:
+        """Send a signal to the mover: at once, or when it is in the middle of stores or loads."""
+        storage = self.store.engine._core.storage[0]
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            pid = self.a_mover()
+            moving = {"idle": 1, "store": storage.rows_storing, "load": storage.rows_loading}[when]
+            if moving:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                    return pid
+            time.sleep(0)
+        raise AssertionError(f"never in the middle of a {when}")
+
+    def replaced(self, old: int) -> None:
+        """Wait for another mover than `old`."""
+        until(lambda: self.mover() not in {None, old}, "another mover", PATIENCE_S)
+
+    # --- what must hold -------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen, line, stats = self.load.seen, self.line, self.stats()
+        self.mover()
+        line.stall_s, line.deadline_s = seen.longest_s, self.limits.wait_s
+        line.wrong, line.turns = len(seen.wrong), seen.gets
+        line.drops, line.failed = (stats[name] - self._was[name] for name in ("dropped", "failed"))
+        line.kills = max(0, len(self._movers) - 1)
+        assert not seen.wrong, f"wrong bytes for {seen.wrong[0]!r}"
+        assert not seen.errors, seen.errors[0]
+
+    def _stopped(self) -> None:
+        """The load has ended: everything must come to rest, and the books must add up."""
+        self._watch()
+        assert self.store.flush(PATIENCE_S), "cascades that do not end"
+        keys = self.load.keys
+        _, wrong = get(self.store, keys)
+        assert not wrong
+        core = self.store.engine._core
+        until(lambda: not core.storage[0].jobs, "jobs to end", PATIENCE_S)
+        storage = core.storage[0]
+        assert (storage.rows_storing, storage.rows_loading) == (0, 0)
+        until(self._every_row_can_be_had, "host rows to be free again", PATIENCE_S)
+        stats = self.stats()
+        assert 0 <= stats["used_bytes"] <= self.tier.capacity
+        assert 0 <= stats["rows"] * self.store._region.geometry.row_bytes <= self.tier.capacity
+        path = getattr(self.tier, "path", None)
+        if path is not None:
+            assert sum(file.stat().st_blocks * 512 for file in _files(path)) <= self.tier.capacity
+
+    def _every_row_can_be_had(self) -> bool:
+        engine, rows = self.store.engine, self.store._region.rows
+        plan = engine.prepare_store([b"claim-%d" % next(_turns) for _ in range(rows)], "claim")
+        self.store._region.mark(np.array(plan.rows), 0, plan.ticket, False)
+        engine.complete_store(plan.keys)
+        engine.finish_request("claim")
+        return len(plan.rows) == rows
+
+    def _nothing_left(self, before: Inventory) -> None:
+        until(lambda: before.covers(Inventory.take()), f"what {before} does not cover to go", PATIENCE_S)
+        for pid in self._movers:
+            assert not Path(f"/proc/{pid}").exists() or pid not in set(children())
+
+    def _reopened(self) -> None:
+        """Whatever a later engine finds is right."""
+        plan, self._plan = self._plan, None
+        store = self.open()
+        try:
+            _, wrong = get(store, self.load.keys)
+            assert not wrong
+        finally:
+            store.close()
+            self._plan = plan
+
+
+def _files(path: Path) -> list[Path]:
+    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+
+
+KILLS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}

@@ -1,0 +1,66 @@
+"""interpose.c, built once, and the page by which a test tells it what fails."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import Final
+
+FIELDS: Final = ("write_errno", "read_errno", "change_errno", "delay_us", "clock_offset_s", "struck")
+
+
+def build(directory: Path) -> Path:
+    """The shared object, in `directory`."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None, "the tests of a failing disk need a C compiler"
+    library = directory / "interpose.so"
+    source = Path(__file__).with_name("interpose.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+class Interposer:
+    """The disk below `path`, as the movers of this test see it that are started with `env`."""
+
+    def __init__(self, library: Path, directory: Path, path: Path) -> None:
+        page = directory / "control"
+        page.write_bytes(bytes(4096))
+        self.env = {"LD_PRELOAD": str(library), "FAULT_CONTROL": str(page), "FAULT_PATH": str(path)}
+        with page.open("r+b") as file:
+            self._page = mmap.mmap(file.fileno(), 4096)
+
+    def full(self) -> None:
+        self._set(write_errno=errno.ENOSPC, change_errno=errno.ENOSPC)
+
+    def broken(self) -> None:
+        self._set(write_errno=errno.EIO, read_errno=errno.EIO)
+
+    def read_only(self) -> None:
+        self._set(write_errno=errno.EROFS, change_errno=errno.EROFS)
+
+    def slow(self, delay_s: float) -> None:
+        self._set(delay_us=int(1e6 * delay_s))
+
+    def move_clock(self, by_s: int) -> None:
+        self._set(clock_offset_s=by_s)
+
+    def well(self) -> None:
+        self._set()
+
+    @property
+    def struck(self) -> int:
+        """How many calls have failed, or were told another time."""
+        value: int = struct.unpack_from("q", self._page, 8 * FIELDS.index("struck"))[0]
+        return value
+
+    def close(self) -> None:
+        self.well()
+        self._page.close()
+
+    def _set(self, **fields: int) -> None:
+        for number, name in enumerate(FIELDS[:-1]):
+            struct.pack_into("q", self._page, 8 * number, fields.get(name, 0))

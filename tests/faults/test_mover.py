@@ -1,0 +1,108 @@
+"""Movers that die, stop, or hang in NIXL."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.engine import Engine
+from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
+from nixl_tiers.testing.waiting import until
+from tests.faults.arena import KILLS, PATIENCE_S, Arena
+
+pytestmark = pytest.mark.timeout(400)
+
+TIERS = ("slabs", "files", "s3")
+ORDINARY = {
+    ("SIGKILL", "load", "slabs"),
+    ("SIGKILL", "store", "s3"),
+    ("SIGSTOP", "load", "s3"),
+    ("SIGSEGV", "store", "files"),
+}
+
+
+def matrix(*axes: tuple[str, ...], ordinary: set[tuple[str, ...]]) -> list[object]:
+    """Every combination; those that are not ordinary are for `make faults` only."""
+    return [
+        pytest.param(*each, marks=[] if each in ordinary else pytest.mark.faults) for each in itertools.product(*axes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("deadly", "when", "tier"), matrix(tuple(KILLS), ("idle", "store", "load"), TIERS, ordinary=ORDINARY)
+)
+def test_a_mover_that_dies_or_stops(on_tier: Callable[..., Arena], deadly: str, when: str, tier: str) -> None:
+    arena = on_tier(f"{deadly}, {'in the middle of a ' if when != 'idle' else ''}{when}", tier)
+    with arena.under_load():
+        arena.go_on()
+        old = arena.signal(KILLS[deadly], when)
+        arena.replaced(old)
+        arena.go_on()
+        arena.over()
+        arena.heals()
+
+
+@pytest.mark.parametrize(("deadly", "tier"), matrix(tuple(KILLS), TIERS, ordinary={("SIGKILL", "slabs")}))
+def test_a_mover_that_dies_or_stops_as_it_starts(on_tier: Callable[..., Arena], deadly: str, tier: str) -> None:
+    arena = on_tier(f"{deadly}, at the start", tier)
+    struck: list[int] = []
+
+    def strike(engine: Engine) -> None:
+        def watch() -> None:
+            until(lambda: engine.mover_pids[0] is not None, "a mover", PATIENCE_S)
+            pid = engine.mover_pids[0]
+            assert pid is not None
+            os.kill(pid, KILLS[deadly])
+            struck.append(pid)
+
+        threading.Thread(target=watch).start()
+
+    with arena.under_load(strike, warm=False):
+        until(lambda: struck, "the signal")
+        arena.over()
+        arena.go_on()
+        arena.replaced(struck[0])
+        arena.saw(struck[0])
+        arena.heals()
+
+
+@pytest.mark.parametrize(
+    ("fault", "way", "tier"),
+    matrix(
+        ("stall", "freeze"), ("store", "load"), TIERS, ordinary={("stall", "load", "slabs"), ("freeze", "store", "s3")}
+    ),
+)
+def test_a_mover_that_hangs_in_nixl(
+    on_tier: Callable[..., Arena], tmp_path: Path, fault: str, way: str, tier: str
+) -> None:
+    """A transfer that never completes (the mover lives on), or a call that never returns (it does not)."""
+    switch = tmp_path / "switch"
+    plan = FaultPlan((Rule(Fault(fault), Way(way)),), switch=str(switch))
+    arena = on_tier(f"{'transfer never ends' if fault == 'stall' else 'call never returns'}, {way}", tier, plan=plan)
+    with arena.under_load():
+        arena.go_on()
+        old = arena.a_mover()
+        switch.touch()
+        arena.go_on()
+        arena.replaced(old)
+        switch.unlink()
+        arena.over()
+        arena.heals()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("tier", TIERS)
+def test_movers_killed_again_and_again(on_tier: Callable[..., Arena], tier: str) -> None:
+    arena = on_tier("SIGKILL, six times", tier)
+    with arena.under_load():
+        for _ in range(6):
+            arena.replaced(arena.signal(signal.SIGKILL))
+            arena.go_on(2)
+        arena.over()
+        arena.heals()
