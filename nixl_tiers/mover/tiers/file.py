@@ -12,7 +12,7 @@ import logging
 import resource
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -24,6 +24,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.tiers.age import sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.ledger import Ledger
@@ -60,9 +61,13 @@ class _Running:
 class FileStorage(StorageTier):
     """Slots in slab files below `<path>/<namespace>/<replica>`, journalled in SQLite, within the path's capacity."""
 
-    def __init__(self, config: FileTier, geometry: Geometry, region: HostRegion) -> None:
-        """`region` stays the caller's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
+    def __init__(
+        self, config: FileTier, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`region` stays the caller's; `clock` tells the time of day, in Unix seconds. Raises TierRefused if the wanted
+        NIXL backend cannot be had here."""
         self._config = config
+        self._clock = clock
         self._geometry = geometry
         self._region = region
         self._ledger = Ledger(config.path, config.capacity)
@@ -107,7 +112,15 @@ class FileStorage(StorageTier):
                 claim = self._ledger.claim(namespace)
                 try:
                     sealer = Sealer(self._geometry, namespace, epoch)
-                    self._open = Replica(claim, slots, sealer, self._agent, self._ledger)
+                    self._open = Replica(
+                        claim,
+                        slots,
+                        sealer,
+                        self._agent,
+                        self._ledger,
+                        max_age_s=self._config.max_age,
+                        clock=self._clock,
+                    )
                     self._ledger.make_room(0)  # the capacity may be smaller than last time
                 except BaseException:
                     if self._open is None:
@@ -121,8 +134,14 @@ class FileStorage(StorageTier):
         self._full_until_s = 0.0
         return slots
 
+    @property
+    def relist_s(self) -> float | None:
+        age_s = self._config.max_age
+        return None if age_s is None else sweep_s(age_s)
+
     def adopt(self) -> Iterator[list[Entry]]:
-        return self._served.adopt()
+        served = self._served
+        return served.sweep(self._slots_in_use) if served.listed else served.adopt()
 
     def store(self, moves: Sequence[Move]) -> int:
         manifest = self._served.manifest
@@ -208,10 +227,11 @@ class FileStorage(StorageTier):
         Stores that need a new extent wait for it, and for each other."""
         while self._loads and self._has_turn(writes=False):
             unit = self._loads.popleft()
-            self._settle(unit, [not self._served.slabs.has_room(move.slot) for move in unit.moves], Outcome.MISSING)
+            self._settle(unit, [not self._is_there(move.slot) for move in unit.moves], Outcome.MISSING)
             self._start(unit)
         while self._stores and self._growth is None and self._has_turn(writes=True):
-            if not self._served.manifest.may_overwrite(move.slot for move in self._stores[0].moves):
+            slots = [move.slot for move in self._stores[0].moves]
+            if not self._served.manifest.may_overwrite(slots) or not self._served.erasing.isdisjoint(slots):
                 return
             unit = self._stores.popleft()
             beyond = [not 0 <= move.slot < self._served.slabs.plan.slots for move in unit.moves]
@@ -226,6 +246,16 @@ class FileStorage(StorageTier):
                 self._settle(unit, homeless, self._full_outcome)
             self._start(unit)
 
+    def _is_there(self, slot: int) -> bool:
+        served = self._served
+        if not served.slabs.has_room(slot) or slot in served.erasing:
+            return False
+        return not served.listed or bool(served.manifest.sealed_at[slot])
+
+    def _slots_in_use(self) -> set[int]:
+        units = [*self._loads, *self._stores, *(running.unit for running in self._running)]
+        return {move.slot for unit in units for move in unit.moves}
+
     def _has_turn(self, *, writes: bool) -> bool:
         return sum(running.unit.writes == writes for running in self._running) < _UNITS_RUNNING
 
@@ -239,7 +269,7 @@ class FileStorage(StorageTier):
                 device, offset = served.slabs.place(move.slot)
                 spans.append((region.address + move.row * row_bytes, row_bytes, offset, device))
                 if move.seal and unit.writes:
-                    served.sealer.seal(region.rows_view[move.row], move.key, sealed_at=int(time.time()))
+                    served.sealer.seal(region.rows_view[move.row], move.key, sealed_at=int(self._clock()))
         except AgentError as error:
             self._complaints.about("agent", str(error))
             served.watch.soon()
@@ -261,9 +291,11 @@ class FileStorage(StorageTier):
     def _outcome(self, move: Move, writes: bool, good: bool) -> Outcome:
         served = self._served
         if writes:
+            sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
             if good:
-                served.manifest.put(move.slot, move.key, move.tick)
+                served.manifest.put(move.slot, move.key, move.tick, sealed_at)
                 return Outcome.OK
+            served.manifest.spoil(move.slot, sealed_at)
             if served.slabs.medium_is_full():
                 return Outcome.NO_SPACE
             served.store_failed()
@@ -276,6 +308,9 @@ class FileStorage(StorageTier):
             served.spoilt(move.slot, verdict.name)
             served.manifest.forget(move.slot, move.key)
             return Outcome.CORRUPT
+        if served.has_expired(served.sealer.sealed_at(self._region.rows_view[move.row])):
+            served.manifest.forget(move.slot, move.key)  # its bytes stay, for the next sweep
+            return Outcome.MISSING
         if move.tick:
             served.manifest.touch(move.slot, move.key, move.tick)
         return Outcome.OK

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from nixl_tiers.mover.tiers.age import has_expired
 from nixl_tiers.mover.tiers.base import TierDown
 from nixl_tiers.mover.tiers.watch import Mark
 
@@ -130,22 +131,32 @@ class Ledger:
 
     def forget_oldest(self) -> bool:
         """Delete the replica that has been unused longest; False if there is none that nobody holds."""
+        return any(self._forget(directory) for directory in self._replicas())
+
+    def _forget(self, directory: Path) -> bool:
+        """Delete a replica, unless somebody holds it."""
+        descriptor = _hold(directory)
+        if descriptor is None:
+            return False
+        home = directory.parent
+        try:
+            # Renamed first: a crash in the middle leaves rubbish to sweep, not half a replica.
+            gone = directory.rename(self.path / f"{_GONE}{home.name}-{directory.name}")
+            shutil.rmtree(gone)
+        finally:
+            os.close(descriptor)
+        _remove_empty(home)
+        logger.info("forgot %s, which nobody uses", directory)
+        self._look()
+        return True
+
+    def forget_expired(self, max_age_s: float, now_s: float) -> None:
+        """Delete every replica that nobody holds and in which nothing has been written for so long. Inside `locked`."""
         for directory in self._replicas():
-            descriptor = _hold(directory)
-            if descriptor is None:
-                continue
-            home = directory.parent
-            try:
-                # Renamed first: a crash in the middle leaves rubbish to sweep, not half a replica.
-                gone = directory.rename(self.path / f"{_GONE}{home.name}-{directory.name}")
-                shutil.rmtree(gone)
-            finally:
-                os.close(descriptor)
-            _remove_empty(home)
-            logger.info("forgot %s, which nobody uses, to keep %s within its capacity", directory, self.path)
-            self._look()
-            return True
-        return False
+            with suppress(OSError):
+                written_s = max(file.stat().st_mtime for file in directory.iterdir() if file.name != _LOCK)
+                if has_expired(written_s, now_s, max_age_s):
+                    self._forget(directory)
 
     def _look(self) -> None:
         self.used_bytes = sum(_weigh(entry) for entry in os.scandir(self.path))

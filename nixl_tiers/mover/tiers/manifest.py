@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh32_intdigest
 
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import MAX_ENTRIES, Entry
@@ -35,6 +36,7 @@ _RETRY_S: Final = 1.0
 _CHECKPOINT_PAGES: Final = 64
 _BATCHES_AHEAD: Final = 16
 _NOTHING: Final = b""  # in place of a key: the slot was emptied, whatever its bytes look like
+_EMPTIED: Final = np.dtype([("slot", "<i8"), ("sealed_at", "<i8")])
 _WHOLE: Final = 1  # PRAGMA user_version of a journal that was closed with all that it had been told
 
 _SCHEMA: Final = """
@@ -43,7 +45,9 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
 PRAGMA journal_size_limit = 0;
 PRAGMA temp_store = MEMORY;
-CREATE TABLE IF NOT EXISTS rows (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, tick INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS rows (
+    slot INTEGER PRIMARY KEY, key BLOB NOT NULL, tick INTEGER NOT NULL, sealed_at INTEGER NOT NULL
+);
 """
 
 
@@ -54,10 +58,11 @@ def journal_bytes(slots: int) -> int:
 
 
 class _Put(NamedTuple):
-    """The slot holds the key now."""
+    """The slot holds the key now, or nothing, and bytes that were sealed then (Unix seconds; 0: none)."""
 
     key: bytes
     tick: int
+    sealed_at: int
 
 
 class _Forget(NamedTuple):
@@ -85,10 +90,14 @@ class Manifest:
         self._closing = False
         self._urgent = False  # somebody waits for what is pending
         self._ailing = False
-        self._adopted: queue.Queue[list[Entry] | None] = queue.Queue()
+        self._adopted: queue.Queue[tuple[list[Entry], list[int]] | None] = queue.Queue()
         self._stored: set[int] | None = set()  # slots given to new rows while the old ones are still being listed
         self._listed = np.zeros(slots, dtype=np.bool_)
-        self._emptied = np.zeros(0, dtype=np.int64)
+        self._emptied = np.zeros(0, dtype=_EMPTIED)
+        self._tags = np.zeros(slots, dtype=np.uint32)  # by slot, of the key that it holds; 0: none
+        self.sealed_at = np.zeros(slots, dtype=np.uint32)
+        """By slot: when the bytes that stand there were sealed, in Unix seconds; 0 if no row was written there since it
+        was erased. Also of slots that hold no row any more. For the caller's thread; whole after `adopt`."""
         self._mark: Mark | None = None  # of the file that is open; None while it is being replaced
         self._lost = False  # the file was replaced while it was in use: rows were told of that it does not hold
         try:
@@ -105,13 +114,30 @@ class Manifest:
         self._thread = threading.Thread(target=self._run, name="manifest", daemon=True)
         self._thread.start()
 
-    def put(self, slot: int, key: bytes, tick: int) -> None:
-        """The slot holds the key from now on."""
+    def put(self, slot: int, key: bytes, tick: int, sealed_at: int) -> None:
+        """The slot holds the key from now on, sealed then (Unix seconds)."""
+        self._stamp(slot, key, sealed_at)
         with self._lock:
-            self._change(slot, _Put(key, tick))
+            self._change(slot, _Put(key, tick, int(self.sealed_at[slot])))
+
+    def holds(self, slot: int, key: bytes) -> bool:
+        """Whether that is the last that was said of the slot, here or by `adopt`."""
+        return bool(self._tags[slot] == _tag(key))
+
+    def spoil(self, slot: int, sealed_at: int) -> None:
+        """The slot holds no row, but perhaps bytes of one that was sealed then."""
+        self.put(slot, _NOTHING, 0, sealed_at)
+
+    def erase(self, slot: int) -> None:
+        """The slot holds no row, and its bytes have been made unreadable."""
+        self.sealed_at[slot] = self._tags[slot] = 0
+        with self._lock:
+            self._change(slot, _Put(_NOTHING, 0, 0))
 
     def forget(self, slot: int, key: bytes | None = None) -> None:
         """The slot no longer holds the key; without a key: it is about to be overwritten, whatever it held."""
+        if slot < len(self._tags) and (key is None or self.holds(slot, key)):
+            self._tags[slot] = 0
         with self._lock:
             if key is None and self._stored is not None:
                 self._stored.add(slot)
@@ -122,7 +148,7 @@ class Manifest:
                 self._lock.notify()
             elif isinstance(last, _Put):
                 if last.key == key:  # else the slot has gone to another key since
-                    self._change(slot, _Put(_NOTHING, 0))
+                    self._change(slot, _Put(_NOTHING, 0, last.sealed_at))
             elif not isinstance(last, _Forget):  # else what the file says about the slot is older than `last`
                 self._change(slot, _Forget(key))
 
@@ -139,7 +165,7 @@ class Manifest:
             last = self._pending.get(slot)
             if isinstance(last, _Put):
                 if last.key == key:
-                    self._change(slot, _Put(key, max(tick, last.tick)))
+                    self._change(slot, _Put(key, max(tick, last.tick), last.sealed_at))
             elif not isinstance(last, _Forget):
                 self._change(slot, _Touch(key, tick))
 
@@ -150,12 +176,19 @@ class Manifest:
         """
         while True:
             try:
-                batch = self._adopted.get_nowait()
+                listed = self._adopted.get_nowait()
             except queue.Empty:
                 yield []
                 continue
-            if batch is None:
+            if listed is None:
+                for slot, sealed_at in self._emptied.tolist():
+                    if sealed_at and not self.was_stored(slot):
+                        self._stamp(slot, _NOTHING, sealed_at)
                 return
+            batch, sealed = listed
+            for entry, sealed_at in zip(batch, sealed, strict=True):
+                if not self.was_stored(entry.slot):
+                    self._stamp(entry.slot, entry.key, sealed_at)
             with self._lock:
                 self._lock.notify()
             self._listed[[entry.slot for entry in batch]] = True
@@ -164,7 +197,7 @@ class Manifest:
     def unknown(self) -> NDArray[np.bool_]:
         """After `adopt`: by slot, whether the journal cannot say what it holds."""
         unknown = ~self._listed
-        unknown[self._emptied] = False
+        unknown[self._emptied["slot"]] = False
         unknown[list(self._stored or ())] = False
         return unknown
 
@@ -189,6 +222,10 @@ class Manifest:
             self._lock.notify()
         self._thread.join()
 
+    def _stamp(self, slot: int, key: bytes, sealed_at: int) -> None:
+        self._tags[slot] = _tag(key)
+        self.sealed_at[slot] = min(max(1, sealed_at), 0xFFFFFFFF)  # 0 would say that nothing is there
+
     def _change(self, slot: int, change: _Put | _Forget | _Touch) -> None:
         self._pending[slot] = change
         if len(self._pending) == 1 or len(self._pending) >= _COMMIT_ROWS:
@@ -202,6 +239,7 @@ class Manifest:
             db.executescript(_SCHEMA)
             db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
             db.execute("DELETE FROM rows WHERE slot >= ? OR slot < 0", (slots,))
+            db.execute("SELECT key, tick, sealed_at FROM rows LIMIT 0")  # one of other columns is as good as damaged
         except sqlite3.Error:
             db.close()
             raise
@@ -227,7 +265,7 @@ class Manifest:
         return self._adopted.qsize() < _BATCHES_AHEAD
 
     def _run(self) -> None:
-        batches: Iterator[list[Entry]] | None = self._read()
+        batches: Iterator[tuple[list[Entry], list[int]]] | None = self._read()
         complained = False
         while True:
             closing = self._rest(batches is not None, complained)
@@ -305,7 +343,7 @@ class Manifest:
 
     def _apply(self, slot: int, change: _Put | _Forget | _Touch) -> None:
         if isinstance(change, _Put):
-            self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", (slot, *change))
+            self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (slot, *change))
         elif isinstance(change, _Touch):
             self._db.execute("UPDATE rows SET tick = ? WHERE slot = ? AND key = ?", (change.tick, slot, change.key))
         elif change.key is None:
@@ -315,10 +353,10 @@ class Manifest:
                 "UPDATE rows SET key = ?, tick = 0 WHERE slot = ? AND key = ?", (_NOTHING, slot, change.key)
             )
 
-    def _read(self) -> Iterator[list[Entry]]:
+    def _read(self) -> Iterator[tuple[list[Entry], list[int]]]:
         """Order by 16 bytes a row, then fetch keys batch by batch: no long read that would hold up the log."""
-        emptied = self._db.execute("SELECT slot FROM rows WHERE key = ?", (_NOTHING,))
-        self._emptied = np.fromiter((slot for (slot,) in emptied), dtype=np.int64)
+        emptied = self._db.execute("SELECT slot, sealed_at FROM rows WHERE key = ?", (_NOTHING,))
+        self._emptied = np.fromiter(emptied, dtype=_EMPTIED)
         order = np.fromiter(
             self._db.execute("SELECT tick, slot FROM rows WHERE key <> ?", (_NOTHING,)),
             dtype=np.dtype([("tick", "<i8"), ("slot", "<i8")]),
@@ -327,8 +365,17 @@ class Manifest:
         for start in range(0, len(order), MAX_ENTRIES):
             slots = order["slot"][start : start + MAX_ENTRIES].tolist()
             marks = ",".join("?" * len(slots))
-            found = self._db.execute(f"SELECT slot, key, tick FROM rows WHERE slot IN ({marks}) ORDER BY tick", slots)  # noqa: S608
-            yield [Entry(slot, bytes(key), tick) for slot, key, tick in found if key != _NOTHING]
+            found = self._db.execute(
+                f"SELECT slot, key, tick, sealed_at FROM rows WHERE slot IN ({marks}) ORDER BY tick",  # noqa: S608
+                slots,
+            )
+            rows = [row for row in found if row[1] != _NOTHING]
+            yield [Entry(slot, bytes(key), tick) for slot, key, tick, _ in rows], [row[3] for row in rows]
+
+
+def _tag(key: bytes) -> int:
+    """Tells one key from another, nearly always; not 0 for any but none."""
+    return xxh32_intdigest(key) | 1 if key else 0
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.agent import Agent
 from nixl_tiers.mover.complaints import Complaints
-from nixl_tiers.mover.messages import MAX_ENTRIES, Entry
+from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry
+from nixl_tiers.mover.tiers.age import expired, has_expired
 from nixl_tiers.mover.tiers.base import TierDown
 from nixl_tiers.mover.tiers.ledger import Claim, Ledger
 from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
-from nixl_tiers.mover.tiers.rebuild import Scan
+from nixl_tiers.mover.tiers.rebuild import Found, Scan, seals
 from nixl_tiers.mover.tiers.slabs import Plan, Slabs, guess_plan
 from nixl_tiers.mover.tiers.watch import Watch, describe
 
@@ -31,10 +36,24 @@ _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on
 class Replica:
     """All that belongs to the namespace being served. Made inside the ledger's lock."""
 
-    def __init__(self, claim: Claim, slots: int, sealer: Sealer, agent: Agent, ledger: Ledger) -> None:
-        """Raises TierDown if there is no room for one more journal, OSError."""
+    def __init__(
+        self,
+        claim: Claim,
+        slots: int,
+        sealer: Sealer,
+        agent: Agent,
+        ledger: Ledger,
+        *,
+        max_age_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` tells the time of day, in Unix seconds. Raises OSError, and TierDown if there is no room for one more
+        journal."""
         self.sealer = sealer
         self._claim = claim
+        self._ledger = ledger
+        self._max_age_s = max_age_s
+        self._clock = clock
         plan = _plan(claim, sealer.geometry, slots)
         if not claim.about:
             plan = guess_plan(claim.directory, sealer, slots)
@@ -55,6 +74,12 @@ class Replica:
             claim.describe(about)
         self.slabs = Slabs(claim.directory, plan, agent, ledger)
         self.manifest = Manifest(claim.directory, slots)
+        self.listed = False
+        """Whether `adopt` has told of all that was there."""
+        self.erasing: frozenset[int] = frozenset()
+        """Slots that must be left alone, because their bytes are being erased."""
+        self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
+        self._closing = False
         self._scan: Scan | None = None
         self._complaints = Complaints(logger)
         self._stores_fail = False
@@ -70,6 +95,36 @@ class Replica:
             yield from self._rebuilt(last)
         else:
             self.manifest.complete()
+        self.listed = True
+
+    def has_expired(self, sealed_at: int) -> bool:
+        """Whether a row that was sealed then is too old."""
+        return has_expired(sealed_at, self._clock(), self._max_age_s)
+
+    def sweep(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
+        """Erase what is too old, and whole replicas that nobody serves; the keys that are gone thereby, as entries of
+        slot GONE. `in_use`: slots that a job reads or writes: those wait for the next time. For `adopt`."""
+        assert self._max_age_s is not None
+        sealed_at = self.manifest.sealed_at
+        old = np.flatnonzero((sealed_at > 0) & expired(sealed_at, self._clock(), self._max_age_s)).tolist()
+        swept = self._eraser.submit(self._forget_others, self._max_age_s)
+        for start in range(0, len(old), MAX_ENTRIES):
+            busy = in_use()
+            slots = [slot for slot in old[start : start + MAX_ENTRIES] if slot not in busy and sealed_at[slot]]
+            self.erasing = frozenset(slot for slot in slots if self.slabs.has_room(slot))
+            erasing = self._eraser.submit(self._erase, sorted(self.erasing))
+            while not erasing.done():
+                yield []
+            found = erasing.result()
+            if found is not None:
+                # Bytes of a row that the engine has dropped before may bear a key that it holds elsewhere.
+                gone = [Entry(GONE, row.key, 0) for row in found if self.manifest.holds(row.slot, row.key)]
+                for slot in slots:
+                    self.manifest.erase(slot)
+                yield gone
+            self.erasing = frozenset()
+        while not swept.done():
+            yield []
 
     def store_failed(self) -> None:
         """Not for want of space. The next look, which is due now, finds out why."""
@@ -88,6 +143,8 @@ class Replica:
 
     def close(self) -> None:
         """Write what is pending, as far as that is possible, and let go."""
+        self._closing = True
+        self._eraser.shutdown(cancel_futures=True)
         self.watch.close()
         if self._scan is not None:
             self._scan.stop()
@@ -97,7 +154,8 @@ class Replica:
 
     def _rebuilt(self, last: int) -> Iterator[list[Entry]]:
         """The rows that the journal did not tell of, by their seals; used later than `last`, as they lack there."""
-        scan = self._scan = Scan(self.slabs.stretches(self.manifest.unknown()), self.sealer)
+        unknown = self.manifest.unknown()
+        scan = self._scan = Scan(self.slabs.stretches(unknown), self.sealer)
         while not scan.done:
             yield []
         for start in range(0, len(scan.found), MAX_ENTRIES):
@@ -105,13 +163,35 @@ class Replica:
             for place, row in enumerate(scan.found[start : start + MAX_ENTRIES]):
                 if not self.manifest.was_stored(row.slot):
                     entry = Entry(row.slot, row.key, last + 1 + start + place)
-                    self.manifest.put(entry.slot, entry.key, entry.tick)
+                    self.manifest.put(entry.slot, entry.key, entry.tick, row.sealed_at)
                     batch.append(entry)
             yield batch
         if scan.found:
             logger.info("%s: found %d rows by their seals", self._claim.directory, len(scan.found))
         if not scan.failed:
+            # What has no seal may be part of a row all the same: it ages from now on.
+            for slot in np.flatnonzero(unknown & (self.manifest.sealed_at == 0)).tolist():
+                if self.slabs.has_room(slot) and not self.manifest.was_stored(slot):
+                    self.manifest.sealed_at[slot] = int(self._clock())
             self.manifest.complete()
+
+    def _erase(self, slots: list[int]) -> list[Found] | None:
+        """On the eraser's thread: the rows that stood there; None if they may stand there still."""
+        try:
+            wanted = np.zeros(self.slabs.plan.slots, dtype=np.bool_)
+            wanted[slots] = True
+            found = [row for stretch in self.slabs.stretches(wanted) for row in seals(stretch, self.sealer)]
+            if not self._closing:
+                self.slabs.erase(slots)
+                return found
+        except OSError as error:
+            self._complaints.about("erase", f"{self._claim.directory}: old rows cannot be erased ({describe(error)})")
+            self.watch.soon()
+        return None
+
+    def _forget_others(self, max_age_s: float) -> None:
+        with suppress(OSError), self._ledger.locked():
+            self._ledger.forget_expired(max_age_s, self._clock())
 
     def _look(self) -> str:
         """On the watch's thread: what has happened to what we stand on, or ""."""

@@ -12,8 +12,10 @@ import logging
 import mmap
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +35,8 @@ SLAB_BYTES: Final = 1 << 30
 MAX_SLABS: Final = 1024  # each is an open file
 _LOOKS: Final = 128
 _NAME: Final = re.compile(r"slab-(\d{5})\.kv")
+_KEEP_SIZE: Final = 0x01  # FALLOC_FL_KEEP_SIZE
+_ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -126,8 +130,25 @@ class Slabs:
 
     def medium_is_full(self) -> bool:
         """Whether a failed write may be for want of space: only files that could not be allocated ahead can be."""
-        status = os.statvfs(self._directory)
-        return self._sparse and status.f_bavail * status.f_frsize < self.plan.row_bytes
+        if not self._sparse:
+            return False
+        try:
+            status = os.statvfs(self._directory)
+        except OSError:  # it has gone
+            return False
+        return status.f_bavail * status.f_frsize < self.plan.row_bytes
+
+    def erase(self, slots: list[int]) -> None:
+        """Make the bytes of these allocated slots unreadable. On a thread that may wait. Raises OSError."""
+        row_bytes = self.plan.row_bytes
+        for slab, places in _by_file(slots, self.plan.slots_per_slab):
+            descriptor = os.open(self._path(slab), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                for first, last in _runs(places):
+                    _zero(descriptor, first * row_bytes, (last - first) * row_bytes)
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def trouble(self) -> str:
         """What somebody has done to a file of ours, or "". On any thread. Raises OSError."""
@@ -186,12 +207,38 @@ class Slabs:
             logger.warning("%s cannot allocate ahead: the disk may fill up below the tier's capacity", self._directory)
 
 
-def fallocate(descriptor: int, offset: int, nbytes: int) -> int:
-    """Allocate for real, without writing; 0, or the errno."""
+def _by_file(slots: list[int], slots_per_slab: int) -> Iterator[tuple[int, list[int]]]:
+    """Slab -> places in it, in order."""
+    for slab, found in groupby(sorted(slots), lambda slot: slot // slots_per_slab):
+        yield slab, [slot % slots_per_slab for slot in found]
+
+
+def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
+    """Runs of sorted numbers as (first, one past the last)."""
+    start = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield places[start], places[end - 1] + 1
+            start = end
+
+
+def _zero(descriptor: int, offset: int, nbytes: int) -> None:
+    """Where the file system cannot forget a range and keep its room, zeroes are written."""
+    failed = fallocate(descriptor, offset, nbytes, _KEEP_SIZE | _ZERO_RANGE)
+    if failed == errno.EOPNOTSUPP:
+        zeros = bytes(min(nbytes, 1 << 20))
+        for at in range(0, nbytes, len(zeros)):
+            os.pwrite(descriptor, zeros[: nbytes - at], offset + at)
+    elif failed:
+        raise OSError(failed, os.strerror(failed))
+
+
+def fallocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
+    """Allocate for real, without writing, or what `mode` says; 0, or the errno."""
     if nbytes <= 0:
         return 0
     while True:
-        if _libc.fallocate(descriptor, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
+        if _libc.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
             return 0
         if (error := ctypes.get_errno()) != errno.EINTR:
             return error
