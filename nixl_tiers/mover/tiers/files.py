@@ -27,6 +27,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
+from nixl_tiers.mover.tiers.age import has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.shelves import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, Shelves
@@ -65,6 +66,7 @@ class _Task:
     file: _File | None = None
     transfer: Transfer | None = None
     ending: Future[Outcome] | None = None
+    sealed_at: int = 0
 
 
 @dataclass
@@ -85,9 +87,16 @@ class _Served:
 class FilesStorage(StorageTier):
     """Rows as files of their own below `<path>/<namespace>`. Slots are a count: any key may stand with any slot."""
 
-    def __init__(self, config: FileTier, geometry: Geometry, region: HostRegion) -> None:
-        """`region` stays the caller's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
+    def __init__(
+        self, config: FileTier, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`region` stays the caller's; `clock` tells the time of day, in Unix seconds. Raises TierRefused if the wanted
+        NIXL backend cannot be had here."""
         self._config = config
+        self._clock = clock
+        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="sweeper")
+        self._sweeping = self._sweeper.submit(lambda: None)
+        self._swept_at_s = 0.0
         self._geometry = geometry
         self._row_bytes = geometry.row_bytes
         self._region = region
@@ -150,7 +159,8 @@ class FilesStorage(StorageTier):
 
     @property
     def relist_s(self) -> float | None:
-        return RELIST_S
+        age_s = self._config.max_age
+        return RELIST_S if age_s is None else min(RELIST_S, sweep_s(age_s))
 
     def adopt(self) -> Iterator[list[Entry]]:
         """What is new since the last call, and as entries of slot GONE what the engine believes in and is not there
@@ -166,6 +176,7 @@ class FilesStorage(StorageTier):
         yield from self._in_batches(served, self._still_new(served, new))
         lost, served.before = served.before - served.known, set()
         yield from self._in_batches(served, (Entry(GONE, key, 0) for key in lost))
+        self._sweep()  # what it takes away, the next listing tells
 
     def store(self, moves: Sequence[Move]) -> int:
         served = self._served
@@ -216,7 +227,8 @@ class FilesStorage(StorageTier):
         if self._open is not None:
             self._open.watch.close()
         self._open = None
-        self._lister.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._lister, self._sweeper):
+            thread.shutdown(wait=False, cancel_futures=True)
         self._shelves.close()
         if self._memory is not None:
             self._agent.deregister(self._memory)
@@ -236,20 +248,38 @@ class FilesStorage(StorageTier):
         if not self._shelves.scan():
             return [], []
         here, new = set[Key](), []
-        for modified_ns, size, place in self._shelves.rows_of(served.name):
+        for seen, place in self._shelves.rows_of(served.name):
             key = place.key
-            if key is None:
+            if key is None or self._is_old(seen.sealed_at):
                 continue
             here.add(key)
-            if size == self._row_bytes and key not in served.known:
-                new.append((modified_ns, key, place))
+            if seen.size == self._row_bytes and key not in served.known:
+                new.append((seen.modified_ns, key, place))
         new.sort()
         return new, [key for key in served.known.copy() if key not in here]
+
+    def _is_old(self, sealed_at: int) -> bool:
+        """Whether a row is known to be too old, and will not go: whoever writes has it swept, seal read once more."""
+        return (
+            self._config.write == "off"
+            and sealed_at > 0
+            and has_expired(sealed_at, self._clock(), self._config.max_age)
+        )
+
+    def _sweep(self) -> None:
+        """Begin to delete what is too old, when it is time. Who only reads deletes nothing."""
+        age_s, now = self._config.max_age, self._clock()
+        if age_s is None or self._config.write == "off" or not self._sweeping.done():
+            return
+        if abs(now - self._swept_at_s) >= sweep_s(age_s):
+            self._swept_at_s = now
+            self._sweeping = self._sweeper.submit(self._shelves.expire, now, age_s)
 
     def _still_gone(self, served: _Served, keys: list[Key]) -> Iterator[Entry]:
         for key in keys:
             unknown = key not in served.known or served.storing[key]
-            if not unknown and not self._shelves.has(Place.of(served.name, key)):
+            place = Place.of(served.name, key)
+            if not unknown and (not self._shelves.has(place) or self._is_old(self._shelves.sealed_at(place))):
                 served.known.remove(key)
                 yield Entry(GONE, key, 0)
 
@@ -310,7 +340,8 @@ class FilesStorage(StorageTier):
                 continue
             if task.move.seal:
                 row = self._region.rows_view[task.move.row]
-                self._served.sealer.seal(row, task.move.key, sealed_at=int(time.time()))
+                self._served.sealer.seal(row, task.move.key, sealed_at=int(self._clock()))
+            task.sealed_at = self._served.sealer.sealed_at(self._region.rows_view[task.move.row])
             task.opening = self._shelves.on_hand(task.place, self._open_fresh)
             self._storing.append(task)
 
@@ -362,7 +393,7 @@ class FilesStorage(StorageTier):
 
     def _end_write(self, task: _Task, good: bool) -> Outcome | None:
         assert task.file is not None
-        task.ending = self._shelves.on_hand(task.place, self._put_away, task.file, task.place, good)
+        task.ending = self._shelves.on_hand(task.place, self._put_away, task.file, task.place, good, task.sealed_at)
         return None
 
     def _begin_read(self, task: _Task) -> None:
@@ -375,8 +406,14 @@ class FilesStorage(StorageTier):
         if not good:
             task.ending = self._shelves.on_hand(place, self._explain, file, place)
             return None
-        verdict = self._served.sealer.verify(self._region.rows_view[task.move.row], task.move.key)
-        self._shelves.on_hand(place, self._let_go, file, place, verdict is Verdict.OK)
+        row, sealer = self._region.rows_view[task.move.row], self._served.sealer
+        verdict = sealer.verify(row, task.move.key)
+        sealed_at = sealer.sealed_at(row) if verdict is Verdict.OK else 0
+        old = verdict is Verdict.OK and has_expired(sealed_at, self._clock(), self._config.max_age)
+        good = verdict is Verdict.OK and not (old and self._config.write != "off")
+        self._shelves.on_hand(place, self._let_go, file, place, good, sealed_at)
+        if old:
+            return Outcome.MISSING
         if verdict is not Verdict.OK:
             self._complaints.about("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
             return Outcome.CORRUPT
@@ -413,11 +450,11 @@ class FilesStorage(StorageTier):
             self._abandon(path)
             return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
 
-    def _put_away(self, file: _File, place: Place, good: bool) -> Outcome:
+    def _put_away(self, file: _File, place: Place, good: bool, sealed_at: int) -> Outcome:
         self._agent.deregister(file.registration)
         try:
             if good:
-                self._shelves.take_in(file.path, place)
+                self._shelves.take_in(file.path, place, sealed_at)
                 return Outcome.OK
             status = os.statvfs(file.path)
             full = status.f_bavail * status.f_frsize < self._row_bytes
@@ -475,10 +512,13 @@ class FilesStorage(StorageTier):
             return Outcome.CORRUPT
         return Outcome.FAILED
 
-    def _let_go(self, file: _File, place: Place, good: bool) -> None:
+    def _let_go(self, file: _File, place: Place, good: bool, sealed_at: int) -> None:
+        """A row has been read; one that is not good goes."""
         self._agent.deregister(file.registration)
         assert file.status is not None
         if not good:
             self._shelves.condemn(place, file.status)
+        elif self._is_old(sealed_at):
+            self._shelves.note(place, sealed_at)
         elif time.time() - file.status.st_mtime > TOUCH_S:
             self._shelves.touch(place)

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from nixl_tiers.chunk import PAGE, Key, align, key_of_object, object_name
+from nixl_tiers.memory.seal import read as read_seal
+from nixl_tiers.mover.tiers.age import has_expired
 from nixl_tiers.mover.tiers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ FULL_S: Final = 0.5  # how long a lack of space is believed
 _SETTLED_NS: Final = 2_000_000_000  # a directory that was changed this long ago has a time that the next change moves
 _TRUST_SCANS: Final = 12  # directory times are believed between these
 _HANDS: Final = 4
+_LOOKED_AT_ONCE: Final = 64
+_TAILS: Final = (PAGE, 64 << 10)  # in which a seal is looked for: nearly always the first, in any case the second
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FAN: Final = re.compile(r"[0-9a-f]{2}")
 _ROW: Final = re.compile(r"(?:[0-9a-f]{2}){1,112}\.row")
@@ -86,6 +90,7 @@ class Seen(NamedTuple):
     modified_ns: int
     size: int
     cost: int  # bytes on the medium
+    sealed_at: int = 0  # Unix seconds; 0: not looked at yet
 
 
 @dataclass(slots=True)
@@ -160,15 +165,30 @@ class Shelves:
             shelf = self._shelves.get(place[:2])
             return shelf is not None and place.name in shelf.rows
 
-    def rows_of(self, namespace: str) -> list[tuple[int, int, Place]]:
-        """Modification time (ns), size and place of every row of a namespace that was seen, in no order."""
+    def sealed_at(self, place: Place) -> int:
+        """When the row there was sealed, in Unix seconds; 0 if that was not looked at."""
+        with self._lock:
+            shelf = self._shelves.get(place[:2])
+            seen = shelf.rows.get(place.name) if shelf is not None else None
+        return seen.sealed_at if seen is not None else 0
+
+    def note(self, place: Place, sealed_at: int) -> None:
+        """What its seal says."""
+        with self._lock:
+            shelf = self._shelves.get(place[:2])
+            seen = shelf.rows.get(place.name) if shelf is not None else None
+        if seen is not None:
+            self._record(place, seen._replace(sealed_at=sealed_at))
+
+    def rows_of(self, namespace: str) -> list[tuple[Seen, Place]]:
+        """Every row of a namespace that was seen, in no order."""
         with self._lock:
             shelves = [(fan, shelf) for (owner, fan), shelf in self._shelves.items() if owner == namespace]
         found = []
         for fan, shelf in shelves:
             with self._lock:
                 rows = list(shelf.rows.items())
-            found += [(seen.modified_ns, seen.size, Place(namespace, fan, name)) for name, seen in rows]
+            found += [(seen, Place(namespace, fan, name)) for name, seen in rows]
         return found
 
     def reserve(self, waiting: int) -> Room:
@@ -215,8 +235,9 @@ class Shelves:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             return path, os.open(path, flags, 0o600)
 
-    def take_in(self, temporary: Path, place: Place) -> None:
-        """Give a written file its name, all at once; what stood there before is replaced. Raises OSError."""
+    def take_in(self, temporary: Path, place: Place, sealed_at: int) -> None:
+        """Give a written file its name, all at once; what stood there before is replaced. `sealed_at`: Unix seconds.
+        Raises OSError."""
         target = self.where(place)
         try:
             temporary.rename(target)
@@ -229,7 +250,7 @@ class Shelves:
             temporary.rename(target)
         with suppress(OSError):  # gone again: somebody was short of room
             status = target.stat()
-            self._record(place, _seen(status))
+            self._record(place, _seen(status)._replace(sealed_at=sealed_at))
         with self._lock:
             self._reserved_bytes -= self._row_bytes
 
@@ -240,6 +261,48 @@ class Shelves:
         except (FileNotFoundError, NotADirectoryError):
             self._record(place, None)
             return None
+
+    def expire(self, now_s: float, max_age_s: float) -> None:
+        """Delete the rows of all namespaces whose seals say that they are too old, and wait for that. Not on a hand."""
+        candidates = []
+        with self._lock:
+            places = list(self._shelves)
+        for place in places:
+            with self._lock:
+                shelf = self._shelves.get(place)
+                rows = list(shelf.rows.items()) if shelf is not None else []
+            candidates += [
+                Place(*place, name)
+                for name, seen in rows
+                if not seen.sealed_at or has_expired(seen.sealed_at, now_s, max_age_s)
+            ]
+        for start in range(0, len(candidates), _LOOKED_AT_ONCE):
+            if self._closing:
+                return
+            part = candidates[start : start + _LOOKED_AT_ONCE]
+            for looked in [self.on_hand(place, self._expire, place, now_s, max_age_s) for place in part]:
+                looked.result()
+
+    def _expire(self, place: Place, now_s: float, max_age_s: float) -> None:
+        """On a hand. The file's time is when the row was last used, so only the seal tells its age; a file without
+        one ages by its time."""
+        path = self.where(place)
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                seal = None
+                for tail in _TAILS:
+                    file.seek(max(0, status.st_size - tail))
+                    seal = seal or read_seal(file.read(tail))
+            sealed_at = seal.sealed_at if seal is not None else int(status.st_mtime)
+            if has_expired(sealed_at, now_s, max_age_s):
+                self.condemn(place, status)
+            else:
+                self._record(place, _seen(status)._replace(sealed_at=sealed_at))
+        except FileNotFoundError:
+            self._record(place, None)
+        except OSError as error:
+            self._complain(f"{path} cannot be looked at ({error.strerror or error})")
 
     def touch(self, place: Place) -> None:
         """The row was used now, for everybody to see."""
@@ -281,6 +344,9 @@ class Shelves:
             before = shelf.rows.pop(place.name, None)
             if before is not None:
                 self._rows_bytes -= before.cost
+                if seen is not None and not seen.sealed_at:
+                    # Wrong if the row was replaced, and then soon put right: the seal is read again before it goes.
+                    seen = seen._replace(sealed_at=before.sealed_at)
             if seen is not None:
                 shelf.rows[place.name] = seen
                 self._rows_bytes += seen.cost
