@@ -69,6 +69,10 @@ class Geometry:
     def sub_block_bytes(self) -> int:
         return self.cell_payload // self.sub_blocks
 
+    def present(self, missing: int) -> int:
+        """The bitmap of a row's sub-blocks, bit b for sub-block b, where the first `missing` hold nothing."""
+        return (1 << self.sub_blocks) - (1 << min(missing, self.sub_blocks))
+
     @property
     def cell_bytes(self) -> int:
         """Distance from one cell to the next: a multiple of PAGE."""

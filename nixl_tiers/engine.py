@@ -120,10 +120,13 @@ class Engine:
 
     # --- what a scheduler calls --------------------------------------------------------------------------------
 
-    def lookup(self, key: Key, request: str, position: int | None = None) -> Lookup:
-        """Is `key` (the chunk that ends at token `position` of the request) a hit? PENDING ends within wait_s."""
+    def lookup(self, key: Key, request: str, position: int | None = None, first: int = 0) -> Lookup:
+        """Is `key` (the chunk that ends at token `position` of the request) a hit? PENDING ends within wait_s.
+
+        `first`: the first sub-block of the chunk that a load is going to read.
+        """
         with self._lock:
-            return self._core.lookup(key, request, position, self._clock())
+            return self._core.lookup(key, request, position, self._clock(), first)
 
     def source(self, key: Key) -> str:
         """ "cpu", or the storage tier that the bytes of this hit were promoted from."""
@@ -141,6 +144,11 @@ class Engine:
         """Host rows of keys that this step's look-ups called hits, pinned until complete_load."""
         with self._lock:
             return np.array(self._core.prepare_load(keys, request), np.int64)
+
+    def partial(self, keys: Sequence[Key]) -> dict[int, int]:
+        """Which rows of a load that was prepared lack sub-blocks: place in `keys` -> how many at the beginning."""
+        with self._lock:
+            return self._core.partial(keys) if self.region.geometry.sub_blocks > 1 else {}
 
     def complete_load(self, keys: Collection[Key]) -> None:
         with self._lock:
@@ -161,6 +169,9 @@ class Engine:
         with self._lock:
             rows = self._core.filling(keys)
             failed: set[Key] = set()
+            if rows and self.region.geometry.sub_blocks > 1:
+                for row, missing in zip(rows, self.region.missing([row.index for row in rows]).tolist(), strict=True):
+                    row.missing = missing
             for ticket in {row.ticket for row in rows}:
                 of_ticket = [row for row in rows if row.ticket == ticket]
                 written = self.region.written(np.array([row.index for row in of_ticket]), ticket)
@@ -243,7 +254,8 @@ class Engine:
             now = self._clock()
             match message:
                 case Finished():
-                    self._core.finished(tier, message.job, [Outcome(code) for code in message.outcomes], now)
+                    outcomes = [Outcome(code) for code in message.outcomes]
+                    self._core.finished(tier, message.job, outcomes, now, message.partial)
                 case Heartbeat():
                     self._used_bytes[tier] = message.used_bytes
                     return
@@ -309,4 +321,4 @@ def _has_places(tier: StorageTier) -> bool:
 def _message(job: Job) -> Store | Load:
     if job.direction is Direction.LOAD:
         return Load(job.id, [Move(move.row.index, move.entry.slot, move.key) for move in job.moves])
-    return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal) for m in job.moves])
+    return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])

@@ -171,6 +171,10 @@ class TieredStore:
             self._region.close()
 
     @property
+    def sub_blocks(self) -> int:
+        return self._region.geometry.sub_blocks
+
+    @property
     def chunk_bytes(self) -> int:
         return self._region.geometry.payload_bytes
 

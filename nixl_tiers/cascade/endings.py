@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.outcome import Outcome
@@ -14,8 +14,18 @@ from nixl_tiers.chunk import Key
 class Endings(Queues):
     """Applies what movers report."""
 
-    def finished(self, tier: int, job_id: int, outcomes: Sequence[Outcome], now: float) -> None:
-        """A job ended; its rows are quiet. A job id that is not (or no longer) open is ignored."""
+    def finished(
+        self,
+        tier: int,
+        job_id: int,
+        outcomes: Sequence[Outcome],
+        now: float,
+        partial: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """A job ended; its rows are quiet. A job id that is not (or no longer) open is ignored.
+
+        `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many).
+        """
         storage = self.storage[tier]
         job = storage.jobs.pop(job_id, None)
         if job is None:
@@ -28,6 +38,8 @@ class Endings(Queues):
                 self._store_ended(tier, move, outcome)
         else:
             storage.rows_loading -= len(job.moves)
+            for place, missing in partial:
+                job.moves[place].row.missing = missing
             for move, outcome in zip(job.moves, outcomes, strict=True):
                 self._load_ended(tier, move, outcome, now)
 

@@ -45,6 +45,7 @@ class Row(msgspec.Struct, gc=False, eq=False):
     gone: bool = False
     leaving: bool = False
     source: str = CPU
+    missing: int = 0  # sub-blocks at its beginning that hold nothing
 
 
 class HostTier:

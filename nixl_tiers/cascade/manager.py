@@ -57,14 +57,19 @@ class TierManager(Traffic):
         self._unflushed: list[Row] = []
         self._ticket = 0
 
-    def lookup(self, key: Key, name: str, position: int | None, now: float) -> Lookup:
-        """Is `key` a hit for request `name`? O(1). PENDING promises an answer within the request's deadline."""
+    def lookup(self, key: Key, name: str, position: int | None, now: float, first: int = 0) -> Lookup:
+        """Is `key` a hit for request `name`? O(1). PENDING promises an answer within the request's deadline.
+
+        `first`: the first sub-block that the load is going to read; a row that lacks it is a miss.
+        """
         request = self._request(name)
         if request.barred:
             return Lookup.MISS
         request.begin(self.host.step, position)
         row = self.host.index.get(key)
         if row is not None and row.state is RowState.READY:
+            if row.missing > first:
+                return Lookup.MISS
             row.step = self.host.step
             if request.waiting:
                 request.hold(row)
@@ -103,6 +108,11 @@ class TierManager(Traffic):
             rows.append(row.index)
         self._release(request)
         return rows
+
+    def partial(self, keys: Sequence[Key]) -> dict[int, int]:
+        """Of the host's rows of `keys`, those that lack sub-blocks: place in `keys` -> how many at the beginning."""
+        missing = (self.host.index[key].missing for key in keys)
+        return {place: count for place, count in enumerate(missing) if count}
 
     def complete_load(self, keys: Collection[Key]) -> None:
         """Workers are done reading these rows."""

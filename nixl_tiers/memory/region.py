@@ -40,6 +40,11 @@ MAX_NOTE_BYTES: Final = 400
 
 WRITTEN: Final = 1
 FAILED: Final = 2
+# A control word: the job's ticket in the upper 40 bits, how many sub-blocks are missing at the cell's beginning in the
+# next 16, and the state.
+_TICKET_AT: Final = 24
+_MISSING_AT: Final = 8
+MAX_MISSING: Final = (1 << _TICKET_AT - _MISSING_AT) - 1
 
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -139,20 +144,31 @@ class HostRegion:
             raise RegionError(f"cannot map the region behind descriptor {fd}: {error.strerror}") from error
 
     def mark(self, rows: NDArray[np.integer[Any]] | Sequence[int], cell: int, ticket: int,
-             ok: NDArray[np.bool_] | bool) -> None:  # fmt: skip
+             ok: NDArray[np.bool_] | bool, missing: NDArray[np.integer[Any]] | int = 0) -> None:  # fmt: skip
         """Say that copying job `ticket` has written its cell of these rows, or failed to; `ok` for all or one a row.
 
-        Called by the rank that owns the cell, after its bytes are in memory (streaming stores fenced). A late word of
-        an older job cannot pass for a newer one's: tickets (0 to 2**56 - 1) are never used twice in a region.
+        `missing`: how many sub-blocks at the cell's beginning were not written, for all or one a row; more than
+        MAX_MISSING is a failure. Called by the rank that owns the cell, after its bytes are in memory (streaming
+        stores fenced). A late word of an older job cannot pass for a newer one's: tickets (0 to 2**40 - 1) are never
+        used twice in a region.
         """
-        states = np.where(ok, np.uint64(WRITTEN), np.uint64(FAILED))
-        self._control[rows, cell] = np.uint64(ticket << 8) | states
+        counts = np.asarray(missing, np.uint64)
+        states = np.where(np.logical_and(ok, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(FAILED))
+        counts = np.minimum(counts, MAX_MISSING) << np.uint64(_MISSING_AT)
+        self._control[rows, cell] = np.uint64(ticket << _TICKET_AT) | counts | states
 
     def written(self, rows: NDArray[np.integer[Any]] | Sequence[int], ticket: int) -> NDArray[np.bool_]:
         """bool (len(rows),): True where every cell's word says that job `ticket` has written it."""
-        word = np.uint64(ticket << 8 | WRITTEN)
-        whole: NDArray[np.bool_] = (self._control[rows] == word).all(axis=1)
-        return whole
+        word = np.uint64(ticket << _TICKET_AT | WRITTEN)
+        words = self._control[rows] & ~np.uint64(MAX_MISSING << _MISSING_AT)
+        good: NDArray[np.bool_] = (words == word).all(axis=1)
+        return good
+
+    def missing(self, rows: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.uint64]:
+        """(len(rows),): how many sub-blocks at the beginning some cell of a written row lacks."""
+        words: NDArray[np.uint64] = self._control[rows] >> np.uint64(_MISSING_AT) & np.uint64(MAX_MISSING)
+        most: NDArray[np.uint64] = words.max(axis=1, initial=0)
+        return most
 
     def publish(self, cell: int, digest: bytes, note: str = "") -> None:
         """Leave the fingerprint of this cell's rank (16 bytes) for the scheduler, with a note cut to 400 bytes."""

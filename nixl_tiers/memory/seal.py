@@ -218,6 +218,17 @@ class Sealer:
         return int.from_bytes(row.data[self._seal_at + _SEALED_AT : self._seal_at + _SEALED_AT + 8], "little")
 
 
+def missing_of(row: NDArray[np.uint8], geometry: Geometry) -> int:
+    """Of a row whose seal was verified: how many sub-blocks at its beginning are not to be used, 0 for a whole row.
+
+    Beyond them every sub-block holds bytes of the engine.
+    """
+    start = geometry.row_bytes - geometry.seal_bytes + _PRESENT_AT
+    end = geometry.row_bytes - DIGEST_BYTES * (geometry.cells + 1)
+    present = int.from_bytes(row[start:end].tobytes(), "little")
+    return (~present & geometry.present(0)).bit_length()
+
+
 def _runs(bits: int) -> Iterator[tuple[int, int]]:
     """The runs of ones in `bits` as (first, one past the last)."""
     first = 0

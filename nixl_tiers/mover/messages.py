@@ -27,6 +27,7 @@ class Move(msgspec.Struct, array_like=True, frozen=True):
     key: bytes
     tick: int = 0  # recency, for the journal (stores)
     seal: bool = False  # the mover must seal the row before it writes it (stores)
+    missing: int = 0  # how many sub-blocks at the beginning hold nothing, to be sealed as absent (stores)
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -105,11 +106,16 @@ class Adopt(msgspec.Struct, tag="adopt", frozen=True):
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):
-    """Mover -> engine: a job ended; `outcomes` holds one Outcome a move, in the job's order. Its rows are quiet now."""
+    """Mover -> engine: a job ended; `outcomes` holds one Outcome a move, in the job's order. Its rows are quiet now.
+
+    `partial`: of the rows that a load brought, those that lack sub-blocks: (place in the job, how many at the row's
+    beginning are not to be used).
+    """
 
     job: int
     outcomes: bytes
     seconds: float
+    partial: list[tuple[int, int]] = []
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NoReturn
 
@@ -24,6 +24,7 @@ import msgspec
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import missing_of
 from nixl_tiers.mover.messages import (
     HEARTBEAT_S,
     MAX_PACKET,
@@ -92,12 +93,13 @@ class Outbox:
 class Mover:
     """The state of the loop. `step` does all that can be done now."""
 
-    def __init__(self, tier: StorageTier, end: socket.socket) -> None:
+    def __init__(self, tier: StorageTier, end: socket.socket, region: HostRegion) -> None:
         self.outbox = Outbox(end)
         self.leaving = False
         self._tier = tier
+        self._region = region
         self._inbox: deque[ToMover] = deque()
-        self._jobs: dict[int, tuple[int, float]] = {}  # ticket -> the engine's job, started at
+        self._jobs: dict[int, tuple[Store | Load, float]] = {}  # ticket -> the engine's job, started at
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="opener")
         self._opening: tuple[Open, Future[int]] | None = None
         self._again: tuple[float, Open] | None = None  # when to try the open that failed
@@ -217,7 +219,7 @@ class Mover:
             self.outbox.send(Finished(message.job, bytes([Outcome.FAILED] * len(message.moves)), 0.0))
             return
         begin = self._tier.store if isinstance(message, Store) else self._tier.load
-        self._jobs[begin(message.moves)] = (message.job, now)
+        self._jobs[begin(message.moves)] = (message, now)
 
     def _collect(self, now: float) -> None:
         try:
@@ -231,8 +233,22 @@ class Mover:
             self._down(self._served, error, now)
             return
         for done in ended:
-            job, started = self._jobs.pop(done.ticket)
-            self.outbox.send(Finished(job, bytes(done.outcomes), now - started))
+            message, started = self._jobs.pop(done.ticket)
+            self.outbox.send(
+                Finished(message.job, bytes(done.outcomes), now - started, self._partial(message, done.outcomes))
+            )
+
+    def _partial(self, message: Store | Load, outcomes: Sequence[Outcome]) -> list[tuple[int, int]]:
+        """Which of the rows that a load brought lack sub-blocks, by their seals."""
+        geometry = self._region.geometry
+        if isinstance(message, Store) or geometry.sub_blocks == 1:
+            return []
+        missing = (
+            (place, missing_of(self._region.rows_view[move.row], geometry))
+            for place, (move, outcome) in enumerate(zip(message.moves, outcomes, strict=True))
+            if outcome is Outcome.OK
+        )
+        return [(place, count) for place, count in missing if count]
 
     def _list(self, now: float) -> None:
         """At most one batch a step, and none while the engine is behind: jobs go first."""
@@ -324,7 +340,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     _log_as(str(hello.tier.get("type", "?")))
     region = HostRegion.attach(region_fd)
     try:
-        mover = Mover(make_tier(hello, region), end)
+        mover = Mover(make_tier(hello, region), end, region)
     except TierRefused as error:
         Outbox(end).send(Refused(str(error)))
         return

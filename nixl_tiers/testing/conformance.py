@@ -236,6 +236,12 @@ class StorageTierTests:
         rig.finish(rig.begin_moves([move]))
         assert rig.medium.read(NAMESPACE, 0, move.key) == before.tobytes()
 
+    def test_sub_blocks_that_are_missing_are_sealed_as_absent_and_come_back_as_zeros(self, rig: Rig) -> None:
+        """What stood there belonged to somebody else. Rig checks all of it, in every cell."""
+        for missing in range(SMALL.sub_blocks):
+            assert rig.finish(rig.begin_store(keys(2), version=missing, missing=missing)) == [[Outcome.OK] * 2]
+            assert rig.load(keys(2)) == [Outcome.OK] * 2
+
     def test_a_row_without_a_seal_is_never_a_hit(self, rig: Rig) -> None:
         """Sealing is the caller's to ask for: a tier that seals whatever it is given vouches for anything."""
         rig.finish(rig.begin_store(keys(2), seal=False))

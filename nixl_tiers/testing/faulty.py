@@ -24,7 +24,7 @@ from nixl_tiers.chunk import Geometry, Key
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.messages import Entry, Hello, Move, Outcome
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierRefused
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierRefused, seal_row
 
 MakeTier = Callable[[Geometry, HostRegion], StorageTier]
 
@@ -180,7 +180,7 @@ class FaultyStorage(StorageTier):
         for place in batch.inside:
             move = batch.moves[place]
             if move.seal:
-                self._open_sealer.seal(self._region.rows_view[move.row], move.key, sealed_at=int(time.time()))
+                seal_row(self._open_sealer, self._region, move, time.time())
             self._copy_down(batch, place)
             inside.append(msgspec.structs.replace(move, seal=False))
         return self._begin(batch, self._inner.store(inside) if inside else None)

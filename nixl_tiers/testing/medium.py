@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.chunk import Geometry, Key
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.memory.seal import Sealer, Verdict, missing_of
 from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import StorageTier, TierDown
 
@@ -115,7 +115,7 @@ class Rig:
         self.tier = medium.make(geometry, self.region, capacity_bytes)
         self.namespace = NAMESPACE
         self.epoch = 0
-        self._versions: dict[tuple[bytes, int, Key], int] = {}
+        self._versions: dict[tuple[bytes, int, Key], tuple[int, int]] = {}  # -> version, missing sub-blocks
         self._free = list(range(rows))
         self._flying: dict[int, _Flight] = {}
         self._ended: dict[int, list[Outcome]] = {}
@@ -182,15 +182,15 @@ class Rig:
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 
-    def begin_store(self, where: Mapping[int, Key], *, version: int = 0, seal: bool = True) -> int:
+    def begin_store(self, where: Mapping[int, Key], *, version: int = 0, seal: bool = True, missing: int = 0) -> int:
         """Start storing each key's content into its slot. Without `seal`, the rows are as the caller's `ready` left
-        them: see `begin_moves`."""
+        them: see `begin_moves`. The first `missing` sub-blocks of each hold somebody else's bytes."""
         moves = []
         for tick, (slot, key) in enumerate(where.items(), 1):
             row = self.take_row()
             self.region.rows_view[row] = content(key, version, self.geometry)
-            moves.append(Move(row, slot, key, tick, seal))
-            self._versions[self.namespace, self.epoch, key] = version
+            moves.append(Move(row, slot, key, tick, seal, missing))
+            self._versions[self.namespace, self.epoch, key] = version, missing
         return self.begin_moves(moves)
 
     def begin_moves(self, moves: list[Move]) -> int:
@@ -277,7 +277,8 @@ class Rig:
         row = self.region.rows_view[move.row]
         if not move.seal:
             assert np.array_equal(row, before), "a row that was not to be sealed was changed"
-        assert self._same_payload(row, before), "a store changed the payload of its row"
+        wanted = self._without(before, move.missing if move.seal else 0)
+        assert self._same_payload(row, wanted), "a store changed the payload of its row"
         if move.seal and outcome is Outcome.OK:
             sealer = Sealer(self.geometry, self.namespace, self.epoch)
             assert sealer.verify(row, move.key) is Verdict.OK, "a row was stored without the seal that was asked for"
@@ -286,10 +287,20 @@ class Rig:
         row = self.region.rows_view[move.row]
         sealer = Sealer(self.geometry, self.namespace, self.epoch)
         assert sealer.verify(row, move.key) is Verdict.OK, f"OK for {move.key!r}, but the row's seal does not say so"
-        version = self._versions.get((self.namespace, self.epoch, move.key))
-        assert version is not None, f"OK for {move.key!r}, which was never stored in this namespace and epoch"
-        wanted = content(move.key, version, self.geometry)
+        stored = self._versions.get((self.namespace, self.epoch, move.key))
+        assert stored is not None, f"OK for {move.key!r}, which was never stored in this namespace and epoch"
+        version, missing = stored
+        wanted = self._without(content(move.key, version, self.geometry), missing)
         assert self._same_payload(row, wanted), f"OK for {move.key!r}, but the bytes are not those stored last"
+        assert missing_of(row, self.geometry) == missing, "the seal does not say which sub-blocks are missing"
+
+    def _without(self, row: NDArray[np.uint8], missing: int) -> NDArray[np.uint8]:
+        """The row with zeros in its first `missing` sub-blocks."""
+        geometry = self.geometry
+        wanted = row.copy()
+        for at in range(0, geometry.cells * geometry.cell_bytes, geometry.cell_bytes):
+            wanted[at : at + missing * geometry.sub_block_bytes] = 0
+        return wanted
 
     def _same_payload(self, left: NDArray[np.uint8], right: NDArray[np.uint8]) -> bool:
         geometry = self.geometry

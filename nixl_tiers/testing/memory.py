@@ -16,7 +16,7 @@ from nixl_tiers.config import parse_size
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierRefused
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierRefused, seal_row
 
 
 @dataclass
@@ -110,7 +110,7 @@ class MemoryStorage(StorageTier):
         self._make_room(self._geometry.row_bytes)
         row = self._region.rows_view[move.row]
         if move.seal:
-            self._open_sealer.seal(row, move.key, sealed_at=int(time.time()))
+            seal_row(self._open_sealer, self._region, move, time.time())
         self._rows[move.slot] = StoredRow(move.key, move.tick, bytearray(row.data))
         return Outcome.OK
 

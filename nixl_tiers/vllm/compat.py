@@ -104,6 +104,13 @@ def replicas(config: OffloadingConfig) -> int:
     return int(getattr(config.parallel, "data_parallel_size", 1))
 
 
+def is_recurrent(layer: object) -> bool:
+    """Whether a layer of the model keeps a state instead of keys and values."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    return isinstance(layer, MambaBase)
+
+
 def group_ids(config: OffloadingConfig) -> tuple[int, ...]:
     """vLLM's own number of each offloaded KV group, as it stands in the keys."""
     return tuple(getattr(group, "group_id", index) for index, group in enumerate(config.groups))
@@ -137,6 +144,7 @@ __all__ = [
     "check",
     "get_offload_group_idx",
     "group_ids",
+    "is_recurrent",
     "position_of",
     "replicas",
     "version",

@@ -66,6 +66,9 @@ class NixlTiersManager(OffloadingManager):
         self._reporter = Reporter()
         self._events = events
         self._pause_s = pause_s
+        # What a load is going to read of a chunk is not known at its look-up, so workers vouch for a row that lacks
+        # blocks only where loads never read any but a chunk's last.
+        self._last_sub_block = store.sub_blocks - 1
         self._requests: set[str] = set()
         self._waiting: set[str] = set()  # those that this step's look-ups put off
         self._met: set[str] = set()  # requests whose own prefix was touched
@@ -92,7 +95,7 @@ class NixlTiersManager(OffloadingManager):
         position = position_of(key, req_context)
         if req_context.req_id not in self._met:
             self._meet(req_context, position)
-        answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position)]
+        answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position, self._last_sub_block)]
         if answer is LookupResult.HIT_PENDING:
             self._waiting.add(req_context.req_id)
         elif self._events is not None and answer is LookupResult.HIT:
@@ -107,7 +110,7 @@ class NixlTiersManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         ordered = list(keys)
         rows = self._engine.prepare_load(ordered, req_context.req_id)
-        return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered))
+        return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered), missing=self._engine.partial(ordered))
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

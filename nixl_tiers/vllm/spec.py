@@ -90,7 +90,7 @@ class NixlTiersSpec(OffloadingSpec):
         try:
             if rank == 0:
                 region.prefault()
-            worker = worker_over(region, kv_caches, rank)
+            worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             region.publish(rank, digest, note)
         except BaseException:
             region.close()
@@ -169,6 +169,20 @@ def refuse_nodes(vllm_config: Any) -> None:
     nodes = getattr(getattr(vllm_config, "parallel_config", None), "nnodes_within_dp", 1)
     if nodes > 1:
         raise ValueError(f"nixl_tiers needs all workers of an engine on one node, and this engine has {nodes} nodes")
+
+
+def last_block_only(config: OffloadingConfig, vllm_config: Any) -> list[int]:
+    """Places of the KV groups of whose chunks loads read only the last block: a recurrent layer's state there stands
+    for all that came before, and vLLM keeps and stores no other block of the chunk."""
+    cache_config = getattr(vllm_config, "cache_config", None)
+    if getattr(cache_config, "mamba_cache_mode", None) != "align":
+        return []
+    layers = vllm_config.compilation_config.static_forward_context
+    return [
+        place
+        for place, group in enumerate(config.groups)
+        if all(compat.is_recurrent(layers.get(name)) for name in group.layer_names)
+    ]
 
 
 def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -> Namespace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,36 +15,44 @@ class RowsSpec(LoadStoreSpec):
     """The host side of a job: region rows, ordered by KV group, travelling from the scheduler to every worker.
 
     `rows`: int64 (n,). `counts`: rows of each KV group, in the order of OffloadingConfig.groups; they add up to n.
-    `ticket`: what a store's rows are marked with; 0 for loads.
+    `ticket`: what a store's rows are marked with; 0 for loads. `missing`: of a load's rows, those that lack
+    sub-blocks: place in `rows` -> how many at the row's beginning.
     """
 
-    def __init__(self, rows: NDArray[np.int64], counts: Sequence[int], ticket: int = 0) -> None:
+    def __init__(
+        self,
+        rows: NDArray[np.int64],
+        counts: Sequence[int],
+        ticket: int = 0,
+        missing: Mapping[int, int] | None = None,
+    ) -> None:
         self.rows = rows
         self.counts = tuple(counts)
         self.ticket = ticket
+        self.missing = dict(missing or {})
 
-    def __reduce__(self) -> tuple[Callable[..., RowsSpec], tuple[bytes, tuple[int, ...], int]]:
-        return _unpack, (self.rows.astype("<u4").tobytes(), self.counts, self.ticket)
+    def __reduce__(self) -> tuple[Callable[..., RowsSpec], tuple[bytes, tuple[int, ...], int, dict[int, int]]]:
+        return _unpack, (self.rows.astype("<u4").tobytes(), self.counts, self.ticket, self.missing)
 
     def __repr__(self) -> str:
         return f"RowsSpec(rows={self.rows.tolist()}, counts={self.counts}, ticket={self.ticket})"
 
 
-def _unpack(rows: bytes, counts: tuple[int, ...], ticket: int) -> RowsSpec:
-    return RowsSpec(np.frombuffer(rows, "<u4").astype(np.int64), counts, ticket)
+def _unpack(rows: bytes, counts: tuple[int, ...], ticket: int, missing: dict[int, int]) -> RowsSpec:
+    return RowsSpec(np.frombuffer(rows, "<u4").astype(np.int64), counts, ticket, missing)
 
 
 class Part(NamedTuple):
     """One KV group's share of a job: engine block i of `blocks` belongs to sub-block `first` + i of `rows` in a line.
 
-    `whole`: bool (rows,), False for a row of a store that not all blocks were given for.
+    `known`: False where a store's blocks were given without saying which belongs where.
     """
 
     group: int
     blocks: NDArray[np.int64]
     rows: NDArray[np.int64]
     first: int
-    whole: NDArray[np.bool_]
+    known: bool = True
 
 
 def split_load(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) -> list[Part]:
@@ -53,30 +61,36 @@ def split_load(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) 
     Raises ValueError if the two sides do not match.
     """
     parts = []
+    place = 0
     for group, (mine, blocks, index) in enumerate(_by_group(rows, engine)):
         first = index % blocks_per_chunk
+        lacking = [rows.missing.get(place + number, 0) for number in range(len(mine))] if rows.missing else []
+        place += len(mine)
+        if any(count > (first if number == 0 else 0) for number, count in enumerate(lacking)):
+            raise ValueError(f"group {group}: blocks are wanted that their rows do not hold")
         if len(mine) != -(-(first + len(blocks)) // blocks_per_chunk) * bool(len(blocks)):
             raise ValueError(f"group {group}: {len(blocks)} blocks from {index} on do not lie in {len(mine)} rows")
         if len(blocks):
-            parts.append(Part(group, blocks, mine, first, np.ones(len(mine), bool)))
+            parts.append(Part(group, blocks, mine, first))
     return parts
 
 
 def split_store(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) -> list[Part]:
-    """The parts of a store. vLLM leaves null blocks of windowed groups out of the list without saying where.
+    """The parts of a store. vLLM leaves null blocks out of its list without saying where they stand.
 
-    Where exactly the beginning of the first chunk is missing, that row alone is not whole; otherwise nothing
-    tells which block belongs where, and no row of that group is whole.
+    It lists a chunk only if the chunk's last block is there, and says which block of the first chunk comes first. So
+    it can be told where the others belong if what is missing is the beginning of the first chunk, or all but the last
+    block of every chunk.
     """
     parts = []
     for group, (mine, blocks, index) in enumerate(_by_group(rows, engine)):
         if not len(mine):
             continue
         first = index % blocks_per_chunk
-        whole = np.full(len(mine), len(blocks) + first == len(mine) * blocks_per_chunk)
-        if first:
-            whole[0] = False
-        parts.append(Part(group, blocks, mine, first, whole))
+        if len(blocks) == len(mine) > 1 and first == blocks_per_chunk - 1 > 0:
+            parts += [Part(group, blocks[i : i + 1], mine[i : i + 1], blocks_per_chunk - 1) for i in range(len(mine))]
+        else:
+            parts.append(Part(group, blocks, mine, first, len(blocks) + first == len(mine) * blocks_per_chunk))
     return parts
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Final, Protocol
 
@@ -55,23 +55,26 @@ class Swap(Protocol):
 Finish = Callable[[], int]  # waits for a job that was started, says how it went, returns its bytes
 
 
-def worker_over(region: HostRegion, kv_caches: CanonicalKVCaches, cell: int) -> NixlTiersWorker:
+def worker_over(
+    region: HostRegion, kv_caches: CanonicalKVCaches, cell: int, last_block_only: Collection[int] = ()
+) -> NixlTiersWorker:
     """A worker for these caches, with the swap that their device needs; it closes the region when it shuts down.
 
-    Raises ValueError for what it cannot copy.
+    `last_block_only`: places of the KV groups of whose chunks no load reads any but the last block. Raises ValueError
+    for what it cannot copy.
     """
     geometry = region.geometry
     plan = CopyPlan(segments_of(kv_caches, geometry.sub_block_bytes), geometry, cell, region.address, region.rows)
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
-        return NixlTiersWorker(region, plan, HostSwap(plan), cell, on_device=False)
+        return NixlTiersWorker(region, plan, HostSwap(plan), cell, last_block_only, on_device=False)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
     from nixl_tiers.swap.cuda import CudaSwap
 
     swap = CudaSwap(plan, device)
     region.at_close(swap.close)
-    return NixlTiersWorker(region, plan, swap, cell, on_device=True)
+    return NixlTiersWorker(region, plan, swap, cell, last_block_only, on_device=True)
 
 
 def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list[Segment]]:
@@ -104,11 +107,21 @@ class NixlTiersWorker(OffloadingWorker):
     Otherwise a copy takes its caller's time, and is made on the lane's thread.
     """
 
-    def __init__(self, region: HostRegion, plan: CopyPlan, swap: Swap, cell: int, *, on_device: bool) -> None:
+    def __init__(
+        self,
+        region: HostRegion,
+        plan: CopyPlan,
+        swap: Swap,
+        cell: int,
+        last_block_only: Collection[int] = (),
+        *,
+        on_device: bool,
+    ) -> None:
         self._region = region
         self._plan = plan
         self._swap = swap
         self._cell = cell
+        self._last_block_only = frozenset(last_block_only)
         self._on_device = on_device
         self._blocks_per_chunk = region.geometry.sub_blocks
         self._open: dict[int, threading.Event] = {}
@@ -209,11 +222,15 @@ class NixlTiersWorker(OffloadingWorker):
                     copied = True
                 except Exception:
                     log.exception("nixl_tiers: a copy to host memory failed; %d chunks are dropped", len(part.rows))
-            self._region.mark(part.rows, self._cell, ticket, part.whole & copied)
+            missing = np.zeros(len(part.rows), np.int64)
+            missing[0] = part.first
+            # Elsewhere nobody can tell at a look-up whether the load would read what is missing.
+            usable = (missing == 0) | (part.group in self._last_block_only)
+            self._region.mark(part.rows, self._cell, ticket, usable & copied, missing)
             return nbytes
 
         started: Finish | None = None
-        if part.whole.any():
+        if part.known:
             try:
                 started = self._copy(self._swap.store, part)
             except Exception:

@@ -18,7 +18,7 @@ import nixl_tiers
 from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory import prefault, region
 from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.memory.region import MAX_MISSING, HostRegion, RegionError
 
 GEOMETRY = Geometry(cells=3, cell_payload=PAGE + 512, sub_blocks=4)
 ROWS = 5
@@ -223,24 +223,35 @@ def test_a_late_word_of_an_old_job_never_passes_for_the_new_one(made: HostRegion
     assert made.written([0, 1], 8).tolist() == [False, False]
 
 
-def test_tickets_of_56_bits_are_kept_apart_and_larger_ones_refused(made: HostRegion) -> None:
-    largest = (1 << 56) - 1
+def test_tickets_of_40_bits_are_kept_apart_and_larger_ones_refused(made: HostRegion) -> None:
+    largest = (1 << 40) - 1
     for cell in range(3):
         made.mark([0], cell, largest, ok=True)
     assert made.written([0], largest).tolist() == [True]
     assert made.written([0], largest - 1).tolist() == [False]
     with pytest.raises(OverflowError):
-        made.mark([0], 0, 1 << 56, ok=True)
+        made.mark([0], 0, 1 << 40, ok=True)
     with pytest.raises(IndexError):
         made.mark([0], 3, 1, ok=True)
     with pytest.raises(IndexError):
         made.mark([ROWS], 0, 1, ok=True)
 
 
+def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:
+    for cell, missing in enumerate((0, 2, 1)):
+        made.mark([0, 1], cell, 5, True, np.array([missing, 0]))
+    assert made.written([0, 1], 5).tolist() == [True, True]
+    assert made.missing([0, 1]).tolist() == [2, 0]
+    made.mark([0, 1], 1, 5, True, np.array([MAX_MISSING, MAX_MISSING + 1]))
+    assert made.written([0, 1], 5).tolist() == [True, False], "what cannot be said is a failure"
+    assert made.missing([0]).tolist() == [MAX_MISSING]
+    assert made.missing(np.array([], np.int64)).tolist() == []
+
+
 def test_control_words_are_not_the_rows(made: HostRegion) -> None:
     made.rows_view[:] = 255
     made.publish(2, b"\xff" * 16, "x" * 400)
-    assert not made.written(np.arange(ROWS), (1 << 56) - 1).any()
+    assert not made.written(np.arange(ROWS), (1 << 40) - 1).any()
     made.mark(np.arange(ROWS), 2, 5, ok=False)
     assert (made.rows_view == 255).all()
     assert made.published() == [None, None, (b"\xff" * 16, "x" * 400)]

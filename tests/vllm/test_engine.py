@@ -184,6 +184,49 @@ def test_windowed_layers_are_groups_of_their_own(engine: Engine, windowed_model:
     assert 4 + 2 <= stats["file"]["hits"] < 3 * 4
 
 
+@pytest.fixture
+def recurrent_model(tmp_path: Path) -> Path:
+    """An LFM2 with random weights: of its four layers two attend to everything, two keep a state."""
+    import torch
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(1)
+    config = Lfm2Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        block_auto_adjust_ff_dim=False,
+    )
+    for name, value in {"conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_ff_dim": 512}.items():
+        setattr(config, name, value)  # vLLM reads them by these names
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "recurrent")
+    return tmp_path / "recurrent"
+
+
+def test_of_a_recurrent_layers_chunk_its_last_block_is_stored_and_comes_back(
+    engine: Engine, recurrent_model: Path
+) -> None:
+    """vLLM keeps such a layer's state at the end of a chunk, and no other block of the chunk."""
+    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
+    ask = ["generate", [prompt], 8]
+    options: dict[str, Any] = {"path": recurrent_model, "skip_tokenizer_init": True, "dtype": "float32"}
+    tiers = {"blocks_per_chunk": 2, "tiers": [CPU]}
+    cold, gpu, _, cpu, stats = engine(tiers, ask, ask, ["forget"], ask, ["stats"], **options)
+    assert [answer[0]["cached"] for answer in (cold, gpu, cpu)] == [0, 1024, 1024]
+    assert tokens(cold) == tokens(gpu) == tokens(cpu)
+    assert gpu[0]["logprobs"] == cpu[0]["logprobs"]
+    assert min(gpu[0]["logprobs"]) < -0.01, "a model that is sure of itself shows nothing"
+    # Four chunks of the attending layers; of the recurrent ones the state at the prompt's last boundary.
+    assert stats["cpu"]["hits"] == 4 + 1
+    assert stats["cpu"]["failed"] == 0
+
+
 @pytest.mark.parametrize(
     ("tiers", "settings", "sentence"),
     [

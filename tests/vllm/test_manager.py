@@ -174,10 +174,11 @@ class Scripted:
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
         self.engine = self.changed = self
+        self.sub_blocks = 1
         self.waits_s: list[float] = []
         self.patience_s = -1.0
 
-    def lookup(self, key: bytes, request: str, position: int | None) -> Lookup:
+    def lookup(self, key: bytes, request: str, position: int | None, first: int) -> Lookup:
         return self.answer
 
     def source(self, key: bytes) -> str:

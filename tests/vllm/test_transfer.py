@@ -17,12 +17,12 @@ def rows_of(*rows: int, counts: tuple[int, ...], ticket: int = 0) -> RowsSpec:
 
 
 def test_a_spec_survives_pickling_and_is_small() -> None:
-    spec = rows_of(*range(1000), counts=(600, 400), ticket=1 << 40)
+    spec = RowsSpec(np.arange(1000), (600, 400), (1 << 40) - 1, {7: 3})
     raw = pickle.dumps(spec)
     again = pickle.loads(raw)
     assert again.rows.tolist() == list(range(1000))
     assert again.rows.dtype == np.int64
-    assert (again.counts, again.ticket) == ((600, 400), 1 << 40)
+    assert (again.counts, again.ticket, again.missing) == ((600, 400), (1 << 40) - 1, {7: 3})
     assert len(raw) < 4 * 1000 + 300
 
 
@@ -64,8 +64,8 @@ def test_a_load_whose_sides_do_not_match_is_refused(
 def test_a_store_of_whole_chunks_is_whole() -> None:
     engine = GPULoadStoreSpec([1, 2, 3, 4, 5, 6], group_sizes=[4, 2], block_indices=[6, 0])
     first, second = split_store(rows_of(7, 8, 9, counts=(2, 1)), engine, blocks_per_chunk=2)
-    assert first.whole.tolist() == [True, True]
-    assert second.whole.tolist() == [True]
+    assert first.known
+    assert second.known
     assert (first.first, second.first) == (0, 0)
 
 
@@ -73,12 +73,35 @@ def test_null_blocks_before_a_window_make_only_the_first_row_partial() -> None:
     # Chunks of 4 blocks, the first three of them null: vLLM lists 5 blocks from block 11 on.
     engine = GPULoadStoreSpec([1, 2, 3, 4, 5], group_sizes=[5], block_indices=[11])
     (part,) = split_store(rows_of(7, 8, counts=(2,)), engine, blocks_per_chunk=4)
-    assert part.first == 3
-    assert part.whole.tolist() == [False, True]
+    assert (part.first, part.known) == (3, True)
 
 
-@pytest.mark.parametrize(("blocks", "index"), [(6, 0), (6, 1), (3, 11), (9, 0)])
-def test_blocks_missing_anywhere_else_make_no_row_whole(blocks: int, index: int) -> None:
+def test_the_last_block_of_every_chunk_has_its_place() -> None:
+    # As older versions store the states of recurrent layers: of each chunk nothing else is there.
+    engine = GPULoadStoreSpec([5, 6, 7], group_sizes=[3], block_indices=[3])
+    parts = split_store(rows_of(7, 8, 9, counts=(3,)), engine, blocks_per_chunk=4)
+    assert [(p.rows.tolist(), p.blocks.tolist(), p.first, p.known) for p in parts] == [
+        ([7], [5], 3, True),
+        ([8], [6], 3, True),
+        ([9], [7], 3, True),
+    ]
+
+
+@pytest.mark.parametrize(("blocks", "index"), [(6, 0), (6, 1), (3, 11), (9, 0), (2, 0)])
+def test_blocks_missing_anywhere_else_are_nobody_knows_where(blocks: int, index: int) -> None:
     engine = GPULoadStoreSpec(list(range(blocks)), group_sizes=[blocks], block_indices=[index])
     (part,) = split_store(rows_of(7, 8, counts=(2,)), engine, blocks_per_chunk=4)
-    assert part.whole.tolist() == [False, False]
+    assert not part.known
+
+
+def test_a_load_of_what_its_rows_do_not_hold_is_refused() -> None:
+    spec = RowsSpec(np.array([3, 4, 6]), (2, 1), missing={0: 1, 2: 3})
+    good = GPULoadStoreSpec([1, 2, 3, 4, 5, 9], group_sizes=[5, 1], block_indices=[1, 3])
+    assert [part.first for part in split_load(spec, good, blocks_per_chunk=4)] == [1, 3]
+    for sizes, indices in (([6, 1], [0, 3]), ([5, 2], [1, 2])):
+        bad = GPULoadStoreSpec(list(range(sum(sizes))), group_sizes=sizes, block_indices=indices)
+        with pytest.raises(ValueError, match="blocks are wanted that their rows do not hold"):
+            split_load(spec, bad, blocks_per_chunk=4)
+    late = RowsSpec(np.array([3, 4]), (2,), missing={1: 1})
+    with pytest.raises(ValueError, match="do not hold"):
+        split_load(late, GPULoadStoreSpec([1, 2], group_sizes=[2], block_indices=[3]), blocks_per_chunk=4)

@@ -43,13 +43,20 @@ def caches_of(pages: list[list[int]], stride: int | None = None) -> CanonicalKVC
 
 
 class Rank:
-    def __init__(self, pages: list[list[int]], blocks_per_chunk: int = 1, cells: int = 1, cell: int = 0) -> None:
+    def __init__(
+        self,
+        pages: list[list[int]],
+        blocks_per_chunk: int = 1,
+        cells: int = 1,
+        cell: int = 0,
+        last_block_only: tuple[int, ...] = (),
+    ) -> None:
         block_bytes = max(sum(group) for group in pages)
         geometry = Geometry(cells, block_bytes * blocks_per_chunk, blocks_per_chunk)
         self.region = HostRegion.create(geometry, ROWS)
         self.region.rows_view[:] = 0xEE
         self.caches = caches_of(pages)
-        self.worker = worker_over(self.region, self.caches, cell)
+        self.worker = worker_over(self.region, self.caches, cell, last_block_only)
         self.jobs = 0
 
     def store(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> TransferResult:
@@ -151,6 +158,22 @@ def test_a_chunk_with_null_blocks_is_stored_as_failed_and_its_neighbours_are_not
     result = rank.store(rows_of(3, 5, counts=(2,), ticket=2), GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [0]))
     assert result.success
     assert not rank.region.written([3, 5], 2).any()
+
+
+@pytest.mark.parametrize(
+    "rank", [{"pages": [[256], [192]], "blocks_per_chunk": 4, "last_block_only": (1,)}], indirect=True
+)
+def test_a_chunk_whose_last_block_says_it_all_is_stored_with_what_is_missing(rank: Rank) -> None:
+    state = rank.bytes_of(1, 6)
+    rank.store(rows_of(3, 5, counts=(1, 1)), GPULoadStoreSpec([1, 2, 6], [2, 1], [2, 7]))
+    assert rank.region.written([3, 5], 1).tolist() == [False, True]
+    assert rank.region.missing([5]).tolist() == [3]
+    assert rank.region.rows_view[5, 768 : 768 + 192].tobytes() == state
+    rank.clear()
+    loaded = RowsSpec(np.array([5]), (0, 1), missing={0: 3})
+    assert rank.load(loaded, GPULoadStoreSpec([9], [0, 1], [0, 11])).success
+    assert rank.bytes_of(1, 9) == state
+    assert not rank.load(loaded, GPULoadStoreSpec([9, 8], [0, 2], [0, 10])).success
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.messages import Entry, Move, Outcome
 
 
@@ -27,6 +29,12 @@ class Done:
 
     ticket: int
     outcomes: Sequence[Outcome]
+
+
+def seal_row(sealer: Sealer, region: HostRegion, move: Move, now_s: float) -> None:
+    """Seal the region row of a store that asks for it. `now_s`: Unix seconds."""
+    present = sealer.geometry.present(move.missing)
+    sealer.seal(region.rows_view[move.row], move.key, present=present, sealed_at=int(now_s))
 
 
 class StorageTier(ABC):

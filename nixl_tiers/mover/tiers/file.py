@@ -25,7 +25,7 @@ from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, Tr
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.age import sweep_s
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.ledger import Ledger
 from nixl_tiers.mover.tiers.replica import Replica, slots_within
@@ -269,7 +269,7 @@ class FileStorage(StorageTier):
                 device, offset = served.slabs.place(move.slot)
                 spans.append((region.address + move.row * row_bytes, row_bytes, offset, device))
                 if move.seal and unit.writes:
-                    served.sealer.seal(region.rows_view[move.row], move.key, sealed_at=int(self._clock()))
+                    seal_row(served.sealer, region, move, self._clock())
         except AgentError as error:
             self._complaints.about("agent", str(error))
             served.watch.soon()

@@ -28,7 +28,7 @@ from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, Tr
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.age import has_expired, sweep_s
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.shelves import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, Shelves
 from nixl_tiers.mover.tiers.slabs import direct_works, fallocate
@@ -339,8 +339,7 @@ class FilesStorage(StorageTier):
                 self._end(task, Outcome.NO_SPACE, writes=True)
                 continue
             if task.move.seal:
-                row = self._region.rows_view[task.move.row]
-                self._served.sealer.seal(row, task.move.key, sealed_at=int(self._clock()))
+                seal_row(self._served.sealer, self._region, task.move, self._clock())
             task.sealed_at = self._served.sealer.sealed_at(self._region.rows_view[task.move.row])
             task.opening = self._shelves.on_hand(task.place, self._open_fresh)
             self._storing.append(task)

@@ -34,7 +34,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.bucket import Bucket, Credentials
 from nixl_tiers.mover.tiers.janitor import Allowance, Janitor, Pace
@@ -313,7 +313,7 @@ class ObjectStorage(StorageTier):
         assert self._sealer is not None
         move = task.move
         if move.seal:
-            self._sealer.seal(self._region.rows_view[move.row], move.key, sealed_at=int(time.time()))
+            seal_row(self._sealer, self._region, move, time.time())
         self._dropped.discard(move.key)
         if self._listing is not None:
             self._since.add(move.key)
