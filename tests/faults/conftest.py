@@ -18,6 +18,7 @@ from nixl_tiers.testing.servers import MotoServer, S3Server
 from tests.faults.arena import CAPACITY, LIMITS, Arena, Line
 from tests.faults.interposer import Interposer, build
 
+SOAK = "\n## Soak\n"  # what follows it in the page was written by hand, and stays
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
 _lines: list[Line] = []
 
@@ -114,7 +115,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for row in rows:
         terminalreporter.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
     if os.environ.get(TABLE):
-        Path(os.environ[TABLE]).write_text(page(rows))
+        path = Path(os.environ[TABLE])
+        _, soak, rest = path.read_text().partition(SOAK) if path.exists() else ("", "", "")
+        path.write_text(page(rows) + soak + rest)
 
 
 def page(rows: list[tuple[str, ...]]) -> str:

@@ -1,0 +1,125 @@
+"""More at once than anybody asks for, and workers that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.testing.inventory import Inventory
+from nixl_tiers.testing.load import content, get, put
+from nixl_tiers.testing.waiting import until
+from tests.faults.arena import LIMITS, PATIENCE_S, Arena
+
+pytestmark = pytest.mark.timeout(400)
+
+TIERS = ("slabs", "files", "s3")
+MANY = 10_000
+
+
+@pytest.mark.parametrize(
+    "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
+)
+def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(on_tier: Callable[..., Arena], tier: str) -> None:
+    """A hundred requests wait for a hundred rows each; the mover's socket fills up. All are answered in time."""
+    number = MANY if tier == "slabs" else MANY // 10
+    arena = on_tier(f"{number} pending keys, mover stopped", tier, chunk=1024, limits=replace(LIMITS, job_s=30.0))
+    with arena.under_load():
+        store, engine = arena.store, arena.store.engine
+        keys = [b"crowd-%06d" % n for n in range(number)]
+        for start in range(0, number, 500):
+            put(store, keys[start : start + 500])
+        assert store.flush(PATIENCE_S)
+        pid = arena.a_mover()
+        os.kill(pid, signal.SIGSTOP)
+        names = {f"crowd-{n}": keys[n::100] for n in range(100)}
+        waiting = dict(names)
+        most = 0
+        while waiting:
+            pending = 0
+            for name in [*waiting]:
+                answers = [engine.lookup(key, name) for key in waiting[name]]
+                pending += answers.count(Lookup.PENDING)
+                if Lookup.PENDING not in answers:
+                    del waiting[name]
+            most = max(most, pending)
+            engine.end_step()
+            with engine.changed:
+                engine.changed.wait(0.05)
+        assert most > number // 2
+        for name in names:
+            engine.finish_request(name)
+        arena.go_on()
+        os.kill(pid, signal.SIGCONT)
+        arena.over()
+        arena.heals()
+
+
+@pytest.mark.parametrize(
+    "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
+)
+def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> None:
+    """Half of what two workers store never came: it is no hit anywhere, and what did come is."""
+    arena = on_tier("workers fail half of their copies", tier)
+    failed: list[bytes] = []
+    written: list[bytes] = []
+    with arena.under_load() as load:
+        engine, region = arena.store.engine, arena.store._region
+        for turn in range(40):
+            keys = [b"worker-%d-%d" % (turn, n) for n in range(4)]
+            plan = engine.prepare_store(keys, f"worker-{turn}")
+            good = np.arange(len(plan.rows)) % 2 == turn % 2
+            for key, row, it_is in zip(plan.keys, plan.rows, good, strict=True):
+                region.rows_view[row, : arena.chunk] = content(key, arena.chunk) if it_is else 0xBB
+            rows = np.array(plan.rows)
+            if good.any():
+                region.mark(rows[good], 0, plan.ticket, True)
+            if not good.all():
+                region.mark(rows[~good], 0, plan.ticket, False)
+            engine.complete_store(plan.keys)
+            engine.finish_request(f"worker-{turn}")
+            written += [key for key, it_is in zip(plan.keys, good, strict=True) if it_is]
+            failed += [key for key, it_is in zip(plan.keys, good, strict=True) if not it_is]
+            arena.go_on(1)
+        assert not load.seen.wrong
+        assert arena.store.flush(PATIENCE_S)
+        assert arena.store.locate(failed) == [None] * len(failed)
+        hits, wrong = get(arena.store, failed)
+        assert not any(hits)
+        hits, wrong = get(arena.store, written)
+        assert not wrong
+        assert sum(hits) > len(written) // 2
+        arena.heals()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_reset_while_the_mover_is_stopped(on_tier: Callable[..., Arena], tier: str) -> None:
+    arena = on_tier("reset while the mover is stopped", tier)
+    with arena.under_load():
+        arena.go_on()
+        pid = arena.signal(signal.SIGSTOP)
+        arena.store.reset()
+        arena.replaced(pid)
+        arena.over()
+        arena.heals()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_close_while_the_mover_is_stopped(on_tier: Callable[..., Arena], tier: str) -> None:
+    arena = on_tier("close while the mover is stopped", tier)
+    before = Inventory.take()
+    store = arena.open()
+    until(lambda: store.stats()[arena.name]["up"], "the tier", PATIENCE_S)
+    put(store, [b"key-%d" % n for n in range(40)])
+    pid = store.engine.mover_pids[0]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    store.close(0.5)
+    until(lambda: before.covers(Inventory.take()), "everything to go", PATIENCE_S)

@@ -1,0 +1,57 @@
+"""The soak itself: some seconds of it find nothing, and a store that errs is found out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.proxy import FaultProxy
+from nixl_tiers.testing.soak import Round, Soak
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def soak(proxy: FaultProxy, bucket: str, tmp_path: Path) -> Soak:
+    return Soak(tmp_path, proxy, bucket, seed=3, round_s=8.0)
+
+
+def test_some_seconds_without_a_finding(soak: Soak) -> None:
+    rounds: list[Round] = []
+    soak.run(15.0, rounds.append)
+    assert soak.findings == []
+    assert len(rounds) >= 2
+    assert all(each.answers and each.faults for each in rounds)
+    assert sum(each.hits for each in rounds) > 0
+
+
+def test_a_wrong_byte_is_a_finding(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = TieredStore.get
+
+    def lies(self: TieredStore, keys: list[bytes], out: Any) -> list[bool]:
+        hits = honest(self, keys, out)
+        for place in np.flatnonzero(hits)[:1]:
+            out[place, 7] ^= 1
+        return hits
+
+    monkeypatch.setattr(TieredStore, "get", lies)
+    soak.run(5.0, lambda _: None)
+    assert any("wrong bytes" in finding for finding in soak.findings)
+
+
+def test_a_row_that_leaks_is_a_finding(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl_tiers.testing.soak.HEAL_S", 30.0)
+    honest = TieredStore._put_part
+
+    def leaks(self: TieredStore, keys: list[bytes], chunks: Any) -> int:
+        if not hasattr(self, "leaked"):
+            self.leaked = self.engine.prepare_store([b"leaked"], "leaks")  # type: ignore[attr-defined]
+        return honest(self, keys, chunks)
+
+    monkeypatch.setattr(TieredStore, "_put_part", leaks)
+    soak.run(5.0, lambda _: None)
+    assert any("rows that do not come back" in finding for finding in soak.findings)
