@@ -1,221 +1,488 @@
-"""The torch path: its index arithmetic on CPU tensors everywhere, the whole of it where there is a GPU."""
+"""The CUDA path's host side on a fake driver: real kernels, compiled for a CPU, on streams as late as CUDA allows."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+from nixl_tiers.swap import kernels, lane, paths
+from nixl_tiers.swap.calibrate import Fixed
+from nixl_tiers.swap.cuda import CudaSwap
+from nixl_tiers.swap.driver import BATCH_COPIES, CudaError
+from nixl_tiers.swap.lane import Transfer
+from nixl_tiers.swap.paths import NAMES
+from tests.swap.fake import Fake, leftovers
+from tests.swap.world import World, assert_same, random_world, world_of
 
-from nixl_tiers.chunk import Geometry  # noqa: E402
-from nixl_tiers.swap.cuda import CudaSwap, PinnedRegion, StagedCopy, runs  # noqa: E402
-from nixl_tiers.swap.plan import CopyPlan, Segment  # noqa: E402
-from tests.swap.world import World, assert_same, random_world, world_of  # noqa: E402
-
-CPU = torch.device("cpu")
+OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
+OLD, NEW = 12060, 13000
+WAYS = ("engine", "staged", "ring2", "ring8")
 
 
-@pytest.mark.parametrize("staging_bytes", [1, 20_000, 16 << 20], ids=["one block", "a few blocks", "all blocks"])
-@pytest.mark.parametrize("seed", range(200, 215))
-def test_staged_copies_move_the_right_bytes(seed: int, staging_bytes: int) -> None:
-    rng = np.random.default_rng(seed)
-    world = random_world(rng)
-    copy = StagedCopy(world.plan, CPU, staging_bytes)
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "images", lambda arch: iter([("here", lambda: b"image\0")]))
+
+
+@pytest.fixture
+def machine(fake_library: Path, with_kernels: None) -> Iterator[Callable[..., Fake]]:
+    """Makes fakes; each must be left clean, unless the test took its GPU down."""
+    made: list[tuple[Fake, bool]] = []
+
+    def make(seed: int = 0, version: int = NEW, *, survives: bool = True) -> Fake:
+        made.append((Fake(fake_library, seed, version), survives))
+        return made[-1][0]
+
+    yield make
+    for fake, survives in made:
+        if survives:
+            fake.check()
+            assert list(leftovers(fake)) == []
+
+
+def swap_of(fake: Fake, world: World, way: str, compute_stream: int = 0) -> CudaSwap:
+    fake.own(world)
+    names = Fixed((way,) * len(world.layers))
+    return CudaSwap(world.plan, compute_stream=lambda: compute_stream, driver=fake.driver, choice=names)
+
+
+def use_halves_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = paths.StagedPath.__init__
+    monkeypatch.setattr(
+        paths.StagedPath, "__init__", lambda self, *args, **kwargs: original(self, *args, **kwargs, half_bytes=nbytes)
+    )
+
+
+def move_all(world: World, swap: CudaSwap, rng: np.random.Generator) -> None:
+    """Stores and loads of every group, several under way at once, and all of the memory compared."""
     for group in range(len(world.layers)):
+        started: list[Transfer] = []
+        expected = world.region.copy()
         blocks, places = world.transfer(rng)
+        half = len(blocks) // 2
         expected = world.store(group, blocks, places)
-        copy.store(group, world.plan.pairs(group, blocks, places))
+        for part in (slice(half), slice(half, None)):
+            started.append(swap.store(group, blocks[part], places[part]))
+        for transfer in reversed(started):
+            transfer.wait()
+            assert transfer.done()
+            assert transfer.elapsed_s() >= 0
         assert_same(world.region, expected, "region")
 
         blocks, places = world.transfer(rng)
         expected_memory = world.load(group, blocks, places)
-        copy.load(group, world.plan.pairs(group, blocks, places))
+        swap.load(group, blocks, places).wait()
         for tensor, wanted in zip(world.memory, expected_memory, strict=True):
             assert_same(tensor, wanted, "engine memory")
 
 
-def test_runs_are_as_long_as_places_stand_side_by_side() -> None:
-    offsets = np.array([0, 10, 20, 40, 30, 40, 50, 0])
-    assert list(runs(offsets, 10)) == [(0, 3, 0), (3, 4, 40), (4, 7, 30), (7, 8, 0)]
-    assert list(runs(np.array([7]), 10)) == [(0, 1, 7)]
-
-
-def test_whole_chunks_are_one_copy_each() -> None:
-    world = world_of(np.random.default_rng(1), [[4096] * 2], blocks=8, rows=3, sub_blocks=4)
-    offsets = world.plan.place_offsets(world.plan.places([2, 0], 1, 7))
-    assert [last - first for first, last, _ in runs(offsets, world.geometry.sub_block_bytes)] == [3, 4]
-
-
-def test_a_tensor_needs_to_know_how_many_blocks_there_are() -> None:
-    plan = CopyPlan([[Segment(4096, 64, 64, 0)]], Geometry(1, 64), 0, 1 << 20, 1)
-    with pytest.raises(ValueError, match="segment at offset 0 does not say how many blocks"):
-        StagedCopy(plan, CPU)
-
-
-@pytest.mark.parametrize(
-    ("segment", "sub_block", "dtype"),
-    [
-        (Segment(1 << 20, 64, 64, 0, 2), 64, torch.int64),
-        (Segment((1 << 20) + 4, 64, 64, 0, 2), 64, torch.int32),
-        (Segment(1 << 20, 66, 64, 0, 2), 64, torch.int16),
-        (Segment(1 << 20, 64, 62, 0, 2), 64, torch.int16),
-        (Segment(1 << 20, 64, 56, 4, 2), 64, torch.int32),
-        (Segment(1 << 20, 64, 56, 0, 2), 57, torch.uint8),
-    ],
-)
-def test_no_element_is_wider_than_its_alignment(segment: Segment, sub_block: int, dtype: torch.dtype) -> None:
-    """A GPU faults where a CPU only takes longer."""
-    plan = CopyPlan([[segment]], Geometry(1, sub_block), 0, 1 << 20, 1)
-    ((views,),) = StagedCopy(plan, CPU)._views
-    assert [view.dtype for view in views] == [dtype, dtype]
-
-
-class FakeDriver:
-    """cuMemHostRegister that fails from the call given on."""
-
-    def __init__(self, fails_at: int = 1 << 30, error: int = 2) -> None:
-        self.registered: dict[int, int] = {}
-        self.calls, self.fails_at, self.error = 0, fails_at, error
-
-    def cuMemHostRegister_v2(  # noqa: N802
-        self, address: ctypes.c_void_p, size: ctypes.c_size_t, flags: ctypes.c_uint
-    ) -> int:
-        self.calls += 1
-        if self.calls > self.fails_at:
-            return self.error
-        self.registered[address.value or 0] = size.value
-        return 0
-
-    def cuMemHostUnregister(self, address: ctypes.c_void_p) -> int:  # noqa: N802
-        del self.registered[address.value or 0]
-        return 0
-
-
-def pinned_plan() -> CopyPlan:
-    return CopyPlan([[]], Geometry(1, 3 * 4096), 0, 1 << 30, 10)
-
-
-def test_pinning_covers_the_region_in_chunks_of_whole_rows() -> None:
-    plan, driver = pinned_plan(), FakeDriver()
-    row = plan.geometry.row_bytes
-    pinned = PinnedRegion(plan, driver, chunk_bytes=4 * row - 1)
-    assert pinned.complete
-    assert driver.registered == {(1 << 30) + i * row: min(3, 10 - i) * row for i in (0, 3, 6, 9)}
-    pinned.release()
-    pinned.release()
-    assert driver.registered == {}
-    assert PinnedRegion(plan, driver, chunk_bytes=1).complete  # a chunk is never less than a row
-    assert len(driver.registered) == 10
-
-
-def test_pinning_that_fails_half_way_is_rolled_back_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    plan, driver = pinned_plan(), FakeDriver(fails_at=2)
-    with caplog.at_level(logging.WARNING):
-        pinned = PinnedRegion(plan, driver, chunk_bytes=3 * plan.geometry.row_bytes)
-    assert not pinned.complete
-    assert driver.registered == {}
-    assert len(caplog.records) == 1
-    assert "CUDA error 2" in caplog.text
-    assert "ulimit -l" in caplog.text
-
-
-def test_rows_that_are_pinned_already_are_left_to_who_pinned_them() -> None:
-    driver = FakeDriver(fails_at=0, error=712)
-    pinned = PinnedRegion(pinned_plan(), driver)
-    assert pinned.complete
-    pinned.release()
-    assert driver.calls == 1
-
-
-class GpuWorld:
-    """A world whose engine memory is mirrored by GPU tensors, and whose region is page-aligned shared memory."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.tensors = [torch.from_numpy(tensor).cuda() for tensor in world.memory]
-        self.mapping = mmap.mmap(-1, world.region.size)
-        self.region = np.frombuffer(self.mapping, dtype=np.uint8)
-        self.region[:] = world.region
-        segments = [
-            [
-                Segment(self.tensors[tensor].data_ptr() + first, stride, nbytes, offset, world.blocks)
-                for tensor, first, stride, nbytes, offset in group
-            ]
-            for group in world.layers
-        ]
-        self.plan = CopyPlan(segments, world.geometry, world.cell, self.region.ctypes.data, world.rows)
-
-    def store_and_check(self, swap: CudaSwap, group: int, blocks: list[int], places: list[int]) -> None:
-        expected = self.world.store(group, blocks, places)
-        swap.store(group, blocks, places).wait()
-        assert_same(self.region, expected, "region")
-        self.world.region[:] = expected
-
-    def load_and_check(self, swap: CudaSwap, group: int, blocks: list[int], places: list[int]) -> None:
-        expected = self.world.load(group, blocks, places)
-        swap.load(group, blocks, places).wait()
-        for tensor, wanted, ours in zip(self.tensors, expected, self.world.memory, strict=True):
-            assert_same(tensor.cpu().numpy(), wanted, "engine memory")
-            ours[:] = wanted
-
-
-@pytest.fixture
-def gpu() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here")
-    yield
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("staging_bytes", [20_000, 16 << 20], ids=["a few blocks", "all blocks"])
-@pytest.mark.parametrize("seed", range(300, 315))
-def test_gpu_any_geometry(gpu: None, seed: int, staging_bytes: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(200, 212))
+def test_every_way_moves_the_right_bytes(machine: Callable[..., Fake], seed: int, way: str) -> None:
+    """Any layout; ways that cannot take one leave it to the copy engine."""
     rng = np.random.default_rng(seed)
-    here = GpuWorld(random_world(rng))
-    swap = CudaSwap(here.plan, "cuda", staging_bytes)
+    world = random_world(rng)
+    fake = machine(seed, OLD if seed % 4 == 0 else NEW)
+    swap = swap_of(fake, world, way)
     assert swap.pinned
-    for group in range(len(here.world.layers)):
-        here.store_and_check(swap, group, *here.world.transfer(rng))
-        here.load_and_check(swap, group, *here.world.transfer(rng))
+    move_all(world, swap, rng)
     swap.close()
     swap.close()
     assert not swap.pinned
 
 
-@pytest.mark.gpu
-def test_gpu_transfers_wait_for_the_compute_before_them(gpu: None) -> None:
-    """A store begins behind slow work on the caller's stream that writes the very blocks."""
-    here = GpuWorld(world_of(np.random.default_rng(2), [[65536] * 4], blocks=64, rows=16, sub_blocks=4))
-    swap = CudaSwap(here.plan)
-    busy = torch.randn((4096, 4096), device="cuda")
-    for turn in range(4):
-        for _ in range(20):
-            busy = torch.tanh(busy @ busy)
-        for tensor, ours in zip(here.tensors, here.world.memory, strict=True):
-            tensor.fill_(turn + 1)
-            ours[:] = turn + 1
-        here.store_and_check(swap, 0, list(range(64)), list(range(64)))
-    transfer = swap.load(0, [0], [0])
-    transfer.wait()
-    assert transfer.done()
-    assert transfer.elapsed_s() > 0
+LAYOUTS: dict[str, dict[str, object]] = {
+    # Keys and values of a layer lie apart: two segments a layer.
+    "keys and values before blocks": {"page_bytes": [[2048] * 8], "sub_blocks": 4},
+    "blocks first": {"page_bytes": [[4096] * 4], "sub_blocks": 4, "stride_padding": 4096},
+    "one latent page": {"page_bytes": [[1152 * 16] * 3], "sub_blocks": 2},
+    "layers of a block together": {"page_bytes": [[2048] * 6], "sub_blocks": 4, "together": True},
+    "groups over shared tensors": {"page_bytes": [[2048] * 4, [2048] * 3], "sub_blocks": 4, "shared": True},
+    "two ranks": {"page_bytes": [[2048] * 4], "sub_blocks": 2, "cells": 2, "cell": 1},
+    "pages across tiles": {"page_bytes": [[1040] * 5], "sub_blocks": 3},
+    "gaps": {"page_bytes": [[2048] * 3], "sub_blocks": 3, "gap": 48},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_engines(machine: Callable[..., Fake], layout: str, way: str) -> None:
+    rng = np.random.default_rng(7)
+    world = world_of(rng, blocks=30, rows=9, **LAYOUTS[layout])  # type: ignore[arg-type]
+    fake = machine(3)
+    swap = swap_of(fake, world, way)
+    if way.startswith("ring"):
+        assert swap._tables.groups[0].vector, "meant to run, not to be left to the copy engine"
+    move_all(world, swap, rng)
+    launched = fake.calls("cuLaunchKernel")
+    assert (launched > 0) == (way != "engine")
     swap.close()
 
 
-@pytest.mark.gpu
-def test_gpu_out_of_range_raises_before_a_byte_moves(gpu: None) -> None:
-    here = GpuWorld(world_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4))
-    swap = CudaSwap(here.plan)
-    before = here.region.copy()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sub_blocks", [1, 2, 5])
+def test_chunks_from_the_middle_and_with_absent_blocks(
+    machine: Callable[..., Fake], sub_blocks: int, way: str
+) -> None:
+    """A load that begins and ends inside chunks, and a store that leaves blocks out, touch nothing else."""
+    rng = np.random.default_rng(8)
+    world = world_of(rng, [[2048] * 4], blocks=12, rows=6, sub_blocks=sub_blocks)
+    swap = swap_of(machine(4), world, way)
+    count = 2 * sub_blocks
+    first = sub_blocks - 1
+    places = world.plan.places([4, 1, 2], first, count).tolist()
+    blocks = rng.permutation(12)[:count].tolist()
+    expected_memory = world.load(0, blocks, places)
+    swap.load(0, blocks, places).wait()
+    for tensor, wanted in zip(world.memory, expected_memory, strict=True):
+        assert_same(tensor, wanted, "engine memory")
+    expected = world.store(0, blocks[::2], places[::2])
+    swap.store(0, blocks[::2], places[::2]).wait()
+    assert_same(world.region, expected, "region")
+    swap.close()
+
+
+def test_neighbouring_blocks_are_one_copy(machine: Callable[..., Fake]) -> None:
+    """Without batches every copy is a call, so that calls count copies."""
+    world = world_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4, together=True)
+    fake = machine(1, OLD)
+    swap = swap_of(fake, world, "engine")
+    swap.store(0, range(3, 11), world.plan.places([2, 0], 0, 8)).wait()
+    assert fake.calls("cuMemcpyAsync") == 2
+    swap.store(0, [3, 4, 9, 8], world.plan.places([2], 0, 4)).wait()
+    assert fake.calls("cuMemcpyAsync") == 2 + 3
+    swap.close()
+
+
+def test_staged_copies_are_whole_runs_of_places(machine: Callable[..., Fake]) -> None:
+    world = world_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4)
+    fake = machine(1, OLD)
+    swap = swap_of(fake, world, "staged")
+    swap.store(0, [5, 9, 1, 3, 0, 2, 8, 7], world.plan.places([2, 0], 0, 8)).wait()
+    assert fake.calls("cuMemcpyAsync") == 2
+    assert fake.calls("cuLaunchKernel") == 1
+    swap.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("blocks_per_half", [1, 3])
+def test_halves_of_the_staging_buffer_are_not_overrun(
+    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, seed: int, blocks_per_half: int
+) -> None:
+    """Many turns of both halves, in one transfer and over several, none of which is waited for before the last."""
+    rng = np.random.default_rng(seed)
+    world = world_of(rng, [[2048] * 3], blocks=40, rows=12, sub_blocks=3, gap=16)
+    half = blocks_per_half * world.geometry.sub_block_bytes
+    use_halves_of(half, monkeypatch)
+    swap = swap_of(machine(seed), world, "staged")
+    for store in (True, False):
+        blocks, places = world.transfer(rng, 36)
+        expected = world.store(0, blocks, places)
+        expected_memory = world.load(0, blocks, places)
+        move = swap.store if store else swap.load
+        transfers = [move(0, blocks[i : i + 9], places[i : i + 9]) for i in range(0, 36, 9)]
+        for transfer in transfers:
+            transfer.wait()
+        if store:
+            assert_same(world.region, expected, "region")
+        else:
+            for tensor, wanted in zip(world.memory, expected_memory, strict=True):
+                assert_same(tensor, wanted, "engine memory")
+    swap.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ways_taken_in_turn_keep_their_order(machine: Callable[..., Fake], seed: int) -> None:
+    """Two stores of one lane to the same places by different ways: the later one is what stays."""
+    rng = np.random.default_rng(seed)
+    world = world_of(rng, [[2048] * 3], blocks=16, rows=4, sub_blocks=3)
+    turns = iter(["staged", "engine", "ring4", "staged", "ring4", "engine"] * 2)
+    fake = machine(seed)
+    fake.own(world)
+    swap = CudaSwap(
+        world.plan, compute_stream=lambda: 0, driver=fake.driver, choice=lambda to_host, group, blocks: next(turns)
+    )
+    places = list(range(12))
+    for _ in range(12):
+        blocks = rng.permutation(16)[:12].tolist()
+        transfer = swap.store(0, blocks, places)
+    expected = world.store(0, blocks, places)
+    transfer.wait()
+    assert_same(world.region, expected, "region")
+    swap.close()
+
+
+def test_batches_are_bounded_and_never_on_the_default_stream(machine: Callable[..., Fake]) -> None:
+    """The fake refuses a batch on the default stream, as the driver does."""
+    rng = np.random.default_rng(2)
+    world = world_of(rng, [[16] * 300], blocks=40, rows=40)
+    fake = machine(2)
+    swap = swap_of(fake, world, "engine")
+    blocks, places = world.transfer(rng, 40)
+    expected = world.store(0, blocks, places)
+    swap.store(0, blocks, places).wait()
+    assert_same(world.region, expected, "region")
+    assert fake.largest_batch() == BATCH_COPIES
+    assert fake.calls("cuMemcpyBatchAsync") == -(-40 * 300 // BATCH_COPIES)
+    assert fake.calls("cuMemcpyAsync") == 0
+    swap.close()
+
+
+def test_more_pairs_than_a_launch_holds(machine: Callable[..., Fake]) -> None:
+    rng = np.random.default_rng(5)
+    world = world_of(rng, [[16]], blocks=4100, rows=32, sub_blocks=130)
+    fake = machine(5)
+    for way, launches in (("staged", 2), ("ring2", 2)):
+        swap = swap_of(fake, world, way)
+        before = fake.calls("cuLaunchKernel")
+        blocks, places = world.transfer(rng, 4100)
+        expected = world.store(0, blocks, places)
+        swap.store(0, blocks, places).wait()
+        assert_same(world.region, expected, "region")
+        assert fake.calls("cuLaunchKernel") - before == launches
+        swap.close()
+
+
+def test_loads_go_first_and_stores_last(machine: Callable[..., Fake]) -> None:
+    fake = machine()
+    swap = swap_of(fake, world_of(np.random.default_rng(1), [[64]], blocks=2, rows=2), "engine")
+    assert {fake.priority(stream) for stream in swap._in._streams} == {-5}
+    assert {fake.priority(stream) for stream in swap._out._streams} == {0}
+    swap.close()
+
+
+@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "stream of its own"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(3))
+def test_transfers_come_after_the_compute_before_them(
+    machine: Callable[..., Fake], seed: int, way: str, own_stream: bool
+) -> None:
+    """A store takes what the step before it writes; a load leaves what the step before it reads until it was read; and
+    a stream that is held finds what was loaded."""
+    rng = np.random.default_rng(seed)
+    world = world_of(rng, [[2048] * 2], blocks=12, rows=4, sub_blocks=3)
+    fake = machine(seed)
+    with lane.Device(fake.driver, 0).current() as driver:
+        compute = driver.stream(urgent=False) if own_stream else 0
+    swap = swap_of(fake, world, way, compute)
+    for tensor in world.memory:
+        fake.write(compute, tensor, 17 + seed)
+    stored = swap.store(0, range(12), range(12))
+    held = [np.zeros_like(tensor) for tensor in world.memory]
+    stored.wait()
+    for tensor in world.memory:
+        assert (tensor == 17 + seed).all()
+    assert_same(world.region, world.store(0, list(range(12)), list(range(12))), "region")
+
+    read_before = [np.zeros_like(tensor) for tensor in world.memory]
+    world.region[:] = 99
+    for tensor, out in zip(world.memory, read_before, strict=True):
+        fake.read(compute, tensor, out)
+    loaded = swap.load(0, range(12), range(12))
+    loaded.hold(compute)
+    for tensor, out in zip(world.memory, held, strict=True):
+        fake.read(compute, tensor, out)
+    fake.finish()
+    for out in read_before:
+        assert (out == 17 + seed).all()
+    for tensor, out in zip(world.memory, held, strict=True):
+        assert_same(out, tensor, "what the held stream read")
+        assert (out == 99).sum() == 12 * 2048
+    assert loaded.done()
+    swap.close()
+    with lane.Device(fake.driver, 0).current() as driver:
+        if own_stream:
+            driver.destroy_stream(compute)
+    fake._library.cuDevicePrimaryCtxRelease_v2(0)
+    fake._library.cuDevicePrimaryCtxRelease_v2(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_transfer_that_cannot_be_started_leaves_nothing_under_way(
+    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, way: str, call: str, after: int
+) -> None:
+    """Its rows are given to others at once: what was handed over before the failure must have ended."""
+    use_halves_of(1, monkeypatch)
+    rng = np.random.default_rng(after)
+    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine(after)
+    swap = swap_of(fake, world, way)
+    swap.store(0, [0], [0]).wait()  # ways are made when first taken
+    fake.fail(call, OUT_OF_MEMORY, after)
+    try:
+        transfer = swap.store(0, range(12), range(12))
+    except CudaError as error:
+        assert error.code == OUT_OF_MEMORY
+        assert str(error) == f"{call} failed: CUDA_ERROR_OUT_OF_MEMORY (2)"
+        before = world.region.copy()
+        fake.finish()
+        assert_same(world.region, before, "region after the failure")
+    else:
+        transfer.wait()  # this way makes the call less often
+    fake.fail(call, OUT_OF_MEMORY, 1 << 30)
+    move_all(world, swap, rng)
+    swap.close()
+
+
+def test_a_gpu_that_fails_while_copying_is_noticed(machine: Callable[..., Fake]) -> None:
+    world = world_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine(1, survives=False)
+    swap = swap_of(fake, world, "staged")
+    fake.fail_running(2)
+    with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        swap.store(0, range(12), range(12)).wait()
+    with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        swap.load(0, range(12), range(12))
+    swap.close()
+
+
+def test_a_way_without_memory_is_left_to_the_copy_engine(
+    machine: Callable[..., Fake], caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(1)
+    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine(1)
+    swap = swap_of(fake, world, "staged")
+    fake.fail("cuMemAlloc_v2", OUT_OF_MEMORY)
+    move_all(world, swap, rng)
+    assert "the copy engine takes what staged should: cuMemAlloc_v2 failed" in caplog.text
+    swap.close()
+
+
+@pytest.mark.parametrize("call", [
+    "cuMemHostRegister_v2", "cuMemAlloc_v2", "cuMemcpyHtoD_v2", "cuStreamCreateWithPriority", "cuEventCreate",
+    "cuModuleGetFunction", "cuFuncSetAttribute", "cuCtxGetStreamPriorityRange",
+])  # fmt: skip
+@pytest.mark.parametrize("after", range(4))
+def test_a_start_that_fails_gives_everything_back(machine: Callable[..., Fake], call: str, after: int) -> None:
+    fake = machine()
+    world = world_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3, gap=16)
+    fake.fail(call, OUT_OF_MEMORY, after)
+    try:
+        swap = swap_of(fake, world, "staged")
+    except CudaError as error:
+        assert error.call == call
+    else:
+        fake.fail(call, OUT_OF_MEMORY, 1 << 30)
+        move_all(world, swap, np.random.default_rng(2))
+        swap.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_kernels_the_copy_engine_does_all(
+    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    monkeypatch.setattr(kernels, "images", lambda arch: iter([("a file", lambda: b"nonsense")]))
+    rng = np.random.default_rng(1)
+    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine()
+    swap = swap_of(fake, world, way)
+    assert "no swap kernels, the copy engine does all (a file: cuModuleLoadData failed" in caplog.text
+    move_all(world, swap, rng)
+    assert fake.calls("cuLaunchKernel") == 0
+    swap.close()
+
+
+def test_memory_that_kernels_find_elsewhere_is_not_for_the_ring(machine: Callable[..., Fake]) -> None:
+    rng = np.random.default_rng(1)
+    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine()
+    fake.move_host_addresses()
+    swap = swap_of(fake, world, "ring4")
+    move_all(world, swap, rng)
+    assert fake.calls("cuLaunchKernel") == 0
+    swap.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_cannot_be_pinned_is_copied_all_the_same(
+    machine: Callable[..., Fake], caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    rng = np.random.default_rng(1)
+    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine()
+    fake.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
+    with caplog.at_level(logging.WARNING):
+        swap = swap_of(fake, world, way)
+    assert not swap.pinned
+    assert "ulimit -l" in caplog.text
+    move_all(world, swap, rng)
+    assert fake.calls("cuMemcpyBatchAsync") == 0
+    swap.close()
+
+
+def test_out_of_range_raises_before_a_byte_moves(machine: Callable[..., Fake]) -> None:
+    world = world_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4)
+    fake = machine()
+    swap = swap_of(fake, world, "engine")
+    before = world.region.copy()
     with pytest.raises(ValueError, match="block 8 is out of range"):
         swap.store(0, [0, 8], [0, 1])
     with pytest.raises(ValueError, match="place 8 is out of range"):
         swap.load(0, [0, 1], [0, 8])
+    fake.finish()
+    assert_same(world.region, before, "region")
     swap.close()
-    assert_same(here.region, before, "region")
+
+
+def test_nothing_to_move_is_a_transfer_too(machine: Callable[..., Fake]) -> None:
+    swap = swap_of(machine(), world_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "staged")
+    transfer = swap.store(0, [], [])
+    transfer.wait()
+    assert transfer.done()
+    swap.close()
+
+
+def test_events_are_used_again(machine: Callable[..., Fake]) -> None:
+    fake = machine()
+    swap = swap_of(fake, world_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "engine")
+    swap.store(0, [1], [1]).wait()
+    made = fake.calls("cuEventCreate")
+    for _ in range(20):
+        swap.store(0, [1], [1]).wait()
+        swap.load(0, [1], [1]).wait()
+    assert fake.calls("cuEventCreate") <= made
+    swap.close()
+
+
+def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., Fake]) -> None:
+    rng = np.random.default_rng(9)
+    world = world_of(rng, [[2048] * 2], blocks=32, rows=16, sub_blocks=2)
+    swap = swap_of(machine(9), world, "staged")
+    blocks, places = world.transfer(rng, 32)
+    expected = world.store(0, blocks, places)
+    failed: list[BaseException] = []
+
+    def move(index: int) -> None:
+        try:
+            part = slice(index * 8, index * 8 + 8)
+            transfer = swap.store(0, blocks[part], places[part])
+            transfer.done()
+            transfer.wait()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=move, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert_same(world.region, expected, "region")
+    swap.close()
+
+
+def test_every_name_is_a_way(machine: Callable[..., Fake]) -> None:
+    fake = machine()
+    world = world_of(np.random.default_rng(3), [[512]], blocks=8, rows=2)
+    for name in NAMES:
+        swap = swap_of(fake, world, name)
+        swap.store(0, [1], [1]).wait()
+        swap.close()

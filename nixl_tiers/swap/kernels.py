@@ -1,0 +1,149 @@
+"""The swap's kernels on one GPU: built with the package, else compiled here and kept on disk, else none.
+
+Sources stand in csrc/ of a checkout, and beside this file in an installed package, where the build leaves a fatbin too.
+An image is named after a digest of the sources that it was made of: a stale one is never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.swap.driver import CudaError, Device
+from nixl_tiers.swap.nvrtc import CompileError, Nvrtc, open_nvrtc
+
+log = logging.getLogger(__name__)
+
+SOURCE: Final = "swap.cu"
+HEADERS: Final = ("swap.h", "swap_ring.h")
+THREADS: Final = 256  # WARPS * WARP of swap.cu
+RING_SHARED_BYTES: Final = 64 << 10  # WARPS * RING_DEPTH * SWAP_TILE of swap.cu: what a block keeps under way
+CAPACITIES: Final = (480, 3968)  # pairs that fit into a launch's parameters, small and large
+MIN_CAPABILITY: Final = (8, 0)  # cp.async
+
+_HERE: Final = Path(__file__).parent
+_PLACES: Final = (_HERE / "csrc", _HERE.parents[1] / "csrc")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Functions by capacity. `origin` says where they came from, for people."""
+
+    origin: str
+    module: int
+    stage: dict[int, int]
+    ring: dict[int, int]
+
+
+def load(device: Device) -> Kernels | None:
+    """The kernels, loaded into the device's context; None, with the reason logged, where they cannot be had."""
+    capability = device.driver.capability(device.ordinal)
+    if capability < MIN_CAPABILITY:
+        log.info("nixl_tiers: no swap kernels for compute capability %d.%d, the copy engine does all", *capability)
+        return None
+    arch = "sm_{}{}".format(*capability)
+    reasons = []
+    for origin, image in images(arch):
+        try:
+            return _loaded(device, origin, image())
+        except (CudaError, CompileError, OSError) as error:
+            reasons.append(f"{origin}: {error}")
+    log.warning("nixl_tiers: no swap kernels, the copy engine does all (%s)", "; ".join(reasons) or "no source")
+    return None
+
+
+def images(arch: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Where an image for `arch` may come from, best first: what to call it, and how to get it."""
+    digest = source_digest()
+    if digest is None:
+        return
+    built = _HERE / fatbin_name(digest)
+    if built.exists():
+        yield "built with the package", built.read_bytes
+    compiler = open_nvrtc()
+    if compiler is not None:
+        yield (
+            "compiled by NVRTC {}.{}".format(*compiler.version),
+            lambda: compile_cached(compiler, arch, cache_folder()),
+        )
+
+
+def compile_cached(compiler: Nvrtc, arch: str, folder: Path) -> bytes:
+    """The image for `arch` out of `folder`, or compiled and left there. Raises CompileError."""
+    texts = sources()
+    if texts is None:
+        raise CompileError("the kernels' source is not installed")
+    kept = folder / "swap-{}-{}-nvrtc{}.{}.cubin".format(source_digest(), arch, *compiler.version)
+    with contextlib.suppress(OSError):
+        image = kept.read_bytes()
+        body, seal = image[:-32], image[-32:]
+        if hashlib.sha256(body).digest() == seal:
+            return body
+    body = compiler.compile(texts[SOURCE], {name: texts[name] for name in HEADERS}, arch)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs a fifth of a second at every start
+        write_whole(kept, body + hashlib.sha256(body).digest())
+    return body
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file of the cache so that readers see all of it or none. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
+        try:
+            out.write(data)
+            out.flush()
+            Path(out.name).replace(path)
+        except BaseException:
+            Path(out.name).unlink(missing_ok=True)
+            raise
+
+
+def cache_folder() -> Path:
+    """Where this user's compiled kernels and measured choices are kept."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path("~/.cache").expanduser()) / "nixl_tiers"
+
+
+def fatbin_name(digest: str) -> str:
+    """What the build calls the image of these sources (setup.py computes the same)."""
+    return f"_swap-{digest}.fatbin"
+
+
+@cache
+def sources() -> dict[str, str] | None:
+    """The kernels' files by name, or None where they are not installed."""
+    for place in _PLACES:
+        with contextlib.suppress(OSError):
+            return {name: (place / name).read_text() for name in (*HEADERS, SOURCE)}
+    return None
+
+
+@cache
+def source_digest() -> str | None:
+    texts = sources()
+    return digest_of(texts) if texts else None
+
+
+def digest_of(texts: dict[str, str]) -> str:
+    """16 hex digits over the files' contents, in the order of their names."""
+    return hashlib.sha256("\0".join(texts[name] for name in sorted(texts)).encode()).hexdigest()[:16]
+
+
+def _loaded(device: Device, origin: str, image: bytes) -> Kernels:
+    with device.current() as driver:
+        module = driver.load_module(image)
+        try:
+            stage = {n: driver.function(module, f"nixl_tiers_stage_{n}") for n in CAPACITIES}
+            ring = {n: driver.function(module, f"nixl_tiers_ring_{n}", RING_SHARED_BYTES) for n in CAPACITIES}
+        except CudaError:
+            driver.unload_module(module)
+            raise
+    return Kernels(origin, module, stage, ring)

@@ -1,0 +1,67 @@
+"""The region's rows page-locked, so that a GPU's copy engine and its threads may touch them without the CPU's help."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+from typing import Final
+
+from nixl_tiers.swap.driver import ALREADY_REGISTERED, CudaError, Device
+from nixl_tiers.swap.plan import CopyPlan
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 16 << 30  # one registration of 512 GiB or more fails; and seconds pass within a call
+
+
+class PinnedRegion:
+    """The plan's rows, page-locked in chunks that end on row boundaries; all of them, or none.
+
+    complete   whether they are page-locked, by this or by somebody else before
+    mapped     whether the GPU's threads find them at the addresses that the CPU uses
+    """
+
+    def __init__(self, device: Device, plan: CopyPlan, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._device = device
+        self._ours: list[int] = []
+        row_bytes = plan.geometry.row_bytes
+        total = plan.rows * row_bytes
+        step = max(1, chunk_bytes // row_bytes) * row_bytes
+        offset = 0
+        with device.current() as driver:
+            try:
+                for offset in range(0, total, step):
+                    address = plan.region_address + offset
+                    try:
+                        driver.register(address, min(step, total - offset))
+                        self._ours.append(address)
+                    except CudaError as error:
+                        if error.code != ALREADY_REGISTERED:
+                            raise
+                self.complete = True
+                self.mapped = all(
+                    driver.device_address(plan.region_address + offset) == plan.region_address + offset
+                    for offset in range(0, total, step)
+                )
+            except CudaError as error:
+                log.warning("nixl_tiers: %s", _advice(error, offset, total))
+                self.release()
+
+    def release(self) -> None:
+        """Unlock what was locked here. May be called twice."""
+        self.complete = self.mapped = False
+        with self._device.current() as driver:
+            while self._ours:
+                with contextlib.suppress(CudaError):
+                    driver.unregister(self._ours.pop())
+
+
+def _advice(error: CudaError, offset: int, total: int) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    may = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    return (
+        f"the host region could not be page-locked ({error}, at {offset / 2**30:.1f} of {total / 2**30:.1f} GiB): "
+        f"copies to and from the GPU will be slow and hold up the engine. This process may lock {may} (ulimit -l; in a "
+        "container: --ulimit memlock=-1); its memory limit must hold the whole cpu tier; or shrink that tier"
+    )
