@@ -81,7 +81,7 @@ bench: $(VENV)/.ready
 	@for script in bench/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
 
 clean:
-	rm -rf build dist demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis nixl_tiers/swap/*.so
+	rm -rf build dist demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis nixl_tiers/swap/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

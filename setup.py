@@ -1,12 +1,52 @@
-"""Declares the CPU swap library; everything else about the package stands in pyproject.toml.
+"""Declares what is compiled; everything else about the package stands in pyproject.toml.
 
-A plain shared library that ctypes loads, no Python extension module. Optional: without a C compiler
-the wheel is built all the same, and swap.host copies with numpy.
+Two things, both optional. The CPU swap library, which ctypes loads: without a C compiler the wheel
+is built all the same, and swap.host copies with numpy. The GPU kernels, as one file for all architectures: without nvcc
+they are compiled at the first start on a GPU (swap.kernels), for which the sources go into the wheel.
 """
 
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).parent
+KERNELS = ("swap.cu", "swap.h", "swap_ring.h")
+ARCHITECTURES = (80, 90, 100, 120)
+
+
+class Build(build_ext):
+    """The extension, then the kernels."""
+
+    def run(self):
+        super().run()
+        source = HERE / "csrc"
+        folder = (HERE if self.inplace else Path(self.build_lib)) / "nixl_tiers" / "swap"
+        if not self.inplace:
+            for name in KERNELS:
+                (folder / "csrc").mkdir(parents=True, exist_ok=True)
+                shutil.copy(source / name, folder / "csrc")
+        digest = hashlib.sha256("\0".join((source / name).read_text() for name in sorted(KERNELS)).encode())
+        fatbin = folder / f"_swap-{digest.hexdigest()[:16]}.fatbin"
+        nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
+        if nvcc and not fatbin.exists():
+            for stale in folder.glob("_swap-*.fatbin"):
+                stale.unlink()
+            targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in ARCHITECTURES]
+            targets.append("-gencode=arch=compute_80,code=compute_80")  # for GPUs to come
+            command = [nvcc, "--fatbin", "-std=c++17", "-Xfatbin=-compress-all", *targets]
+            try:
+                subprocess.run([*command, "-o", str(fatbin), str(source / "swap.cu")], check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                print(f"the GPU kernels are left out, to be compiled where they are used: {error}")
+
 
 setup(
+    cmdclass={"build_ext": Build},
     ext_modules=[
         Extension(
             "nixl_tiers.swap._swap_cpu",
@@ -16,5 +56,5 @@ setup(
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
             optional=True,
         )
-    ]
+    ],
 )

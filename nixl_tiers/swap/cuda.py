@@ -8,7 +8,6 @@ blocks gives them away, or reads them, only after `Transfer.wait`, or orders a s
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 from collections.abc import Callable
@@ -66,7 +65,6 @@ class CudaSwap:
             undo.callback(self._in.close)
             self._choice: Choice = choice or choose(self._device, plan, self._pinned, self.kernels)
             self._undo = undo.pop_all()
-        atexit.register(self.close)
 
     @property
     def pinned(self) -> bool:
@@ -92,7 +90,6 @@ class CudaSwap:
         """Wait for everything under way, unlock the region's pages and free the rest. May be called twice."""
         with self._closing:
             self._undo.close()
-        atexit.unregister(self.close)
 
     def _unload(self, kernels: Kernels) -> None:
         with self._device.current() as driver, contextlib.suppress(CudaError):

@@ -88,8 +88,6 @@ class NixlTiersSpec(OffloadingSpec):
         digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config)
         region = self._join()
         try:
-            if rank == 0:
-                region.prefault()
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             region.publish(rank, digest, note)
         except BaseException:

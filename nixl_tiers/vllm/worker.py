@@ -13,16 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import reduce
 from queue import SimpleQueue
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from nixl_tiers.memory.prefault import Prefault
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
+from nixl_tiers.swap.numa import prefer
 from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
@@ -41,7 +44,7 @@ STOP_S: Final = 2.0
 class Transfer(Protocol):
     """A copy that was started; what a host copy, which ends before its call returns, does without."""
 
-    def wait(self) -> None: ...
+    def elapsed_s(self) -> float: ...  # waits for its end, raises if that never comes
 
 
 class Swap(Protocol):
@@ -52,7 +55,17 @@ class Swap(Protocol):
     def load(self, group: int, blocks: NDArray[np.int64], places: NDArray[np.uint32]) -> Transfer | None: ...
 
 
-Finish = Callable[[], int]  # waits for a job that was started, says how it went, returns its bytes
+class Moved(NamedTuple):
+    """What a copy moved, and how long that took where the copying was done, if somebody measures it there."""
+
+    nbytes: int = 0
+    device_s: float = 0.0
+
+    def plus(self, other: Moved) -> Moved:
+        return Moved(self.nbytes + other.nbytes, self.device_s + other.device_s)
+
+
+Finish = Callable[[], Moved]  # waits for a job that was started, raises if it failed
 
 
 def worker_over(
@@ -67,14 +80,30 @@ def worker_over(
     plan = CopyPlan(segments_of(kv_caches, geometry.sub_block_bytes), geometry, cell, region.address, region.rows)
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
+        supply(region, cell, None)
         return NixlTiersWorker(region, plan, HostSwap(plan), cell, last_block_only, on_device=False)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
     from nixl_tiers.swap.cuda import CudaSwap
+    from nixl_tiers.swap.driver import open_driver
+    from nixl_tiers.swap.numa import node_of
 
-    swap = CudaSwap(plan, device)
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    supplied = supply(region, cell, node_of(open_driver().pci_address(ordinal)))
+    if supplied is not None:
+        supplied.wait()  # pinning would supply the same pages, on one thread
+    swap = CudaSwap(plan, ordinal)
     region.at_close(swap.close)
     return NixlTiersWorker(region, plan, swap, cell, last_block_only, on_device=True)
+
+
+def supply(region: HostRegion, cell: int, node: int | None) -> Prefault | None:
+    """Have the first rank ask for the region's pages: on its GPU's node where no other rank has a GPU elsewhere."""
+    if cell:
+        return None
+    if node is not None and region.geometry.cells == 1:
+        prefer(region.address, region.nbytes, node)
+    return region.prefault()
 
 
 def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list[Segment]]:
@@ -211,14 +240,14 @@ class NixlTiersWorker(OffloadingWorker):
         except ValueError:
             log.exception("nixl_tiers: blocks and rows of a store do not match; its chunks are dropped")
             self._region.mark(rows.rows, self._cell, rows.ticket, False)
-        return lambda: sum(copy() for copy in copies)
+        return lambda: reduce(Moved.plus, (copy() for copy in copies), Moved())
 
     def _store_part(self, part: Part, ticket: int) -> Finish:
-        def finish() -> int:
-            copied, nbytes = False, 0
+        def finish() -> Moved:
+            copied, moved = False, Moved()
             if started is not None:
                 try:
-                    nbytes = started()
+                    moved = started()
                     copied = True
                 except Exception:
                     log.exception("nixl_tiers: a copy to host memory failed; %d chunks are dropped", len(part.rows))
@@ -227,7 +256,7 @@ class NixlTiersWorker(OffloadingWorker):
             # Elsewhere nobody can tell at a look-up whether the load would read what is missing.
             usable = (missing == 0) | (part.group in self._last_block_only)
             self._region.mark(part.rows, self._cell, ticket, usable & copied, missing)
-            return nbytes
+            return moved
 
         started: Finish | None = None
         if part.known:
@@ -247,16 +276,16 @@ class NixlTiersWorker(OffloadingWorker):
             except Exception as error:  # noqa: BLE001 - raised again by finish
                 failures.append(error)
 
-        def finish() -> int:
-            nbytes = 0
+        def finish() -> Moved:
+            moved = Moved()
             for copy in copies:
                 try:
-                    nbytes += copy()
+                    moved = moved.plus(copy())
                 except Exception as error:  # noqa: BLE001 - raised again below
                     failures.append(error)
             if failures:
                 raise failures[0]
-            return nbytes
+            return moved
 
         return finish
 
@@ -266,10 +295,8 @@ class NixlTiersWorker(OffloadingWorker):
         transfer = copy(part.group, part.blocks, self._plan.places(part.rows, part.first, len(part.blocks)))
         nbytes = len(part.blocks) * self._plan.groups[part.group].block_bytes
 
-        def finish() -> int:
-            if transfer is not None:
-                transfer.wait()
-            return nbytes
+        def finish() -> Moved:
+            return Moved(nbytes, 0.0 if transfer is None else transfer.elapsed_s())
 
         return finish
 
@@ -295,14 +322,15 @@ class _Job:
         if self._began_s is None:
             self.start()
         assert self._began_s is not None
-        success, nbytes = False, 0
+        success, moved = False, Moved()
         if self._finish is not None:
             try:
-                nbytes = self._finish()
+                moved = self._finish()
                 success = True
             except Exception:
                 log.exception("nixl_tiers: job %d failed", self._id)
-        return TransferResult(self._id, success, nbytes, time.perf_counter() - self._began_s)
+        took_s = moved.device_s or time.perf_counter() - self._began_s
+        return TransferResult(self._id, success, moved.nbytes, took_s)
 
 
 class _Lane:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.swap import kernels
 from tests.swap.conftest import ROOT
 
 BACKEND = "from nixl_tiers.swap import host; print(host.backend(), host.__file__)"
@@ -27,11 +28,11 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def build(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        [sys.executable, "setup.py", "build_ext", *(arguments or ["--inplace"])],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "NVCC": "/nonexistent/nvcc", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -48,6 +49,23 @@ def test_a_build_in_place_is_found(copy: Path, compiler: str) -> None:
     built = build(copy)
     assert built.returncode == 0, built.stderr
     assert backend(copy) == ("c", copy / "nixl_tiers" / "swap" / "host.py")
+    assert not list(copy.rglob("*.fatbin"))
+    assert "the GPU kernels are left out" in built.stdout
+
+
+def test_a_wheel_holds_the_sources_that_its_kernels_are_named_after(copy: Path, tmp_path: Path) -> None:
+    """swap.kernels looks for both beside itself, and never takes a fatbin of other sources."""
+    tool = tmp_path / "nvcc"
+    tool.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
+    tool.chmod(0o755)
+    built = build(copy, "--build-lib", "wheel", CC="/nonexistent/cc", NVCC=str(tool))
+    assert built.returncode == 0, built.stderr
+    folder = copy / "wheel" / "nixl_tiers" / "swap"
+    texts = {name: (folder / "csrc" / name).read_text() for name in (kernels.SOURCE, *kernels.HEADERS)}
+    assert (folder / kernels.fatbin_name(kernels.digest_of(texts))).read_text() == "made\n"
+    assert kernels.digest_of(texts) == kernels.source_digest()
+    texts[kernels.SOURCE] += " "
+    assert kernels.digest_of(texts) != kernels.source_digest()
 
 
 def test_without_a_compiler_the_build_succeeds_and_numpy_copies(copy: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from nixl_tiers.swap import kernels, lane, paths
 from nixl_tiers.swap.calibrate import Fixed
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import BATCH_COPIES, CudaError
-from nixl_tiers.swap.lane import Transfer
 from nixl_tiers.swap.paths import NAMES
 from tests.swap.fake import Fake, leftovers
 from tests.swap.world import World, assert_same, random_world, world_of
@@ -61,13 +61,11 @@ def use_halves_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def move_all(world: World, swap: CudaSwap, rng: np.random.Generator) -> None:
     """Stores and loads of every group, several under way at once, and all of the memory compared."""
     for group in range(len(world.layers)):
-        started: list[Transfer] = []
-        expected = world.region.copy()
         blocks, places = world.transfer(rng)
         half = len(blocks) // 2
         expected = world.store(group, blocks, places)
-        for part in (slice(half), slice(half, None)):
-            started.append(swap.store(group, blocks[part], places[part]))
+        parts = (slice(half), slice(half, None))
+        started = [swap.store(group, blocks[part], places[part]) for part in parts]
         for transfer in reversed(started):
             transfer.wait()
             assert transfer.done()
@@ -126,9 +124,7 @@ def test_layouts_of_engines(machine: Callable[..., Fake], layout: str, way: str)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sub_blocks", [1, 2, 5])
-def test_chunks_from_the_middle_and_with_absent_blocks(
-    machine: Callable[..., Fake], sub_blocks: int, way: str
-) -> None:
+def test_chunks_from_the_middle_and_with_absent_blocks(machine: Callable[..., Fake], sub_blocks: int, way: str) -> None:
     """A load that begins and ends inside chunks, and a store that leaves blocks out, touch nothing else."""
     rng = np.random.default_rng(8)
     world = world_of(rng, [[2048] * 4], blocks=12, rows=6, sub_blocks=sub_blocks)
@@ -316,16 +312,12 @@ def test_a_transfer_that_cannot_be_started_leaves_nothing_under_way(
     swap = swap_of(fake, world, way)
     swap.store(0, [0], [0]).wait()  # ways are made when first taken
     fake.fail(call, OUT_OF_MEMORY, after)
-    try:
-        transfer = swap.store(0, range(12), range(12))
-    except CudaError as error:
-        assert error.code == OUT_OF_MEMORY
-        assert str(error) == f"{call} failed: CUDA_ERROR_OUT_OF_MEMORY (2)"
-        before = world.region.copy()
-        fake.finish()
-        assert_same(world.region, before, "region after the failure")
-    else:
-        transfer.wait()  # this way makes the call less often
+    refused = pytest.raises(CudaError, match=rf"^{call} failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)$")
+    with suppress(pytest.fail.Exception), refused:  # ways that make the call less often succeed
+        swap.store(0, range(12), range(12)).wait()
+    before = world.region.copy()
+    fake.finish()
+    assert_same(world.region, before, "region after the failure")
     fake.fail(call, OUT_OF_MEMORY, 1 << 30)
     move_all(world, swap, rng)
     swap.close()
@@ -365,11 +357,8 @@ def test_a_start_that_fails_gives_everything_back(machine: Callable[..., Fake], 
     fake = machine()
     world = world_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3, gap=16)
     fake.fail(call, OUT_OF_MEMORY, after)
-    try:
+    with suppress(CudaError):  # what is made later, or not at all, does not stop the start
         swap = swap_of(fake, world, "staged")
-    except CudaError as error:
-        assert error.call == call
-    else:
         fake.fail(call, OUT_OF_MEMORY, 1 << 30)
         move_all(world, swap, np.random.default_rng(2))
         swap.close()
@@ -466,7 +455,7 @@ def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., Fake]
             transfer = swap.store(0, blocks[part], places[part])
             transfer.done()
             transfer.wait()
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - looked at by the main thread
             failed.append(error)
 
     threads = [threading.Thread(target=move, args=(index,)) for index in range(4)]

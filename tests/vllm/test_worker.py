@@ -236,8 +236,9 @@ class Slow:
         self.started.append(("load", threading.current_thread().name))
         return self
 
-    def wait(self) -> None:
+    def elapsed_s(self) -> float:
         assert self.go.wait(10)
+        return 0.25
 
 
 def test_on_a_device_copies_start_at_submission_and_end_in_the_background() -> None:
@@ -255,7 +256,9 @@ def test_on_a_device_copies_start_at_submission_and_end_in_the_background() -> N
     assert not region.written([0], 1).any()
     slow.go.set()
     worker.wait({1, 2, 99})
-    assert sorted(result.job_id for result in worker.get_finished()) == [1, 2]
+    results = worker.get_finished()
+    assert sorted(result.job_id for result in results) == [1, 2]
+    assert [result.transfer_time for result in results] == [0.25, 0.25], "the device's time, not the host's"
     assert region.written([0], 1).all()
     worker.shutdown()
 
@@ -271,7 +274,7 @@ class HalfBroken(Slow):
 
 
 class Failing(Slow):
-    def wait(self) -> None:
+    def elapsed_s(self) -> float:
         raise OSError("does not end well")
 
 
@@ -297,7 +300,7 @@ class Blocking(Slow):
     """A swap in host memory whose copies take their time on the caller's thread."""
 
     def store(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
-        self.wait()
+        self.elapsed_s()
 
     def load(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
         return
