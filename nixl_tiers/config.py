@@ -245,7 +245,8 @@ class TiersConfig(_Model):
     """What `load` returns.
 
     `wait_s` is the longest that a request waits for promotions; `flush_on_exit_s` the longest that closing a store
-    waits for rows that a tier with `write: on_evict` does not hold yet.
+    waits for rows that a tier with `write: on_evict` does not hold yet; `replicas` how many engines of this node share
+    the capacity of the cpu tier.
     """
 
     tiers: tuple[Tier, ...]
@@ -255,6 +256,7 @@ class TiersConfig(_Model):
     on_reset: Literal["new_epoch", "keep"] = "new_epoch"
     wait_s: Annotated[float, Field(strict=True, gt=0, le=3600)] = 10.0
     flush_on_exit_s: Annotated[float, Field(strict=True, ge=0, le=3600)] = 0.0
+    replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> TiersConfig:

@@ -128,6 +128,12 @@ class Engine:
         with self._lock:
             return self._core.lookup(key, request, position, self._clock(), first)
 
+    def restrict(self, request: str, tiers: Iterable[int]) -> None:
+        """Have a new request load from these storage tiers only (numbered as configured, from 0), until it is
+        finished. Host memory is always a hit."""
+        with self._lock:
+            self._core.restrict(request, tiers)
+
     def source(self, key: Key) -> str:
         """ "cpu", or the storage tier that the bytes of this hit were promoted from."""
         with self._lock:

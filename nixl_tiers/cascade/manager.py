@@ -54,6 +54,7 @@ class TierManager(Traffic):
         super().__init__(host, [Storage(spec) for spec in tiers], limits or Limits(), row_bytes)
         self.cpu_counters = Counters()
         self._requests: dict[str, Request] = {}
+        self._allowed: dict[str, frozenset[int]] = {}  # of the requests that are not to load from every storage tier
         self._unflushed: list[Row] = []
         self._ticket = 0
 
@@ -81,6 +82,10 @@ class TierManager(Traffic):
         if row is None and not request.asked.get(key, False) and not self._ask(key, request, now):
             return Lookup.MISS
         return self._wait(request, now)
+
+    def restrict(self, name: str, tiers: Iterable[int]) -> None:
+        """Have a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
+        self._allowed[name] = frozenset(tiers)
 
     def source(self, key: Key) -> str:
         """The tier that the bytes of a hit came from."""
@@ -178,6 +183,7 @@ class TierManager(Traffic):
         self._clean_all()
 
     def finish_request(self, name: str) -> None:
+        self._allowed.pop(name, None)
         request = self._requests.pop(name, None)
         if request is not None:
             request.given_up = True
@@ -257,7 +263,7 @@ class TierManager(Traffic):
     def _request(self, name: str) -> Request:
         request = self._requests.get(name)
         if request is None:
-            request = self._requests[name] = Request(name)
+            request = self._requests[name] = Request(name, self._allowed.get(name))
         return request
 
     def _counters(self, name: str) -> Counters:

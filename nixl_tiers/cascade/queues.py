@@ -61,8 +61,8 @@ class Queues:
         """Queue a stored key for promotion on the request's behalf; False where no tier can give it (now)."""
         if request.given_up or (key in request.asked and not request.asked[key]):
             return False
-        for storage in self.storage:
-            if storage.find(key, now):
+        for tier, storage in enumerate(self.storage):
+            if (request.allowed is None or tier in request.allowed) and storage.find(key, now):
                 storage.to_load.append((request, key))
                 request.asked[key] = True
                 return True

@@ -14,6 +14,7 @@ class Request:
     """
 
     __slots__ = (
+        "allowed",
         "ascending",
         "asked",
         "barred",
@@ -29,8 +30,9 @@ class Request:
         "tick",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, allowed: frozenset[int] | None = None) -> None:
         self.name = name
+        self.allowed = allowed  # the storage tiers that it may load from; None: all
         self.tick: int | None = None
         self.deadline_s: float | None = None
         self.given_up = False

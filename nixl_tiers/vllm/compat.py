@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Final
 
 import vllm.version
@@ -89,6 +90,18 @@ def position_of(key: OffloadKey, context: ReqContext) -> int | None:
     return position
 
 
+def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list[int] | None:
+    """Which of the storage tiers the request's `kv_load_tiers` allows; None for all. `localities`: of each tier LOCAL,
+    REMOTE, or None where that is not known and so never a reason to leave it out."""
+    wish = getattr(context, "load_tier_filter", None)  # vLLM 0.32 has it
+    if wish is None or wish is type(wish).ALL:
+        return None
+    from vllm.v1.kv_offload.base import Locality, Medium
+
+    places = [None if name is None else Locality(name) for name in localities]
+    return [tier for tier, place in enumerate(places) if wish.allows(Medium.STORAGE, place)]
+
+
 def block_hash_seed(algorithm: str) -> str | None:
     """What block hashes of this algorithm begin with; None where every process draws a seed of its own."""
     from vllm.v1.core import kv_cache_utils
@@ -140,6 +153,7 @@ __all__ = [
     "ScheduleEndContext",
     "TransferResult",
     "UnsupportedVllm",
+    "allowed_tiers",
     "block_hash_seed",
     "check",
     "get_offload_group_idx",

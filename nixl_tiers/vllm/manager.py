@@ -63,6 +63,11 @@ class NixlTiersManager(OffloadingManager):
         self._engine = store.engine
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
+        # Nobody knows where a shared file system lies.
+        self._localities = [
+            ("LOCAL" if tier.layout == "slabs" else None) if isinstance(tier, FileTier) else "REMOTE"
+            for tier in config.storage
+        ]
         self._reporter = Reporter()
         self._events = events
         self._pause_s = pause_s
@@ -78,6 +83,8 @@ class NixlTiersManager(OffloadingManager):
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._requests.add(req_context.req_id)
+        if (allowed := compat.allowed_tiers(req_context, self._localities)) is not None:
+            self._engine.restrict(req_context.req_id, allowed)
         return RequestOffloadingContext()
 
     @override

@@ -58,7 +58,7 @@ class NixlTiersSpec(OffloadingSpec):
         refuse_layout(config)
         self.tiers = parse(config)
         self.geometry = geometry_of(config)
-        self.rows = rows_of(self.tiers, self.geometry, compat.replicas(config))
+        self.rows = rows_of(self.tiers, self.geometry, replicas_of(config, self.tiers))
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -134,6 +134,25 @@ def geometry_of(config: OffloadingConfig) -> Geometry:
         raise ValueError("vLLM does not say how many KV bytes a block has, so nothing can be offloaded")
     blocks = config.cache.blocks_per_chunk
     return Geometry(config.parallel.world_size, config.worker_kv_bytes_per_block * blocks, blocks)
+
+
+def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
+    """How many engines of this node share the cpu tier's capacity: what the configuration says, else vLLM.
+
+    vLLM tells how many replicas there are on all nodes together, which keeps the budget but may leave some of it
+    unused; and of models without experts, whose replicas it runs as engines of their own, it tells nothing.
+    """
+    if tiers.replicas is not None:
+        return tiers.replicas
+    told = compat.replicas(config)
+    index = int(getattr(config.parallel, "data_parallel_index", 0))
+    if told == 1 and index > 0:
+        log.warning(
+            "nixl_tiers: this engine is data-parallel replica %d, and vLLM does not say how many share this node: "
+            "set replicas, or each of them takes the cpu tier's whole capacity",
+            index,
+        )
+    return told
 
 
 def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:

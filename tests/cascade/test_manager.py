@@ -305,3 +305,20 @@ def test_a_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
     core.end_step()
     core.reset(keep_storage=False)
     assert core.host.used == 0
+
+
+def test_a_request_that_is_restricted_loads_from_its_tiers_only_and_others_from_all() -> None:
+    core = only_stored(CHAIN[:2], tiers=("file", "s3"))
+    core.restrict("far", [1])
+    core.restrict("none", [])
+    assert scan(core, CHAIN[:2], "none") == [MISS]
+    assert scan(core, CHAIN[:1], "far") == [PENDING]
+    assert [job.tier for job in core.plan(0.0)] == [1]
+    core.reset(keep_storage=True)  # which forgets requests, but not what they asked for
+    assert scan(core, CHAIN[1:2], "none") == [MISS]
+    core.finish_request("none")
+    assert scan(core, CHAIN[1:2], "none") == [PENDING]
+    assert [job.tier for job in core.plan(0.0)] == [0]
+    put(core, CHAIN[2:3])
+    core.restrict("host", [])
+    assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT

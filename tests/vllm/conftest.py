@@ -35,6 +35,7 @@ def offloading_config() -> Callable[..., Any]:
         rank: int = 0,
         pp_size: int = 1,
         replicas: int = 1,
+        index: int = 0,
         groups: int = 1,
         blocks_per_chunk: int = 1,
         block_bytes: int = 8192,
@@ -51,7 +52,7 @@ def offloading_config() -> Callable[..., Any]:
             model=OffloadingModelConfig("model", "bfloat16"),
             cache=OffloadingCacheConfig(32, blocks_per_chunk),
             parallel=OffloadingParallelConfig(
-                rank, world_size, world_size // pp_size, pp_size, 1, 1, 0, replicas, None, False
+                rank, world_size, world_size // pp_size, pp_size, 1, 1, index, replicas, None, False
             ),
             **other,
         )
@@ -75,8 +76,8 @@ def weights_folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Callable[..., list[Any]]:
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     """Runs an engine from its start to its end (see run_engine.py); returns what each step gave.
 
     `path`: the model, by default the one that vllm_cpu builds. `transfer`: fields of KVTransferConfig to replace.
@@ -101,7 +102,8 @@ def engine(tmp_path: Path) -> Callable[..., list[Any]]:
             "settings": {"max_model_len": 2048, **settings},
             "steps": steps,
         }
-        plan_file, result_file = tmp_path / "plan.json", tmp_path / "result.json"
+        place = tmp_path_factory.mktemp("engine")
+        plan_file, result_file = place / "plan.json", place / "result.json"
         plan_file.write_text(json.dumps(plan))
         paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         ended = subprocess.run(
@@ -119,8 +121,8 @@ def engine(tmp_path: Path) -> Callable[..., list[Any]]:
     return run
 
 
-@pytest.fixture
-def small_model(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with random weights whose heads can be split between two ranks."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -137,5 +139,6 @@ def small_model(tmp_path: Path) -> Path:
         max_position_embeddings=2048,
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
-    return tmp_path / "small"
+    folder = tmp_path_factory.mktemp("models") / "small"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

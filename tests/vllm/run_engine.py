@@ -6,7 +6,8 @@ Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "tra
 replace, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once; ["forget"] empties the
 engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"];
-["break", n] has the next n copies of loads put wrong bytes into the engine's blocks and fail.
+["tell", file] makes a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
+bytes into the engine's blocks and fail.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.testing.waiting import until
 
 
 def main(plan: dict[str, Any]) -> list[Any]:
@@ -49,6 +51,11 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
     if verb == "reset":
         assert llm.reset_prefix_cache(reset_connector=True)
         return None
+    if verb == "tell":
+        Path(arguments[0]).touch()
+        return None
+    if verb == "await":
+        return until(Path(arguments[0]).exists, arguments[0], timeout_s=200)
     if verb == "break":
         return break_loads(*arguments)
     manager = core.scheduler.connector.connector_scheduler.manager

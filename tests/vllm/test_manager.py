@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -175,6 +178,7 @@ class Scripted:
         self.answer, self.where = answer, source
         self.engine = self.changed = self
         self.sub_blocks = 1
+        self.restricted: dict[str, list[int]] = {}
         self.waits_s: list[float] = []
         self.patience_s = -1.0
 
@@ -183,6 +187,9 @@ class Scripted:
 
     def source(self, key: bytes) -> str:
         return self.where
+
+    def restrict(self, request: str, tiers: list[int]) -> None:
+        self.restricted[request] = tiers
 
     def close(self, patience_s: float) -> None:
         self.patience_s = patience_s
@@ -255,6 +262,40 @@ def test_a_step_in_which_everybody_waits_for_storage_takes_its_time() -> None:
     manager.lookup(key, one)
     manager.on_schedule_end(STEP)
     assert len(store.waits_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("wish", "allowed"),
+    [
+        (None, None),
+        ([{}], [0, 1, 2]),
+        ([], []),
+        ([{"medium": "CPU"}], []),
+        ([{"medium": "STORAGE", "locality": "LOCAL"}], [0, 1]),
+        ([{"locality": "remote"}], [1, 2]),
+        ([{"medium": "storage"}], [0, 1, 2]),
+    ],
+)
+def test_a_request_may_say_which_storage_tiers_it_loads_from(
+    wish: list[Any] | None, allowed: list[int] | None, tmp_path: Path
+) -> None:
+    config = tiers_config.load(
+        {
+            "tiers": [
+                {"type": "cpu", "capacity": "1MiB"},
+                {"type": "file", "path": str(tmp_path / "own"), "capacity": "1MiB"},
+                {"type": "file", "layout": "files", "path": str(tmp_path / "shared"), "capacity": "1MiB"},
+                {"type": "s3", "bucket": "bucket", "capacity": "1MiB"},
+            ]
+        }
+    )
+    store = Scripted(Lookup.MISS, "cpu")
+    manager = NixlTiersManager(store, config, (0,), None)  # type: ignore[arg-type]
+    params = None if wish is None else {"kv_load_tiers": wish}
+    manager.on_new_request(
+        _create_req_context(SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None))
+    )
+    assert store.restricted == ({} if allowed is None else {"r": allowed})
 
 
 def test_replicas_that_step_together_never_wait_for_one_of_them() -> None:

@@ -75,6 +75,22 @@ def test_what_we_would_do_wrongly_is_refused(offloading_config: Build, other: di
         NixlTiersSpec(offloading_config(**other))
 
 
+def test_the_cpu_tiers_capacity_is_divided_by_the_replicas_of_the_node(
+    offloading_config: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = NixlTiersSpec(offloading_config()).rows
+    assert NixlTiersSpec(offloading_config(replicas=4)).rows == whole // 4
+    # vLLM counts the replicas of all nodes, and those of a model without experts not at all.
+    shared = {"tiers": [CPU], "replicas": 2}
+    assert NixlTiersSpec(offloading_config(shared, replicas=4)).rows == whole // 2
+    assert not caplog.records
+    assert NixlTiersSpec(offloading_config(index=3)).rows == whole
+    assert "data-parallel replica 3, and vLLM does not say how many share this node: set replicas" in caplog.text
+    caplog.clear()
+    assert NixlTiersSpec(offloading_config(shared, index=3)).rows == whole // 2
+    assert not caplog.records
+
+
 def test_vllms_own_fields_are_left_to_vllm(offloading_config: Build) -> None:
     extra = {
         "spec_name": "NixlTiersSpec",
