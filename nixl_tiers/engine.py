@@ -27,8 +27,10 @@ from nixl_tiers.mover.client import Supervisor
 from nixl_tiers.mover.messages import (
     MAX_ENTRIES,
     Adopt,
+    AdoptTable,
     Down,
     Drop,
+    DropAdopted,
     Finished,
     Heartbeat,
     Hello,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nixl_tiers.memory.region import HostRegion
+    from nixl_tiers.memory.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +93,15 @@ class Engine:
         self._used_bytes = [0] * len(specs)
         self._last_word = [""] * len(specs)
         hellos = hellos or [
-            Hello(tier_to_dict(tier), geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)
-            for tier in config.storage
+            Hello(
+                tier_to_dict(tier),
+                geometry.cells,
+                geometry.cell_payload,
+                geometry.sub_blocks,
+                region.rows,
+                named=_written_below(config.storage, place),
+            )
+            for place, tier in enumerate(config.storage)
         ]
         self._movers = Supervisor(hellos, self._names, region.fd, self)
 
@@ -285,6 +295,18 @@ class Engine:
                     self._say(tier, message.reason)
             self.changed.notify_all()
 
+    def on_table(self, tier: int, message: AdoptTable, table: Table) -> None:
+        with self._lock:
+            known = self._core.known(tier)
+        for key in known:  # without the lock: where a tier was opened again these can be many
+            table.remove(key)
+        with self.changed:
+            if message.epoch == self.namespace.epoch:
+                self._core.adopt_rows(tier, table, message.newest)
+                self.changed.notify_all()
+                return
+        table.close()
+
     def on_lost(self, tier: int) -> None:
         with self.changed:
             self._core.lost(tier, self._clock())
@@ -300,8 +322,17 @@ class Engine:
                 for tier, storage in enumerate(self._core.storage)
                 for batch in storage.drops(MAX_ENTRIES)
             ]
+            messages += [
+                (tier, DropAdopted(nameless))
+                for tier, storage in enumerate(self._core.storage)
+                for nameless in storage.adopted_drops(MAX_ENTRIES)
+            ]
             messages += [(job.tier, _message(job)) for job in jobs]
-            return messages, self._core.overdue(now), self._core.busy
+            closing = [rows for storage in self._core.storage for rows in storage.take_closing()]
+            result = messages, self._core.overdue(now), self._core.busy
+        for rows in closing:
+            rows.close()
+        return result
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -322,6 +353,11 @@ class Engine:
 def _has_places(tier: StorageTier) -> bool:
     """Whether the tier's slots are places on its medium; elsewhere rows are found by their keys."""
     return tier.type == "file" and tier.layout == "slabs"
+
+
+def _written_below(tiers: Sequence[StorageTier], place: int) -> bool:
+    """Whether rows that leave the tier at `place` may have to be written to the next one that is ever written to."""
+    return next((tier.write == "on_evict" for tier in tiers[place + 1 :] if tier.write != "off"), False)
 
 
 def _message(job: Job) -> Store | Load:

@@ -105,7 +105,7 @@ class Storage:
     index: dict[Key, Entry] = field(default_factory=dict)
     adopted: list[AdoptedRows] = field(default_factory=list)  # the coldest first
     told_before: int = 0  # how many of these are from before the tier was opened again; they serve until it has told
-    closing: list[AdoptedRows] = field(default_factory=list)  # no longer used; closing them may take milliseconds
+    opened_with: int = 0  # how many rows the book had when the tier was opened
     policy: EvictionPolicy = field(init=False)
     slots: Slots = field(default_factory=lambda: Slots(0))
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -114,6 +114,7 @@ class Storage:
     to_drop: list[tuple[int, Key]] = field(default_factory=list)
     to_drop_adopted: list[tuple[int, bytes]] = field(default_factory=list)  # (slot, digest of the key)
     leaving: set[Key] = field(default_factory=set)
+    closing: list[AdoptedRows] = field(default_factory=list)
     rows_storing: int = 0
     rows_loading: int = 0
     counters: Counters = field(default_factory=Counters)
@@ -206,6 +207,7 @@ class Storage:
 
     def resize(self, limit: int) -> None:
         """A new number of slots; rows that stand beyond it, or are too many, are evicted, the least valuable first."""
+        self.opened_with = len(self.index)
         self.told_before = len(self.adopted)
         if limit < self.slots.limit:
             self.forget_told_before()
@@ -291,6 +293,11 @@ class Storage:
         pending, self.to_drop_adopted = self.to_drop_adopted, []
         for start in range(0, len(pending), most):
             yield pending[start : start + most]
+
+    def take_closing(self) -> list[AdoptedRows]:
+        """Adopted rows that are not used any more. Closing them gives much memory back: not while anybody waits."""
+        closing, self.closing = self.closing, []
+        return closing
 
     def _bring_over(self, key: Key) -> Entry | None:
         """The entry of a row that stood among the adopted until now; it is used, or is to be judged by itself."""

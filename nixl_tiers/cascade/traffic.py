@@ -34,18 +34,17 @@ class Traffic(Endings):
         if last:
             self._adopted(storage)
 
-    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int, last: bool) -> None:
-        """The same for rows without number, the most recent of which was used at tick `newest`; they are the core's
-        from now on. A row whose key is in `known` is better removed before: it would take two slots of the budget."""
+    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int) -> None:
+        """The same for millions of rows, the most recent of which was used at tick `newest`; they are the core's from
+        now on. Rows whose keys are `known` are better removed before: they would take two slots of the budget."""
         storage = self.storage[tier]
         storage.adopt_rows(rows)
         self._tick = max(self._tick, newest + 1)
-        if last:
-            self._adopted(storage)
 
     def known(self, tier: int) -> list[Key]:
-        """The keys that the tier's book holds one by one."""
-        return list(self.storage[tier].index)
+        """Keys that the tier's book holds and that a table may tell of again, since the tier was opened again."""
+        storage = self.storage[tier]
+        return list(storage.index) if storage.opened_with else []
 
     def down(self, tier: int, now: float) -> None:
         """The tier's medium does not answer. Its rows are not lost, they are misses until it is opened again."""

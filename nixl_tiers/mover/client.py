@@ -23,9 +23,11 @@ from typing import Final, Protocol
 
 import msgspec
 
+from nixl_tiers.memory.table import Table, TableError
 from nixl_tiers.mover.messages import (
     HEARTBEAT_S,
     MAX_PACKET,
+    AdoptTable,
     Down,
     Hello,
     Open,
@@ -51,6 +53,9 @@ class Handler(Protocol):
     """Whom the supervisor works for. Called on the supervisor's thread; must not block."""
 
     def on_message(self, tier: int, message: ToEngine) -> None: ...
+
+    def on_table(self, tier: int, message: AdoptTable, table: Table) -> None:
+        """`table` is the handler's."""
 
     def on_lost(self, tier: int) -> None:
         """The tier's mover is dead and reaped."""
@@ -107,23 +112,23 @@ class _Mover:
             self.outgoing.popleft()
         return True
 
-    def receive(self) -> Iterable[ToEngine]:
-        """Every message that has come; sets `ended` when there will be no more."""
+    def receive(self) -> Iterable[tuple[ToEngine, Table | None]]:
+        """Every message that has come, and the table that came with it; sets `ended` when there will be no more."""
         while not self.ended:
             try:
-                packet = self.socket.recv(MAX_PACKET)
+                packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except OSError:
-                packet = b""
+                packet, fds = b"", []
             if not packet:
                 self.ended = True
                 return
             self.heard_s = time.monotonic()
             self.talked = True
             try:
-                yield decode_to_engine(packet)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                yield _read(packet, fds)
+            except (msgspec.DecodeError, msgspec.ValidationError, TableError) as error:
                 log.warning("nixl_tiers: killing a mover that sent nonsense (%s)", error)
                 self.kill()
                 return
@@ -135,6 +140,20 @@ class _Mover:
     def close(self) -> None:
         self.socket.close()
         os.close(self.pidfd)
+
+
+def _read(packet: bytes, fds: list[int]) -> tuple[ToEngine, Table | None]:
+    """The message, and its table. All descriptors are closed, whatever happens. Raises TableError."""
+    try:
+        message = decode_to_engine(packet)
+        if not isinstance(message, AdoptTable):
+            return message, None
+        if not fds:
+            raise TableError("a table was told of, and no descriptor came with it")
+        return message, Table.attach(fds.pop())
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 class Supervisor:
@@ -286,12 +305,15 @@ class Supervisor:
         if self._movers[tier] is not mover:
             return
         gone = mover.process.poll() is not None  # looked at first: what it said before it died counts
-        for message in mover.receive():
+        for message, table in mover.receive():
             if isinstance(message, (Opened, Down)):
                 self._accepted.add(tier)
             elif isinstance(message, Refused) and tier not in self._accepted:
                 self._refused.add(tier)
-            self._handler.on_message(tier, message)
+            if isinstance(message, AdoptTable) and table is not None:
+                self._handler.on_table(tier, message, table)
+            else:
+                self._handler.on_message(tier, message)
         if mover.ended and mover.socket in self._selector.get_map():
             self._selector.unregister(mover.socket)
         if gone:

@@ -38,6 +38,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     cell_payload: int
     sub_blocks: int
     rows: int
+    named: bool = False  # tables that it sends must tell keys: rows leave this tier by being written to the next one
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
@@ -63,6 +64,12 @@ class Load(msgspec.Struct, tag="load", frozen=True):
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
     """Engine -> mover: forget these (slot, key). Not answered."""
+
+    entries: list[tuple[int, bytes]]
+
+
+class DropAdopted(msgspec.Struct, tag="drop_adopted", frozen=True):
+    """Engine -> mover: forget these rows of its tables: (slot, digest of the key). Not answered."""
 
     entries: list[tuple[int, bytes]]
 
@@ -105,6 +112,14 @@ class Adopt(msgspec.Struct, tag="adopt", frozen=True):
     last: bool
 
 
+class AdoptTable(msgspec.Struct, tag="adopt_table", frozen=True):
+    """Mover -> engine, among the Adopts of a first listing: a memory.table.Table of more rows, which comes as a
+    descriptor with this packet. `newest`: the highest tick in it."""
+
+    epoch: int
+    newest: int
+
+
 class Finished(msgspec.Struct, tag="finished", frozen=True):
     """Mover -> engine: a job ended; `outcomes` holds one Outcome a move, in the job's order. Its rows are quiet now.
 
@@ -124,8 +139,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     used_bytes: int  # what the tier takes on its medium now
 
 
-ToMover = Hello | Open | Store | Load | Drop | Stop
-ToEngine = Opened | Down | Refused | Adopt | Finished | Heartbeat
+ToMover = Hello | Open | Store | Load | Drop | DropAdopted | Stop
+ToEngine = Opened | Down | Refused | Adopt | AdoptTable | Finished | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NoReturn
 
@@ -25,12 +25,12 @@ import msgspec
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import missing_of
+from nixl_tiers.mover.adoption import Adoption
 from nixl_tiers.mover.messages import (
     HEARTBEAT_S,
     MAX_PACKET,
-    Adopt,
     Drop,
-    Entry,
+    DropAdopted,
     Finished,
     Heartbeat,
     Hello,
@@ -47,12 +47,13 @@ from nixl_tiers.mover.messages import (
     encode,
 )
 from nixl_tiers.mover.messages import Down as TierIsDown
+from nixl_tiers.mover.teller import Teller
 from nixl_tiers.mover.tiers.base import StorageTier, TierDown, TierRefused
 
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.0003  # tighter burns a core and gains nothing, measured
-LOOK_S: Final = 0.05  # how soon an empty listing is asked again
+LOOK_S: Final = 0.005  # how soon an opening is looked at again
 RETRY_S: Final = (0.5, 30.0)
 LEAVE_S: Final = 5.0  # the longest that leaving may take once nobody waits for the results
 QUEUE_PACKETS: Final = 256  # more than this unsent: nothing new is taken in
@@ -64,40 +65,54 @@ class Outbox:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._packets: deque[bytes] = deque()
+        self._packets: deque[tuple[bytes, int | None]] = deque()
         self._deaf = False
 
     def __len__(self) -> int:
         return len(self._packets)
 
-    def send(self, message: ToEngine) -> None:
-        if not self._deaf:
-            self._packets.append(encode(message))
+    def send(self, message: ToEngine, fd: int | None = None) -> None:
+        """Send, with a descriptor if there is one, which is closed when it has gone."""
+        self._packets.append((encode(message), fd))
+        if self._deaf:
+            self.hang_up()
+        else:
             self.flush()
 
     def hang_up(self) -> None:
         """Nobody listens any more: drop everything, from now on too."""
         self._deaf = True
+        for _, fd in self._packets:
+            if fd is not None:
+                os.close(fd)
         self._packets.clear()
 
     def flush(self) -> None:
         """Send as much as the socket takes. Raises OSError when nobody holds the other end any more."""
         while self._packets:
+            packet, fd = self._packets[0]
             try:
-                self._socket.send(self._packets[0])
+                if fd is None:
+                    self._socket.send(packet)
+                else:
+                    socket.send_fds(self._socket, [packet], [fd])
             except BlockingIOError:
                 return
             self._packets.popleft()
+            if fd is not None:
+                os.close(fd)
 
 
 class Mover:
     """The state of the loop. `step` does all that can be done now."""
 
-    def __init__(self, tier: StorageTier, end: socket.socket, region: HostRegion) -> None:
+    def __init__(self, tier: StorageTier, end: socket.socket, region: HostRegion, *, named: bool) -> None:
+        """`named`: see Hello."""
         self.outbox = Outbox(end)
         self.leaving = False
         self._tier = tier
         self._region = region
+        self._named = named
         self._inbox: deque[ToMover] = deque()
         self._jobs: dict[int, tuple[Store | Load, float]] = {}  # ticket -> the engine's job, started at
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="opener")
@@ -108,9 +123,7 @@ class Mover:
         self._served: Open | None = None
         self._up_at_s = 0.0
         self._last_word = ""
-        self._listing: Iterator[list[Entry]] | None = None
-        self._look_at_s = 0.0
-        self._relist_at_s: float | None = None  # the first listing has ended, and others write there too
+        self._teller: Teller | None = None
         self._beat_at_s = 0.0
         self._used_bytes = 0
 
@@ -126,13 +139,11 @@ class Mover:
         """How long step may be put off if no message comes, in seconds."""
         moments = [self._beat_at_s]
         if self._opening is not None:
-            moments.append(now + LOOK_S / 10)
+            moments.append(now + LOOK_S)
         if self._again is not None:
             moments.append(self._again[0])
-        if self._listing is not None and not self.outbox:
-            moments.append(self._look_at_s)
-        if self._relist_at_s is not None and self._listing is None:
-            moments.append(self._relist_at_s)
+        if self._teller is not None:
+            moments.append(self._teller.next_at_s)
         return max(0.0, min(moments) - now)
 
     def step(self, now: float) -> None:
@@ -140,7 +151,8 @@ class Mover:
         self._handle_messages(now)
         if self._served is not None:
             self._collect(now)
-            self._list(now)
+        if self._teller is not None:
+            self._teller.step(now)
         if now >= self._beat_at_s:
             self._beat_at_s = now + HEARTBEAT_S
             if not self.outbox:  # an engine that does not read needs no more of them
@@ -175,9 +187,12 @@ class Mover:
                 self._begin_job(message, now)
             elif isinstance(message, Drop) and self._served is not None:
                 self._tier.drop(message.entries)
+            elif isinstance(message, DropAdopted) and self._teller is not None:
+                self._tier.drop(self._teller.keys(message.entries))
 
     def _begin_open(self, message: Open) -> None:
-        self._served = self._listing = self._again = self._relist_at_s = None
+        self._again = None
+        self._serve_nothing()
         self._opening = (message, self._opener.submit(self._tier.open, message.namespace, message.epoch))
 
     def _opened(self, now: float) -> None:
@@ -198,13 +213,18 @@ class Mover:
             self._served = message
             self._up_at_s = now
             self._last_word = ""
-            self._listing = self._tier.adopt()
-            self._look_at_s = now
             self.outbox.send(Opened(message.epoch, slots))
+            self._teller = Teller(self._tier, self.outbox, message.epoch, Adoption(slots, named=self._named))
+
+    def _serve_nothing(self) -> None:
+        self._served = None
+        if self._teller is not None:
+            self._teller.close()
+            self._teller = None
 
     def _down(self, message: Open, error: TierDown | TierRefused, now: float) -> None:
         self._answered = True
-        self._served = self._listing = self._relist_at_s = None
+        self._serve_nothing()
         self._again = (now + self._backoff_s, message)
         self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
         if str(error) != self._last_word:  # tries to come up again fail as the first one did
@@ -249,25 +269,6 @@ class Mover:
             if outcome is Outcome.OK
         )
         return [(place, count) for place, count in missing if count]
-
-    def _list(self, now: float) -> None:
-        """At most one batch a step, and none while the engine is behind: jobs go first."""
-        if self._relist_at_s is not None and self._listing is None and now >= self._relist_at_s:
-            self._listing = self._tier.adopt()
-            self._look_at_s = now
-        if self._listing is None or self._served is None or now < self._look_at_s or len(self.outbox):
-            return
-        batch = next(self._listing, None)
-        if batch is None:
-            self._listing = None
-            if self._relist_at_s is None:
-                self.outbox.send(Adopt(self._served.epoch, [], last=True))
-            if (relist_s := self._tier.relist_s) is not None:
-                self._relist_at_s = now + relist_s
-        elif batch:
-            self.outbox.send(Adopt(self._served.epoch, batch, last=False))
-        else:
-            self._look_at_s = now + LOOK_S
 
 
 def make_tier(hello: Hello, region: HostRegion) -> StorageTier:
@@ -340,7 +341,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     _log_as(str(hello.tier.get("type", "?")))
     region = HostRegion.attach(region_fd)
     try:
-        mover = Mover(make_tier(hello, region), end, region)
+        mover = Mover(make_tier(hello, region), end, region, named=hello.named)
     except TierRefused as error:
         Outbox(end).send(Refused(str(error)))
         return

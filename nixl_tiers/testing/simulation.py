@@ -164,8 +164,8 @@ class World:
                 self._send(tier, batch)
             for nameless in storage.adopted_drops(4):
                 self._send(tier, [(slot, key_of(digest)) for slot, digest in nameless])
-            while storage.closing:
-                storage.closing.pop().close()
+            for rows in storage.take_closing():
+                rows.close()
         for job in jobs:
             for move in job.moves:
                 reads = job.direction is Direction.STORE
@@ -365,6 +365,7 @@ class World:
         named = any(spec.write is Write.ON_EVICT for spec in below)
         mover.listing = deque([held[:told]])
         mover.listing += [PlainRows(held[start : start + 3], named) for start in range(told, len(held), 3)]
+        mover.listing.append([])
         while mover.listing and self.told is None:
             self._tell(tier)
         self.check()
@@ -373,7 +374,7 @@ class World:
         listing = self.movers[tier].listing
         piece = listing.popleft()
         if isinstance(piece, PlainRows):
-            self.core.adopt_rows(tier, piece, newest=0, last=not listing)
+            self.core.adopt_rows(tier, piece, newest=0)
         else:
             self.core.adopt(tier, piece, last=not listing)
 

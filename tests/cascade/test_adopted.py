@@ -26,7 +26,8 @@ def rows(numbers: range, named: bool = False) -> PlainRows:
 def opened(spec: TierSpec, slots: int = 10, held: int = 6) -> TierManager:
     core = TierManager(8, 4096, [spec])
     core.opened(0, slots)
-    core.adopt_rows(0, rows(range(held)), newest=held - 1, last=True)
+    core.adopt_rows(0, rows(range(held)), newest=held - 1)
+    core.adopt(0, [], last=True)
     return core
 
 
@@ -116,7 +117,7 @@ class TestAnyTier:
         again = rows(range(7))
         for known in core.known(0):
             again.remove(known)
-        core.adopt_rows(0, again, newest=6, last=False)
+        core.adopt_rows(0, again, newest=6)
         assert len(core.storage[0].closing) == 1
         assert core.storage[0].adopted == [again]
         core.adopt(0, [], last=True)
@@ -128,7 +129,7 @@ class TestAnyTier:
         core = opened(spec)
         core.opened(0, 4)
         assert core.where(key(1), 0.0) is None
-        core.adopt_rows(0, rows(range(6)), newest=5, last=True)
+        core.adopt_rows(0, rows(range(6)), newest=5)
         assert len(core.storage[0].slots) == 4
         if spec is COUNT:
             assert dropped(core.storage[0]) == {(0, key(0)), (1, key(1))}
@@ -138,7 +139,7 @@ def test_a_slot_that_the_book_has_given_away_is_not_adopted() -> None:
     core = TierManager(8, 4096, [PLACES])
     core.opened(0, 10)
     core.adopt(0, [(2, b"other", 1)], last=False)
-    core.adopt_rows(0, rows(range(12)), newest=11, last=True)
+    core.adopt_rows(0, rows(range(12)), newest=11)
     assert [n for n in range(12) if core.where(key(n), 0.0) is None] == [2, 10, 11]
     assert len(core.storage[0].slots) == 10
 
@@ -157,7 +158,8 @@ def test_rows_with_names_are_written_below_before_they_go() -> None:
     core.opened(1, 100)
     core.adopt(1, [], last=True)
     core.opened(0, 40)
-    core.adopt_rows(0, rows(range(40), named=True), newest=39, last=True)
+    core.adopt_rows(0, rows(range(40), named=True), newest=39)
+    core.adopt(0, [], last=True)
     finish(core)
     upper, lower = core.storage
     assert set(lower.index) == {key(0), key(1)}  # a twentieth is kept free

@@ -104,17 +104,17 @@ class OldEpochSurvives(TierManager):
 class AdoptedRowHasTwoOwners(TierManager):
     """A row that moves over into the book is still among the adopted."""
 
-    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int, last: bool) -> None:
+    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int) -> None:
         rows.remove = rows.find  # type: ignore[method-assign]
-        super().adopt_rows(tier, rows, newest, last)
+        super().adopt_rows(tier, rows, newest)
 
 
 class AdoptedSlotsStayFree(TierManager):
     """A slot that holds an adopted row is given to another one."""
 
-    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int, last: bool) -> None:
+    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int) -> None:
         rows.claim = lambda taken, slots_limit: None  # type: ignore[method-assign]
-        super().adopt_rows(tier, rows, newest, last)
+        super().adopt_rows(tier, rows, newest)
 
 
 MUTANTS = [

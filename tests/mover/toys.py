@@ -9,7 +9,7 @@ from typing import Any
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 
 
@@ -91,3 +91,19 @@ class Endless(Quick):
     @property
     def busy(self) -> bool:
         return bool(self._done)
+
+
+class Hoard(Quick):
+    """Holds `rows` rows, row n in slot n, and writes down what it is told to drop."""
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        return int(self.config["slots"])
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        rows = int(self.config["rows"])
+        for start in range(0, rows, MAX_ENTRIES):
+            yield [Entry(n, b"row-%d" % n, n) for n in range(start, min(start + MAX_ENTRIES, rows))]
+
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        with Path(str(self.config["dropped"])).open("a") as file:
+            file.writelines(f"{slot} {key.decode()}\n" for slot, key in entries)

@@ -1,0 +1,152 @@
+"""An engine over a real mover whose tier holds more rows than are told one by one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_tiers import config as configuration
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.engine import Engine
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.adoption import TOLD_ROWS
+from nixl_tiers.mover.messages import Hello
+from nixl_tiers.testing.waiting import until
+
+GEOMETRY = Geometry(1, 2000)
+HOST_ROWS = 16
+ROWS = TOLD_ROWS + 2000
+
+
+def key(number: int) -> Key:
+    return b"row-%d" % number
+
+
+@contextmanager
+def over_a_hoard(tmp_path: Path, slots: int, named: bool = False) -> Iterator[Engine]:
+    config = configuration.load(
+        {
+            "tiers": [
+                {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes},
+                {"type": "file", "path": str(tmp_path / "unused"), "capacity": "16MiB"},
+            ]
+        }
+    )
+    tier: dict[str, object] = {
+        "type": "tests.mover.toys:Hoard",
+        "rows": ROWS,
+        "slots": slots,
+        "dropped": str(tmp_path / "dropped"),
+        "closed": str(tmp_path / "closed"),
+    }
+    hello = Hello(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS, named)
+    with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
+        engine = Engine(config, Namespace.of({"name": "hoard"}), region, hellos=[hello])
+        try:
+            engine.start(30.0)
+            told(engine)
+            yield engine
+        finally:
+            engine.close(10.0)
+
+
+def told(engine: Engine) -> None:
+    until(
+        lambda: engine.counters()["file"]["up"] and engine.counters()["file"]["rows"] == ROWS, "all rows to be told of"
+    )
+
+
+def load(engine: Engine, number: int) -> None:
+    request = f"load {number}"
+    assert engine.lookup(key(number), request) is Lookup.PENDING
+    engine.end_step()
+    until(lambda: engine.lookup(key(number), request) is Lookup.HIT, "the row")
+    engine.prepare_load([key(number)], request)
+    engine.complete_load([key(number)])
+    engine.finish_request(request)
+    engine.end_step()
+
+
+def store(engine: Engine, *names: Key) -> None:
+    plan = engine.prepare_store(names, "store")
+    engine.region.mark(np.array(plan.rows), 0, plan.ticket, True)
+    engine.complete_store(plan.keys)
+    engine.finish_request("store")
+    engine.end_step()
+    until(lambda: engine.backlog() == 0, "the cascade")
+
+
+def dropped(tmp_path: Path) -> list[str]:
+    path = tmp_path / "dropped"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_all_rows_are_hits_and_most_of_them_cost_no_objects(tmp_path: Path) -> None:
+    with over_a_hoard(tmp_path, slots=2 * ROWS) as engine:
+        assert [engine.where(key(n)) for n in (0, TOLD_ROWS - 1, TOLD_ROWS, ROWS - 1)] == ["file"] * 4
+        assert engine.where(b"no row") is None
+        load(engine, 0)
+        load(engine, ROWS - 1)
+        (storage,) = engine._core.storage
+        assert len(storage.index) == TOLD_ROWS + 1
+        assert sum(map(len, storage.adopted)) == ROWS - TOLD_ROWS - 1
+        assert engine.counters()["file"]["rows"] == ROWS
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_medium_is_told_by_key_what_to_forget(tmp_path: Path, named: bool) -> None:
+    with over_a_hoard(tmp_path, slots=ROWS, named=named) as engine:
+        store(engine, b"new", b"newer")
+        until(lambda: len(dropped(tmp_path)) == 2, "the drops")
+        assert dropped(tmp_path) == [f"{n} row-{n}" for n in (TOLD_ROWS, TOLD_ROWS + 1)]
+        assert engine.where(key(TOLD_ROWS)) is None
+        assert engine.counters()["file"]["rows"] == ROWS
+
+
+def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:
+    with over_a_hoard(tmp_path, slots=ROWS) as engine:
+        load(engine, ROWS - 1)
+        (pid,) = engine.mover_pids
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: engine.mover_pids not in ([pid], [None]), "another mover")
+        told(engine)
+        assert engine.where(key(ROWS - 2)) == engine.where(key(TOLD_ROWS)) == "file"
+        assert len(engine._core.storage[0].adopted) == 1
+        assert dropped(tmp_path) == []
+
+
+def test_what_an_earlier_epoch_held_is_given_back(tmp_path: Path) -> None:
+    gc.collect()  # tables of other tests
+    mapped = tables()
+    with over_a_hoard(tmp_path, slots=ROWS) as engine:
+        before = descriptors()
+        (first,) = engine._core.storage[0].adopted
+        engine.reset()
+        assert engine.where(key(ROWS - 1)) is None
+        told(engine)
+        (second,) = engine._core.storage[0].adopted
+        assert second is not first
+        until(lambda: tables() == mapped + 1, "the old table to be closed")
+        assert descriptors() <= before
+        del first, second
+    del engine
+    gc.collect()
+    assert tables() == mapped
+
+
+def tables() -> int:
+    """How many are mapped."""
+    return sum("nixl_tiers_index" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
