@@ -20,6 +20,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.messages import (
     MAX_PACKET,
     Adopt,
+    AdoptTable,
     Entry,
     Finished,
     Heartbeat,
@@ -129,8 +130,8 @@ class MoverProcess:
     def adopted(self) -> list[Entry]:
         entries: list[Entry] = []
         while True:
-            message = self.expect(lambda m: isinstance(m, Adopt))
-            assert isinstance(message, Adopt)
+            message = self.expect(lambda m: isinstance(m, (Adopt, AdoptTable)))
+            assert isinstance(message, Adopt), "so many rows that they come as a table"
             entries += message.entries
             if message.last:
                 return entries
