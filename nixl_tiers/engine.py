@@ -8,9 +8,11 @@ a look-up and the load of one step, because rows that a step called hits are not
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key, Namespace
 from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
+from nixl_tiers.lifetime import OfParent
 from nixl_tiers.mover.client import Supervisor
 from nixl_tiers.mover.messages import (
     MAX_ENTRIES,
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
     from nixl_tiers.memory.table import Table
 
 log = logging.getLogger(__name__)
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class TierRefusedError(RuntimeError):
@@ -104,6 +109,8 @@ class Engine:
             for place, tier in enumerate(config.storage)
         ]
         self._movers = Supervisor(hellos, self._names, region.fd, self)
+        self._pid = os.getpid()
+        _engines.add(self)
 
     def start(self, patience_s: float = 3.0) -> None:
         """Start the movers and give each tier `patience_s` to say what it thinks of its configuration.
@@ -334,6 +341,12 @@ class Engine:
             rows.close()
         return result
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: let go of what is the parent's, and answer every call with a RuntimeError."""
+        self._lock = OfParent(self._pid)  # type: ignore[assignment]
+        self.changed = OfParent(self._pid)  # type: ignore[assignment]
+        self._movers.leave_to_parent()
+
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _open_message(self) -> Open:
@@ -364,3 +377,11 @@ def _message(job: Job) -> Store | Load:
     if job.direction is Direction.LOAD:
         return Load(job.id, [Move(move.row.index, move.entry.slot, move.key) for move in job.moves])
     return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
+
+
+def _leave_to_parent() -> None:
+    for engine in list(_engines):
+        engine.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

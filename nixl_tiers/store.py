@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -15,6 +17,7 @@ from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
 from nixl_tiers.config import ConfigError, TiersConfig
 from nixl_tiers.engine import Engine, TierRefusedError
+from nixl_tiers.lifetime import at_end
 from nixl_tiers.memory.region import HostRegion
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S: Final = 3.0
 LEAVE_S: Final = 10.0
+UNASKED_S: Final = 1.0  # for a store that nobody closed: its process may be about to end
 
 
 def open(  # noqa: A001 - nixl_tiers.open is what it is called
@@ -60,6 +64,8 @@ class TieredStore:
         self._names = itertools.count()
         self._batch = max(1, region.rows // 4)
         self._closed = False
+        self._pid = os.getpid()
+        self._end = at_end(self, partial(_end, engine, region))
 
     @classmethod
     def over(
@@ -72,9 +78,12 @@ class TieredStore:
         engine = Engine(config, namespace, region)
         try:
             engine.start(patience_s)
-        except TierRefusedError as error:
-            raise ConfigError(str(error)) from None
-        return cls(engine, region, config)
+            return cls(engine, region, config)
+        except BaseException as error:
+            engine.close(UNASKED_S)
+            if isinstance(error, TierRefusedError):
+                raise ConfigError(str(error)) from None
+            raise
 
     def put(self, keys: Sequence[Key], rows: NDArray[np.uint8] | Sequence[Any]) -> int:
         """Store chunk `rows[i]` under `keys[i]`; returns how many are in the store now, counted from the first.
@@ -162,13 +171,16 @@ class TieredStore:
     def close(self, patience_s: float = LEAVE_S) -> None:
         """Let movers finish what runs and leave. What was not written below yet is lost: `flush` first, or configure
         `flush_on_exit_s` for tiers with `write: on_evict`."""
-        if not self._closed:
-            self._closed = True
+        if self._closed or os.getpid() != self._pid:  # a forked child leaves its parent's store alone
+            return
+        self._closed = True
+        try:
             if self._flush_on_exit_s:
                 self.engine.demote_all()
                 self.flush(self._flush_on_exit_s)
-            self.engine.close(patience_s)
-            self._region.close()
+        finally:
+            self._end.detach()
+            _end(self.engine, self._region, patience_s)
 
     @property
     def sub_blocks(self) -> int:
@@ -208,3 +220,8 @@ class TieredStore:
             if chunk.nbytes != self.chunk_bytes:
                 raise ValueError(f"rows[{i}] has {chunk.nbytes} bytes, but this store's chunks have {self.chunk_bytes}")
         return chunks
+
+
+def _end(engine: Engine, region: HostRegion, patience_s: float = UNASKED_S) -> None:
+    engine.close(patience_s)
+    region.close()

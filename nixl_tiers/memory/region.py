@@ -13,6 +13,7 @@ import os
 import secrets
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -51,6 +52,9 @@ _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 class RegionError(RuntimeError):
     """The host region cannot be had as asked. One sentence that says why."""
+
+
+_regions: weakref.WeakSet[HostRegion] = weakref.WeakSet()
 
 
 class _Layout:
@@ -98,6 +102,7 @@ class HostRegion:
         self._at_close: list[Callable[[], object]] = []
         self._closing = threading.Lock()
         self._closed = False
+        _regions.add(self)
 
     @classmethod
     def create(cls, geometry: Geometry, rows: int, bounds: Iterable[Room] | None = None) -> HostRegion:
@@ -207,6 +212,16 @@ class HostRegion:
             self._closed = True
         for call in self._at_close:
             call()
+        self._let_go()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: unmap and close what is the parent's, so that this process does not keep the memory."""
+        self._closing = threading.Lock()
+        if not self._closed:
+            self._closed = True
+            self._let_go()
+
+    def _let_go(self) -> None:
         self._at_close.clear()
         os.close(self.fd)
         self.rows_view = np.empty((0, self.geometry.row_bytes), np.uint8)
@@ -266,3 +281,11 @@ def _checked(fd: int) -> tuple[Geometry, int, bytes]:
     if rows < 1 or size != expected:
         raise RegionError(f"the region behind descriptor {fd} has {size} bytes where its header needs {expected}")
     return geometry, rows, identity
+
+
+def _leave_to_parent() -> None:
+    for region in list(_regions):
+        region.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -176,7 +176,7 @@ class Supervisor:
         self._spawn_at: dict[int, float] = {}
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # a garbage collection inside of it may close this very supervisor
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="nixl-tiers-supervisor", daemon=True)
@@ -224,8 +224,20 @@ class Supervisor:
             for mover in self._movers:
                 if mover is not None:
                     mover.kill()
-            self._thread.join(1.0)
+            self._thread.join(min(1.0, patience_s / 2))
         return tidy
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close our copies of the parent's descriptors, without a word to anybody behind them."""
+        self._stopping = True
+        self._wake_lock = threading.RLock()
+        for mover in self._movers:
+            if mover is not None:
+                with contextlib.suppress(OSError):
+                    mover.close()
+        self._movers = [None] * len(self._hellos)
+        with contextlib.suppress(OSError):
+            self._let_go()
 
     @property
     def pids(self) -> list[int | None]:
@@ -252,8 +264,9 @@ class Supervisor:
     def _let_go(self) -> None:
         self._selector.close()
         with self._wake_lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+            fd, self._wake_fd = self._wake_fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def _done(self) -> bool:
         return self._stopping and not any(self._movers) and not self._inbox

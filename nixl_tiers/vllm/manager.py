@@ -30,7 +30,7 @@ from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.metrics import Reporter
 from nixl_tiers.vllm.transfer import RowsSpec
 
-SHUTDOWN_S: Final = 0.4  # vLLM kills what has not left a few seconds after it asked, and others have to leave too
+SHUTDOWN_S: Final = 0.3  # vLLM kills what has not left a few seconds after it asked, and others have to leave too
 
 # An engine whose every request waits for storage steps as fast as it can, thousands of times a second, and its workers
 # spin along: on a node without spare cores that keeps the movers from running, for seconds (measured).

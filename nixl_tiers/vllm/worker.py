@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from functools import reduce
+from collections.abc import Callable, Collection, Iterable
+from functools import partial, reduce
 from queue import SimpleQueue
 from typing import Final, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from nixl_tiers.lifetime import at_end
 from nixl_tiers.memory.prefault import Prefault
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
@@ -158,6 +159,8 @@ class NixlTiersWorker(OffloadingWorker):
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as what they are
         self._stores = _Lane("nixl_tiers-store")
         self._loads = _Lane("nixl_tiers-load")
+        # vLLM does not always call shutdown, and two threads would go on holding the region.
+        self._end = at_end(self, partial(_end, (self._stores, self._loads), region))
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -201,9 +204,7 @@ class NixlTiersWorker(OffloadingWorker):
     @override
     def shutdown(self) -> None:
         """Copies that began end first: afterwards nothing touches the engine's memory or the region."""
-        quiet = [lane.stop(STOP_S) for lane in (self._stores, self._loads)]
-        if all(quiet):
-            self._region.close()
+        self._end()
 
     def _told(self, result: TransferResult) -> TransferResult:
         if result.success:
@@ -301,6 +302,12 @@ class NixlTiersWorker(OffloadingWorker):
         return finish
 
 
+def _end(lanes: Iterable[_Lane], region: HostRegion) -> None:
+    quiet = [lane.stop(STOP_S) for lane in lanes]
+    if all(quiet):
+        region.close()
+
+
 class _Job:
     """One transfer, from its start to what vLLM is told of it."""
 
@@ -353,3 +360,4 @@ class _Lane:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+            del call  # it holds its worker, which could not be collected while this thread waits

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -347,3 +349,18 @@ def test_shutdown_ends_what_runs_before_the_region_goes(rank: Rank) -> None:
     deadline = time.monotonic() + 10
     while any(thread.name.startswith("nixl_tiers-") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
+
+
+def test_a_worker_that_nobody_shut_down_is_collected_with_its_threads_and_its_region() -> None:
+    rank = Rank([[512]])
+    rank.store(rows_of(0, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
+    lanes = [rank.worker._stores._thread, rank.worker._loads._thread]
+    region, worker = rank.region, weakref.ref(rank.worker)
+    del rank
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while worker() is not None or any(lane.is_alive() for lane in lanes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        gc.collect()
+    assert region._closed
