@@ -6,10 +6,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 
-from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer, moto_server, seaweedfs_server
+if TYPE_CHECKING:
+    # At run time only where a server is wanted: a machine with a GPU may have nothing but torch, and runs `-m gpu`.
+    from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer
 
 # As in a mover, where the AWS library inside NIXL reads them: a dead server is an error soon, not after half a minute.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -21,12 +24,16 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[MotoServer]:
+    from nixl_tiers.testing.servers import moto_server
+
     with moto_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def seaweedfs() -> Iterator[SeaweedServer]:
+    from nixl_tiers.testing.servers import seaweedfs_server
+
     with seaweedfs_server() as server:
         yield server
 

@@ -1,0 +1,206 @@
+"""The kernels' sources: the ring's order, the kernels under sanitizers, and that every compiler at hand takes them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_tiers.swap import kernels, nvrtc
+from nixl_tiers.swap.kernels import CAPACITIES, RING_SHARED_BYTES, THREADS
+from nixl_tiers.swap.nvrtc import CompileError, Nvrtc
+from nixl_tiers.swap.tables import JOB_BYTES, TILE_BYTES, first_parts, parts_of
+from tests.swap.conftest import ROOT
+from tests.swap.test_sanitized import SANITIZE
+from tests.swap.world import assert_same, random_world, world_of
+
+HERE = Path(__file__).parent
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.fixture(scope="module")
+def cxx() -> str:
+    found = shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        pytest.skip("no C++ compiler here")
+    return found
+
+
+MUTANTS = {
+    "as it is": ("", ""),
+    "does not wait": ("ops.template wait<DEPTH - 1>();", ""),
+    "waits for one group too few": ("wait<DEPTH - 1>", "wait<DEPTH>"),
+    "does not wait for the last": ("ops.commit();", "if (turn < n) ops.commit();"),
+    "fills slots that are still read": ("ops.release((int)(turn % DEPTH));", ";"),
+    "leaves before slots were read": ("ops.release(slot);", ";"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_ring_keeps_its_order_and_mutants_are_caught(cxx: str, tmp_path: Path, mutant: str) -> None:
+    before, after = MUTANTS[mutant]
+    header = (ROOT / "csrc" / "swap_ring.h").read_text()
+    assert before in header
+    (tmp_path / "swap_ring.h").write_text(header.replace(before, after) if before else header)
+    program = tmp_path / "ring"
+    flags = ["-std=c++17", "-O0", f"-I{tmp_path}", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([cxx, *flags, "-o", str(program), str(HERE / "ring.cpp")], check=True)
+    assert subprocess.run([str(program)], check=False).returncode == (mutant != "as it is")
+
+
+@pytest.fixture(scope="module")
+def sanitized(cxx: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """kernels.cpp under AddressSanitizer and UBSan, or the reason for skipping."""
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
+    try:
+        subprocess.run([cxx, *SANITIZE, "-o", folder / "probe", folder / "probe.cpp"], check=True, capture_output=True)
+        subprocess.run([folder / "probe"], check=True, capture_output=True)
+    except subprocess.CalledProcessError:
+        pytest.skip("this compiler has no sanitizers")
+    program = folder / "kernels"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *SANITIZE, f"-I{HERE}"]
+    subprocess.run([cxx, *flags, "-o", str(program), str(HERE / "kernels.cpp")], check=True)
+    return program
+
+
+@pytest.mark.parametrize("seed", range(400, 412))
+def test_no_kernel_leaves_its_memory(sanitized: Path, tmp_path: Path, seed: int) -> None:
+    """Stage and ring, both directions, on buffers that end where their bytes end, against the oracle."""
+    rng = np.random.default_rng(seed)
+    world = random_world(rng) if seed % 2 else world_of(rng, [[2064, 16, 4096], [1040] * 3], blocks=7, rows=3, gap=32)
+    geometry, plan = world.geometry, world.plan
+    for group in range(len(world.layers)):
+        parts = parts_of(plan.groups[group])
+        segments = parts[parts[:, 0] > 0]
+        sizes = (world.blocks - 1) * segments[:, 1] + segments[:, 2]
+        blocks, places = world.transfer(rng)
+        pairs = plan.pairs(group, blocks, places)
+        rows = (geometry.row_bytes, plan.cell_offset, geometry.sub_block_bytes, geometry.sub_blocks, plan.rows)
+        vector = not (np.any(parts % 16) or geometry.sub_block_bytes % 16)
+        numbers = [*rows, len(parts), len(pairs), world.blocks, int(vector)]
+        engine = []
+        for address, size in zip(segments[:, 0].tolist(), sizes.tolist(), strict=True):
+            tensor = next(t for t in world.memory if t.ctypes.data <= address < t.ctypes.data + t.size)
+            engine.append(tensor[address - tensor.ctypes.data :][:size].tobytes())
+        case, result = tmp_path / "case", tmp_path / "result"
+        words = np.concatenate([np.array(numbers, np.uint64), parts.ravel(), pairs.ravel().astype(np.uint64)])
+        tile_table = first_parts(parts).astype(np.uint64)
+        head = np.concatenate([words, np.array([len(tile_table)], np.uint64), tile_table])
+        case.write_bytes(head.tobytes() + b"".join(engine) + world.region.tobytes())
+        ended = subprocess.run([sanitized, case, result], check=False, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        expected = world.store(group, blocks, places)
+        stores = np.frombuffer(result.read_bytes(), np.uint8)
+        for index in range(1 + vector):
+            found = stores[index * expected.size : (index + 1) * expected.size]
+            assert_same(found, expected, f"region after a store by {('stage', 'ring')[index]}")
+
+
+def test_tables_say_which_part_reaches_into_a_tile() -> None:
+    world = world_of(np.random.default_rng(0), [[2048, 100, 5000]], blocks=2, rows=1, gap=10)
+    parts = parts_of(world.plan.groups[0])
+    assert parts[:, 3].tolist() == [0, 10, 2058, 2068, 2168, 2178, 7178]
+    assert parts[:, 2].sum() == world.geometry.sub_block_bytes
+    assert first_parts(parts).tolist() == [0, 1, 5, 5]
+
+
+def test_constants_of_the_sources_and_of_python_agree() -> None:
+    texts = kernels.sources()
+    assert texts
+    assert f"SWAP_TILE = {TILE_BYTES}" in texts["swap.h"]
+    assert f"WARP = 32, WARPS = {THREADS // 32}, RING_DEPTH = 4," in texts["swap.cu"]
+    assert RING_SHARED_BYTES == THREADS // 32 * 4 * TILE_BYTES
+    for capacity in CAPACITIES:
+        assert f"\nSWAP_KERNELS({capacity})\n" in texts["swap.cu"]
+    assert JOB_BYTES + 8 * CAPACITIES[0] <= 4096
+    assert JOB_BYTES + 8 * CAPACITIES[1] <= 32764
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_nvcc_takes_the_kernels_without_spilling(tmp_path: Path, arch: str) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc here")
+    flags = ["--cubin", "-std=c++17", f"-arch={arch}", "-Werror=all-warnings", "-Xptxas=-v"]
+    source = str(ROOT / "csrc" / "swap.cu")
+    said = subprocess.run(
+        [nvcc, *flags, "-o", str(tmp_path / "swap.cubin"), source], check=True, capture_output=True, text=True
+    ).stderr
+    assert said.count("0 bytes spill stores, 0 bytes spill loads") == 2 * len(CAPACITIES)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Nvrtc:
+    found = nvrtc.open_nvrtc(os.environ.get("NIXL_TIERS_TEST_NVRTC"))
+    if found is None:
+        pytest.skip("no NVRTC here (the wheel nvidia-cuda-nvrtc has one; NIXL_TIERS_TEST_NVRTC may name its library)")
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_nvrtc_takes_the_kernels_and_the_disk_keeps_them(compiler: Nvrtc, tmp_path: Path, arch: str) -> None:
+    image = kernels.compile_cached(compiler, arch, tmp_path / "cache")
+    assert image[:4] == b"\x7fELF"
+    assert b"nixl_tiers_ring_3968" in image
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert kept.name == f"swap-{kernels.source_digest()}-{arch}-nvrtc{compiler.version[0]}.{compiler.version[1]}.cubin"
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_nvrtc_says_why_it_refuses(compiler: Nvrtc) -> None:
+    with pytest.raises(CompileError, match=r"NVRTC cannot compile for sm_90: swap.cu\(1\): error"):
+        compiler.compile("this is not C++", {}, "sm_90")
+
+
+class OneCompiler:
+    """A compiler that counts."""
+
+    version = (13, 0)
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+
+    def compile(self, source: str, headers: dict[str, str], arch: str) -> bytes:
+        assert "nixl_tiers_stage_" in source
+        assert sorted(headers) == ["swap.h", "swap_ring.h"]
+        self.compiled.append(arch)
+        return b"machine code for " + arch.encode()
+
+
+def test_what_was_compiled_is_kept_and_damage_is_noticed(tmp_path: Path) -> None:
+    compiler, folder = OneCompiler(), tmp_path / "cache"
+    wanted = b"machine code for sm_90"
+    for _ in range(2):
+        assert kernels.compile_cached(compiler, "sm_90", folder) == wanted  # type: ignore[arg-type]
+    assert compiler.compiled == ["sm_90"]
+    (kept,) = folder.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert kernels.compile_cached(compiler, "sm_90", folder) == wanted  # type: ignore[arg-type]
+    assert kernels.compile_cached(compiler, "sm_80", folder) == b"machine code for sm_80"  # type: ignore[arg-type]
+    assert compiler.compiled == ["sm_90", "sm_90", "sm_80"]
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    compiled = kernels.compile_cached(OneCompiler(), "sm_90", tmp_path / "file" / "cache")  # type: ignore[arg-type]
+    assert compiled == b"machine code for sm_90"
+
+
+def test_a_built_image_comes_before_a_compiled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_HERE", tmp_path)
+    monkeypatch.setattr(kernels, "open_nvrtc", OneCompiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digest = kernels.source_digest()
+    assert digest
+    assert [origin for origin, _ in kernels.images("sm_90")] == ["compiled by NVRTC 13.0"]
+    (tmp_path / kernels.fatbin_name(digest)).write_bytes(b"built")
+    (tmp_path / kernels.fatbin_name("0" * 16)).write_bytes(b"stale")
+    assert [(origin, image()) for origin, image in kernels.images("sm_90")] == [
+        ("built with the package", b"built"),
+        ("compiled by NVRTC 13.0", b"machine code for sm_90"),
+    ]

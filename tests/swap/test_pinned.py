@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.swap.driver import Device
+from nixl_tiers.swap.numa import node_of, prefer
+from nixl_tiers.swap.pinned import PinnedRegion
+from nixl_tiers.swap.plan import CopyPlan
+from tests.swap.fake import Fake
+
+ROWS = 10
+
+
+@pytest.fixture
+def pin(fake_library: Path) -> Iterator[tuple[Fake, CopyPlan, Callable[..., PinnedRegion]]]:
+    geometry = Geometry(1, 3 * 4096)
+    memory = np.frombuffer(mmap.mmap(-1, ROWS * geometry.row_bytes), np.uint8)
+    plan = CopyPlan([[]], geometry, 0, memory.ctypes.data, ROWS)
+    fake = Fake(fake_library)
+    device = Device(fake.driver, 0)
+    yield fake, plan, lambda **how: PinnedRegion(device, plan, **how)
+    device.close()
+    assert fake.live()["registrations"] == 0
+    fake.check()
+
+
+def test_the_region_is_pinned_in_chunks_of_whole_rows(
+    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]],
+) -> None:
+    fake, plan, make = pin
+    pinned = make(chunk_bytes=4 * plan.geometry.row_bytes - 1)
+    assert pinned.complete
+    assert pinned.mapped
+    assert fake.live()["registrations"] == 4
+    with pinned._device.current() as driver:
+        assert [driver.device_address(plan.region_address + i * plan.geometry.row_bytes) for i in (0, 3, 9)]
+    pinned.release()
+    pinned.release()
+    assert not pinned.complete
+    pinned = make(chunk_bytes=1)  # never less than a row
+    assert fake.live()["registrations"] == ROWS
+    pinned.release()
+
+
+def test_pinning_that_fails_half_way_is_rolled_back_and_says_what_to_do(
+    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake, plan, make = pin
+    fake.fail("cuMemHostRegister_v2", 2, after=2)
+    with caplog.at_level(logging.WARNING):
+        pinned = make(chunk_bytes=3 * plan.geometry.row_bytes)
+    assert not pinned.complete
+    assert not pinned.mapped
+    assert fake.live()["registrations"] == 0
+    assert len(caplog.records) == 1
+    assert "CUDA_ERROR_OUT_OF_MEMORY (2)" in caplog.text
+    assert "ulimit -l" in caplog.text
+
+
+def test_rows_that_are_pinned_already_are_left_to_who_pinned_them(
+    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]],
+) -> None:
+    fake, _, make = pin
+    theirs = make()
+    ours = make()
+    assert ours.complete
+    ours.release()
+    assert fake.live()["registrations"] == 1
+    theirs.release()
+
+
+def test_the_node_of_a_device_is_what_sysfs_says(tmp_path: Path) -> None:
+    for name, text in (("0000:1b:00.0", "1\n"), ("0000:1c:00.0", "-1\n"), ("0000:1d:00.0", "?")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(text)
+    names = ("0000:1b:00.0", "0000:1c:00.0", "0000:1d:00.0", "0000:1e:00.0")
+    assert [node_of(name, tmp_path) for name in names] == [1, None, None, None]
+
+
+def test_placement_changes_no_byte_and_may_be_refused() -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
+    memory[:] = 7
+    prefer(memory.ctypes.data, memory.size, 0)
+    assert (memory == 7).all()
+    assert not prefer(memory.ctypes.data + 1, memory.size, 0)
+    assert not prefer(memory.ctypes.data, memory.size, 5000)
