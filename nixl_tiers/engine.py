@@ -42,6 +42,7 @@ from nixl_tiers.mover.messages import (
     Open,
     Opened,
     Refused,
+    Slots,
     Store,
     ToEngine,
     ToMover,
@@ -291,6 +292,9 @@ class Engine:
                     if message.epoch == self.namespace.epoch:
                         self._core.opened(tier, message.slots)
                         self._say(tier, "")
+                case Slots():
+                    if message.epoch == self.namespace.epoch:
+                        self._core.resized(tier, message.slots)
                 case Down():
                     self._answered.add(tier)
                     self._core.down(tier, now)

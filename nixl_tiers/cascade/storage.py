@@ -220,6 +220,11 @@ class Storage:
             for key in self.policy.evict(len(self.slots) - limit, self._spare):
                 self._evicted(key)
 
+    def limit_to(self, limit: int) -> None:
+        """From now on no slot from `limit` on is given out; what stands there stays until it is said to be gone."""
+        self.slots.limit = limit
+        self.policy.resize(limit)
+
     def touch(self, key: Key, tick: int) -> None:
         """A row of this tier was used, here or above."""
         entry = self.index.get(key) or self._bring_over(key)

@@ -25,6 +25,10 @@ class Traffic(Endings):
         storage.state = TierState.ADOPTING
         storage.resize(slots)
 
+    def resized(self, tier: int, slots: int) -> None:
+        """The tier has room for more or fewer rows, while it is open. Rows beyond are told of as gone, by `adopt`."""
+        self.storage[tier].limit_to(slots)
+
     def adopt(self, tier: int, entries: Iterable[tuple[int, Key, int]], last: bool) -> None:
         """Rows that the tier held before: (slot, key, tick), to be verified when they are loaded."""
         storage = self.storage[tier]

@@ -85,6 +85,14 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
     slots: int
 
 
+class Slots(msgspec.Struct, tag="slots", frozen=True):
+    """Mover -> engine: the tier has room for more or fewer rows than it said. What stands beyond follows as Adopt
+    entries of slot GONE."""
+
+    epoch: int
+    slots: int
+
+
 class Down(msgspec.Struct, tag="down", frozen=True):
     """Mover -> engine: the tier cannot serve now; the mover goes on trying and sends Opened when it can."""
 
@@ -140,7 +148,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
 
 
 ToMover = Hello | Open | Store | Load | Drop | DropAdopted | Stop
-ToEngine = Opened | Down | Refused | Adopt | AdoptTable | Finished | Heartbeat
+ToEngine = Opened | Slots | Down | Refused | Adopt | AdoptTable | Finished | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode

@@ -39,6 +39,7 @@ from nixl_tiers.mover.messages import (
     Opened,
     Outcome,
     Refused,
+    Slots,
     Stop,
     Store,
     ToEngine,
@@ -121,6 +122,7 @@ class Mover:
         self._backoff_s = RETRY_S[0]
         self._answered = False  # whether the configuration was ever judged to be possible
         self._served: Open | None = None
+        self._slots_told = 0
         self._up_at_s = 0.0
         self._last_word = ""
         self._teller: Teller | None = None
@@ -151,6 +153,7 @@ class Mover:
         self._handle_messages(now)
         if self._served is not None:
             self._collect(now)
+            self._tell_slots()
         if self._teller is not None:
             self._teller.step(now)
         if now >= self._beat_at_s:
@@ -213,6 +216,7 @@ class Mover:
             self._served = message
             self._up_at_s = now
             self._last_word = ""
+            self._slots_told = slots
             self.outbox.send(Opened(message.epoch, slots))
             self._teller = Teller(self._tier, self.outbox, message.epoch, Adoption(slots, named=self._named))
 
@@ -233,6 +237,12 @@ class Mover:
         self.outbox.send(TierIsDown(str(error)))
 
     # --- rows -----------------------------------------------------------------------------------------------------
+
+    def _tell_slots(self) -> None:
+        slots = self._tier.slots
+        if self._served is not None and slots is not None and slots != self._slots_told:
+            self._slots_told = slots
+            self.outbox.send(Slots(self._served.epoch, slots))
 
     def _begin_job(self, message: Store | Load, now: float) -> None:
         if self._served is None:

@@ -322,3 +322,23 @@ def test_a_request_that_is_restricted_loads_from_its_tiers_only_and_others_from_
     put(core, CHAIN[2:3])
     core.restrict("host", [])
     assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT
+
+
+def test_a_tier_that_gives_room_away_while_it_is_open() -> None:
+    core = only_stored(CHAIN[:6])
+    core.resized(0, 4)
+    assert scan(core, CHAIN[:6], "r") == [PENDING] * 6  # what stands beyond is there until it is said to be gone
+    core.finish_request("r")
+    storage = core.storage[0]
+    beyond = [key for key in CHAIN[:6] if (entry := storage.index.get(key)) is not None and entry.slot >= 4]
+    assert len(beyond) == 2
+    core.adopt(0, [(-1, key, 0) for key in beyond], last=False)
+    put(core, CHAIN[6:8], "new")
+    stores = core.plan(0.0)
+    assert {move.entry.slot for job in stores for move in job.moves} <= set(range(4))
+    run(core, stores)
+    assert sum(storage.find(key, 0.0) for key in CHAIN) == 4
+    core.resized(0, 8)
+    put(core, beyond, "again")
+    run(core, core.plan(0.0))
+    assert sum(storage.find(key, 0.0) for key in CHAIN) == 6

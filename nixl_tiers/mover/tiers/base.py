@@ -60,6 +60,11 @@ class StorageTier(ABC):
         """
         return None
 
+    @property
+    def slots(self) -> int | None:
+        """How many slots the engine may use now, where that changes after `open`; None: as many as that said."""
+        return None
+
     @abstractmethod
     def store(self, moves: Sequence[Move]) -> int:
         """Start writing region rows into slots, sealing those that ask for it; returns a ticket."""

@@ -29,6 +29,7 @@ from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.ledger import Ledger
 from nixl_tiers.mover.tiers.replica import Replica, slots_within
+from nixl_tiers.mover.tiers.share import TEND_S, Share
 from nixl_tiers.mover.tiers.shelves import INCOMING
 from nixl_tiers.mover.tiers.slabs import NoSpace
 from nixl_tiers.mover.tiers.watch import Mount, describe
@@ -78,6 +79,7 @@ class FileStorage(StorageTier):
             raise TierRefused(f"backend: {error}") from error
         self._mount = Mount()
         self._open: Replica | None = None
+        self._share: Share | None = None
         self._batches = Batches()
         self._loads: deque[_Unit] = deque()
         self._stores: deque[_Unit] = deque()
@@ -131,17 +133,27 @@ class FileStorage(StorageTier):
                 raise TierRefused(f"path: {describe(error)}") from error
             raise TierDown(describe(error)) from error
         self._mount.remember(path)
+        self._share = Share(self._open, self._ledger, self._allocator)
         self._full_until_s = 0.0
         return slots
 
     @property
     def relist_s(self) -> float | None:
         age_s = self._config.max_age
-        return None if age_s is None else sweep_s(age_s)
+        return TEND_S if age_s is None else min(TEND_S, sweep_s(age_s))
+
+    @property
+    def slots(self) -> int | None:
+        return self._share.slots if self._share is not None else None
 
     def adopt(self) -> Iterator[list[Entry]]:
-        served = self._served
-        return served.sweep(self._slots_in_use) if served.listed else served.adopt()
+        served, share = self._served, self._share
+        if not served.listed:
+            yield from served.adopt()
+            return
+        yield from served.sweep(self._slots_in_use)
+        if share is not None:
+            yield from share.tend(self._slots_in_use, lambda: self._growth is not None)
 
     def store(self, moves: Sequence[Move]) -> int:
         manifest = self._served.manifest
@@ -200,8 +212,9 @@ class FileStorage(StorageTier):
         return self._open
 
     def _close_replica(self) -> None:
-        replica, self._open = self._open, None
+        replica, self._open, self._share = self._open, None, None
         if replica is not None:
+            self._allocator.submit(lambda: None).result()  # what it is at is about this replica
             replica.close()
 
     # --- moving rows ------------------------------------------------------------------------------------------------
@@ -334,6 +347,8 @@ class FileStorage(StorageTier):
                 logger.warning("no room for more rows: %s", describe(error) if isinstance(error, OSError) else error)
             self._served.watch.soon()
             self._full_until_s = time.monotonic() + _FULL_S
+            if self._share is not None:
+                self._share.refused()
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:
             self._full_until_s = 0.0

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ ABOUT: Final = "namespace.json"
 _LOCK: Final = ".lock"
 _LEDGER: Final = ".ledger"
 _GONE: Final = ".gone-"
+_WANTED: Final = ".wanted"
+_ASKED_S: Final = 30.0  # for how long who asked for room goes before who has more than its part
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _REPLICA: Final = re.compile(r"0|[1-9]\d{0,2}")
 _MAX_REPLICAS: Final = 1000
@@ -150,6 +153,50 @@ class Ledger:
         self._look()
         return True
 
+    def ask(self, directory: Path | None, nbytes: int) -> None:
+        """Say that the replica could use `nbytes` more, unless it has its part already; None: one that is to come.
+        Inside `locked`."""
+        share = self._part(newcomers=directory is None) - (0 if directory is None else _slab_bytes(directory))
+        if share > 0:
+            with suppress(OSError), open(self.path / _WANTED, "w", opener=_private) as file:
+                json.dump({"bytes": min(nbytes, share), "newcomer": directory is None}, file)
+
+    def asked_ns(self) -> int:
+        """When somebody last asked for room; another number whenever somebody does."""
+        try:
+            return (self.path / _WANTED).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def asked_bytes(self, directory: Path) -> int:
+        """What this replica should give of what was asked for: nothing that it would be short of. Inside `locked`."""
+        try:
+            wanted = json.loads((self.path / _WANTED).read_bytes())
+            nbytes, newcomer = int(wanted["bytes"]), bool(wanted["newcomer"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+        return max(0, min(nbytes, _slab_bytes(directory) - self._part(newcomers=newcomer)))
+
+    def may_take(self, directory: Path, nbytes: int) -> bool:
+        """Whether the replica may have `nbytes` more: while others ask for room, only up to its part. Inside
+        `locked`."""
+        if abs(time.time() - self.asked_ns() / 1e9) > _ASKED_S:
+            return True
+        return _slab_bytes(directory) + nbytes <= self._part(newcomers=False)
+
+    def _part(self, *, newcomers: bool) -> int:
+        """What each live replica may have in slabs while others want room too, in bytes."""
+        self._look()
+        taken, live = 0, int(newcomers)
+        for directory in self._replicas():
+            taken += _slab_bytes(directory)  # what nobody holds makes way
+            descriptor = _hold(directory)
+            if descriptor is None:
+                live += 1
+            else:
+                os.close(descriptor)
+        return max(0, self.capacity_bytes - _ROUNDING_BYTES - (self.used_bytes - taken)) // max(1, live)
+
     def forget_expired(self, max_age_s: float, now_s: float) -> None:
         """Delete every replica that nobody holds and in which nothing has been written for so long. Inside `locked`."""
         for directory in self._replicas():
@@ -175,6 +222,18 @@ class Ledger:
                         used_at = 0
                     aged.append((used_at, directory))
         return [directory for _, directory in sorted(aged)]
+
+
+def _slab_bytes(directory: Path) -> int:
+    total = 0
+    for slab in directory.glob("slab-*"):
+        with suppress(OSError):
+            total += slab.stat().st_size
+    return total
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _remove_empty(directory: Path) -> None:

@@ -94,7 +94,8 @@ class Manifest:
         self._stored: set[int] | None = set()  # slots given to new rows while the old ones are still being listed
         self._listed = np.zeros(slots, dtype=np.bool_)
         self._emptied = np.zeros(0, dtype=_EMPTIED)
-        self._tags = np.zeros(slots, dtype=np.uint32)  # by slot, of the key that it holds; 0: none
+        self.tags = np.zeros(slots, dtype=np.uint32)
+        """By slot: a number that stands for the key that it holds; 0: none. As `sealed_at` is."""
         self.sealed_at = np.zeros(slots, dtype=np.uint32)
         """By slot: when the bytes that stand there were sealed, in Unix seconds; 0 if no row was written there since it
         was erased. Also of slots that hold no row any more. For the caller's thread; whole after `adopt`."""
@@ -122,7 +123,7 @@ class Manifest:
 
     def holds(self, slot: int, key: bytes) -> bool:
         """Whether that is the last that was said of the slot, here or by `adopt`."""
-        return bool(self._tags[slot] == _tag(key))
+        return bool(self.tags[slot] == _tag(key))
 
     def spoil(self, slot: int, sealed_at: int) -> None:
         """The slot holds no row, but perhaps bytes of one that was sealed then."""
@@ -130,14 +131,14 @@ class Manifest:
 
     def erase(self, slot: int) -> None:
         """The slot holds no row, and its bytes have been made unreadable."""
-        self.sealed_at[slot] = self._tags[slot] = 0
+        self.sealed_at[slot] = self.tags[slot] = 0
         with self._lock:
             self._change(slot, _Put(_NOTHING, 0, 0))
 
     def forget(self, slot: int, key: bytes | None = None) -> None:
         """The slot no longer holds the key; without a key: it is about to be overwritten, whatever it held."""
-        if slot < len(self._tags) and (key is None or self.holds(slot, key)):
-            self._tags[slot] = 0
+        if slot < len(self.tags) and (key is None or self.holds(slot, key)):
+            self.tags[slot] = 0
         with self._lock:
             if key is None and self._stored is not None:
                 self._stored.add(slot)
@@ -223,7 +224,7 @@ class Manifest:
         self._thread.join()
 
     def _stamp(self, slot: int, key: bytes, sealed_at: int) -> None:
-        self._tags[slot] = _tag(key)
+        self.tags[slot] = _tag(key)
         self.sealed_at[slot] = min(max(1, sealed_at), 0xFFFFFFFF)  # 0 would say that nothing is there
 
     def _change(self, slot: int, change: _Put | _Forget | _Touch) -> None:

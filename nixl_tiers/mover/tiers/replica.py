@@ -19,7 +19,7 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.agent import Agent
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry
-from nixl_tiers.mover.tiers.age import expired, has_expired
+from nixl_tiers.mover.tiers.age import expired, has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import TierDown
 from nixl_tiers.mover.tiers.ledger import Claim, Ledger
 from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
@@ -30,6 +30,7 @@ from nixl_tiers.mover.tiers.watch import Watch, describe
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
+_FIRST_BYTES: Final = 256 << 20  # that a newcomer asks of others, beside its journal's
 _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
 
 
@@ -51,6 +52,7 @@ class Replica:
         journal."""
         self.sealer = sealer
         self._claim = claim
+        self.directory = claim.directory
         self._ledger = ledger
         self._max_age_s = max_age_s
         self._clock = clock
@@ -63,6 +65,7 @@ class Replica:
                 for file in claim.directory.glob("manifest.*"):
                     file.unlink()
             elif not ledger.make_room(journal_bytes(slots)):
+                ledger.ask(None, journal_bytes(slots) + _FIRST_BYTES)
                 raise TierDown(f"{ledger.path} is full: what live movers hold leaves no room for one more")
         if plan is None:
             # Nothing in it can be ours: rows of another shape, or a directory whose description is lost.
@@ -75,9 +78,10 @@ class Replica:
         self.slabs = Slabs(claim.directory, plan, agent, ledger)
         self.manifest = Manifest(claim.directory, slots)
         self.listed = False
-        """Whether `adopt` has told of all that was there."""
+        """Whether `adopt` has told of all that was there, as far as it can be known."""
         self.erasing: frozenset[int] = frozenset()
         """Slots that must be left alone, because their bytes are being erased."""
+        self._swept_at_s = 0.0
         self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
         self._closing = False
         self._scan: Scan | None = None
@@ -102,14 +106,19 @@ class Replica:
         return has_expired(sealed_at, self._clock(), self._max_age_s)
 
     def sweep(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
-        """Erase what is too old, and whole replicas that nobody serves; the keys that are gone thereby, as entries of
-        slot GONE. `in_use`: slots that a job reads or writes: those wait for the next time. For `adopt`."""
-        assert self._max_age_s is not None
+        """When it is time: erase what is too old, and whole replicas that nobody serves. Yields the keys that are gone
+        thereby, as entries of slot GONE. `in_use`: slots that a job reads or writes: those wait for the next time. For
+        `adopt`."""
+        if self._max_age_s is None or abs(self._clock() - self._swept_at_s) < sweep_s(self._max_age_s):
+            return
         sealed_at = self.manifest.sealed_at
         old = np.flatnonzero((sealed_at > 0) & expired(sealed_at, self._clock(), self._max_age_s)).tolist()
+        self._swept_at_s = self._clock()
         swept = self._eraser.submit(self._forget_others, self._max_age_s)
         for start in range(0, len(old), MAX_ENTRIES):
             busy = in_use()
+            if not busy.isdisjoint(old):
+                self._swept_at_s = 0.0  # again soon
             slots = [slot for slot in old[start : start + MAX_ENTRIES] if slot not in busy and sealed_at[slot]]
             self.erasing = frozenset(slot for slot in slots if self.slabs.has_room(slot))
             erasing = self._eraser.submit(self._erase, sorted(self.erasing))
@@ -125,6 +134,12 @@ class Replica:
             self.erasing = frozenset()
         while not swept.done():
             yield []
+
+    def read_seals(self, slots: list[int]) -> list[Found]:
+        """What stands in these slots. On a thread that may wait. Raises OSError."""
+        wanted = np.zeros(self.slabs.plan.slots, dtype=np.bool_)
+        wanted[slots] = True
+        return [row for stretch in self.slabs.stretches(wanted) for row in seals(stretch, self.sealer)]
 
     def store_failed(self) -> None:
         """Not for want of space. The next look, which is due now, finds out why."""
@@ -178,9 +193,7 @@ class Replica:
     def _erase(self, slots: list[int]) -> list[Found] | None:
         """On the eraser's thread: the rows that stood there; None if they may stand there still."""
         try:
-            wanted = np.zeros(self.slabs.plan.slots, dtype=np.bool_)
-            wanted[slots] = True
-            found = [row for stretch in self.slabs.stretches(wanted) for row in seals(stretch, self.sealer)]
+            found = self.read_seals(slots)
             if not self._closing:
                 self.slabs.erase(slots)
                 return found

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 SLAB_BYTES: Final = 1 << 30
 MAX_SLABS: Final = 1024  # each is an open file
 _LOOKS: Final = 128
+_ASKED_STEPS: Final = 4  # extents that are asked of others at a time
 _NAME: Final = re.compile(r"slab-(\d{5})\.kv")
 _KEEP_SIZE: Final = 0x01  # FALLOC_FL_KEEP_SIZE
 _ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
@@ -113,9 +114,11 @@ class Slabs:
             step = self.plan.step_slots
             wanted = min(-(-(place + 1) // step) * step, self.plan.slots_of(slab))
             for end in dict.fromkeys((wanted, place + 1)):
-                if end > have and self._ledger.make_room((end - have) * self.plan.row_bytes):
+                nbytes = (end - have) * self.plan.row_bytes
+                if end > have and self._ledger.may_take(self._directory, nbytes) and self._ledger.make_room(nbytes):
                     self._allocate(slab, end)
                     return
+            self._ledger.ask(self._directory, _ASKED_STEPS * step * self.plan.row_bytes)
         raise NoSpace(f"{self._ledger.path} is full: what other live movers hold leaves no room below its capacity")
 
     def stretches(self, wanted: NDArray[np.bool_]) -> list[Stretch]:
@@ -138,6 +141,38 @@ class Slabs:
             return False
         return status.f_bavail * status.f_frsize < self.plan.row_bytes
 
+    @property
+    def end(self) -> int:
+        """One past the last allocated slot."""
+        ends = [slab * self.plan.slots_per_slab + slots for slab, slots in self._allocated.items() if slots]
+        return max(ends, default=0)
+
+    def lower(self, end: int) -> list[tuple[int, int]]:
+        """From now on slots from `end` on have no room: nothing stands there, and no job has hands on them. Returns
+        what is to be given back."""
+        cuts = []
+        for slab, slots in list(self._allocated.items()):
+            keep = min(max(0, end - slab * self.plan.slots_per_slab), slots)
+            if keep < slots:
+                cuts.append((slab, keep))
+                self._allocated[slab] = keep
+            if not keep:
+                del self._allocated[slab], self._marks[slab]
+                if (file := self._files.pop(slab, None)) is not None:
+                    self._agent.deregister(file)
+        return cuts
+
+    def give_back(self, cuts: list[tuple[int, int]]) -> None:
+        """Return to the file system what `lower` told. On the thread that `grow` is called on. Raises OSError."""
+        with self._ledger.locked():
+            for slab, keep in cuts:
+                path, left = self._path(slab), keep * self.plan.row_bytes
+                self._ledger.used_bytes -= max(0, path.stat().st_size - left)
+                if keep:
+                    os.truncate(path, left)
+                else:
+                    path.unlink()
+
     def erase(self, slots: list[int]) -> None:
         """Make the bytes of these allocated slots unreadable. On a thread that may wait. Raises OSError."""
         row_bytes = self.plan.row_bytes
@@ -153,7 +188,9 @@ class Slabs:
     def trouble(self) -> str:
         """What somebody has done to a file of ours, or "". On any thread. Raises OSError."""
         for slab, mark in list(self._marks.items()):
-            if trouble := mark.trouble(self._allocated.get(slab, 0) * self.plan.row_bytes):
+            slots = self._allocated.get(slab, 0)
+            trouble = mark.trouble(slots * self.plan.row_bytes)
+            if trouble and self._marks.get(slab) is mark and self._allocated.get(slab, 0) == slots:
                 return trouble
         return ""
 
