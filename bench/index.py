@@ -82,7 +82,7 @@ def main() -> None:
     row("digests of the keys (mover)", f"{digest_s:.2f} s of processor time")
     row("build (mover)", f"{build_s:.2f} s of processor time")
     row("attach (engine)", f"{attach_ms:.2f} ms")
-    row("slot map (engine)", f"{map_ms:.2f} ms")
+    row("marking the slots (engine)", f"{map_ms:.2f} ms")
     row("memory, table and slot map", f"{(memfd_bytes + len(taken)) / rows:.2f} bytes a row")
     row("find, fresh", f"{fresh_us:.2f} us")
     row("find, hit", f"{each_us(table.find, picked[calls:]):.2f} us")

@@ -1,0 +1,196 @@
+"""What it costs an engine to take over what a tier held before: the whole path, through a real mover's socket.
+
+    python -m bench.adoption [--rows 4000000] [--told-one-by-one 200000]
+
+A toy tier lists `--rows` rows with 36-byte keys; nothing is moved. A thread that stands for the scheduler looks up keys
+(misses) every 200 us, before the adoption and during it. `--told-one-by-one`: so many rows are also given to the
+core the way the first few of every listing are, decoding included, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nixl_tiers import config as configuration
+from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.storage import TierSpec, Write
+from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.engine import Engine
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.messages import MAX_ENTRIES, Adopt, Entry, Hello, Move, decode_to_engine, encode
+from nixl_tiers.mover.tiers.base import Done, StorageTier
+
+GEOMETRY = Geometry(1, 2000)
+HOST_ROWS = 64
+MOST_LOOKUPS = 4_000_000
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8, "big") * 4 + bytes(4)  # as long as a block hash with its group
+
+
+class Lister(StorageTier):
+    """Holds `rows` rows and all of its slots; waits with telling until the file `go` is there."""
+
+    def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
+        self._rows = int(config["rows"])
+        self._go = Path(config["go"])
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        return self._rows
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        while not self._go.exists():
+            yield []
+        slots = np.random.default_rng(1).permutation(self._rows)
+        for start in range(0, self._rows, MAX_ENTRIES):
+            batch = slots[start : start + MAX_ENTRIES].tolist()
+            yield [Entry(slot, key(slot), start) for slot in batch]
+
+    def store(self, moves: Sequence[Move]) -> int:
+        raise NotImplementedError
+
+    def load(self, moves: Sequence[Move]) -> int:
+        raise NotImplementedError
+
+    def poll(self) -> list[Done]:
+        return []
+
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        pass
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    @property
+    def used_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class Scheduler(threading.Thread):
+    """Looks up keys, one every 200 us, and notes how long each took."""
+
+    def __init__(self, engine: Engine, rows: int) -> None:
+        super().__init__()
+        self._engine, self._rows = engine, rows
+        self.ended = False
+        self.count = 0
+        self._spent_s = np.ones(MOST_LOOKUPS)  # all its memory is there before anything is measured
+
+    @property
+    def spent_s(self) -> list[float]:
+        return self._spent_s[: self.count].tolist()
+
+    def run(self) -> None:
+        number = self._rows
+        while not self.ended and self.count < MOST_LOOKUPS:
+            number += 1
+            start = time.perf_counter()
+            self._engine.lookup(key(number), "request")
+            self._spent_s[self.count] = time.perf_counter() - start
+            self.count += 1
+            time.sleep(0.0002)
+
+
+def watched(call: Callable[..., Any], clock: Callable[[], float], spent_s: list[float]) -> Callable[..., Any]:
+    def wrapper(*arguments: Any) -> Any:
+        start = clock()
+        try:
+            return call(*arguments)
+        finally:
+            spent_s.append(clock() - start)
+
+    return wrapper
+
+
+def anonymous_bytes() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def one_by_one_us(rows: int) -> float:
+    """Processor time a row on the supervisor's thread."""
+    core = TierManager(HOST_ROWS, GEOMETRY.row_bytes, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    core.opened(0, rows)
+    packets = [
+        encode(Adopt(0, [Entry(n, key(n), start) for n in range(start, min(start + MAX_ENTRIES, rows))], last=False))
+        for start in range(0, rows, MAX_ENTRIES)
+    ]
+    start = time.thread_time()
+    for packet in packets:
+        message = decode_to_engine(packet)
+        assert isinstance(message, Adopt)
+        core.adopt(0, [(entry.slot, entry.key, entry.tick) for entry in message.entries], message.last)
+    return (time.thread_time() - start) / rows * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="cost of adopting a tier's rows")
+    parser.add_argument("--rows", type=int, default=4_000_000)
+    parser.add_argument("--told-one-by-one", type=int, default=200_000)
+    asked = parser.parse_args()
+    rows = asked.rows
+    with tempfile.TemporaryDirectory() as directory, HostRegion.create(GEOMETRY, HOST_ROWS) as region:
+        go = Path(directory) / "go"
+        cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
+        config = configuration.load({"tiers": [cpu, {"type": "file", "path": f"{directory}/x", "capacity": "16MiB"}]})
+        tier: dict[str, object] = {"type": "bench.adoption:Lister", "rows": rows, "go": str(go)}
+        hello = Hello(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
+        engine = Engine(config, Namespace.of({"name": "bench"}), region, hellos=[hello])
+        messages_s: list[float] = []
+        tables_s: list[float] = []
+        adopting_s: list[float] = []
+        engine.on_message = watched(engine.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
+        engine.on_table = watched(engine.on_table, time.thread_time, tables_s)  # type: ignore[method-assign]
+        core = engine._core
+        core.adopt_rows = watched(core.adopt_rows, time.perf_counter, adopting_s)  # type: ignore[method-assign]
+        engine.start(30.0)
+        scheduler = Scheduler(engine, rows)
+        scheduler.start()
+        time.sleep(3.0)
+        before, quiet = anonymous_bytes(), scheduler.count
+        messages_s.clear()
+        start = time.perf_counter()
+        go.touch()
+        while not engine.counters()["file"]["up"]:
+            time.sleep(0.05)
+        took_s = time.perf_counter() - start
+        scheduler.ended = True
+        scheduler.join()
+        grown = anonymous_bytes() - before
+        held = engine.counters()["file"]["rows"]
+        table_bytes = sum(table.nbytes for table in core.storage[0].adopted)  # type: ignore[attr-defined]
+        engine.close(10.0)
+    calm, during = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))
+    print(f"| {held:.0f} rows adopted through a mover, {os.cpu_count()} processors | |\n| --- | --- |")
+    print(f"| from the first row listed to the tier being up | {took_s:.1f} s |")
+    print(f"| supervisor's thread, rows told one by one | {sum(messages_s) * 1e3:.1f} ms of processor time |")
+    print(f"| supervisor's thread, table | {sum(tables_s) * 1e3:.1f} ms of processor time |")
+    print(f"| engine's lock held for the table | {sum(adopting_s) * 1e3:.1f} ms |")
+    for name, part in (("before", calm), ("meanwhile", during)):
+        median_us, longest_ms = statistics.median(part) * 1e6, part[-1] * 1e3
+        print(f"| a look-up {name}: median, longest | {median_us:.0f} us, {longest_ms:.2f} ms |")
+    print(f"| table | {table_bytes / held:.2f} bytes a row |")
+    print(f"| private memory that the engine took for it | {grown / held:.2f} bytes a row |")
+    if asked.told_one_by_one:
+        print(f"| told one by one instead | {one_by_one_us(asked.told_one_by_one):.1f} us of processor time a row |")
+
+
+if __name__ == "__main__":
+    main()
