@@ -25,6 +25,7 @@ import ctypes, gc, os, signal, sys, threading, time
 import numpy as np
 import nixl_tiers
 from nixl_tiers.engine import TierManager
+from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.waiting import until
 
 path, endpoint = sys.argv[1:]
@@ -36,13 +37,15 @@ S3 = {"type": "s3", "bucket": "bucket", "endpoint": endpoint, "capacity": "64MiB
 
 def opened(*tiers):
     store = nixl_tiers.open({"tiers": [CPU, *(tiers or (FILE,))]}, 65536, "n")
+    if not tiers:
+        until(lambda: store.stats()["file"]["up"], "the file tier", timeout_s=90)
     assert store.put(KEYS, ROWS) == 8
     assert all(store.engine.mover_pids)
     return store
 
 def works(store):
     out = np.zeros_like(ROWS)
-    return all(store.get(KEYS, out)) and np.array_equal(out, ROWS) and store.flush(30)
+    return all(store.get(KEYS, out)) and np.array_equal(out, ROWS) and store.flush(90)
 
 def state():
     return len(os.listdir("/proc/self/fd")), threading.active_count(), children()
@@ -75,11 +78,12 @@ CASES = [
     Case(
         "Ctrl-C while the movers start",
         """
+        TieredStore.over.__func__.__defaults__ = (100.0,)  # the patience with tiers that do not answer
         TierManager.opened = lambda *_: os.kill(os.getpid(), signal.SIGINT)
         try:
             opened(FILE, S3)
         except KeyboardInterrupt:
-            until(lambda: state() == before, "everything to be let go")
+            until(lambda: state() == before, "everything to be let go", timeout_s=90)
         else:
             sys.exit("was not interrupted")
         """,
@@ -88,13 +92,14 @@ CASES = [
         "refused when the movers have started",
         """
         opened().close()  # leaves slabs in that directory
+        TieredStore.over.__func__.__defaults__ = (100.0,)  # the patience with tiers that do not answer
         try:
             opened({**FILE, "layout": "files"}, {**FILE, "path": path + "-other"})
         except nixl_tiers.ConfigError as error:
             assert "slabs" in str(error), error
         else:
             sys.exit("was not refused")
-        until(lambda: state() == before, "everything to be let go")
+        until(lambda: state() == before, "everything to be let go", timeout_s=90)
         """,
     ),
     Case(
@@ -103,7 +108,7 @@ CASES = [
         store = opened()
         del store
         gc.collect()
-        until(lambda: state() == before, "everything to be let go")
+        until(lambda: state() == before, "everything to be let go", timeout_s=90)
         """,
     ),
     Case(
@@ -128,7 +133,7 @@ CASES = [
                     end(0)
                 assert os.waitpid(child, 0)[1] == 0
             assert works(store)
-            assert store.put([b"another"], ROWS[:1]) == 1 and store.flush(30)
+            assert store.put([b"another"], ROWS[:1]) == 1 and store.flush(90)
             assert store.stats()["file"]["rows"] == 9
         """,
     ),
@@ -171,7 +176,8 @@ CASES = [
         libc = ctypes.PyDLL(None)
         if libc.fork() == 0:
             os.kill(parent, signal.SIGKILL)
-            until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in movers), "the movers to leave")
+            alive = lambda: any(os.path.exists(f"/proc/{pid}/exe") for pid in movers)  # a zombie has none
+            until(lambda: not alive(), "the movers to leave", timeout_s=90)
             os._exit(0)
         time.sleep(60)
         """,
@@ -223,13 +229,13 @@ def test_nothing_is_left(case: Case, tmp_path: Path, black_hole: str) -> None:
             stdout=err,
             stderr=err,
             start_new_session=True,
-            timeout=120,
+            timeout=150,
             check=False,
         )
     words = (tmp_path / "err").read_text()
     assert ended.returncode == case.status, words
     assert case.last_words in (words.splitlines() or [""])[-1]
     assert "Fatal Python error" not in words
-    until(lambda: not marked(mark), f"{marked(mark)} to end", timeout_s=60)
+    until(lambda: not marked(mark), f"{marked(mark)} to end", timeout_s=90)
     assert list(temporary.iterdir()) == []
     assert not [new for new in set(Path("/dev/shm").iterdir()) - shared if "nixl" in new.name or "tiers" in new.name]

@@ -140,9 +140,7 @@ def test_an_environment_that_names_no_way_is_refused_and_leaves_nothing(
     here = world()
     fake = start(here)
     monkeypatch.setenv(calibrate.ENVIRONMENT, "fastest")
-    with pytest.raises(
-        ValueError, match="NIXL_TIERS_SWAP is 'fastest'; it can be auto, measure, engine, staged"
-    ):
+    with pytest.raises(ValueError, match="NIXL_TIERS_SWAP is 'fastest'; it can be auto, measure, engine, staged"):
         CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
     assert list(leftovers(fake)) == []
 
