@@ -15,7 +15,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Drop, Heartbeat, Open, Outcome, Refused
-from nixl_tiers.mover.tiers.shelves import LOOK_ROWS, LOOK_SHARE
+from nixl_tiers.mover.tiers.account import LOOK_ROWS, LOOK_SHARE
 from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, wait_until
 from tests.mover.test_files_shared import files_tier, mover_on, row_of, told
 

@@ -16,7 +16,8 @@ from nixl_tiers.chunk import Geometry, object_name
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.messages import GONE, Adopt, Drop, Entry, Move, Open, Outcome, Refused, Store
-from nixl_tiers.mover.tiers.shelves import INCOMING, OLD_S
+from nixl_tiers.mover.tiers.account import INCOMING
+from nixl_tiers.mover.tiers.shelves import OLD_S
 from nixl_tiers.mover.tiers.writer import Writer
 from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, file_tier, key_of, payload, wait_until
 

@@ -24,13 +24,13 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.tiers.account import INCOMING
 from nixl_tiers.mover.tiers.age import sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.ledger import Ledger
 from nixl_tiers.mover.tiers.replica import Replica, slots_within
 from nixl_tiers.mover.tiers.share import TEND_S, Share
-from nixl_tiers.mover.tiers.shelves import INCOMING
 from nixl_tiers.mover.tiers.slabs import NoSpace
 from nixl_tiers.mover.tiers.watch import Mount, describe
 

@@ -2,8 +2,8 @@
 
 A row is written under a name that nobody else uses and renamed when it is whole. So no file that has a row's name is
 ever written to, an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening,
-renaming and deleting may take long on a network: threads do it, and this one polls. Code of the scan, the account and
-the room: `shelves.py`.
+renaming and deleting may take long on a network: threads do it, and this one polls. Code of the account:
+`account.py`; of the scan and the room: `shelves.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
+from nixl_tiers.mover.tiers.account import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room
 from nixl_tiers.mover.tiers.age import has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
-from nixl_tiers.mover.tiers.shelves import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, Shelves
+from nixl_tiers.mover.tiers.shelves import Shelves
 from nixl_tiers.mover.tiers.slabs import direct_works, fallocate
 from nixl_tiers.mover.tiers.watch import Mark, Mount, Watch, describe
 
