@@ -1,0 +1,270 @@
+"""The swap on a real GPU: `python -m pytest -m gpu tests/swap`. Needs torch with CUDA, and nothing that vLLM brings."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nixl_tiers.chunk import Geometry  # noqa: E402
+from nixl_tiers.memory.region import HostRegion  # noqa: E402
+from nixl_tiers.swap import calibrate  # noqa: E402
+from nixl_tiers.swap.calibrate import Fixed, Measured  # noqa: E402
+from nixl_tiers.swap.cuda import CudaSwap  # noqa: E402
+from nixl_tiers.swap.paths import NAMES  # noqa: E402
+from nixl_tiers.swap.plan import CopyPlan, Segment  # noqa: E402
+from tests.swap.conftest import ROOT  # noqa: E402
+from tests.swap.test_cuda import LAYOUTS  # noqa: E402
+from tests.swap.world import World, assert_same, random_world, world_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    yield
+    torch.cuda.synchronize()
+
+
+class GpuWorld:
+    """A world whose engine memory is mirrored by GPU tensors, and whose region is page-aligned shared memory."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.tensors = [torch.from_numpy(tensor).cuda() for tensor in world.memory]
+        self.mapping = mmap.mmap(-1, world.region.size)
+        self.region = np.frombuffer(self.mapping, dtype=np.uint8)
+        self.region[:] = world.region
+        segments = [
+            [
+                Segment(self.tensors[tensor].data_ptr() + first, stride, nbytes, offset, world.blocks)
+                for tensor, first, stride, nbytes, offset in group
+            ]
+            for group in world.layers
+        ]
+        self.plan = CopyPlan(segments, world.geometry, world.cell, self.region.ctypes.data, world.rows)
+
+    def swap(self, way: str) -> CudaSwap:
+        swap = CudaSwap(self.plan, torch.cuda.current_device(), choice=Fixed((way,) * len(self.world.layers)))
+        assert swap.pinned
+        return swap
+
+    def store_and_check(self, swap: CudaSwap, group: int, blocks: list[int], places: list[int]) -> None:
+        """All of the region is compared: a poisoned byte that was not to be written must still be there."""
+        expected = self.world.store(group, blocks, places)
+        swap.store(group, blocks, places).wait()
+        assert_same(self.region, expected, "region")
+        self.world.region[:] = expected
+
+    def load_and_check(self, swap: CudaSwap, group: int, blocks: list[int], places: list[int]) -> None:
+        expected = self.world.load(group, blocks, places)
+        swap.load(group, blocks, places).wait()
+        for tensor, wanted, ours in zip(self.tensors, expected, self.world.memory, strict=True):
+            assert_same(tensor.cpu().numpy(), wanted, "engine memory")
+            ours[:] = wanted
+
+
+def round_trips(here: GpuWorld, swap: CudaSwap, rng: np.random.Generator) -> None:
+    for group in range(len(here.world.layers)):
+        for _ in range(2):
+            here.store_and_check(swap, group, *here.world.transfer(rng))
+            here.load_and_check(swap, group, *here.world.transfer(rng))
+
+
+@pytest.mark.parametrize("way", NAMES)
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_any_geometry(seed: int, way: str) -> None:
+    rng = np.random.default_rng(seed)
+    here = GpuWorld(random_world(rng))
+    swap = here.swap(way)
+    round_trips(here, swap, rng)
+    swap.close()
+    swap.close()
+    assert not swap.pinned
+
+
+@pytest.mark.parametrize("way", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_engines(layout: str, way: str) -> None:
+    rng = np.random.default_rng(7)
+    here = GpuWorld(world_of(rng, blocks=30, rows=9, **LAYOUTS[layout]))  # type: ignore[arg-type]
+    swap = here.swap(way)
+    assert swap.kernels is not None, "kernels are to be had on every machine that runs this"
+    round_trips(here, swap, rng)
+    swap.close()
+
+
+@pytest.mark.parametrize("way", NAMES)
+def test_many_blocks(way: str) -> None:
+    """Several halves of the staging buffer, more pairs than a launch holds, batches that are full."""
+    rng = np.random.default_rng(11)
+    here = GpuWorld(world_of(rng, [[2048] * 16], blocks=5000, rows=320, sub_blocks=16))
+    swap = here.swap(way)
+    here.store_and_check(swap, 0, *here.world.transfer(rng, 4500))
+    here.load_and_check(swap, 0, *here.world.transfer(rng, 4500))
+    swap.close()
+
+
+@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "stream of its own"])
+@pytest.mark.parametrize("way", NAMES)
+def test_transfers_come_after_the_compute_before_them(way: str, own_stream: bool) -> None:
+    """A store behind slow work that writes the very blocks; a load behind slow work that reads them; and work that is
+    held behind the load."""
+    here = GpuWorld(world_of(np.random.default_rng(2), [[65536] * 4], blocks=64, rows=16, sub_blocks=4))
+    swap = here.swap(way)
+    blocks = list(range(64))
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.default_stream()):
+        busy = torch.randn((4096, 4096), device="cuda")
+        for turn in range(4):
+            for _ in range(20):
+                busy = torch.tanh(busy @ busy)
+            for tensor, ours in zip(here.tensors, here.world.memory, strict=True):
+                tensor.fill_(turn + 1)
+                ours[:] = turn + 1
+            here.store_and_check(swap, 0, blocks, blocks)
+            here.region[:] = here.world.region[:] = 200 + turn
+            for _ in range(20):
+                busy = torch.tanh(busy @ busy)
+            read = [tensor.clone() for tensor in here.tensors]
+            loaded = swap.load(0, blocks, blocks)
+            loaded.hold(torch.cuda.current_stream().cuda_stream)
+            found = [tensor.clone() for tensor in here.tensors]
+            torch.cuda.current_stream().synchronize()
+            assert all(bool((tensor == turn + 1).all()) for tensor in read)
+            assert all(int((tensor == 200 + turn).sum()) == 64 * 65536 for tensor in found)
+            assert loaded.done()
+            assert loaded.elapsed_s() > 0
+            for tensor, ours in zip(here.tensors, here.world.memory, strict=True):
+                ours[:] = tensor.cpu().numpy()
+    swap.close()
+
+
+@pytest.mark.parametrize("way", NAMES)
+def test_both_directions_beside_compute(way: str) -> None:
+    """Stores and loads under way at once, on blocks and places of their own, while the GPU is kept busy."""
+    rng = np.random.default_rng(5)
+    here = GpuWorld(world_of(rng, [[4096] * 8], blocks=512, rows=128, sub_blocks=4))
+    swap = here.swap(way)
+    busy = torch.randn((2048, 2048), device="cuda")
+    side = torch.cuda.Stream()
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            for _ in range(30):
+                busy = torch.tanh(busy @ busy)
+        blocks, places = rng.permutation(512), rng.permutation(512)
+        out, back = (blocks[:200].tolist(), places[:200].tolist()), (blocks[200:400].tolist(), places[200:400].tolist())
+        region, memory = here.world.store(0, *out), here.world.load(0, *back)
+        transfers = [swap.store(0, *out), swap.load(0, *back)]
+        for transfer in transfers:
+            transfer.wait()
+        assert_same(here.region, region, "region")
+        here.world.region[:] = region
+        for tensor, wanted, ours in zip(here.tensors, memory, here.world.memory, strict=True):
+            assert_same(tensor.cpu().numpy(), wanted, "engine memory")
+            ours[:] = wanted
+    swap.close()
+
+
+def test_ways_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(calibrate.ENVIRONMENT, raising=False)
+    rng = np.random.default_rng(6)
+    here = GpuWorld(world_of(rng, [[8192] * 8], blocks=600, rows=150, sub_blocks=4))
+    swap = CudaSwap(here.plan)
+    assert isinstance(swap._choice, Measured)
+    assert set(swap._choice.seconds["load"][0]["16"]) == set(NAMES), "every way moved the right bytes"
+    print("\n" + "\n".join(calibrate.lines(swap._choice)))
+    round_trips(here, swap, rng)
+    swap.close()
+    again = CudaSwap(here.plan)
+    assert again._choice == swap._choice
+    again.close()
+
+
+def test_out_of_range_raises_before_a_byte_moves() -> None:
+    here = GpuWorld(world_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4))
+    swap = here.swap("engine")
+    before = here.region.copy()
+    with pytest.raises(ValueError, match="block 8 is out of range"):
+        swap.store(0, [0, 8], [0, 1])
+    with pytest.raises(ValueError, match="place 8 is out of range"):
+        swap.load(0, [0, 1], [0, 8])
+    swap.close()
+    assert_same(here.region, before, "region")
+
+
+def test_a_store_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tensors as KV caches, a host region as workers make it, row states, and another process's view of it."""
+    layers, blocks, sub_blocks, rows = 6, 40, 4, 8
+    caches = [torch.randint(-128, 128, (2, blocks, 4096), dtype=torch.int8, device="cuda") for _ in range(layers)]
+    segments = []
+    for cache in caches:  # keys and values lie apart
+        for half in cache:
+            segments.append(Segment(half.data_ptr(), 4096, 4096, 4096 * len(segments), blocks))
+    geometry = Geometry(1, sub_blocks * 4096 * len(segments), sub_blocks)
+    region = HostRegion.create(geometry, rows)
+    region.prefault().wait()
+    swap = CudaSwap(CopyPlan([segments], geometry, 0, region.address, rows))
+    region.at_close(swap.close)
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(blocks)[: 3 * sub_blocks]
+    places = swap.plan.places([5, 0, 7], 0, len(ids))
+    swap.store(0, ids, places).wait()
+    region.mark([5, 0, 7], 0, ticket=9, ok=True)
+
+    other = HostRegion.attach(os.dup(region.fd))
+    assert other.written([5, 0, 7], 9).all()
+    wanted = [torch.cat([half[ids.tolist()] for cache in caches for half in cache], dim=1).cpu().numpy()]
+    found = other.rows_view[[5, 0, 7], : geometry.cell_payload].reshape(len(ids), -1)
+    assert np.array_equal(found.view(np.int8), wanted[0])
+
+    before = [cache.clone() for cache in caches]
+    for cache in caches:
+        cache.zero_()
+    swap.load(0, ids[5:9], places[5:9]).wait()  # from the middle of a chunk to the beginning of another
+    for cache, was in zip(caches, before, strict=True):
+        assert torch.equal(cache[:, ids[5:9].tolist()], was[:, ids[5:9].tolist()])
+        assert int(cache.count_nonzero()) == int(was[:, ids[5:9].tolist()].count_nonzero())
+    other.close()
+    region.close()
+    assert not swap.pinned
+
+
+@pytest.fixture
+def checked() -> Callable[[str], subprocess.CompletedProcess[str]]:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("no compute-sanitizer here")
+
+    def run(kind: str) -> subprocess.CompletedProcess[str]:
+        command = [tool, "--tool", kind, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+        chosen = "test_layouts_of_engines and (staged or ring2) and (gaps or tiles)"
+        return subprocess.run(
+            [*command, "-p", "no:cacheprovider", str(Path(__file__)), "-k", chosen],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=170,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(checked: Callable[[str], subprocess.CompletedProcess[str]], kind: str) -> None:
+    ended = checked(kind)
+    if "Device not supported" in ended.stdout + ended.stderr:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-1000:]
