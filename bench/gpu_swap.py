@@ -310,14 +310,14 @@ def interference(machine: Machine, quick: bool) -> list[dict[str, Any]]:
         for weight in small:
             state = torch.tanh(state @ weight)
 
+    # A stream that nothing else runs on: copies go beside the work instead of after it.
+    apart = machine.streams[0]
     found = []
     steps = 100 if quick else 400
     for what, step in (("gemm", gemm), ("decode", decode)):
         for name in ("nothing", *NAMES):
             swap = None
             if name != "nothing":
-                # A stream that nothing else runs on: copies go beside the work instead of after it.
-                apart = machine.streams[0]
                 swap = CudaSwap(case.plan, compute_stream=lambda: apart, driver=machine.driver, choice=Fixed((name,)))
             for direction in ("store", "load") if swap else ("",):
                 move = getattr(swap, direction) if swap else None
