@@ -240,7 +240,9 @@ class Storage:
         keys: list[Key] = []
         for rows in self.adopted:
             for key, slot in rows.coldest(count - len(keys)) if rows.named else ():
-                if (entry := self._enter(key, slot)) is not None:
+                if key in self.index:
+                    self._told_twice(key, slot)
+                elif (entry := self._enter(key, slot)) is not None:
                     keys.append(key)
                     entry.leaving = True
         self._close_emptied()
@@ -328,6 +330,14 @@ class Storage:
             slot = number
         entry = self.index[key] = Entry(slot, stored=True)
         return entry
+
+    def _told_twice(self, key: Key, slot: int) -> None:
+        """A row that is no longer among the adopted has an entry of its own, which is the one that counts."""
+        if self.spec.physical_slots:
+            self.slots.give(slot)
+            self.to_drop.append((slot, key))
+        else:
+            self.slots.lend(-1)
 
     def _evict_adopted(self, count: int) -> int:
         """Evict up to `count` adopted rows, the coldest first; returns how many there were."""

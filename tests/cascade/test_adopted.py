@@ -167,6 +167,22 @@ def test_rows_with_names_are_written_below_before_they_go() -> None:
     assert len(upper.slots) == 38
 
 
+@pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
+def test_a_row_that_was_told_twice_is_written_below_once(spec: TierSpec) -> None:
+    core = TierManager(8, 4096, [spec, TierSpec("below", Write.ON_EVICT, physical_slots=False)])
+    core.opened(1, 100)
+    core.adopt(1, [], last=True)
+    core.opened(0, 20)
+    core.adopt(0, [(19, key(0), 0)], last=False)
+    core.adopt_rows(0, rows(range(19), named=True), newest=18)
+    core.adopt(0, [], last=True)
+    finish(core)
+    upper, lower = core.storage
+    assert set(lower.index) == {key(0)}
+    assert len(upper.slots) == len(upper.index) + sum(map(len, upper.adopted)) == 18
+    assert {name for _, name in dropped(upper)} == {key(0)}
+
+
 def test_a_row_keeps_its_age_when_it_is_only_looked_at() -> None:
     core = opened(PLACES, slots=6)
     storage = core.storage[0]
