@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
+from nixl_tiers.cascade.storage import Direction, Job, TierSpec, Write
 from nixl_tiers.chunk import Key, Namespace
 from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
 from nixl_tiers.lifetime import OfParent
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_OPEN = BreakerState.OPEN
 
 
 class TierRefusedError(RuntimeError):
@@ -97,6 +99,7 @@ class Engine:
         self._refusals: list[str] = []
         self._answered: set[int] = set()
         self._used_bytes = [0] * len(specs)
+        self._circuits = {(tier, way): BreakerState.CLOSED for tier in range(len(specs)) for way in Direction}
         self._last_word = [""] * len(specs)
         hellos = hellos or [
             Hello(
@@ -262,13 +265,15 @@ class Engine:
             }
             return {
                 name: {
-                    **asdict(counters),
-                    "used_bytes": used.get(name, rows * row_bytes),
+                    **asdict(tier.counters),
+                    "used_bytes": used.get(name, tier.rows * row_bytes),
                     "capacity_bytes": capacity[name],
-                    "rows": rows,
-                    "up": float(state is TierState.UP),
+                    "rows": tier.rows,
+                    "up": float(tier.up),
+                    "breaker": float(tier.circuit),
+                    "quarantined": float(tier.quarantined),
                 }
-                for name, (counters, rows, state) in book.items()
+                for name, tier in book.items()
             }
 
     # --- what the supervisor calls -----------------------------------------------------------------------------
@@ -318,12 +323,17 @@ class Engine:
                 return
         table.close()
 
+    def on_killed(self, tier: int) -> None:
+        with self.changed:
+            self._core.killed(tier, self._clock())
+            self.changed.notify_all()
+
     def on_lost(self, tier: int) -> None:
         with self.changed:
             self._core.lost(tier, self._clock())
             self.changed.notify_all()
 
-    def on_tick(self) -> tuple[list[tuple[int, ToMover]], list[int], bool]:
+    def on_tick(self) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
         with self._lock:
             now = self._clock()
             self._core.expire(now)
@@ -339,6 +349,7 @@ class Engine:
                 for nameless in storage.adopted_drops(MAX_ENTRIES)
             ]
             messages += [(job.tier, _message(job)) for job in jobs]
+            self._say_circuits()
             closing = [rows for storage in self._core.storage for rows in storage.take_closing()]
             result = messages, self._core.overdue(now), self._core.busy
         for rows in closing:
@@ -365,6 +376,17 @@ class Engine:
         else:
             log.warning("nixl_tiers: the %s tier is up again", self._names[tier])
         self._last_word[tier] = reason
+
+    def _say_circuits(self) -> None:
+        """One line when a circuit changes its state."""
+        for tier, storage in enumerate(self._core.storage):
+            for way, breaker in storage.breakers.items():
+                if breaker.state is not self._circuits[tier, way]:
+                    self._circuits[tier, way] = breaker.state
+                    again = f", to be tried again in {breaker.backoff_s:g} s" if breaker.state is _OPEN else ""
+                    word = breaker.state.name.lower().replace("_", "-")
+                    name = self._names[tier]
+                    log.warning("nixl_tiers: the circuit of %ss to the %s tier is %s%s", way.value, name, word, again)
 
 
 def _has_places(tier: StorageTier) -> bool:

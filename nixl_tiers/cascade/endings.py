@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.queues import Queues
-from nixl_tiers.cascade.storage import Direction, PlannedMove, TierState, Write
+from nixl_tiers.cascade.storage import Direction, Job, PlannedMove, Storage, Write
 from nixl_tiers.chunk import Key
 
 
 class Endings(Queues):
-    """Applies what movers report."""
+    """Applies what movers report, and what they fail to report in time."""
 
     def finished(
         self,
@@ -32,18 +32,71 @@ class Endings(Queues):
             return
         if len(outcomes) != len(job.moves):
             outcomes = [Outcome.FAILED] * len(job.moves)
+        if any(outcome is Outcome.OK for outcome in outcomes):
+            storage.paces[job.direction].ended(job.nbytes, now - job.began_s)
+        for place, missing in partial:
+            job.moves[place].row.missing = missing
+        if not job.late:
+            self._learn(storage, job, outcomes, now)
+        self._end(tier, job, outcomes, now)
+
+    def abandon(self, now: float) -> None:
+        """Nobody waits for late jobs any longer: their keys are misses, and the rows of loads are quarantined until
+        the mover is done with them, or dead. The mover is left alone."""
+        for tier, storage in enumerate(self.storage):
+            for job in storage.jobs.values():
+                if not job.late and now > job.late_s:
+                    self._abandon(tier, job, now)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _learn(self, storage: Storage, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+        """What the end of a job says about its keys and its tier; of a late one, that was said when it was late."""
+        for move, outcome in zip(job.moves, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                storage.suspects.acquit(move.key)
+            elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or storage.suspects.accused(move.key)):
+                storage.suspects.failed(move.key, now)
+        failed = sum(outcome is Outcome.FAILED for outcome in outcomes)
+        # A full medium is no failing one: it says so at once, and is well when there is room.
+        full = all(outcome is Outcome.NO_SPACE for outcome in outcomes)
+        if not full or job.episode is not None:
+            self._judge(storage, job, 2 * failed < len(outcomes), now)
+
+    def _abandon(self, tier: int, job: Job, now: float, accuse: bool = True) -> None:
+        storage = self.storage[tier]
+        job.late = True
+        self._judge(storage, job, False, now)
+        if job.direction is Direction.STORE:
+            return  # its rows can be read as ever; they are only pinned
+        storage.counters.late += len(job.moves)
+        for move in job.moves:
+            if accuse:
+                storage.suspects.accuse(move.key, now)
+            if storage.index.get(move.key) is move.entry:
+                storage.stay(move.key, self._tick)
+            if not move.row.gone:
+                self.host.forget(move.row)
+                self._retry(move.key, move.row, now)
+
+    def _judge(self, storage: Storage, job: Job, good: bool, now: float) -> None:
+        """A suspect that was tried alone says nothing about its tier unless it came through."""
+        breaker = storage.breakers[job.direction]
+        if job.episode is not None:
+            breaker.end_probe(job.episode, good, now)
+        elif good or not job.alone:
+            breaker.judge(good, now)
+
+    def _end(self, tier: int, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+        storage = self.storage[tier]
         if job.direction is Direction.STORE:
             storage.rows_storing -= len(job.moves)
             for move, outcome in zip(job.moves, outcomes, strict=True):
                 self._store_ended(tier, move, outcome)
         else:
             storage.rows_loading -= len(job.moves)
-            for place, missing in partial:
-                job.moves[place].row.missing = missing
             for move, outcome in zip(job.moves, outcomes, strict=True):
                 self._load_ended(tier, move, outcome, now)
-
-    # --- inside ------------------------------------------------------------------------------------------------
 
     def _store_ended(self, tier: int, move: PlannedMove, outcome: Outcome) -> None:
         storage, row = self.storage[tier], move.row
@@ -81,7 +134,6 @@ class Endings(Queues):
         else:
             if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 storage.counters.failed += 1
-                move.entry.retry_at = now + self.limits.retry_s
                 if storage.index.get(move.key) is move.entry:
                     storage.stay(move.key, self._tick)
             else:
@@ -95,7 +147,7 @@ class Endings(Queues):
     def _demote(self, tier: int, key: Key) -> None:
         """A row has come up only to be written further down."""
         below = self._below(tier)
-        if below is not None and self.storage[below].state is TierState.UP:
+        if below is not None and self.storage[below].writable:
             self.storage[below].to_store[key] = self._tick
         else:
             self._let_go(tier, key, written=False)

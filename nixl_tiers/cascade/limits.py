@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from nixl_tiers.cascade.breaker import BreakerLimits
 
 
 @dataclass(frozen=True)
@@ -11,11 +13,19 @@ class Limits:
 
     wait_s: float = 10.0  # a request waits this long for promotions, then recomputes
     hold_s: float = 30.0  # after that, rows promoted for it may go even if it never came back
-    job_s: float = 30.0  # a job may take this long, and longer by its bytes at
-    slowest_bytes_per_s: float = 4e6
-    retry_s: float = 5.0  # a stored row whose load failed is not tried again sooner
+    # A job is late after a multiple of what the tier's pace lets expect, but not before `late_least_s`, and at the
+    # latest after `wait_s`: whom it is for recomputes then. Twice that for a hiccup, before its rows are missed so
+    # much that the mover is killed; and however slow the tier, `overdue_most_s` at the latest.
+    late_least_s: float = 5.0
+    overdue_least_s: float = 30.0
+    overdue_most_s: float = 120.0
+    assumed_bytes_per_s: float = 4e6  # of a tier that has not shown its pace yet
+    retry_s: float = 5.0  # a stored row whose load failed is not tried again sooner; twice as long each time
+    retry_most_s: float = 600.0
     load_share: float = 0.10  # of the host rows: what may be under promotion at once
     store_share: float = 0.05
+    quarantine_share: float = 0.75  # of the rows under promotion: how many may be stuck before the mover is killed
     reserve_share: float = 0.05  # of a tier whose evictions are written below: what is kept free ahead of need
     moves_per_job: int = 64
     job_bytes: int = 16 << 20  # small jobs keep a window full: rows are free, or hits, when their own job ends
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)

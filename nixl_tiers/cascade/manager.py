@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Counters, Storage, TierSpec, TierState
+from nixl_tiers.cascade.storage import Counters, Direction, Storage, TierSpec, TierState
 from nixl_tiers.cascade.traffic import Traffic
 from nixl_tiers.chunk import Key
 
@@ -36,6 +37,18 @@ class StorePlan:
     evicted: list[Key] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class TierBook:
+    """A tier's numbers: running totals; rows in use; whether it serves; the state of its circuit; host rows that its
+    mover may still write to although nobody waits for them."""
+
+    counters: Counters
+    rows: int
+    up: bool
+    circuit: BreakerState
+    quarantined: int
+
+
 class TierManager(Traffic):
     """The cascade over one host tier of `rows` rows of `row_bytes` bytes and any number of storage tiers, in order.
 
@@ -51,7 +64,8 @@ class TierManager(Traffic):
         policy: PolicyName = "lru",
     ) -> None:
         host = HostTier(rows, make_policy(policy, rows))
-        super().__init__(host, [Storage(spec) for spec in tiers], limits or Limits(), row_bytes)
+        limits = limits or Limits()
+        super().__init__(host, [Storage(spec, limits) for spec in tiers], limits, row_bytes)
         self.cpu_counters = Counters()
         self._requests: dict[str, Request] = {}
         self._allowed: dict[str, frozenset[int]] = {}  # of the requests that are not to load from every storage tier
@@ -232,7 +246,8 @@ class TierManager(Traffic):
         self._unflushed.clear()
 
     def expire(self, now: float) -> None:
-        """Let go of rows that were promoted for requests that never came for them."""
+        """Let go of late jobs, and of rows that were promoted for requests that never came for them."""
+        self.watch(now)
         limit = now - self.limits.hold_s
         for request in [r for r in self._holding.values() if r.deadline_s is None or r.deadline_s < limit]:
             request.given_up = True
@@ -251,11 +266,17 @@ class TierManager(Traffic):
             return CPU
         return next((s.spec.name for s in self.storage if s.find(key, now)), None)
 
-    def counters(self) -> Mapping[str, tuple[Counters, int, TierState]]:
-        """By tier: counters, rows in use, state."""
-        book: dict[str, tuple[Counters, int, TierState]] = {CPU: (self.cpu_counters, self.host.used, TierState.UP)}
+    def counters(self) -> Mapping[str, TierBook]:
+        """By tier, the host's too."""
+        book = {CPU: TierBook(self.cpu_counters, self.host.used, True, BreakerState.CLOSED, 0)}
         for storage in self.storage:
-            book[storage.spec.name] = (storage.counters, len(storage.slots), storage.state)
+            book[storage.spec.name] = TierBook(
+                storage.counters,
+                len(storage.slots),
+                storage.state is TierState.UP,
+                storage.circuit,
+                storage.quarantined,
+            )
         return book
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -281,9 +302,18 @@ class TierManager(Traffic):
                     request.hold(row)
         elif now > request.deadline_s:
             request.given_up = True
+            self._waited_in_vain(request, now)
             return Lookup.MISS
         request.stopped = not request.first_scan and request.ascending
         return Lookup.PENDING
+
+    def _waited_in_vain(self, request: Request, now: float) -> None:
+        """Slower than its jobs' deadlines would tell: a tier that lets requests wait and recompute is no help."""
+        sources = {row.source for row in request.held.values() if row.state is RowState.LOADING}
+        queued = any(request.asked.values())
+        for storage in self.storage:
+            if storage.spec.name in sources or (queued and not sources and storage.to_load):
+                storage.breakers[Direction.LOAD].judge(False, now)
 
     def _release(self, request: Request) -> None:
         request.release()

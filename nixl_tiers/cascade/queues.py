@@ -8,7 +8,7 @@ from typing import Final
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Storage, TierState, Write
+from nixl_tiers.cascade.storage import Direction, Storage, TierState, Write
 from nixl_tiers.chunk import Key
 
 CLEANED_AT_ONCE: Final = 256
@@ -35,7 +35,7 @@ class Queues:
     def demote_all(self) -> None:
         """Queue every row of the host that a tier written on eviction does not hold yet: the engine is leaving."""
         below = self._below(None)
-        if below is not None and self.storage[below].state is TierState.UP:
+        if below is not None and self.storage[below].writable:
             target = self.storage[below]
             for key, row in self.host.index.items():
                 if row.state is RowState.READY and key not in target:
@@ -50,8 +50,8 @@ class Queues:
         """Whether deadlines run or jobs could be planned without anything else happening."""
         return bool(self._holding) or any(
             storage.jobs
-            or (storage.readable and storage.to_load)
-            or (storage.state is TierState.UP and (storage.to_store or self._to_clean(tier) > 0))
+            or (storage.readable and (storage.to_load or storage.trials))
+            or (storage.writable and (storage.to_store or self._to_clean(tier) > 0))
             for tier, storage in enumerate(self.storage)
         )
 
@@ -66,13 +66,19 @@ class Queues:
                 storage.to_load.append((request, key))
                 request.asked[key] = True
                 return True
+            if key in storage:
+                if storage.suspects.trial_due(key, now):
+                    storage.trials[key] = None
+                elif not storage.breakers[Direction.LOAD].closed:
+                    storage.wanted = key
         request.asked.pop(key, None)
         return False
 
     def _cascade(self, row: Row, storages: Iterable[Storage]) -> None:
         for storage in storages:
             if storage.spec.write is Write.THROUGH and row.key not in storage:
-                if storage.state is TierState.DOWN or len(storage.to_store) >= self.host.rows:
+                open_ = storage.state is TierState.DOWN or not storage.breakers[Direction.STORE].closed
+                if open_ or len(storage.to_store) >= self.host.rows:
                     storage.counters.dropped += 1
                 else:
                     storage.to_store[row.key] = row.tick
@@ -115,7 +121,7 @@ class Queues:
 
     def _clean_all(self) -> None:
         for tier, storage in enumerate(self.storage):
-            if storage.spec.write is Write.ON_EVICT and storage.state is TierState.UP:
+            if storage.spec.write is Write.ON_EVICT and storage.writable:
                 self._clean(tier, storage)
 
     def _clean(self, tier: int, target: Storage) -> None:

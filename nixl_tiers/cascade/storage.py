@@ -6,16 +6,24 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
+from typing import Final
 
 import msgspec
 
 from nixl_tiers.cascade.adopted import AdoptedRows
+from nixl_tiers.cascade.breaker import Breaker, BreakerState
 from nixl_tiers.cascade.host import Row
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.pace import Pace
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.policies.base import EvictionPolicy
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import Slots
+from nixl_tiers.cascade.suspects import Suspects
 from nixl_tiers.chunk import Key
+
+SAMPLED: Final = 64
 
 
 class TierState(Enum):
@@ -55,7 +63,6 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     stored: bool
     leaving: bool = False
     readers: int = 0
-    retry_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +74,27 @@ class PlannedMove:
     seal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
-    """One batch of row moves of one direction, to end by `deadline_s` (the caller's monotonic clock)."""
+    """One batch of row moves of one direction. Moments are the caller's monotonic clock, in seconds."""
 
     id: int
     tier: int
     direction: Direction
     moves: list[PlannedMove]
-    deadline_s: float
+    nbytes: int  # under way in its direction when it began, its own included
+    began_s: float
+    late_s: float  # nobody waits for it after that
+    overdue_s: float  # its mover dies then
+    alone: bool = False  # of one row, for nobody: to try a suspect, or a tier that failed
+    episode: int | None = None  # of the breaker, if it is that one's probe
+    late: bool = False
 
 
 @dataclass
 class Counters:
-    """Monotonic, in rows unless the name says bytes; `dropped` counts rows that were never written below."""
+    """Monotonic, in rows unless the name says bytes; `dropped` counts rows that were never written below, `late` those
+    whose load nobody waited for any longer, `kills` and `deaths` the tier's movers."""
 
     hits: int = 0
     misses: int = 0
@@ -90,6 +104,9 @@ class Counters:
     corrupt: int = 0
     failed: int = 0
     dropped: int = 0
+    late: int = 0
+    kills: int = 0
+    deaths: int = 0
 
 
 @dataclass
@@ -101,6 +118,7 @@ class Storage:
     """
 
     spec: TierSpec
+    limits: Limits = field(default_factory=Limits)
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
     adopted: list[AdoptedRows] = field(default_factory=list)  # the coldest first
@@ -113,6 +131,8 @@ class Storage:
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     to_drop: list[tuple[int, Key]] = field(default_factory=list)
     to_drop_adopted: list[tuple[int, bytes]] = field(default_factory=list)  # (slot, digest of the key)
+    trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that somebody asked for
+    wanted: Key | None = None  # what was asked for last while its circuit was not closed
     leaving: set[Key] = field(default_factory=set)
     closing: list[AdoptedRows] = field(default_factory=list)
     rows_storing: int = 0
@@ -121,28 +141,68 @@ class Storage:
 
     def __post_init__(self) -> None:
         self.policy = make_policy(self.spec.policy, self.slots.limit)
+        self.suspects = Suspects(self.limits.retry_s, self.limits.retry_most_s)
+        # Each direction has its own: a disk that is full of errors for writers, or a bucket that may only be read,
+        # still gives what it holds.
+        self.breakers = {way: Breaker(self.limits.breaker) for way in Direction}
+        self.paces = {way: Pace(self.limits.assumed_bytes_per_s) for way in Direction}
 
     @property
     def readable(self) -> bool:
-        return self.state is not TierState.DOWN
+        """Whether loads may be asked of it."""
+        return self.state is not TierState.DOWN and self.breakers[Direction.LOAD].closed
+
+    @property
+    def writable(self) -> bool:
+        """Whether cascades are written to it."""
+        return self.state is TierState.UP and self.breakers[Direction.STORE].closed
+
+    @property
+    def circuit(self) -> BreakerState:
+        """The worse of both breakers. A tier that is down is an open circuit, whatever opened it."""
+        if self.state is TierState.DOWN:
+            return BreakerState.OPEN
+        return max(breaker.state for breaker in self.breakers.values())
+
+    @property
+    def trying(self) -> bool:
+        """Whether a suspect or a probe is under way."""
+        return any(job.alone for job in self.jobs.values())
+
+    @property
+    def quarantined(self) -> int:
+        """Host rows that belong to nobody and that its mover may still write to."""
+        return sum(len(job.moves) for job in self.jobs.values() if job.late and job.direction is Direction.LOAD)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.index or any(rows.find(key) is not None for rows in self.adopted)
 
     def find(self, key: Key, now: float) -> bool:
         """Whether the key's row can be loaded now."""
-        if self.state is TierState.DOWN:
+        if not self.readable:
             return False
         entry = self.index.get(key)
-        if entry is None:
-            return any(rows.find(key) is not None for rows in self.adopted)
-        return entry.stored and entry.retry_at <= now
+        stored = entry.stored if entry is not None else any(rows.find(key) is not None for rows in self.adopted)
+        return stored and not self.suspects.barred(key, now)
 
     def fetch(self, key: Key, now: float) -> Entry | None:
         """The entry of a row that can be loaded now, and is going to be."""
         if not self.find(key, now):
             return None
         return self.index.get(key) or self._bring_over(key)
+
+    def inspect(self, key: Key) -> Entry | None:
+        """The entry of a stored row that is going to be tried, whatever speaks against it."""
+        entry = self.index.get(key) or self._bring_over(key)
+        return entry if entry is not None and entry.stored else None
+
+    def sample(self) -> Key | None:
+        """A stored row that is not under suspicion, to see whether loads work: the one that was asked for last while
+        they did not, or one of the newest."""
+        if self.wanted is not None and self.wanted in self and not self.suspects.accused(self.wanted):
+            return self.wanted
+        newest = islice(reversed(self.index.items()), SAMPLED)
+        return next((key for key, e in newest if e.stored and not e.leaving and not self.suspects.accused(key)), None)
 
     def make_room(self, count: int) -> None:
         """Evict the least valuable rows until `count` slots are free, or until nothing more may go."""
@@ -287,6 +347,9 @@ class Storage:
         self.to_load.clear()
         self.to_drop.clear()
         self.to_drop_adopted.clear()
+        self.trials.clear()
+        self.suspects.clear()
+        self.wanted = None
         self.state = TierState.DOWN
 
     def drops(self, most: int) -> Iterator[list[tuple[int, Key]]]:

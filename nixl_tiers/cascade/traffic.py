@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Iterable
 
 from nixl_tiers.cascade.adopted import AdoptedRows
-from nixl_tiers.cascade.endings import Endings
 from nixl_tiers.cascade.host import Row, RowState
+from nixl_tiers.cascade.jobs import Jobs
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.storage import Direction, Job, PlannedMove, Storage, TierState
 from nixl_tiers.chunk import Key
 
 
-class Traffic(Endings):
+class Traffic(Jobs):
     """Tiers that come and go, and the jobs between them and the host tier."""
 
     # --- what happens to tiers ---------------------------------------------------------------------------------
@@ -54,29 +54,61 @@ class Traffic(Endings):
         """The tier's medium does not answer. Its rows are not lost, they are misses until it is opened again."""
         storage = self.storage[tier]
         storage.state = TierState.DOWN
-        while storage.to_store:
-            self._not_written(tier, storage.to_store.popitem()[0])
-        queue, storage.to_load = storage.to_load, deque()
-        for request, key in queue:
-            if request is self._cleaner:
-                storage.stay(key, self._tick)
-            else:
-                self._ask(key, request, now)
+        self._forget_stores(tier)
+        self._forget_loads(storage, now)
+
+    def killed(self, tier: int, now: float) -> None:
+        """The tier's mover is about to die, or will never: its jobs are nobody's, and its rows stay in quarantine
+        until `lost` says that it was reaped."""
+        storage = self.storage[tier]
+        storage.counters.kills += 1
+        self._accuse(storage, now)
+        self.down(tier, now)
+        for breaker in storage.breakers.values():
+            breaker.trip(now)
+        for job in storage.jobs.values():
+            job.overdue_s = float("inf")
+            if not job.late:
+                self._abandon(tier, job, now, accuse=False)
 
     def lost(self, tier: int, now: float) -> None:
         """The tier's mover is dead and reaped: nothing writes into its rows any more. All its jobs have failed."""
-        self.down(tier, now)
         storage = self.storage[tier]
+        storage.counters.deaths += 1
+        if any(job.overdue_s != float("inf") for job in storage.jobs.values()):  # it died of itself
+            self._accuse(storage, now)
+        self.down(tier, now)
+        for breaker in storage.breakers.values():
+            breaker.judge(False, now)
         for job in list(storage.jobs.values()):
-            self.finished(tier, job.id, [Outcome.FAILED] * len(job.moves), now)
+            del storage.jobs[job.id]
+            if job.episode is not None:
+                storage.breakers[job.direction].end_probe(job.episode, False, now)
+            self._end(tier, job, [Outcome.FAILED] * len(job.moves), now)
 
-    def overdue(self, now: float) -> list[int]:
-        """Tiers with a job past its deadline: their movers must be killed, for nothing else makes rows quiet."""
-        return [
-            tier
-            for tier, storage in enumerate(self.storage)
-            if any(job.deadline_s < now for job in storage.jobs.values())
-        ]
+    def overdue(self, now: float) -> dict[int, str]:
+        """Tiers whose movers must be killed, for nothing else makes rows quiet; and why."""
+        late: dict[int, str] = {}
+        most = max(1, int(self._load_window * self.limits.quarantine_share))
+        for tier, storage in enumerate(self.storage):
+            if any(job.overdue_s < now for job in storage.jobs.values()):
+                late[tier] = "a job is overdue"
+            elif storage.readable and storage.quarantined > most:
+                loads = [job for job in storage.jobs.values() if job.late and job.direction is Direction.LOAD]
+                if any(now > 2 * job.late_s - job.began_s for job in loads):
+                    late[tier] = "too many rows are stuck"
+        return late
+
+    def watch(self, now: float) -> None:
+        """Let go of late jobs, and of what is queued for a tier whose circuit has opened."""
+        self.abandon(now)
+        for tier, storage in enumerate(self.storage):
+            for breaker in storage.breakers.values():
+                breaker.watch(now)
+            if storage.to_load and not storage.readable:
+                self._forget_loads(storage, now)
+            if storage.to_store and not storage.breakers[Direction.STORE].closed:
+                self._forget_stores(tier)
 
     # --- jobs --------------------------------------------------------------------------------------------------
 
@@ -87,8 +119,10 @@ class Traffic(Endings):
         for tier, storage in enumerate(self.storage):
             if storage.readable and storage.to_load:
                 jobs.extend(self._plan_loads(tier, storage, now))
-            if storage.state is TierState.UP and storage.to_store:
+            if storage.writable and storage.to_store:
                 jobs.extend(self._plan_stores(tier, storage, now))
+            if storage.trials or not (storage.readable and storage.writable):
+                jobs.extend(self._plan_alone(tier, storage, now))
         return jobs
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -101,6 +135,7 @@ class Traffic(Endings):
     def _plan_stores(self, tier: int, storage: Storage, now: float) -> list[Job]:
         wanted: list[tuple[Row, int]] = []
         put_off: dict[Key, int] = {}
+        alone: tuple[Row, int] | None = None
         while storage.to_store and storage.rows_storing + len(wanted) < self._store_window:
             key, tick = storage.to_store.popitem(last=False)
             row = self.host.index.get(key)
@@ -110,25 +145,26 @@ class Traffic(Endings):
             if row is None or row.state is not RowState.READY:
                 self._not_written(tier, key)
                 continue
+            if storage.suspects.accused(key):
+                if alone is None and not storage.trying and storage.suspects.trial_due(key, now):
+                    alone = (row, tick)
+                else:
+                    self._not_written(tier, key)
+                continue
             if row.sealing:
                 put_off[key] = tick  # another tier's mover seals it right now: one sealer at a time
                 continue
             wanted.append((row, tick))
-        storage.make_room(len(wanted))
-        moves: list[PlannedMove] = []
-        for row, tick in wanted:
-            entry = storage.reserve(row.key, tick)
-            if entry is None:
-                self._not_written(tier, row.key)
-                continue
-            row.mover += 1
-            seal = row.sealing = not row.sealed
-            moves.append(PlannedMove(row, entry, row.key, tick, seal))
         for key, tick in reversed(put_off.items()):
             storage.to_store[key] = tick
             storage.to_store.move_to_end(key, last=False)
-        storage.rows_storing += len(moves)
-        return self._jobs(tier, storage, Direction.STORE, moves, now)
+        jobs = self._jobs(tier, storage, Direction.STORE, self._begin_stores(tier, storage, wanted), now)
+        if alone is not None:
+            tried = self._jobs(tier, storage, Direction.STORE, self._begin_stores(tier, storage, [alone]), now)
+            for job in tried:
+                job.alone = True
+            jobs += tried
+        return jobs
 
     def _plan_loads(self, tier: int, storage: Storage, now: float) -> list[Job]:
         wanted: dict[Key, list[Request]] = {}
@@ -149,6 +185,8 @@ class Traffic(Endings):
                 wanted.setdefault(key, []).append(request)
             else:
                 request.asked.pop(key, None)
+                if request is self._cleaner:
+                    storage.stay(key, self._tick)
         room = self._make_room(len(wanted))
         moves: list[PlannedMove] = []
         for key, requests in wanted.items():
@@ -162,25 +200,23 @@ class Traffic(Endings):
                 continue
             tick = 0 if requests == [self._cleaner] else self._tick_of(requests[0])  # the first to go again
             row = self.host.insert(key, RowState.LOADING, tick, self.generation)
-            row.mover = 1
             row.source = storage.spec.name
             for request in requests:
                 request.hold(row)
-            entry = storage.index[key]
-            entry.readers += 1
-            moves.append(PlannedMove(row, entry, key))
-        storage.rows_loading += len(moves)
+            moves.append(self._begin_load(storage, row))
         return self._jobs(tier, storage, Direction.LOAD, moves, now)
 
-    def _jobs(
-        self, tier: int, storage: Storage, direction: Direction, moves: list[PlannedMove], now: float
-    ) -> list[Job]:
-        under_way = (storage.rows_storing + storage.rows_loading) * self.row_bytes
-        deadline_s = now + self.limits.job_s + under_way / self.limits.slowest_bytes_per_s
-        size = max(1, min(self.limits.moves_per_job, self.limits.job_bytes // self.row_bytes))
-        jobs = []
-        for start in range(0, len(moves), size):
-            self._job_id += 1
-            jobs.append(Job(self._job_id, tier, direction, moves[start : start + size], deadline_s))
-        storage.jobs.update((job.id, job) for job in jobs)
-        return jobs
+    def _forget_stores(self, tier: int) -> None:
+        storage = self.storage[tier]
+        while storage.to_store:
+            self._not_written(tier, storage.to_store.popitem()[0])
+
+    def _forget_loads(self, storage: Storage, now: float) -> None:
+        """Whoever is in the queue asks the next tier."""
+        storage.trials.clear()
+        queue, storage.to_load = storage.to_load, deque()
+        for request, key in queue:
+            if request is self._cleaner:
+                storage.stay(key, self._tick)
+            else:
+                self._ask(key, request, now)

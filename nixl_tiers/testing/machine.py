@@ -90,6 +90,51 @@ class CascadeMachine(RuleBasedStateMachine):
             self.world.kill(tier)
 
     @rule(tier=TIERS, really=RARELY)
+    def mover_hangs(self, tier: int, really: bool) -> None:
+        if really:
+            self.world.hang(tier)
+
+    @rule(tier=TIERS, prompts=st.lists(PROMPTS, min_size=1, max_size=2), seconds=st.sampled_from([1.0, 6.0, 12.0]))
+    def medium_stalls(self, tier: int, prompts: list[str], seconds: float) -> None:
+        """What is asked of it meanwhile does not come, and then perhaps it does."""
+        self.world.hang(tier)
+        for prompt in prompts:
+            self.request(prompt)
+        self.world.advance(seconds)
+        for name in sorted(self.world.waiting):
+            self.world.again(name)
+        self.world.heal(tier)
+
+    @rule(tier=TIERS, really=RARELY, steps=st.integers(0, 2))
+    def mover_is_killed(self, tier: int, really: bool, steps: int) -> None:
+        if really:
+            self.world.doom(tier)
+            for _ in range(steps):
+                self.world.mover_works(tier)
+
+    @rule(tier=TIERS)
+    def mover_is_reaped(self, tier: int) -> None:
+        self.world.reap(tier)
+
+    @rule(tier=TIERS)
+    def dead_mover_speaks(self, tier: int) -> None:
+        self.world.haunt(tier)
+
+    @rule(tier=TIERS, before=PROMPTS, after=PROMPTS, steps=st.integers(1, 3))
+    def word_comes_too_late(self, tier: int, before: str, after: str, steps: int) -> None:
+        """What a killed mover had done is heard of when the next one is at work."""
+        for prompt in (before, after):
+            self.request(prompt)
+            while self.world.workers:
+                self.world.worker_finishes(0)
+            if prompt is before:
+                for _ in range(steps):
+                    self.world.mover_works(tier)
+                self.world.doom(tier)
+                self.world.reap(tier)
+        self.world.haunt(tier)
+
+    @rule(tier=TIERS, really=RARELY)
     def medium_fails(self, tier: int, really: bool) -> None:
         if really:
             self.world.fail(tier)

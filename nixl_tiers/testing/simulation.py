@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nixl_tiers.cascade.adopted import AdoptedRows
+from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
@@ -78,16 +79,19 @@ class MoverJob:
 @dataclass
 class Mover:
     """One mover process and the medium that survives it: by epoch, by place, the key that the journal (or the
-    object's name) tells and the content that stands there. `inbox` holds what it was sent and has not begun."""
+    object's name) tells and the content that stands there. `inbox` holds what it was sent and has not done yet."""
 
     physical: bool
     slots: int
     medium: dict[int, dict[object, tuple[Key, Content]]] = field(default_factory=dict)
     alive: bool = True
     epoch: int = 0
+    stuck: bool = False  # alive, and does nothing
+    doomed: bool = False  # killed, and not dead yet: what it has in hand may still be written
     inbox: deque[MoverJob | list[tuple[int, Key]] | int] = field(default_factory=deque)
     finished: deque[MoverJob] = field(default_factory=deque)
     listing: deque[list[tuple[int, Key, int]] | PlainRows] = field(default_factory=deque)  # to be told yet
+    ghosts: deque[MoverJob] = field(default_factory=deque)  # what a dead one had finished, and never said
 
     def place(self, slot: int, key: Key) -> object:
         return slot if self.physical else key
@@ -112,7 +116,16 @@ class World:
     ) -> None:
         """`told`: of the rows that a tier held before, so many are told one by one; then, when `deliver` comes to it,
         the others without number, a few at a time. None: all at once."""
-        self.limits = limits or Limits(wait_s=5.0, hold_s=10.0, job_s=20.0, retry_s=3.0, moves_per_job=3)
+        self.limits = limits or Limits(
+            wait_s=5.0,
+            hold_s=10.0,
+            late_least_s=2.0,
+            overdue_least_s=10.0,
+            overdue_most_s=20.0,
+            retry_s=3.0,
+            moves_per_job=3,
+            breaker=BreakerLimits(most_s=20.0),
+        )
         self.rows = rows
         self.now = 0.0
         self.epoch = 0
@@ -157,7 +170,7 @@ class World:
         """What the supervisor does: expire, plan, send; kill what is overdue."""
         self.core.expire(self.now)
         for tier in self.core.overdue(self.now):
-            self.kill(tier)
+            self.doom(tier)
         jobs = self.core.plan(self.now)
         for tier, storage in enumerate(self.core.storage):
             for batch in storage.drops(4):
@@ -189,10 +202,10 @@ class World:
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
         for mover in self.movers:
-            mover.inbox.clear()
-            mover.finished.clear()
-            mover.listing.clear()
+            for queue in (mover.inbox, mover.finished, mover.ghosts, mover.listing):
+                queue.clear()
             mover.alive = True
+            mover.stuck = mover.doomed = False
             mover.epoch = 0
         self.epoch = 0
         self.region = [GARBAGE] * self.rows
@@ -233,7 +246,7 @@ class World:
     def mover_works(self, tier: int, outcome: Outcome = Outcome.OK) -> None:
         """The tier's mover does its next bit: one move of a job, a batch of drops, or a change of namespace."""
         mover = self.movers[tier]
-        if not mover.alive or not mover.inbox:
+        if not mover.alive or mover.stuck or not mover.inbox:
             return
         head = mover.inbox[0]
         if isinstance(head, int):
@@ -249,12 +262,14 @@ class World:
         else:
             self._move(mover, head, outcome)
             if len(head.done) == len(head.job.moves):
-                mover.finished.append(head)
+                (mover.ghosts if mover.doomed else mover.finished).append(head)
                 mover.inbox.popleft()
 
     def deliver(self, tier: int) -> None:
         """The engine hears of the mover's oldest finished job, or of more rows that it held before."""
         mover = self.movers[tier]
+        if mover.doomed:
+            return
         if mover.listing:
             self._tell(tier)
             self.tick()
@@ -265,14 +280,46 @@ class World:
 
     def kill(self, tier: int) -> None:
         """The mover dies where it stands, is reaped, and another one opens the same medium."""
+        while self.movers[tier].finished and not self.movers[tier].doomed:
+            self.deliver(tier)
+        self._bury(tier)
+
+    def hang(self, tier: int) -> None:
+        """The mover does nothing any more, until the medium heals or it is killed."""
+        self.movers[tier].stuck = True
+
+    def doom(self, tier: int) -> None:
+        """The mover is killed; until it is reaped, what it has in hand may still be written, and it answers nobody."""
+        mover = self.movers[tier]
+        if not mover.doomed:
+            mover.doomed = True
+            mover.stuck = False
+            mover.ghosts.extend(mover.finished)
+            mover.finished.clear()
+            mover.listing.clear()
+            self.core.killed(tier, self.now)
+
+    def reap(self, tier: int) -> None:
+        if self.movers[tier].doomed:
+            self._bury(tier)
+
+    def haunt(self, tier: int) -> None:
+        """A result of a dead mover turns up."""
+        mover = self.movers[tier]
+        if mover.ghosts and not mover.doomed:
+            late = mover.ghosts.popleft()
+            self.core.finished(tier, late.job.id, late.done, self.now)
+            self.tick()
+
+    def _bury(self, tier: int) -> None:
         mover = self.movers[tier]
         for head in list(mover.inbox)[:1]:
             if isinstance(head, MoverJob) and len(head.done) < len(head.job.moves):
                 self._move(mover, head, Outcome.FAILED)  # half of a row
-        while mover.finished:
-            self.deliver(tier)
         mover.inbox.clear()
         mover.listing.clear()
+        mover.alive = True
+        mover.doomed = mover.stuck = False
         self.core.lost(tier, self.now)
         mover.epoch = self.epoch
         self._announce(tier)
@@ -287,6 +334,9 @@ class World:
     def heal(self, tier: int) -> None:
         mover = self.movers[tier]
         mover.alive = True
+        mover.stuck = False
+        if mover.doomed:
+            return
         if self.core.storage[tier].state is TierState.DOWN and mover.epoch == self.epoch:
             self._announce(tier)
 
@@ -314,11 +364,18 @@ class World:
             promise(used == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
             promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
+            for job in storage.jobs.values():
+                patience_s = self.now - job.began_s
+                promise(mover.doomed or patience_s <= self.limits.overdue_most_s, "a job that never ends kills nobody")
+                waits = job.direction is Direction.LOAD and any(not move.row.gone for move in job.moves)
+                promise(not waits or patience_s <= self.limits.wait_s, "requests wait for a job that is late")
+                promise(not job.alone or len(job.moves) == 1, "a suspect has company")
 
     def quiesce(self) -> None:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
         for tier in range(len(self.movers)):
             self.heal(tier)
+            self.reap(tier)
         self._run_out()
         self.core.flushed()
         self.advance(self.limits.wait_s + self.limits.hold_s + 1)
@@ -327,6 +384,18 @@ class World:
         promise(not any(row.worker or row.mover or row.holds for row in rows), "a row stays pinned for ever")
         promise(self.core.host.used == len(rows), "a row is lost")
         promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
+        self._recover()
+
+    def _recover(self) -> None:
+        """All media are well: so must be all circuits, soon, if there is but something to try them with."""
+        for number in range(20):
+            if all(storage.circuit is BreakerState.CLOSED for storage in self.core.storage):
+                return
+            self.request([b"recover%d" % number])
+            for _ in range(4):
+                self._run_out()
+                self.advance(self.limits.breaker.most_s / 2)
+        promise(False, "a circuit never closes")
 
     def _run_out(self) -> None:
         for _ in range(300):
@@ -411,7 +480,8 @@ class World:
         self.tick()
 
     def _send(self, tier: int, message: MoverJob | list[tuple[int, Key]] | int) -> None:
-        self.movers[tier].inbox.append(message)
+        if not self.movers[tier].doomed:
+            self.movers[tier].inbox.append(message)
 
     def _open_moves(self) -> list[tuple[int, MoverJob]]:
         jobs = [(t, m) for t, mover in enumerate(self.movers) for m in mover.inbox if isinstance(m, MoverJob)]

@@ -12,7 +12,7 @@ from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import PlannedMove, Storage
+from nixl_tiers.cascade.storage import Job, PlannedMove, Storage
 from nixl_tiers.chunk import Key
 from nixl_tiers.testing.machine import CascadeMachine
 from nixl_tiers.testing.simulation import Mover, MoverJob, World
@@ -117,10 +117,51 @@ class AdoptedSlotsStayFree(TierManager):
         super().adopt_rows(tier, rows, newest)
 
 
+class OverdueLivesOn(TierManager):
+    """The deadline at which a mover is killed is off."""
+
+    def overdue(self, now: float) -> dict[int, str]:
+        return {}
+
+
+class LateIsWaitedFor(TierManager):
+    """The deadline at which a key is given up is off."""
+
+    def abandon(self, now: float) -> None:
+        pass
+
+
+class GenerationIgnored(TierManager):
+    """A new mover's jobs are told by the same numbers as those of the one before it."""
+
+    def lost(self, tier: int, now: float) -> None:
+        open_jobs = list(self.storage[tier].jobs)
+        super().lost(tier, now)
+        self._job_id = min(open_jobs, default=self._job_id + 1) - 1
+
+
+class CircuitNeverCloses(TierManager):
+    def _judge(self, storage: Storage, job: Job, good: bool, now: float) -> None:
+        super()._judge(storage, job, good and job.episode is None, now)
+
+
+class ReusedBeforeReap(TierManager):
+    """A killed mover is taken for a dead one."""
+
+    def killed(self, tier: int, now: float) -> None:
+        super().killed(tier, now)
+        super().lost(tier, now)
+
+
 MUTANTS = [
     AdoptedRowHasTwoOwners,
     AdoptedSlotsStayFree,
     BudgetOffByOne,
+    CircuitNeverCloses,
+    GenerationIgnored,
+    LateIsWaitedFor,
+    OverdueLivesOn,
+    ReusedBeforeReap,
     FailedCopyIsAHit,
     FailedLoadIsAHit,
     OldEpochSurvives,

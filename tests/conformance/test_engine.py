@@ -33,7 +33,7 @@ def keys_of(start: int, stop: int) -> list[Key]:
 
 
 @contextmanager
-def store_over(path: Path, *rules: Rule, job_s: float = 30.0) -> Iterator[TieredStore]:
+def store_over(path: Path, *rules: Rule, overdue_s: float = 30.0) -> Iterator[TieredStore]:
     """A store with few host rows over a file tier on a medium with these faults."""
     config = configuration.load(
         {
@@ -51,7 +51,7 @@ def store_over(path: Path, *rules: Rule, job_s: float = 30.0) -> Iterator[Tiered
     }
     hello = Hello(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
-    limits = Limits(wait_s=WAIT_S, job_s=job_s)
+    limits = Limits(wait_s=WAIT_S, overdue_least_s=overdue_s, overdue_most_s=overdue_s)
     engine = Engine(config, Namespace.of({"name": "faulty"}), region, hellos=[hello], limits=limits)
     with TieredStore(engine, region, config) as store:
         engine.start(30.0)
@@ -106,7 +106,7 @@ def test_rows_that_find_no_space_are_counted_and_stay_hits_in_the_host(tmp_path:
 
 def test_a_stalled_load_is_a_miss_in_time_and_its_mover_is_replaced(tmp_path: Path) -> None:
     keys = keys_of(0, 4)
-    with store_over(tmp_path, Rule(Fault.STALL, Way.LOAD, tuple(keys[:1])), job_s=4 * WAIT_S) as store:
+    with store_over(tmp_path, Rule(Fault.STALL, Way.LOAD, tuple(keys[:1])), overdue_s=4 * WAIT_S) as store:
         put_beneath(store, keys)
         pid = store.engine.mover_pids[0]
         assert get(store, keys[:1]) == [False]

@@ -30,7 +30,7 @@ KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
 HOST = 4 * MIB
 CAPACITY = 48 * MIB
-LIMITS = replace(Limits(), wait_s=1.0, hold_s=3.0, job_s=3.0, retry_s=0.3)
+LIMITS = replace(Limits(), wait_s=1.0, hold_s=3.0, overdue_least_s=3.0, overdue_most_s=6.0, retry_s=0.3)
 PATIENCE_S = 120.0  # of the tests, for what has no deadline of its own; machines may be very slow
 
 _turns = itertools.count()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.mover import client
+from nixl_tiers.mover import child, respawn
 from nixl_tiers.testing.proxy import FaultProxy
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from tests.faults.arena import CAPACITY, LIMITS, Arena, Line
@@ -28,9 +28,9 @@ Open = Callable[..., Arena]
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent mover is given up sooner than in production, and what died often comes back sooner."""
-    monkeypatch.setattr(client, "SILENCE_S", 4.0)
-    monkeypatch.setattr(client, "START_S", 20.0)
-    monkeypatch.setattr(client, "RESPAWN_S", (0.05, 0.2, 0.5, 1.0, 2.0))
+    monkeypatch.setattr(child, "SILENCE_S", 4.0)
+    monkeypatch.setattr(child, "START_S", 20.0)
+    monkeypatch.setattr(respawn, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def page(rows: list[tuple[str, ...]]) -> str:
     return INTRODUCTION.format(
         date=datetime.now(UTC).date(),
         machine=f"{platform.machine()}, {cores} cores, {memory} GiB, Linux {platform.release().split('-')[0]}",
-        limits=f"`wait_s` {LIMITS.wait_s:g} s, jobs {LIMITS.job_s:g} s, silence {4.0:g} s",
+        limits=f"`wait_s` {LIMITS.wait_s:g} s, jobs {LIMITS.overdue_least_s:g} s, silence {4.0:g} s",
     ) + "".join("| " + " | ".join(row) + " |\n" for row in table)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.mover import client
+from nixl_tiers.mover import child
 from nixl_tiers.testing.inventory import Inventory
 from nixl_tiers.testing.load import content, get, put
 from nixl_tiers.testing.waiting import until
@@ -31,9 +31,14 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
     on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """A hundred requests wait for a hundred rows each. All are answered in time."""
-    monkeypatch.setattr(client, "SILENCE_S", 60.0)  # they wait for their deadline, not for the mover's end
+    monkeypatch.setattr(child, "SILENCE_S", 60.0)  # they wait for their deadline, not for the mover's end
     number = MANY if tier == "slabs" else MANY // 10
-    arena = on_tier(f"{number} pending keys, mover stopped", tier, chunk=1024, limits=replace(LIMITS, job_s=30.0))
+    arena = on_tier(
+        f"{number} pending keys, mover stopped",
+        tier,
+        chunk=1024,
+        limits=replace(LIMITS, overdue_least_s=30.0, overdue_most_s=30.0),
+    )
     with arena.under_load():
         store, engine = arena.store, arena.store.engine
         keys = [b"crowd-%06d" % n for n in range(number)]

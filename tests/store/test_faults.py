@@ -64,6 +64,7 @@ def is_up(store: nixl_tiers.TieredStore, tier: str = "file") -> bool:
 def test_a_mover_that_dies_is_replaced_and_loses_nothing_that_was_stored(tmp_path: Path, deadly: int) -> None:
     keys = keys_of(0, 100)
     with nixl_tiers.open(with_file(tmp_path), SIZE, "n") as store:
+        until(lambda: is_up(store), "the tier")  # until then, nothing is written to it
         assert store.put(keys, rows_of(keys)) == 100
         assert store.flush(30)
         old = mover_pid(store)
@@ -103,6 +104,7 @@ def test_movers_killed_under_load_never_give_a_wrong_byte(tmp_path: Path) -> Non
 def test_a_stopped_mover_is_a_miss_within_the_wait_and_not_a_hang(tmp_path: Path) -> None:
     keys = keys_of(0, 60)
     with nixl_tiers.open(with_file(tmp_path, wait_s=0.5), SIZE, "n") as store:
+        until(lambda: is_up(store), "the tier")
         store.put(keys, rows_of(keys))
         assert store.flush(30)
         os.kill(mover_pid(store), signal.SIGSTOP)

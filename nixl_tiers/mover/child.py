@@ -1,0 +1,146 @@
+"""One mover process as the engine sees it: a child, its pidfd, and a non-blocking socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.memory.table import Table, TableError
+from nixl_tiers.mover.messages import (
+    HEARTBEAT_S,
+    MAX_PACKET,
+    AdoptTable,
+    Hello,
+    ToEngine,
+    ToMover,
+    decode_to_engine,
+    encode,
+)
+
+START_S: Final = 60.0  # a mover that imports, maps and opens for longer than this is hung
+SILENCE_S: Final = 20 * HEARTBEAT_S
+UNSENT_PACKETS: Final = 1024  # what is sent is bounded by windows of rows; only one that does not read has so many
+SOCKET_BYTES: Final = 1 << 20
+
+
+class Child:
+    """Nothing here waits for the process. After `kill` it is spoken to and listened to no more: what it still has to
+    say is about jobs that have failed, and it may say it for as long as it cannot be reaped."""
+
+    def __init__(self, hello: Hello, region_fd: int) -> None:
+        """Raises OSError if it cannot be started."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                for end in (ours, theirs):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+                ours.setblocking(False)
+                package_root = str(Path(__file__).parents[2])
+                path = os.environ.get("PYTHONPATH")
+                self.process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "nixl_tiers.mover"),
+                        *("--socket", str(theirs.fileno())),
+                        *("--region", str(region_fd)),
+                        *("--parent", str(os.getpid())),
+                    ],
+                    pass_fds=(theirs.fileno(), region_fd),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,  # NIXL logs there; what matters goes to stderr
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONPATH": f"{path}:{package_root}" if path else package_root},
+                )
+            self.pidfd = os.pidfd_open(self.process.pid)
+        except BaseException:
+            ours.close()
+            raise
+        self.socket = ours
+        self.heard_s = time.monotonic()
+        self.killed_s: float | None = None
+        self.ended = False  # no more will come from its socket
+        self.stopping = False
+        self._talked = False
+        self._unsent: deque[bytes] = deque([encode(hello)])
+
+    @property
+    def killed(self) -> bool:
+        return self.killed_s is not None
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is dead, and reaped by this look at the latest. Never waits."""
+        return self.process.poll() is not None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it has not read for so long that nothing more is kept for it."""
+        return len(self._unsent) >= UNSENT_PACKETS
+
+    def silent(self, now: float) -> bool:
+        return now - self.heard_s > (SILENCE_S if self._talked else START_S)
+
+    def send(self, message: ToMover) -> None:
+        """Queue a message; `flush` sends it. To one that is killed or crowded it is lost."""
+        if not self.killed and not self.crowded:
+            self._unsent.append(encode(message))
+
+    def flush(self) -> bool:
+        """Send what the socket takes; True when nothing is left."""
+        while self._unsent:
+            try:
+                self.socket.send(self._unsent[0])
+            except BlockingIOError:
+                return False
+            except OSError:  # it is gone; its pidfd tells
+                self._unsent.clear()
+                return True
+            self._unsent.popleft()
+        return True
+
+    def receive(self) -> Iterable[tuple[ToEngine, Table | None]]:
+        """Every message that has come, and the table that came with it; sets `ended` when there will be no more.
+        Raises msgspec.DecodeError or TableError for what is no message."""
+        while not self.ended and not self.killed:
+            try:
+                packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, fds = b"", []
+            if not packet:
+                self.ended = True
+                return
+            self.heard_s = time.monotonic()
+            self._talked = True
+            yield _read(packet, fds)
+
+    def kill(self) -> None:
+        if self.killed_s is None:
+            self.killed_s = time.monotonic()
+            self._unsent.clear()
+            self.process.kill()
+
+    def close(self) -> None:
+        self.socket.close()
+        os.close(self.pidfd)
+
+
+def _read(packet: bytes, fds: list[int]) -> tuple[ToEngine, Table | None]:
+    """The message, and its table. All descriptors are closed, whatever happens. Raises TableError."""
+    try:
+        message = decode_to_engine(packet)
+        if not isinstance(message, AdoptTable):
+            return message, None
+        if not fds:
+            raise TableError("a table was told of, and no descriptor came with it")
+        return message, Table.attach(fds.pop())
+    finally:
+        for fd in fds:
+            os.close(fd)
