@@ -22,12 +22,17 @@ COUNTERS: Final = {
     "corrupt": "Chunks that this tier gave back wrong: their seal refused them, and they became misses.",
     "failed": "Moves to or from this tier that ended in an error or too late.",
     "dropped": "Chunks that were not written to this tier because it could not keep up or had no room.",
+    "late": "Chunks whose load from this tier was given up because it took too long.",
+    "kills": "Mover processes of this tier that had to be killed.",
+    "deaths": "Mover processes of this tier that ended, killed or not, while they were needed.",
 }
 GAUGES: Final = {
     "used_bytes": "Bytes that this tier takes on its medium now.",
     "capacity_bytes": "Bytes that this tier may take.",
     "rows": "Chunks that this tier holds, as far as the engine has heard: what a look-up can hit.",
-    "up": "1 while the tier serves, 0 while it does not.",
+    "up": "1 while the tier's medium is open, 0 while it is not.",
+    "breaker": "The tier's circuit: 0 closed (it serves), 1 half-open (it is being tried), 2 open (it is left alone).",
+    "quarantined": "Rows of the host that nobody may use until a mover of this tier is surely done with them.",
 }
 
 
