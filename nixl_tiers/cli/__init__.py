@@ -25,12 +25,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go (default: demo-out)")
     demo.add_argument("--prompt-tokens", type=int, default=6032, help="length of the prompt (default: 6032)")
 
+    commands.add_parser("doctor", help="what this machine has for copies between GPU and host")
+
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "config":
             from nixl_tiers.cli.check import check_file
 
             return check_file(chosen.file)
+        if chosen.command == "doctor":
+            from nixl_tiers.cli.doctor import examine
+
+            return examine()
         from nixl_tiers.cli.demo import run
 
         return run(chosen.out, chosen.prompt_tokens)

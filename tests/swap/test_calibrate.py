@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nixl_tiers.cli import doctor
 from nixl_tiers.swap import calibrate, kernels, tables
 from nixl_tiers.swap.calibrate import Fixed, Measured, best, choose, guess
 from nixl_tiers.swap.cuda import CudaSwap
@@ -178,3 +179,12 @@ def test_a_transfer_takes_the_way_of_the_nearer_size() -> None:
 def test_multiprocessors_cost_a_little() -> None:
     assert best({"engine": 1.0, "ring8": 0.95}) == "engine"
     assert best({"engine": 1.0, "ring8": 0.8, "ring2": 0.82}) == "ring2"
+
+
+def test_the_doctor_sees_a_gpu(start: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = start(world())
+    monkeypatch.setattr(doctor, "open_driver", lambda: fake.driver)
+    assert list(doctor._gpus()) == [
+        "CUDA driver: 13.0, copies in batches",
+        "GPU 0: Fake GPU at ffff:ff:00.0; kernels: here",
+    ]

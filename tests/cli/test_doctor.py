@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.cli import doctor, main
+from nixl_tiers.swap import kernels
+from nixl_tiers.swap.calibrate import Measured
+from nixl_tiers.swap.driver import Driver, NoDriver
+
+
+def no_driver() -> Driver:
+    raise NoDriver("there is no CUDA driver here: it was hidden")
+
+
+def test_without_a_gpu_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "open_driver", no_driver)
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "copies in host memory: " in said
+    assert "GPU: there is no CUDA driver here: it was hidden\n" in said
+
+
+def test_what_was_measured_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "open_driver", no_driver)
+    folder = kernels.cache_folder()
+    measured = Measured({"store": [{"16": {"engine": 2e-6, "staged": 1e-6}}], "load": [{"16": {"engine": 1e-6}}]})
+    folder.mkdir()
+    about = {"gpu": "A GPU", "driver": 13000}
+    (folder / "choice-1.json").write_text(json.dumps({"about": about, "seconds": measured.seconds}))
+    (folder / "choice-2.json").write_text("{")
+    (folder / "choice-3.json").write_text('{"seconds": 7}')
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "measured on A GPU, driver 13000 (choice-1.json):" in said
+    assert "  store, group 0, 16 blocks: staged (staged 1 us, engine 2 us)" in said
+    assert "it cannot be read, and is measured anew" in said
