@@ -214,3 +214,15 @@ def test_parts(tmp_path: Path) -> None:
         assert 17 << 20 < ledger.asked_bytes(large) < 19 << 20  # of 60 MiB a half each, and nobody gives more than that
         ledger.ask(None, 1 << 30)
         assert 19 << 20 < ledger.asked_bytes(large) <= 20 << 20  # a third one is to come: 28 to spare, 20 is its part
+
+
+def test_ten_times_the_capacity(tmp_path: Path) -> None:
+    """The engine evicts, slot by slot; the disk is looked at all the time."""
+    with sampled(tmp_path, CAPACITY) as looks, mover_on(tmp_path) as mover:
+        core = Core(mover, 1)
+        stored = 0
+        while stored < 10 * core.slots:
+            stored += core.store().count(Outcome.OK)
+        core.check()
+        assert len(core.held) > core.slots - BATCH
+    assert max(looks) > 0.75 * CAPACITY  # a budget that is kept by not using it would be no feat
