@@ -1,0 +1,128 @@
+"""The parts of the core that keep a bad tier away: breaker, pace, suspects."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers.cascade.breaker import Breaker, BreakerLimits, BreakerState
+from nixl_tiers.cascade.pace import Pace
+from nixl_tiers.cascade.suspects import REMEMBERED, Suspects
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["good", "bad", "trip", "probe good", "probe bad"]), st.floats(0, 100)), max_size=60
+)
+
+
+def opened(limits: BreakerLimits | None = None) -> Breaker:
+    breaker = Breaker(limits)
+    for _ in range(breaker.limits.bad):
+        breaker.judge(False, 0.0)
+    assert breaker.state is BreakerState.OPEN
+    return breaker
+
+
+@given(EVENTS)
+def test_whatever_happened_a_circuit_closes_when_the_tier_is_well(events: list[tuple[str, float]]) -> None:
+    breaker, now = Breaker(), 0.0
+    for event, seconds in events:
+        now += seconds
+        breaker.watch(now)
+        if event.startswith("probe"):
+            if breaker.wants_probe:
+                breaker.end_probe(breaker.begin_probe(), event == "probe good", now)
+        elif event == "trip":
+            breaker.trip(now)
+        else:
+            breaker.judge(event == "good", now)
+        assert 0 <= breaker.backoff_s <= breaker.limits.most_s
+    now += breaker.limits.most_s
+    breaker.watch(now)
+    assert breaker.state is not BreakerState.OPEN
+    while breaker.wants_probe:
+        breaker.end_probe(breaker.begin_probe(), True, now)
+    assert breaker.closed
+
+
+def test_one_bad_job_among_good_ones_does_not_open_it() -> None:
+    breaker = Breaker()
+    for number in range(100):
+        breaker.judge(number % 3 != 0, float(number))
+    assert breaker.closed
+
+
+def test_old_verdicts_do_not_count() -> None:
+    breaker = Breaker()
+    for number in range(20):
+        breaker.judge(False, 30.0 * number)
+    assert breaker.closed
+
+
+def test_the_back_off_doubles_up_to_its_ceiling_and_starts_anew_after_a_calm_time() -> None:
+    breaker, now, seen = opened(), 0.0, []
+    for _ in range(8):
+        seen.append(breaker.backoff_s)
+        now += breaker.backoff_s
+        breaker.watch(now)
+        breaker.end_probe(breaker.begin_probe(), False, now)
+    assert seen == [1, 2, 4, 8, 16, 32, 60, 60]
+    breaker.watch(now + 60)
+    for _ in range(2):
+        breaker.end_probe(breaker.begin_probe(), True, now + 60)
+    breaker.trip(now + 500)
+    assert breaker.backoff_s == 1
+
+
+def test_one_probe_at_a_time_and_none_of_an_earlier_episode_counts() -> None:
+    breaker = opened()
+    breaker.watch(1.0)
+    stale = breaker.begin_probe()
+    assert not breaker.wants_probe
+    breaker.trip(1.0)
+    breaker.watch(10.0)
+    breaker.begin_probe()
+    breaker.end_probe(stale, False, 10.0)
+    assert breaker.state is BreakerState.HALF_OPEN
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(0, 1000)), max_size=100), st.integers(1, 1 << 30))
+def test_patience_has_a_floor_and_a_ceiling(jobs: list[tuple[int, float]], nbytes: int) -> None:
+    pace = Pace(4e6)
+    for size, seconds in jobs:
+        pace.ended(size, seconds)
+    assert 5.0 <= pace.patience_s(nbytes, 5.0, 10.0) <= 10.0
+
+
+def test_patience_follows_the_slower_jobs() -> None:
+    pace = Pace(4e6)
+    for _ in range(18):
+        pace.ended(100_000_000, 1.0)
+    assert pace.patience_s(1_000_000_000, 1.0, 1e9) == 40.0
+    for _ in range(18):
+        pace.ended(10_000_000, 1.0)
+    assert pace.patience_s(1_000_000_000, 1.0, 1e9) == 400.0
+
+
+def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial() -> None:
+    suspects = Suspects(5.0, 12.0)
+    suspects.failed(b"failed", 0.0)
+    suspects.accuse(b"accused", 0.0)
+    assert suspects.barred(b"failed", 4.0)
+    assert not suspects.barred(b"failed", 5.0)
+    assert suspects.barred(b"accused", 1000.0)
+    assert not suspects.trial_due(b"accused", 4.0)
+    assert suspects.trial_due(b"accused", 5.0)
+    for at, wait in ((5.0, 10.0), (15.0, 12.0), (27.0, 12.0)):
+        suspects.accuse(b"accused", at)
+        assert not suspects.trial_due(b"accused", at + wait - 0.1)
+        assert suspects.trial_due(b"accused", at + wait)
+    suspects.acquit(b"accused")
+    assert not suspects.barred(b"accused", 27.0)
+
+
+def test_suspects_are_a_bounded_number() -> None:
+    suspects = Suspects(5.0, 12.0)
+    for number in range(REMEMBERED + 10):
+        suspects.accuse(b"%d" % number, 0.0)
+    assert len(suspects) == REMEMBERED
+    assert not suspects.accused(b"0")

@@ -1,0 +1,142 @@
+"""The supervisor: whatever a mover does, it costs that mover and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.table import Table
+from nixl_tiers.mover import child
+from nixl_tiers.mover.client import Supervisor
+from nixl_tiers.mover.messages import AdoptTable, Drop, Heartbeat, Hello, Open, Opened, ToEngine, ToMover
+from nixl_tiers.mover.respawn import KILLS_AN_HOUR, Respawn
+from nixl_tiers.testing.waiting import until
+from tests.mover.harness import NAMESPACE
+
+GEOMETRY = Geometry(1, 60_000)
+
+
+class Recorder:
+    """A handler that notes what it hears, and may be told to raise."""
+
+    def __init__(self) -> None:
+        self.heard: list[ToEngine] = []
+        self.killed = self.lost = self.raises = 0
+        self.send: list[tuple[int, ToMover]] = []
+
+    def on_message(self, tier: int, message: ToEngine) -> None:
+        self.heard.append(message)
+        if self.raises:
+            self.raises -= 1
+            raise ZeroDivisionError
+
+    def on_table(self, tier: int, message: AdoptTable, table: Table) -> None:
+        table.close()
+
+    def on_killed(self, tier: int) -> None:
+        self.killed += 1
+
+    def on_lost(self, tier: int) -> None:
+        self.lost += 1
+
+    def on_tick(self) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
+        send, self.send = self.send, []
+        return send, {}, False
+
+    def opened(self) -> int:
+        return sum(isinstance(message, Opened) for message in self.heard)
+
+
+@contextmanager
+def supervised(tmp_path: Path) -> Iterator[tuple[Supervisor, Recorder]]:
+    region, recorder = HostRegion.create(GEOMETRY, 4), Recorder()
+    tier: dict[str, object] = {"type": "tests.mover.toys:Quick", "closed": str(tmp_path / "closed")}
+    supervisor = Supervisor([Hello(tier, 1, 60_000, 1, 4)], ["toy"], region.fd, recorder)
+    supervisor.start(Open(NAMESPACE, 0))
+    try:
+        until(recorder.opened, "the mover", 60)
+        yield supervisor, recorder
+    finally:
+        supervisor.close(10)
+        region.close()
+
+
+def test_a_message_that_cannot_be_applied_costs_the_mover_and_the_thread_goes_on(tmp_path: Path) -> None:
+    with supervised(tmp_path) as (_, recorder):
+        recorder.raises = 1
+        until(lambda: recorder.opened() > 1, "another mover", 60)
+        assert (recorder.killed, recorder.lost) == (1, 1)
+
+
+def test_a_mover_that_does_not_read_is_killed_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "UNSENT_PACKETS", 10)
+    with supervised(tmp_path) as (supervisor, recorder):
+        pid = supervisor.pids[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+
+        def stuff() -> bool:
+            recorder.send = [(0, Drop([(0, bytes(200))] * 200))] * 20
+            supervisor.wake()
+            return bool(recorder.lost)
+
+        until(stuff, "its end", 60)
+        assert recorder.killed == 1
+        until(lambda: recorder.opened() > 1, "another mover", 60)
+
+
+def test_a_mover_that_cannot_be_reaped_is_not_replaced_and_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with supervised(tmp_path) as (supervisor, recorder):
+        mover = supervisor._movers[0]
+        assert mover is not None
+        really = mover.process.kill
+        monkeypatch.setattr(mover.process, "kill", lambda: None)  # as if it hung in the kernel
+        recorder.raises = 1
+        until(lambda: recorder.killed, "the kill", 60)
+        heard = len(recorder.heard)
+        turns = supervisor.turns
+        until(lambda: supervisor.turns > turns + 3, "some turns", 60)
+        assert len(recorder.heard) == heard
+        assert recorder.lost == 0
+        assert supervisor.pids == [mover.process.pid]
+        really()
+        until(lambda: recorder.opened() > 1, "another mover", 60)
+        assert recorder.lost == 1
+
+
+def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:
+    def beats(recorder: Recorder) -> int:
+        return sum(isinstance(message, Heartbeat) for message in recorder.heard)
+
+    with supervised(tmp_path) as (supervisor, recorder):
+        until(lambda: beats(recorder) >= 2, "it to settle", 60)
+        began, turns = time.monotonic(), supervisor.turns
+        before = len(recorder.heard)
+        until(lambda: len(recorder.heard) >= before + 4, "four heartbeats", 60)
+        # Every message wakes it, and its own clock does every second.
+        elapsed_s = time.monotonic() - began
+        assert supervisor.turns - turns <= len(recorder.heard) - before + elapsed_s + 3
+
+
+def test_kills_are_bounded_by_the_hour_and_deaths_are_not() -> None:
+    respawn, now = Respawn(), 0.0
+    for _ in range(3 * KILLS_AN_HOUR):
+        now = respawn.died(now)
+    assert now <= 60.0 * 3 * KILLS_AN_HOUR
+    respawn, now, starts = Respawn(), 0.0, []
+    for _ in range(3 * KILLS_AN_HOUR):
+        respawn.killed(now)
+        now = respawn.died(now)
+        starts.append(now)
+    for first, last in zip(starts, starts[KILLS_AN_HOUR:], strict=False):
+        assert last - first >= 3600.0 - 120.0
