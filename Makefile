@@ -3,6 +3,7 @@
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes the table in docs/faults.md
+#   make fuzz MINUTES=10            other random examples of the property tests; SEED=n has those of before again
 #   make soak MINUTES=10            random load and random faults, every byte checked
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
 #   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip does not know it already
@@ -21,7 +22,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: all setup lint format test test-all faults soak demo bench clean distclean
+.PHONY: all setup lint format test test-all faults fuzz soak demo bench clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -69,6 +70,10 @@ test-all: $(VENV)/.ready
 # Half an hour, and more on a slow machine.
 faults: $(VENV)/.ready
 	NIXL_TIERS_FAULTS_TABLE=docs/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
+
+# Other random examples of the state machines and of the formats than `make test` tries, until the time is up.
+fuzz: $(VENV)/.ready
+	$(PY) tests/fuzz.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 soak: $(VENV)/.ready
 	$(PY) -m nixl_tiers.testing.soak --minutes $(MINUTES)
