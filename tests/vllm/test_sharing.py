@@ -1,0 +1,150 @@
+"""Engines that were started separately: with the same weights each finds what the other stored, with any other never.
+
+What can be told without an engine is in test_fingerprint.py; here real engines decide.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.testing.servers import MotoServer
+from nixl_tiers.testing.waiting import until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BLOCK = vllm_cpu.BLOCK_TOKENS
+CPU = {"type": "cpu", "capacity": "64MiB"}
+Engine = Callable[..., list[Any]]
+
+
+def prompt(number: int) -> list[int]:
+    return [(7 * i * i + 3 * i + number) % 500 + 1 for i in range(700)]
+
+
+def ask(number: int = 0) -> list[Any]:
+    return ["generate", [prompt(number)], 4]
+
+
+WHOLE = 700 // BLOCK * BLOCK
+CHUNKS = WHOLE // BLOCK
+
+
+@pytest.fixture(scope="module")
+def options(small_model: Path) -> dict[str, Any]:
+    return {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 1}
+
+
+@pytest.fixture(scope="module")
+def stored(
+    engine: Engine, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[Any]]:
+    """The tiers in which an engine, gone by now, has stored one prompt before a reset and one after it; its answers."""
+    files = {"type": "file", "layout": "files", "path": str(tmp_path_factory.mktemp("kv")), "capacity": "64MiB"}
+    tiers = {"tiers": [CPU, files]}
+    first, _, _, second, _, stats = engine(tiers, ask(0), ["flush"], ["reset"], ask(1), ["flush"], ["stats"], **options)
+    assert stats["file"]["rows"] == CHUNKS, "what was stored after the reset is in a namespace of its own"
+    return tiers, [first, second]
+
+
+def test_with_the_same_weights_all_of_it_is_a_hit(
+    engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]]
+) -> None:
+    tiers, answers = stored
+    answer, stats = engine(tiers, ask(0), ["stats"], **options)
+    assert answer[0]["cached"] == WHOLE
+    assert answer[0]["tokens"] == answers[0][0]["tokens"]
+    assert stats["file"]["hits"] == CHUNKS
+
+
+def test_what_was_stored_after_a_reset_is_nobody_elses(
+    engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]]
+) -> None:
+    tiers, _ = stored
+    answer, stats = engine(tiers, ask(1), ["stats"], **options)
+    assert answer[0]["cached"] == 0
+    assert stats["file"]["hits"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({}, {"dtype": "bfloat16"}),
+        ({}, {"block_size": 64}),
+        ({"blocks_per_chunk": 2}, {}),
+        ({"salt": "tenant"}, {}),
+        ({}, {"env": {"PYTHONHASHSEED": "7"}}),
+        ({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
+        ({}, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}),
+        ({"model_id": "mine"}, {}),
+    ],
+    ids=["dtype", "layout", "chunk", "salt", "seed", "hash", "rope", "name"],
+)
+def test_with_another_option_nothing_is_a_hit(
+    engine: Engine,
+    options: dict[str, Any],
+    stored: tuple[dict[str, Any], list[Any]],
+    fields: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    tiers, _ = stored
+    answer, stats = engine({**tiers, **fields}, ask(0), ["stats"], **{**options, **settings})
+    assert answer[0]["cached"] == 0
+    assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0, "not even looked at"
+
+
+def test_with_another_revision_of_the_weights_nothing_is_a_hit(
+    engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]], small_model: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiers, _ = stored
+    revision = shutil.copytree(small_model, tmp_path / "revision")
+    (file,) = revision.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file, {"format": "pt"})
+    answer, stats = engine(tiers, ask(0), ["stats"], **{**options, "path": revision})
+    assert answer[0]["cached"] == 0
+    assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0
+
+
+@pytest.mark.parametrize("medium", ["files", "bucket"])
+def test_engines_find_each_others_chunks_while_both_run(
+    engine: Engine, options: dict[str, Any], tmp_path: Path, medium: str, moto: MotoServer
+) -> None:
+    if medium == "files":
+        shared: dict[str, Any] = {"type": "file", "layout": "files", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    else:
+        shared = {
+            "type": "s3",
+            "bucket": moto.make_bucket(f"sharing-{os.getpid()}"),
+            "endpoint": moto.endpoint,
+            "capacity": "64MiB",
+        }
+    tiers = {"tiers": [CPU, shared]}
+    stored, looked = tmp_path / "stored", tmp_path / "looked"
+    settings = {**options, "env": {**moto.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(
+            engine, tiers, ask(0), ["flush"], ["tell", str(stored)], ["await", str(looked)], ["stats"], **settings
+        )
+        try:
+            until(lambda: stored.exists() or first.done(), "the first engine", timeout_s=240)
+            assert stored.exists(), first.exception()
+            answer, stats = engine(tiers, ask(0), ["stats"], **settings)
+        finally:
+            looked.touch()
+        cold, *_ = first.result()
+    assert (cold[0]["cached"], answer[0]["cached"]) == (0, WHOLE)
+    assert answer[0]["tokens"] == cold[0]["tokens"]
+    name = "file" if medium == "files" else "s3"
+    assert stats[name]["hits"] == CHUNKS
