@@ -89,7 +89,7 @@ def choose(
 ) -> Choice:
     """The choice that the environment asks for, or that was measured before, or is measured now and kept in `folder`.
 
-    Raises ValueError for an environment that names no way; WrongBytes, CudaError where nothing works.
+    Raises ValueError for an environment that names no way; WrongBytes where even the copy engine brings wrong bytes.
     """
     wanted = os.environ.get(ENVIRONMENT, "auto")
     if wanted in NAMES:
@@ -102,7 +102,11 @@ def choose(
     kept = (folder or cache_folder()) / f"choice-{_digest(about)}.json"
     measured = None if wanted == "measure" else read(kept)
     if measured is None or not _fits(measured, plan):
-        measured = measure(device, plan, pinned, kernels)
+        try:
+            measured = measure(device, plan, pinned, kernels)
+        except CudaError as error:  # most likely the engine has taken all memory but a little
+            log.warning("nixl_tiers: the ways over the bus could not be measured, and are chosen by size: %s", error)
+            return guess(plan, kernels)
         with contextlib.suppress(OSError):
             write_whole(kept, json.dumps({"about": about, "seconds": measured.seconds}, indent=1).encode())
     log.info("nixl_tiers: ways over the bus: %s", "; ".join(lines(measured)))

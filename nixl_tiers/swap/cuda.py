@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from numpy.typing import ArrayLike
 
 from nixl_tiers.swap import kernels as images
-from nixl_tiers.swap.calibrate import choose
+from nixl_tiers.swap.calibrate import MOST_BLOCKS, choose
 from nixl_tiers.swap.driver import CudaError, Device, Driver, open_driver
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.lane import Choice, Events, Lane, Transfer
@@ -64,7 +64,16 @@ class CudaSwap:
             self._in = Lane(*parts, to_host=False)
             undo.callback(self._in.close)
             self._choice: Choice = choice or choose(self._device, plan, self._pinned, self.kernels)
+            self._prepare()
             self._undo = undo.pop_all()
+
+    def _prepare(self) -> None:
+        """Make the ways that will be taken now: to allocate memory later would hold up the engine."""
+        with self._device.current():
+            for to_host, lane in ((True, self._out), (False, self._in)):
+                for group in range(len(self.plan.groups)):
+                    for blocks in (1, MOST_BLOCKS):
+                        lane.path(self._choice(to_host, group, blocks), group)
 
     @property
     def pinned(self) -> bool:

@@ -25,6 +25,7 @@ _BATCH_VERSION: Final = 12080  # the first that has batches; this number also sa
 _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
 _OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _NON_BLOCKING: Final = 1  # no order with the legacy default stream but what events say
+_BLOCKING: Final = 1  # who waits for an event sleeps, instead of keeping a core busy for as long as a copy takes
 _NO_TIMING: Final = 2
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CAPABILITY: Final = (75, 76)
@@ -183,7 +184,7 @@ class Driver:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def event(self, *, timed: bool = False) -> int:
-        return self._handle("cuEventCreate", 0 if timed else _NO_TIMING)
+        return self._handle("cuEventCreate", _BLOCKING if timed else _NO_TIMING)
 
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy_v2", event)

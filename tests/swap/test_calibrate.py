@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.cli import doctor
 from nixl_tiers.swap import calibrate, kernels, tables
 from nixl_tiers.swap.calibrate import Fixed, Measured, best, choose, guess
 from nixl_tiers.swap.cuda import CudaSwap
@@ -169,6 +168,18 @@ def test_memory_that_is_not_pinned_is_not_measured(start: Callable[..., Fake], t
         assert guess(here.plan, None) == Fixed(("engine", "engine"))
 
 
+def test_without_memory_to_measure_with_size_decides(
+    start: Callable[..., Fake], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world()
+    fake = start(here)
+    with parts(fake, here) as (device, pinned, loaded):
+        fake.fail("cuMemAlloc_v2", 2)
+        assert choose(device, here.plan, pinned, loaded, tmp_path) == Fixed(("staged", "staged"))
+    assert "could not be measured, and are chosen by size: cuMemAlloc_v2 failed" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_transfer_takes_the_way_of_the_nearer_size() -> None:
     few, many = {"engine": 1.0, "staged": 2.0}, {"engine": 2.0, "staged": 1.0}
     measured = Measured({"store": [{"16": few, "1024": many}], "load": [{"16": many}]})
@@ -182,6 +193,7 @@ def test_multiprocessors_cost_a_little() -> None:
 
 
 def test_the_doctor_sees_a_gpu(start: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = pytest.importorskip("nixl_tiers.cli.doctor", exc_type=ImportError)
     fake = start(world())
     monkeypatch.setattr(doctor, "open_driver", lambda: fake.driver)
     assert list(doctor._gpus()) == [

@@ -197,7 +197,7 @@ def test_ways_taken_in_turn_keep_their_order(machine: Callable[..., Fake], seed:
     """Two stores of one lane to the same places by different ways: the later one is what stays."""
     rng = np.random.default_rng(seed)
     world = world_of(rng, [[2048] * 3], blocks=16, rows=4, sub_blocks=3)
-    turns = iter(["staged", "engine", "ring4", "staged", "ring4", "engine"] * 2)
+    turns = iter(["engine"] * 4 + ["staged", "engine", "ring4", "staged", "ring4", "engine"] * 2)  # 4 at the start
     fake = machine(seed)
     fake.own(world)
     swap = CudaSwap(
@@ -209,6 +209,7 @@ def test_ways_taken_in_turn_keep_their_order(machine: Callable[..., Fake], seed:
         transfer = swap.store(0, blocks, places)
     expected = world.store(0, blocks, places)
     transfer.wait()
+    fake.finish()  # what was late would come now
     assert_same(world.region, expected, "region")
     swap.close()
 
@@ -341,8 +342,8 @@ def test_a_way_without_memory_is_left_to_the_copy_engine(
     rng = np.random.default_rng(1)
     world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine(1)
+    fake.fail("cuMemAlloc_v2", OUT_OF_MEMORY, after=2)  # two tables, then the buffer of stores
     swap = swap_of(fake, world, "staged")
-    fake.fail("cuMemAlloc_v2", OUT_OF_MEMORY)
     move_all(world, swap, rng)
     assert "the copy engine takes what staged should: cuMemAlloc_v2 failed" in caplog.text
     swap.close()
