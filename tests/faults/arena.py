@@ -156,7 +156,7 @@ class Arena:
     def _comes_back(self) -> bool:
         keys: list[Key] = [b"probe-%d-%d" % (next(_turns), n) for n in range(4)]
         put(self.store, keys)
-        deadline = time.monotonic() + 2 * self.limits.wait_s
+        deadline = time.monotonic() + 10 * self.limits.wait_s
         while time.monotonic() < deadline:
             places = self.store.locate(keys)
             if places == [self.name] * len(keys):
@@ -166,7 +166,7 @@ class Arena:
             if None in places:
                 return False
             # Only what the host has let go can come from the tier.
-            put(self.store, [b"filler-%d" % next(_turns) for _ in range(8)])
+            put(self.store, [b"filler-%d" % next(_turns) for _ in range(self.store.engine.region.rows // 8)])
         return False
 
     # --- what is seen ---------------------------------------------------------------------------------------------

@@ -24,15 +24,13 @@ TIERS = ("slabs", "files", "s3")
 MANY = 10_000
 
 
-@pytest.mark.parametrize(
-    "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
-)
+@pytest.mark.parametrize("tier", ["slabs", pytest.param("files", marks=pytest.mark.faults)])
 def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
     on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """A hundred requests wait for a hundred rows each. All are answered in time."""
     monkeypatch.setattr(child, "SILENCE_S", 60.0)  # they wait for their deadline, not for the mover's end
-    number = MANY if tier == "slabs" else MANY // 10
+    number = MANY if tier == "slabs" else MANY // 2  # several times the rows of the host
     arena = on_tier(
         f"{number} pending keys, mover stopped",
         tier,
