@@ -87,7 +87,8 @@ class Load:
         self._prompts = prompts
         self._depth = depth
         self._fresh = fresh
-        self._pause_s = pause_s
+        self.pause_s = pause_s
+        """Between two turns of a thread, in seconds; may be changed at any time."""
         self._salt = salt
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -129,7 +130,7 @@ class Load:
 
     def _run(self, number: int) -> None:
         random, turns = Random(f"{self._seed} {number}"), itertools.count()
-        while not self._stop.wait(self._pause_s):
+        while not self._stop.wait(self.pause_s):
             fresh = random.random() < self._fresh
             prompt = f"{number}-{next(turns)}" if fresh else random.randrange(self._prompts)
             try:
