@@ -192,26 +192,44 @@ def test_halves_of_the_staging_buffer_are_not_overrun(
     swap.close()
 
 
+@pytest.mark.parametrize("later", ["engine", "ring4"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ways_taken_in_turn_keep_their_order(machine: Callable[..., Fake], seed: int) -> None:
-    """Two stores of one lane to the same places by different ways: the later one is what stays."""
+def test_ways_taken_in_turn_keep_their_order(machine: Callable[..., Fake], seed: int, later: str) -> None:
+    """Two stores of one lane to the same places by ways on different streams: the later one is what stays."""
     rng = np.random.default_rng(seed)
     world = world_of(rng, [[2048] * 3], blocks=16, rows=4, sub_blocks=3)
-    turns = iter(["engine"] * 4 + ["staged", "engine", "ring4", "staged", "ring4", "engine"] * 2)  # 4 at the start
+    taken = ["staged"]
     fake = machine(seed)
     fake.own(world)
     swap = CudaSwap(
-        world.plan, compute_stream=lambda: 0, driver=fake.driver, choice=lambda to_host, group, blocks: next(turns)
+        world.plan, compute_stream=lambda: 0, driver=fake.driver, choice=lambda to_host, group, blocks: taken[-1]
     )
     places = list(range(12))
-    for _ in range(12):
-        blocks = rng.permutation(16)[:12].tolist()
-        transfer = swap.store(0, blocks, places)
-    expected = world.store(0, blocks, places)
-    transfer.wait()
-    fake.finish()  # what was late would come now
-    assert_same(world.region, expected, "region")
+    for _ in range(20):
+        for way in ("staged", later):
+            taken.append(way)
+            blocks = rng.permutation(16)[:12].tolist()
+            transfer = swap.store(0, blocks, places)
+        expected = world.store(0, blocks, places)
+        transfer.wait()
+        fake.finish()  # what was late would come now
+        assert_same(world.region, expected, "region")
     swap.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_uploaded_is_there(machine: Callable[..., Fake], seed: int) -> None:
+    """Whatever stream asks for it next: none of ours waits for the default one."""
+    fake = machine(seed)
+    memory, data = np.zeros(4096, np.uint8), np.arange(4096).astype(np.uint8)
+    fake.own_bytes(memory)
+    device = lane.Device(fake.driver, 0)
+    with device.current() as driver:
+        driver.upload(memory.ctypes.data, data)
+        assert_same(memory, data, "memory")
+        driver.fill(memory.ctypes.data, 3, 4096)
+        assert (memory == 3).all()
+    device.close()
 
 
 def test_batches_are_bounded_and_never_on_the_default_stream(machine: Callable[..., Fake]) -> None:
