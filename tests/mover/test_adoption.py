@@ -13,7 +13,7 @@ import pytest
 from nixl_tiers.memory.table import Table, TableError, key_digest
 from nixl_tiers.mover import adoption as module
 from nixl_tiers.mover.adoption import Adoption, Told
-from nixl_tiers.mover.client import _read
+from nixl_tiers.mover.child import _read
 from nixl_tiers.mover.messages import MAX_PACKET, Adopt, AdoptTable, Entry, Finished, ToEngine, encode
 from nixl_tiers.mover.process import Outbox
 from nixl_tiers.mover.teller import LOOK_S, MAX_TABLES, PAUSE_S, Teller
