@@ -54,7 +54,9 @@ class Endings(Queues):
         """What the end of a job says about its keys and its tier; of a late one, that was said when it was late."""
         for move, outcome in zip(job.moves, outcomes, strict=True):
             if outcome is Outcome.OK:
-                storage.suspects.acquit(move.key)
+                # The request that asked for it will ask for the next of them only when it comes again.
+                company = storage.suspects.acquit(move.key)
+                storage.trials.update((key, None) for key in company if storage.suspects.accused(key))
             elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or storage.suspects.accused(move.key)):
                 storage.suspects.failed(move.key, now)
         failed = sum(outcome is Outcome.FAILED for outcome in outcomes)
@@ -70,9 +72,9 @@ class Endings(Queues):
         if job.direction is Direction.STORE:
             return  # its rows can be read as ever; they are only pinned
         storage.counters.late += len(job.moves)
+        if accuse:
+            storage.suspects.accuse((move.key for move in job.moves), now)
         for move in job.moves:
-            if accuse:
-                storage.suspects.accuse(move.key, now)
             if storage.index.get(move.key) is move.entry:
                 storage.stay(move.key, self._tick)
             if not move.row.gone:

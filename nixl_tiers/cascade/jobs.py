@@ -110,6 +110,4 @@ class Jobs(Endings):
             or [job for job in jobs if job.late]
             or jobs
         )
-        for job in blamed:
-            for move in job.moves:
-                storage.suspects.accuse(move.key, now)
+        storage.suspects.accuse((move.key for job in blamed for move in job.moves), now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.chunk import Key
@@ -11,12 +12,13 @@ REMEMBERED: Final = 4096
 
 
 class _Suspect:
-    __slots__ = ("accused", "retry_at", "strikes")
+    __slots__ = ("accused", "company", "retry_at", "strikes")
 
     def __init__(self) -> None:
         self.strikes = 0
         self.retry_at = 0.0
         self.accused = False
+        self.company: list[Key] = []
 
 
 class Suspects:
@@ -24,7 +26,8 @@ class Suspects:
 
     A key that *failed* costs whoever asks for it an error: it is a miss until its back-off has passed. A key that is
     *accused* was in a job that never ended, or that its mover died of: no request waits for it until it was tried alone
-    and came through, so that one poisonous row cannot take a tier away from all others.
+    and came through, so that one poisonous row cannot take a tier away from all others. Most of those that were in a
+    job with it are innocent: when one of them has come through, it is the turn of the rest.
     """
 
     __slots__ = ("_book", "_first_s", "_most_s")
@@ -55,14 +58,22 @@ class Suspects:
         """Its move ended in an error. Whoever says so is alive: the key kills nobody."""
         self._strike(key, now).accused = False
 
-    def accuse(self, key: Key, now: float) -> None:
-        """Its move did not end in time, or its mover died with it in hand."""
-        self._strike(key, now).accused = True
+    def accuse(self, keys: Iterable[Key], now: float) -> None:
+        """Their moves did not end in time, or their mover died with them in hand."""
+        company = list(keys)
+        for key in company:
+            suspect = self._strike(key, now)
+            suspect.accused = True
+            suspect.company = company
 
-    def acquit(self, key: Key) -> None:
-        """It came through."""
-        if self._book:
-            self._book.pop(key, None)
+    def acquit(self, key: Key) -> Sequence[Key]:
+        """It came through. Returns those that were accused together with it, once, if it was: they may be tried now."""
+        suspect = self._book.pop(key, None) if self._book else None
+        if suspect is None:
+            return ()
+        company = [*suspect.company]
+        suspect.company.clear()
+        return company
 
     def clear(self) -> None:
         self._book.clear()

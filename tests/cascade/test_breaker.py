@@ -106,14 +106,14 @@ def test_patience_follows_the_slower_jobs() -> None:
 def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial() -> None:
     suspects = Suspects(5.0, 12.0)
     suspects.failed(b"failed", 0.0)
-    suspects.accuse(b"accused", 0.0)
+    suspects.accuse([b"accused"], 0.0)
     assert suspects.barred(b"failed", 4.0)
     assert not suspects.barred(b"failed", 5.0)
     assert suspects.barred(b"accused", 1000.0)
     assert not suspects.trial_due(b"accused", 4.0)
     assert suspects.trial_due(b"accused", 5.0)
     for at, wait in ((5.0, 10.0), (15.0, 12.0), (27.0, 12.0)):
-        suspects.accuse(b"accused", at)
+        suspects.accuse([b"accused"], at)
         assert not suspects.trial_due(b"accused", at + wait - 0.1)
         assert suspects.trial_due(b"accused", at + wait)
     suspects.acquit(b"accused")
@@ -123,6 +123,6 @@ def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial()
 def test_suspects_are_a_bounded_number() -> None:
     suspects = Suspects(5.0, 12.0)
     for number in range(REMEMBERED + 10):
-        suspects.accuse(b"%d" % number, 0.0)
+        suspects.accuse([b"%d" % number], 0.0)
     assert len(suspects) == REMEMBERED
     assert not suspects.accused(b"0")

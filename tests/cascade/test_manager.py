@@ -218,6 +218,27 @@ def test_a_tier_that_is_down_is_a_miss_at_once_and_loses_nothing() -> None:
     assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
 
 
+def test_when_one_of_those_that_were_late_together_comes_through_alone_the_others_are_tried_unasked() -> None:
+    core = only_stored(CHAIN[:4])
+    assert scan(core, CHAIN[:4], "r") == [PENDING] * 4
+    jobs = core.plan(0.0)
+    core.watch(6.0)
+    run(core, jobs)
+    core.finish_request("r")
+    assert scan(core, CHAIN[:4], "too early", 7.0) == [MISS]
+    assert core.plan(7.0) == []
+    assert scan(core, CHAIN[:4], "other", 12.0) == [MISS]
+    tried = []
+    while jobs := core.plan(12.0):
+        tried += [[move.key for move in job.moves] for job in jobs]
+        for job in jobs:
+            bad = job.moves[0].key == CHAIN[2]
+            core.finished(0, job.id, [Outcome.FAILED if bad else Outcome.OK], 12.0)
+    assert sorted(tried) == [[key] for key in CHAIN[:4]], "each of them once, alone"
+    core.finish_request("other")
+    assert scan(core, CHAIN[:4], "again", 13.0) == [PENDING, PENDING, MISS]
+
+
 def test_all_storage_failing_behaves_like_a_host_only_configuration() -> None:
     bare, failing = manager(rows=4, tiers=()), manager(rows=4, tiers=("file", "s3"))
     for n, keys in enumerate([CHAIN[:3], CHAIN[2:6], CHAIN[:2], CHAIN[5:8], CHAIN[:4]]):

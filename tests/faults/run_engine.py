@@ -1,8 +1,8 @@
-"""A real engine in a process of its own, whose one storage tier is struck while a request waits for it.
+"""A real engine in a process of its own, whose one storage tier is struck again and again while a request waits for it.
 
-    python run_engine.py MODEL PORT BUCKET FAULT        PORT: of an S3 server; FAULT: "black hole" or "kill"
+    python run_engine.py MODEL PORT BUCKET FAULT...        PORT: of an S3 server; FAULT: one of STRIKES
 
-Prints one line of JSON: what the engine said cold, while struck, and afterwards.
+Prints one line of JSON: what the engine said cold, and for each fault while struck and when the tier had healed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,20 @@ from nixl_tiers.testing.waiting import until
 from tests.vllm.run_engine import generate
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
+WHOLE = 1024  # tokens of it that are in whole blocks
+HEAL_S = 240.0
+
+STRIKES: dict[str, Callable[[Any, FaultProxy], None]] = {
+    "black hole": lambda store, proxy: proxy.disturb(Trouble(Kind.BLACK_HOLE)),
+    "refused": lambda store, proxy: proxy.disturb(Trouble(Kind.REFUSE)),
+    "SIGKILL": lambda store, proxy: os.kill(store.engine.mover_pids[0], signal.SIGKILL),
+    "SIGSTOP": lambda store, proxy: os.kill(store.engine.mover_pids[0], signal.SIGSTOP),
+}
 
 
-def main(model: Path, port: int, bucket: str, fault: str) -> dict[str, Any]:
+def main(model: Path, port: int, bucket: str, faults: Sequence[str]) -> dict[str, Any]:
     with FaultProxy(port) as proxy:
-        s3 = {"type": "s3", "bucket": bucket, "prefix": fault.replace(" ", "-"), "endpoint": proxy.endpoint}
+        s3 = {"type": "s3", "bucket": bucket, "prefix": "struck", "endpoint": proxy.endpoint}
         tiers = [{"type": "cpu", "capacity": "16MiB"}, {**s3, "capacity": "256MiB"}]
         transfer = {
             "kv_connector": "OffloadingConnector",
@@ -47,34 +57,45 @@ def main(model: Path, port: int, bucket: str, fault: str) -> dict[str, Any]:
             cold = ask(llm)
             assert store.flush(60)
             assert store.stats()["s3"]["rows"] > 0
-            forget(llm, store)
-            proxy.disturb(Trouble(Kind.TRICKLE, methods=frozenset({"GET"}), bytes_per_s=5000))
-            striker = threading.Thread(target=strike, args=(store, proxy, fault))
-            striker.start()
-            struck = ask(llm)
-            striker.join()
-            proxy.clear()
-            until(lambda: comes_back(llm, store), "the tier to heal", 120)
-            forget(llm, store)
-            healed = ask(llm)
-            return {"cold": cold, "struck": struck, "healed": healed, "stats": store.stats()}
+            struck = {fault: strike(llm, store, proxy, fault) for fault in faults}
+            return {"cold": cold, "struck": struck, "stats": store.stats()}
         finally:
             llm.llm_engine.engine_core.shutdown()
+
+
+def strike(llm: Any, store: Any, proxy: FaultProxy, fault: str) -> dict[str, Any]:
+    """In the middle of the promotion that a request waits for."""
+    forget(llm, store)
+    before = proxy.struck[Kind.TRICKLE]
+    proxy.disturb(Trouble(Kind.TRICKLE, methods=frozenset({"GET"}), bytes_per_s=5000))
+
+    def hit() -> None:
+        until(lambda: proxy.struck[Kind.TRICKLE] > before, "a row to be under way", 120)
+        STRIKES[fault](store, proxy)
+
+    striker = threading.Thread(target=hit)
+    striker.start()
+    during = ask(llm)
+    striker.join()
+    proxy.clear()
+    began = time.monotonic()
+    after: list[dict[str, Any]] = []
+
+    def healed() -> bool:
+        """Whether all of the prompt comes from storage; each request has the rows tried that it could not have."""
+        assert store.flush(60)
+        forget(llm, store)
+        after[:] = [ask(llm)]
+        return bool(after[0]["cached"] == WHOLE)
+
+    until(healed, f"the tier to heal of {fault}", HEAL_S)
+    return {"during": during, "after": after[0], "healed_s": time.monotonic() - began}
 
 
 def ask(llm: Any) -> dict[str, Any]:
     began = time.monotonic()
     (answer,) = generate(llm, [PROMPT], 8)
     return {**answer, "seconds": time.monotonic() - began}
-
-
-def strike(store: Any, proxy: FaultProxy, fault: str) -> None:
-    """In the middle of the promotion that the request waits for."""
-    until(lambda: proxy.struck[Kind.TRICKLE], "a row to be under way", 120)
-    if fault == "kill":
-        os.kill(store.engine.mover_pids[0], signal.SIGKILL)
-    else:
-        proxy.disturb(Trouble(Kind.BLACK_HOLE))
 
 
 def forget(llm: Any, store: Any) -> None:
@@ -92,16 +113,5 @@ def forget(llm: Any, store: Any) -> None:
     until(emptied, "every host row to be free", 120)
 
 
-def comes_back(llm: Any, store: Any) -> bool:
-    forget(llm, store)
-    ask(llm)
-    assert store.flush(60)
-    forget(llm, store)
-    before = store.stats()["s3"]["hits"]
-    ask(llm)
-    hits: float = store.stats()["s3"]["hits"]
-    return hits > before
-
-
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])))
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])))
