@@ -41,8 +41,8 @@ def _gpus() -> Iterator[str]:
     yield f"CUDA driver: {driver.version // 1000}.{driver.version % 1000 // 10}, {batches}"
     for ordinal in range(count):
         capability, address = driver.capability(ordinal), driver.pci_address(ordinal)
-        node = numa.node_of(address)
-        origins = [origin for origin, _ in kernels.images("sm_{}{}".format(*capability))]
+        arch, node = "sm_{}{}".format(*capability), numa.node_of(address)
+        origins = [origin for origin, _ in kernels.images(arch, driver.version // 1000)]
         found = origins[0] if origins and capability >= kernels.MIN_CAPABILITY else "none, the copy engine does all"
         place = "" if node is None else f", NUMA node {node}"
         yield f"GPU {ordinal}: {driver.device_name(ordinal)} at {address}{place}; kernels: {found}"
@@ -50,7 +50,8 @@ def _gpus() -> Iterator[str]:
 
 def _measured() -> Iterator[str]:
     yield f"way over the bus ({calibrate.ENVIRONMENT}): {os.environ.get(calibrate.ENVIRONMENT, 'auto')}"
-    for kept in sorted(kernels.cache_folder().glob("choice-*.json")):
+    folder = kernels.cache_folder()
+    for kept in sorted(folder.glob("choice-*.json") if folder else ()):
         measured = calibrate.read(kept)
         if measured is None:
             continue

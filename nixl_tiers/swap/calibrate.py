@@ -99,16 +99,18 @@ def choose(
     if not pinned.complete:
         return guess(plan, kernels)
     about = identity(device, plan, kernels)
-    kept = (folder or cache_folder()) / f"choice-{_digest(about)}.json"
-    measured = None if wanted == "measure" else read(kept)
+    folder = folder or cache_folder()
+    kept = folder and folder / f"choice-{_digest(about)}.json"
+    measured = read(kept) if kept and wanted != "measure" else None
     if measured is None or not _fits(measured, plan):
         try:
             measured = measure(device, plan, pinned, kernels)
         except CudaError as error:  # most likely the engine has taken all memory but a little
             log.warning("nixl_tiers: the ways over the bus could not be measured, and are chosen by size: %s", error)
             return guess(plan, kernels)
-        with contextlib.suppress(OSError):
-            write_whole(kept, json.dumps({"about": about, "seconds": measured.seconds}, indent=1).encode())
+        if kept:
+            with contextlib.suppress(OSError):
+                write_whole(kept, json.dumps({"about": about, "seconds": measured.seconds}, indent=1).encode())
     log.info("nixl_tiers: ways over the bus: %s", "; ".join(lines(measured)))
     return measured
 
@@ -123,8 +125,12 @@ def read(kept: Path) -> Measured | None:
 
 def _fits(measured: Measured, plan: CopyPlan) -> bool:
     try:
-        return all(
-            measured(to_host, group, 1) in NAMES for to_host in (True, False) for group in range(len(plan.groups))
+        directions = measured.seconds["store"], measured.seconds["load"]
+        return all(len(groups) == len(plan.groups) and all(groups) for groups in directions) and all(
+            int(blocks) > 0 and best(seconds) in NAMES
+            for groups in directions
+            for sizes in groups
+            for blocks, seconds in sizes.items()
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return False
@@ -308,7 +314,7 @@ class _Trial:
         return CopyPlan([segments], plan.geometry, plan.cell, plan.region_address, plan.rows), address, nbytes
 
     def _free(self, address: int) -> None:
-        with self._device.current() as driver, contextlib.suppress(CudaError):
+        with contextlib.suppress(CudaError), self._device.current() as driver:
             driver.free(address)
 
 

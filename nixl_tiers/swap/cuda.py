@@ -101,7 +101,7 @@ class CudaSwap:
             self._undo.close()
 
     def _unload(self, kernels: Kernels) -> None:
-        with self._device.current() as driver, contextlib.suppress(CudaError):
+        with contextlib.suppress(CudaError), self._device.current() as driver:
             driver.unload_module(kernels.module)
 
 

@@ -30,6 +30,7 @@ _NO_TIMING: Final = 2
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CAPABILITY: Final = (75, 76)
 _PORTABLE_AND_MAPPED: Final = 0x1 | 0x2
+_MEMORY_TYPE, _HOST_MEMORY = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
 
 _P, _U64, _SIZE, _INT, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 _CALLS: Final[dict[str, tuple[Any, ...]]] = {
@@ -64,6 +65,7 @@ _CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemHostRegister_v2": (_P, _SIZE, _UINT),
     "cuMemHostUnregister": (_P,),
     "cuMemHostGetDevicePointer_v2": (_P, _P, _UINT),
+    "cuPointerGetAttribute": (_P, _INT, _U64),
     "cuModuleLoadData": (_P, _P),
     "cuModuleUnload": (_P,),
     "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
@@ -138,25 +140,29 @@ class Driver:
 
     def device_name(self, device: int) -> str:
         text = ctypes.create_string_buffer(256)
-        self._call("cuDeviceGetName", text, len(text), device)
+        self._call("cuDeviceGetName", text, len(text), self._device(device))
         return text.value.decode(errors="replace")
 
     def pci_address(self, device: int) -> str:
         """As sysfs names it: 0000:1b:00.0."""
         text = ctypes.create_string_buffer(32)
-        self._call("cuDeviceGetPCIBusId", text, len(text), device)
+        self._call("cuDeviceGetPCIBusId", text, len(text), self._device(device))
         return text.value.decode(errors="replace").lower()
 
     def capability(self, device: int) -> tuple[int, int]:
-        major, minor = (self._number("cuDeviceGetAttribute", attribute, device) for attribute in _CAPABILITY)
+        handle = self._device(device)
+        major, minor = (self._number("cuDeviceGetAttribute", attribute, handle) for attribute in _CAPABILITY)
         return major, minor
 
     def retain_context(self, device: int) -> int:
         """The primary context, which torch uses too."""
-        return self._handle("cuDevicePrimaryCtxRetain", device)
+        return self._handle("cuDevicePrimaryCtxRetain", self._device(device))
 
     def release_context(self, device: int) -> None:
-        self._call("cuDevicePrimaryCtxRelease_v2", device)
+        self._call("cuDevicePrimaryCtxRelease_v2", self._device(device))
+
+    def _device(self, ordinal: int) -> int:
+        return self._number("cuDeviceGet", ordinal)
 
     def push(self, context: int) -> None:
         self._call("cuCtxPushCurrent_v2", context)
@@ -241,6 +247,12 @@ class Driver:
 
     def unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)
+
+    def page_locked(self, address: int) -> bool:
+        """Whether host memory was page-locked by the driver, for anybody in this process."""
+        kind = ctypes.c_uint()
+        code = self._functions["cuPointerGetAttribute"](ctypes.byref(kind), _MEMORY_TYPE, address)
+        return code == 0 and kind.value == _HOST_MEMORY
 
     def device_address(self, host_address: int) -> int:
         """Where a kernel of the current context finds registered host memory."""
@@ -357,12 +369,17 @@ class Device:
 
     @contextmanager
     def current(self) -> Iterator[Driver]:
-        """Make the context the calling thread's for a while."""
+        """Make the context the calling thread's for a while.
+
+        Raises CudaError where it cannot be had: the GPU failed, or the driver has left because the process ends.
+        Nothing can be given back then, nor need it be.
+        """
         self.driver.push(self._context)
         try:
             yield self.driver
         finally:
-            self.driver.pop()
+            with suppress(CudaError):  # errors of earlier work, which whoever waits for that work is told
+                self.driver.pop()
 
     def close(self) -> None:
         """Let the context go. May be called twice."""

@@ -51,7 +51,7 @@ def load(device: Device) -> Kernels | None:
         return None
     arch = "sm_{}{}".format(*capability)
     reasons = []
-    for origin, image in images(arch):
+    for origin, image in images(arch, device.driver.version // 1000):
         try:
             return _loaded(device, origin, image())
         except (CudaError, CompileError, OSError) as error:
@@ -60,15 +60,16 @@ def load(device: Device) -> Kernels | None:
     return None
 
 
-def images(arch: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Where an image for `arch` may come from, best first: what to call it, and how to get it."""
+def images(arch: str, driver_major: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Where an image for `arch` may come from, best first: what to call it, and how to get it. `driver_major`: 13 for
+    a driver of CUDA 13."""
     digest = source_digest()
     if digest is None:
         return
     built = _HERE / fatbin_name(digest)
     if built.exists():
         yield "built with the package", built.read_bytes
-    compiler = open_nvrtc()
+    compiler = open_nvrtc(newest=driver_major)
     if compiler is not None:
         yield (
             "compiled by NVRTC {}.{}".format(*compiler.version),
@@ -76,20 +77,22 @@ def images(arch: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
         )
 
 
-def compile_cached(compiler: Nvrtc, arch: str, folder: Path) -> bytes:
-    """The image for `arch` out of `folder`, or compiled and left there. Raises CompileError."""
+def compile_cached(compiler: Nvrtc, arch: str, folder: Path | None) -> bytes:
+    """The image for `arch` out of `folder`, or compiled and left there, if there is one. Raises CompileError."""
     texts = sources()
     if texts is None:
         raise CompileError("the kernels' source is not installed")
-    kept = folder / "swap-{}-{}-nvrtc{}.{}.cubin".format(source_digest(), arch, *compiler.version)
-    with contextlib.suppress(OSError):
-        image = kept.read_bytes()
-        body, seal = image[:-32], image[-32:]
-        if hashlib.sha256(body).digest() == seal:
-            return body
+    kept = folder and folder / "swap-{}-{}-nvrtc{}.{}.cubin".format(source_digest(), arch, *compiler.version)
+    if kept:
+        with contextlib.suppress(OSError):
+            image = kept.read_bytes()
+            body, seal = image[:-32], image[-32:]
+            if hashlib.sha256(body).digest() == seal:
+                return body
     body = compiler.compile(texts[SOURCE], {name: texts[name] for name in HEADERS}, arch)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs a fifth of a second at every start
-        write_whole(kept, body + hashlib.sha256(body).digest())
+    if kept:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs a fifth of a second at every start
+            write_whole(kept, body + hashlib.sha256(body).digest())
     return body
 
 
@@ -106,10 +109,14 @@ def write_whole(path: Path, data: bytes) -> None:
             raise
 
 
-def cache_folder() -> Path:
-    """Where this user's compiled kernels and measured choices are kept."""
+def cache_folder() -> Path | None:
+    """Where this user's compiled kernels and measured choices are kept; None for a user without a home, as containers
+    have them."""
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path("~/.cache").expanduser()) / "nixl_tiers"
+    try:
+        return (Path(root) if root else Path("~/.cache").expanduser()) / "nixl_tiers"
+    except RuntimeError:
+        return None
 
 
 def fatbin_name(digest: str) -> str:

@@ -35,14 +35,14 @@ class Events:
         self._free: list[int] = []
         self._all: list[int] = []
 
-    def take(self) -> int:
-        """An event that nobody waits for. The device is current. Raises CudaError."""
+    def take_two(self) -> tuple[int, int]:
+        """Two events that nobody waits for. The device is current. Raises CudaError."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-            event = self._device.driver.event(timed=True)
-            self._all.append(event)
-            return event
+            while len(self._free) < 2:
+                event = self._device.driver.event(timed=True)
+                self._all.append(event)
+                self._free.append(event)
+            return self._free.pop(), self._free.pop()
 
     def give(self, *events: int) -> None:
         with self._lock:
@@ -51,7 +51,7 @@ class Events:
 
     def close(self) -> None:
         """Destroy all. May be called twice."""
-        with self._lock, self._device.current() as driver:
+        with self._lock, contextlib.suppress(CudaError), self._device.current() as driver:
             self._free.clear()
             while self._all:
                 with contextlib.suppress(CudaError):
@@ -66,12 +66,13 @@ class Transfer:
         self._events = events
         self._begin = begin
         self._end = end
-        self._lock = threading.Lock()
+        self._waiting = threading.Lock()  # held for as long as somebody waits
+        self._lock = threading.Lock()  # never held for long: the events are this transfer's while there is no time
         self._elapsed_s: float | None = None
 
     def done(self) -> bool:
         """Whether the bytes have arrived. Does not wait. Raises CudaError if they never will."""
-        if not self._lock.acquire(blocking=False):
+        if not self._waiting.acquire(blocking=False):
             return False  # another thread waits for them
         try:
             if self._elapsed_s is None:
@@ -81,11 +82,11 @@ class Transfer:
                     self._finish()
             return True
         finally:
-            self._lock.release()
+            self._waiting.release()
 
     def wait(self) -> None:
         """Return when the bytes have arrived. Raises CudaError if they never will."""
-        with self._lock:
+        with self._waiting:
             if self._elapsed_s is None:
                 with self._device.current() as driver:
                     driver.wait(self._end)
@@ -105,8 +106,9 @@ class Transfer:
                     driver.wait_event(stream, self._end)
 
     def _finish(self) -> None:
-        self._elapsed_s = self._device.driver.elapsed_s(self._begin, self._end)
-        self._events.give(self._begin, self._end)
+        with self._lock:
+            self._elapsed_s = self._device.driver.elapsed_s(self._begin, self._end)
+            self._events.give(self._begin, self._end)
 
 
 class Lane:
@@ -175,7 +177,7 @@ class Lane:
         Raises CudaError, after everything that was handed over has ended: its rows may be given away.
         """
         with self._lock, self._device.current() as driver:
-            begin, end = self._events.take(), self._events.take()
+            begin, end = self._events.take_two()
             try:
                 # Without copies nothing would order a way's last stream behind its first.
                 path = self.path(name if len(pairs) else "engine", group)
@@ -197,7 +199,7 @@ class Lane:
 
     def quiet(self) -> None:
         """Return when the streams have nothing left to do, or never will do anything again."""
-        with self._device.current() as driver:
+        with contextlib.suppress(CudaError), self._device.current() as driver:
             for stream in self._streams:
                 with contextlib.suppress(CudaError):
                     driver.synchronize(stream)
@@ -213,7 +215,7 @@ class Lane:
                 (self._marks, self._device.driver.destroy_event),
                 (self._streams, self._device.driver.destroy_stream),
             ]
-            with self._device.current():
+            with contextlib.suppress(CudaError), self._device.current():
                 for handles, destroy in calls:
                     while handles:
                         with contextlib.suppress(CudaError):

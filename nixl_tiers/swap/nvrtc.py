@@ -17,13 +17,18 @@ class CompileError(RuntimeError):
 
 
 @cache
-def open_nvrtc(path: str | None = None) -> Nvrtc | None:
-    """The compiler at `path`, else NVIDIA's wheel's, else the system's; None where there is none."""
+def open_nvrtc(path: str | None = None, newest: int | None = None) -> Nvrtc | None:
+    """The compiler at `path`, else NVIDIA's wheel's, else the system's; None where there is none.
+
+    `newest`: the major version of the driver, which takes nothing that a compiler of a later one has made.
+    """
     for candidate in [path] if path else _candidates():
         try:
-            return Nvrtc(ctypes.CDLL(candidate))
-        except (OSError, AttributeError):
+            found = Nvrtc(ctypes.CDLL(candidate))
+        except (OSError, AttributeError, CompileError):
             continue
+        if newest is None or found.version[0] <= newest:
+            return found
     return None
 
 
@@ -43,9 +48,24 @@ class Nvrtc:
         self._check("nvrtcVersion", library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = (major.value, minor.value)
 
+    def architectures(self) -> list[int]:
+        """What it compiles for, ascending: 90 for sm_90."""
+        count = ctypes.c_int()
+        self._check("nvrtcGetNumSupportedArchs", self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        found = (ctypes.c_int * count.value)()
+        self._check("nvrtcGetSupportedArchs", self._library.nvrtcGetSupportedArchs(found))
+        return sorted(found)
+
     def compile(self, source: str, headers: dict[str, str], arch: str) -> bytes:
-        """Machine code for `arch` ("sm_90"). Raises CompileError, also for an architecture that it does not know."""
+        """Machine code for `arch` ("sm_90"); for a GPU that is newer than the compiler PTX of the newest architecture
+        that it knows, which the driver translates. Raises CompileError."""
         library, program = self._library, ctypes.c_void_p()
+        number = int(arch.removeprefix("sm_"))
+        older = [known for known in self.architectures() if known <= number]
+        if not older:
+            raise CompileError(f"NVRTC {self.version[0]}.{self.version[1]} does not know {arch} or anything before it")
+        exact = older[-1] == number
+        target = arch if exact else f"compute_{older[-1]}"
         names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
         texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
         created = library.nvrtcCreateProgram(
@@ -53,13 +73,13 @@ class Nvrtc:
         )
         self._check("nvrtcCreateProgram", created)
         try:
-            options = (ctypes.c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"--std=c++17")
+            options = (ctypes.c_char_p * 2)(f"--gpu-architecture={target}".encode(), b"--std=c++17")
             if library.nvrtcCompileProgram(program, len(options), options):
-                raise CompileError(f"NVRTC cannot compile for {arch}: {self._log(program)}")
-            size = ctypes.c_size_t()
-            self._check("nvrtcGetCUBINSize", library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+                raise CompileError(f"NVRTC cannot compile for {target}: {self._log(program)}")
+            kind, size = "CUBIN" if exact else "PTX", ctypes.c_size_t()
+            self._check(f"nvrtcGet{kind}Size", getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)))
             image = ctypes.create_string_buffer(size.value)
-            self._check("nvrtcGetCUBIN", library.nvrtcGetCUBIN(program, image))
+            self._check(f"nvrtcGet{kind}", getattr(library, f"nvrtcGet{kind}")(program, image))
             return image.raw
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))

@@ -181,7 +181,7 @@ class StagedPath:
         self._device.driver.copy_many(to, source, sizes, stream, stable=not self._to_host, batch=self._batch)
 
     def close(self) -> None:
-        with self._device.current() as driver:
+        with contextlib.suppress(CudaError), self._device.current() as driver:
             while self._events:
                 with contextlib.suppress(CudaError):
                     driver.destroy_event(self._events.pop())

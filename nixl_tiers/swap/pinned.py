@@ -7,7 +7,7 @@ import logging
 import resource
 from typing import Final
 
-from nixl_tiers.swap.driver import ALREADY_REGISTERED, CudaError, Device
+from nixl_tiers.swap.driver import ALREADY_REGISTERED, CudaError, Device, Driver
 from nixl_tiers.swap.plan import CopyPlan
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,13 @@ class PinnedRegion:
         with device.current() as driver:
             try:
                 for offset in range(0, total, step):
-                    address = plan.region_address + offset
+                    address, nbytes = plan.region_address + offset, min(step, total - offset)
                     try:
-                        driver.register(address, min(step, total - offset))
+                        driver.register(address, nbytes)
                         self._ours.append(address)
                     except CudaError as error:
-                        if error.code != ALREADY_REGISTERED:
+                        # Part of it is enough for that answer; a copy of a row that is locked in part would fail.
+                        if error.code != ALREADY_REGISTERED or not _locked(driver, address, nbytes, row_bytes):
                             raise
                 self.complete = True
                 self.mapped = all(
@@ -51,10 +52,16 @@ class PinnedRegion:
     def release(self) -> None:
         """Unlock what was locked here. May be called twice."""
         self.complete = self.mapped = False
-        with self._device.current() as driver:
+        with contextlib.suppress(CudaError), self._device.current() as driver:
             while self._ours:
                 with contextlib.suppress(CudaError):
                     driver.unregister(self._ours.pop())
+
+
+def _locked(driver: Driver, address: int, nbytes: int, row_bytes: int) -> bool:
+    """Whether each row's first and last byte are page-locked."""
+    rows = range(address, address + nbytes, row_bytes)
+    return all(driver.page_locked(row) and driver.page_locked(row + row_bytes - 1) for row in rows)
 
 
 def _advice(error: CudaError, offset: int, total: int) -> str:

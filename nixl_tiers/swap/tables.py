@@ -82,7 +82,7 @@ class Tables:
 
     def close(self) -> None:
         """Free the GPU's memory. May be called twice."""
-        with self._device.current() as driver:
+        with contextlib.suppress(CudaError), self._device.current() as driver:
             while self._allocations:
                 with contextlib.suppress(CudaError):
                     driver.free(self._allocations.pop())

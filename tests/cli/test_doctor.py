@@ -32,6 +32,7 @@ def test_what_was_measured_is_shown(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "open_driver", no_driver)
     folder = kernels.cache_folder()
+    assert folder
     measured = Measured({"store": [{"16": {"engine": 2e-6, "staged": 1e-6}}], "load": [{"16": {"engine": 1e-6}}]})
     folder.mkdir()
     about = {"gpu": "A GPU", "driver": 13000}

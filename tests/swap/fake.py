@@ -60,6 +60,10 @@ class Fake:
         """What the GPU does after so much more work fails, and everything from then on."""
         self._library.fake_fail_running(ctypes.c_long(after))
 
+    def leave(self) -> None:
+        """The driver leaves, as at the process's end: no call works any more."""
+        self._library.fake_leave()
+
     def move_host_addresses(self) -> None:
         """Registered memory is found elsewhere by kernels."""
         self._library.fake_other_host_address()

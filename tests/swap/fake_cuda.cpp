@@ -18,7 +18,7 @@
 
 namespace {
 
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, DEINITIALIZED = 4, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
        NOT_READY = 600, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, LAUNCH_FAILED = 719 };
 
 struct event {
@@ -151,6 +151,13 @@ int enter(const char *name, bool needs_context = true) {
     if (int code = enter(__func__, context))                                                                           \
         return code;
 
+enum { DEVICE = 40 }; /* a handle is not an ordinal */
+
+#define DEVICE_CALL                                                                                                      \
+    ENTER(false)                                                                                                       \
+    if (d != DEVICE)                                                                                                   \
+        return 101;
+
 void move_bytes(uint64_t to, uint64_t from, size_t n) {
     if (touches(now->device, to, n) != within(now->device, to, n) ||
         touches(now->device, from, n) != within(now->device, from, n))
@@ -193,6 +200,7 @@ void fake_device_memory(void *address, size_t n) { now->device[(uint64_t)address
 void fake_other_host_address(void) { now->stays_at_host_address = false; }
 void fake_fail(const char *name, int after, int code) { now->failures[name] = {after, code}; }
 void fake_fail_running(long after) { now->fail_at_op = now->ops_done + after; }
+void fake_leave(void) { now->sticky = DEINITIALIZED; }
 int fake_calls(const char *name) { return now->calls[name]; }
 int fake_violations(void) { return now->violations; }
 const char *fake_why(void) { return now->why.c_str(); }
@@ -232,22 +240,23 @@ void fake_finish(void) {
 
 int cuInit(unsigned) { ENTER(false) return OK; }
 int cuDriverGetVersion(int *v) { ENTER(false) return *v = now->version, OK; }
-int cuDeviceGet(int *d, int n) { ENTER(false) return *d = n, OK; }
+int cuDeviceGet(int *d, int n) { ENTER(false) return n ? 101 /* CUDA_ERROR_INVALID_DEVICE */ : (*d = DEVICE, OK); }
 int cuDeviceGetCount(int *n) { ENTER(false) return *n = 1, OK; }
-int cuDeviceGetName(char *name, int n, int) { ENTER(false) return std::strncpy(name, "Fake GPU", n), OK; }
-int cuDeviceGetAttribute(int *v, int which, int) { ENTER(false) return *v = which == 75 ? 9 : 0, OK; }
-int cuDeviceGetPCIBusId(char *id, int n, int) { ENTER(false) return std::strncpy(id, "FFFF:FF:00.0", n), OK; }
-int cuDevicePrimaryCtxRetain(void **c, int) { ENTER(false) return now->contexts++, *c = now, OK; }
-int cuDevicePrimaryCtxRelease_v2(int) { ENTER(false) return now->contexts--, OK; }
+int cuDeviceGetName(char *name, int n, int d) { DEVICE_CALL return std::strncpy(name, "Fake GPU", n), OK; }
+int cuDeviceGetAttribute(int *v, int which, int d) { DEVICE_CALL return *v = which == 75 ? 9 : 0, OK; }
+int cuDeviceGetPCIBusId(char *id, int n, int d) { DEVICE_CALL return std::strncpy(id, "FFFF:FF:00.0", n), OK; }
+int cuDevicePrimaryCtxRetain(void **c, int d) { DEVICE_CALL return now->contexts++, *c = now, OK; }
+int cuDevicePrimaryCtxRelease_v2(int d) { DEVICE_CALL return now->contexts--, OK; }
+/* Both may return what earlier work has come to, as most calls may. */
 int cuCtxPushCurrent_v2(void *) {
-    std::lock_guard<std::recursive_mutex> hold(guard);
+    ENTER(false)
     depth++;
     return OK;
 }
 int cuCtxPopCurrent_v2(void **c) {
     std::lock_guard<std::recursive_mutex> hold(guard);
     *c = now;
-    return depth-- > 0 ? OK : INVALID_CONTEXT;
+    return depth-- > 0 ? now->sticky : INVALID_CONTEXT;
 }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { ENTER(true) return *least = 0, *greatest = -5, OK; }
 
@@ -453,6 +462,13 @@ int cuMemHostGetDevicePointer_v2(uint64_t *out, void *address, unsigned) {
     if (!within(now->registered, (uint64_t)address, 1))
         return INVALID_VALUE;
     return *out = (uint64_t)address + (now->stays_at_host_address ? 0 : 1 << 20), OK;
+}
+
+int cuPointerGetAttribute(void *out, int which, uint64_t address) {
+    ENTER(true)
+    if (which != 2 || !known(address, 1))
+        return INVALID_VALUE;
+    return *(unsigned *)out = within(now->registered, address, 1) ? 1 : 2, OK;
 }
 
 int cuModuleLoadData(void **out, const void *image) {

@@ -15,7 +15,7 @@ from tests.swap.fake import Fake, leftovers
 
 
 def test_the_sweep_runs(fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "images", lambda arch: iter([("here", lambda: b"image\0")]))
+    monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
     monkeypatch.setattr(calibrate, "SAMPLE_BYTES", 1 << 19)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = importlib.util.spec_from_file_location("gpu_swap", ROOT / "bench" / "gpu_swap.py")

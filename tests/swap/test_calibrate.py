@@ -41,7 +41,7 @@ def parts(fake: Fake, here: World) -> Iterator[tuple[Device, PinnedRegion, Kerne
 
 @pytest.fixture
 def start(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fake]:
-    monkeypatch.setattr(kernels, "images", lambda arch: iter([("here", lambda: b"image\0")]))
+    monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
     monkeypatch.delenv(calibrate.ENVIRONMENT, raising=False)
     monkeypatch.setattr(calibrate, "SAMPLE_BYTES", 1 << 20)
 
@@ -87,7 +87,15 @@ def test_a_measurement_is_kept_and_belongs_to_its_geometry(
         monkeypatch.delenv(calibrate.ENVIRONMENT)
         (kept,) = tmp_path.iterdir()
         assert json.loads(kept.read_text())["about"]["gpu"] == "Fake GPU"
-        for damage in (b"", b"{}", b'{"seconds": {}}', b'{"seconds": {"store": [], "load": []}}', b'{"seconds": 3}'):
+        odd = kept.read_bytes().replace(b'"staged"', b'"unheard of"')
+        for damage in (
+            b"",
+            b"{}",
+            b'{"seconds": {}}',
+            b'{"seconds": {"store": [], "load": []}}',
+            b'{"seconds": 3}',
+            odd,
+        ):
             kept.write_bytes(damage)
             choose(device, here.plan, pinned, loaded, tmp_path)
             assert json.loads(kept.read_text())["seconds"]["store"][0]
@@ -166,6 +174,16 @@ def test_memory_that_is_not_pinned_is_not_measured(start: Callable[..., Fake], t
     with parts(fake, here) as (device, pinned, loaded):
         assert choose(device, here.plan, pinned, loaded, tmp_path) == Fixed(("staged", "staged"))
         assert guess(here.plan, None) == Fixed(("engine", "engine"))
+
+
+def test_what_was_measured_without_a_place_to_keep_it_is_used(
+    start: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world()
+    fake = start(here)
+    monkeypatch.setattr(calibrate, "cache_folder", lambda: None)
+    with parts(fake, here) as (device, pinned, loaded):
+        assert isinstance(choose(device, here.plan, pinned, loaded), Measured)
 
 
 def test_without_memory_to_measure_with_size_decides(

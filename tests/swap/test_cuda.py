@@ -17,7 +17,7 @@ from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import BATCH_COPIES, CudaError
 from nixl_tiers.swap.paths import NAMES
 from tests.swap.fake import Fake, leftovers
-from tests.swap.world import World, assert_same, random_world, world_of
+from tests.swap.world import LAYOUTS, World, assert_same, layout_of, move_parts_of_chunks, random_world, world_of
 
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
 OLD, NEW = 12060, 13000
@@ -26,7 +26,7 @@ WAYS = ("engine", "staged", "ring2", "ring8")
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "images", lambda arch: iter([("here", lambda: b"image\0")]))
+    monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
 
 
 @pytest.fixture
@@ -56,6 +56,10 @@ def use_halves_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         paths.StagedPath, "__init__", lambda self, *args, **kwargs: original(self, *args, **kwargs, half_bytes=nbytes)
     )
+
+
+def waiting(start: Callable[..., lane.Transfer]) -> Callable[..., None]:
+    return lambda *how: start(*how).wait()
 
 
 def move_all(world: World, swap: CudaSwap, rng: np.random.Generator) -> None:
@@ -94,53 +98,23 @@ def test_every_way_moves_the_right_bytes(machine: Callable[..., Fake], seed: int
     assert not swap.pinned
 
 
-LAYOUTS: dict[str, dict[str, object]] = {
-    # Keys and values of a layer lie apart: two segments a layer.
-    "keys and values before blocks": {"page_bytes": [[2048] * 8], "sub_blocks": 4},
-    "blocks first": {"page_bytes": [[4096] * 4], "sub_blocks": 4, "stride_padding": 4096},
-    "one latent page": {"page_bytes": [[1152 * 16] * 3], "sub_blocks": 2},
-    "layers of a block together": {"page_bytes": [[2048] * 6], "sub_blocks": 4, "together": True},
-    "groups over shared tensors": {"page_bytes": [[2048] * 4, [2048] * 3], "sub_blocks": 4, "shared": True},
-    "two ranks": {"page_bytes": [[2048] * 4], "sub_blocks": 2, "cells": 2, "cell": 1},
-    "pages across tiles": {"page_bytes": [[1040] * 5], "sub_blocks": 3},
-    "gaps": {"page_bytes": [[2048] * 3], "sub_blocks": 3, "gap": 48},
-}
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_engines(machine: Callable[..., Fake], layout: str, way: str) -> None:
+    """In chunks of any number of blocks: whole ones, and from the middle of one to the middle of another."""
     rng = np.random.default_rng(7)
-    world = world_of(rng, blocks=30, rows=9, **LAYOUTS[layout])  # type: ignore[arg-type]
-    fake = machine(3)
-    swap = swap_of(fake, world, way)
-    if way.startswith("ring"):
-        assert swap._tables.groups[0].vector, "meant to run, not to be left to the copy engine"
-    move_all(world, swap, rng)
-    launched = fake.calls("cuLaunchKernel")
-    assert (launched > 0) == (way != "engine")
-    swap.close()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sub_blocks", [1, 2, 5])
-def test_chunks_from_the_middle_and_with_absent_blocks(machine: Callable[..., Fake], sub_blocks: int, way: str) -> None:
-    """A load that begins and ends inside chunks, and a store that leaves blocks out, touch nothing else."""
-    rng = np.random.default_rng(8)
-    world = world_of(rng, [[2048] * 4], blocks=12, rows=6, sub_blocks=sub_blocks)
-    swap = swap_of(machine(4), world, way)
-    count = 2 * sub_blocks
-    first = sub_blocks - 1
-    places = world.plan.places([4, 1, 2], first, count).tolist()
-    blocks = rng.permutation(12)[:count].tolist()
-    expected_memory = world.load(0, blocks, places)
-    swap.load(0, blocks, places).wait()
-    for tensor, wanted in zip(world.memory, expected_memory, strict=True):
-        assert_same(tensor, wanted, "engine memory")
-    expected = world.store(0, blocks[::2], places[::2])
-    swap.store(0, blocks[::2], places[::2]).wait()
-    assert_same(world.region, expected, "region")
-    swap.close()
+    for sub_blocks in (1, 2, 5):
+        world = layout_of(layout, rng, sub_blocks)
+        fake = machine(3)
+        swap = swap_of(fake, world, way)
+        if way.startswith("ring"):
+            assert swap._tables.groups[0].vector, "meant to run, not to be left to the copy engine"
+        move_all(world, swap, rng)
+        for group in range(len(world.layers)):
+            move_parts_of_chunks(world, group, rng, waiting(swap.store), waiting(swap.load))
+        launched = fake.calls("cuLaunchKernel")
+        assert (launched > 0) == (way != "engine")
+        swap.close()
 
 
 def test_neighbouring_blocks_are_one_copy(machine: Callable[..., Fake]) -> None:
@@ -313,8 +287,8 @@ def test_transfers_come_after_the_compute_before_them(
     with lane.Device(fake.driver, 0).current() as driver:
         if own_stream:
             driver.destroy_stream(compute)
-    fake._library.cuDevicePrimaryCtxRelease_v2(0)
-    fake._library.cuDevicePrimaryCtxRelease_v2(0)
+    fake.driver.release_context(0)
+    fake.driver.release_context(0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -352,6 +326,36 @@ def test_a_gpu_that_fails_while_copying_is_noticed(machine: Callable[..., Fake])
     with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
         swap.load(0, range(12), range(12))
     swap.close()
+    swap.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_driver_that_left_first_does_not_stop_the_end(machine: Callable[..., Fake], way: str) -> None:
+    """As at the process's end, when libraries leave in an order of their own."""
+    world = world_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine(1, survives=False)
+    swap = swap_of(fake, world, way)
+    swap.store(0, range(12), range(12)).wait()
+    fake.leave()
+    swap.close()
+    assert not swap.pinned
+
+
+def test_a_context_that_cannot_be_had_is_an_error_of_the_copy_and_no_more(machine: Callable[..., Fake]) -> None:
+    rng = np.random.default_rng(1)
+    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    fake = machine(1)
+    swap = swap_of(fake, world, "staged")
+    fake.fail("cuCtxPushCurrent_v2", OUT_OF_MEMORY)
+    with pytest.raises(CudaError, match=r"^cuCtxPushCurrent_v2 failed"):
+        swap.store(0, range(12), range(12))
+    transfer = swap.store(0, range(12), range(12))
+    fake.fail("cuCtxPushCurrent_v2", OUT_OF_MEMORY)
+    with pytest.raises(CudaError, match=r"^cuCtxPushCurrent_v2 failed"):
+        transfer.wait()
+    transfer.wait()
+    move_all(world, swap, rng)
+    swap.close()
 
 
 def test_a_way_without_memory_is_left_to_the_copy_engine(
@@ -369,7 +373,7 @@ def test_a_way_without_memory_is_left_to_the_copy_engine(
 
 @pytest.mark.parametrize("call", [
     "cuMemHostRegister_v2", "cuMemAlloc_v2", "cuMemcpyHtoD_v2", "cuStreamCreateWithPriority", "cuEventCreate",
-    "cuModuleGetFunction", "cuFuncSetAttribute", "cuCtxGetStreamPriorityRange",
+    "cuModuleGetFunction", "cuFuncSetAttribute", "cuCtxGetStreamPriorityRange", "cuCtxPushCurrent_v2",
 ])  # fmt: skip
 @pytest.mark.parametrize("after", range(4))
 def test_a_start_that_fails_gives_everything_back(machine: Callable[..., Fake], call: str, after: int) -> None:
@@ -387,7 +391,7 @@ def test_a_start_that_fails_gives_everything_back(machine: Callable[..., Fake], 
 def test_without_kernels_the_copy_engine_does_all(
     machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    monkeypatch.setattr(kernels, "images", lambda arch: iter([("a file", lambda: b"nonsense")]))
+    monkeypatch.setattr(kernels, "images", lambda *_: iter([("a file", lambda: b"nonsense")]))
     rng = np.random.default_rng(1)
     world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine()
@@ -484,6 +488,38 @@ def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., Fake]
         thread.join()
     assert not failed
     assert_same(world.region, expected, "region")
+    swap.close()
+
+
+def test_a_stream_can_be_held_while_somebody_waits(
+    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hold a stream takes no time: not even as long as another thread waits for the same bytes."""
+    rng = np.random.default_rng(9)
+    world = world_of(rng, [[2048] * 2], blocks=12, rows=6, sub_blocks=2)
+    fake = machine(9)
+    swap = swap_of(fake, world, "staged")
+    transfer = swap.store(0, range(12), range(12))
+    waits, go_on = threading.Event(), threading.Event()
+    original = fake.driver.wait
+
+    def slow(event: int) -> None:
+        waits.set()
+        assert go_on.wait(60)
+        original(event)
+
+    monkeypatch.setattr(fake.driver, "wait", slow)
+    waiter = threading.Thread(target=transfer.wait)
+    waiter.start()
+    assert waits.wait(60)
+    held = threading.Thread(target=transfer.hold, args=(0,))
+    held.start()
+    held.join(60)
+    assert not held.is_alive()
+    assert not transfer.done()
+    go_on.set()
+    waiter.join(60)
+    assert transfer.done()
     swap.close()
 
 

@@ -23,8 +23,7 @@ from nixl_tiers.swap.cuda import CudaSwap  # noqa: E402
 from nixl_tiers.swap.paths import NAMES  # noqa: E402
 from nixl_tiers.swap.plan import CopyPlan, Segment  # noqa: E402
 from tests.swap.conftest import ROOT  # noqa: E402
-from tests.swap.test_cuda import LAYOUTS  # noqa: E402
-from tests.swap.world import World, assert_same, random_world, world_of  # noqa: E402
+from tests.swap.world import LAYOUTS, World, assert_same, layout_of, random_world, world_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -97,12 +96,19 @@ def test_any_geometry(seed: int, way: str) -> None:
 @pytest.mark.parametrize("way", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_engines(layout: str, way: str) -> None:
+    """In chunks of any number of blocks: random ones, and from the middle of a chunk to the middle of another."""
     rng = np.random.default_rng(7)
-    here = GpuWorld(world_of(rng, blocks=30, rows=9, **LAYOUTS[layout]))  # type: ignore[arg-type]
-    swap = here.swap(way)
-    assert swap.kernels is not None, "kernels are to be had on every machine that runs this"
-    round_trips(here, swap, rng)
-    swap.close()
+    for sub_blocks in (1, 3, 4):
+        here = GpuWorld(layout_of(layout, rng, sub_blocks))
+        swap = here.swap(way)
+        assert swap.kernels is not None, "kernels are to be had on every machine that runs this"
+        round_trips(here, swap, rng)
+        for group in range(len(here.world.layers)):
+            blocks = rng.permutation(30)[: 2 * sub_blocks]
+            places = here.plan.places(rng.permutation(9)[:3], sub_blocks // 2, len(blocks))
+            here.load_and_check(swap, group, blocks.tolist(), places.tolist())
+            here.store_and_check(swap, group, blocks[::2].tolist(), places[::2].tolist())
+        swap.close()
 
 
 @pytest.mark.parametrize("way", NAMES)

@@ -8,7 +8,7 @@ import pytest
 
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
-from tests.swap.world import World, assert_same, random_world, world_of
+from tests.swap.world import LAYOUTS, World, assert_same, layout_of, move_parts_of_chunks, random_world, world_of
 
 
 def check_both_ways(world: World, rng: np.random.Generator) -> None:
@@ -36,22 +36,25 @@ def test_any_geometry(way: str, seed: int) -> None:
     check_both_ways(random_world(rng), rng)
 
 
-LAYOUTS = {
-    "keys and values apart": {"page_bytes": [[2048] * 8]},
-    "blocks first": {"page_bytes": [[4096] * 4]},
-    "one latent page": {"page_bytes": [[1152]]},
-    "all layers of a block together": {"page_bytes": [[2048] * 8], "together": True},
-    "pages inside larger strides": {"page_bytes": [[3072] * 4], "stride_padding": 1024},
-    "several groups over shared tensors": {"page_bytes": [[4096] * 5, [4096] * 5, [4096] * 3], "shared": True},
+ODD = {
     "large and small layers": {"page_bytes": [[65536, 512, 65536, 512, 300000]]},
     "odd sizes at odd addresses": {"page_bytes": [[777] * 9], "misaligned": True, "gap": 5},
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *ODD])
 def test_layouts_of_engines(way: str, layout: str) -> None:
+    """In chunks of any number of blocks: whole ones, and from the middle of one to the middle of another."""
     rng = np.random.default_rng(1)
-    check_both_ways(world_of(rng, blocks=40, rows=12, sub_blocks=4, cells=2, cell=1, **LAYOUTS[layout]), rng)
+    for sub_blocks in (1, 3, 8):
+        if layout in ODD:
+            world = world_of(rng, blocks=16, rows=3, sub_blocks=sub_blocks, cells=2, cell=1, **ODD[layout])
+        else:
+            world = layout_of(layout, rng, sub_blocks)
+        check_both_ways(world, rng)
+        swap = HostSwap(world.plan)
+        for group in range(len(world.layers)):
+            move_parts_of_chunks(world, group, rng, swap.store, swap.load)
 
 
 def test_a_transfer_large_enough_to_stream(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 from pathlib import Path
@@ -157,6 +158,33 @@ def test_nvrtc_says_why_it_refuses(compiler: Nvrtc) -> None:
         compiler.compile("this is not C++", {}, "sm_90")
 
 
+def test_a_gpu_that_is_newer_than_nvrtc_gets_ptx(compiler: Nvrtc) -> None:
+    newest = compiler.architectures()[-1]
+    source = 'extern "C" __global__ void one(int *out) { *out = 1; }'
+    assert compiler.compile(source, {}, f"sm_{newest}")[:4] == b"\x7fELF"
+    image = compiler.compile(source, {}, f"sm_{newest + 1}")
+    assert f".target sm_{newest}".encode() in image
+    assert image.endswith(b"\0"), "the driver looks for the end of the text"
+    with pytest.raises(CompileError, match="does not know sm_20 or anything before it"):
+        compiler.compile(source, {}, "sm_20")
+
+
+def test_nvrtc_is_never_newer_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels of both generations may be installed, and a driver of CUDA 12 loads nothing that NVRTC 13 has made."""
+
+    class Found:
+        def __init__(self, name: str) -> None:
+            if name == "broken":
+                raise CompileError(name)
+            self.version = (int(name), 4)
+
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: name)
+    monkeypatch.setattr(nvrtc, "Nvrtc", Found)
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: ["broken", "13", "12"])
+    opened = [nvrtc.open_nvrtc.__wrapped__(newest=major) for major in (None, 14, 13, 12, 11)]
+    assert [found and found.version[0] for found in opened] == [13, 13, 13, 12, None]
+
+
 class OneCompiler:
     """A compiler that counts."""
 
@@ -191,16 +219,29 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     assert compiled == b"machine code for sm_90"
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container that runs as a number which nobody has entered anywhere."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
+    assert kernels.cache_folder() is None
+    compiled = kernels.compile_cached(OneCompiler(), "sm_90", None)  # type: ignore[arg-type]
+    assert compiled == b"machine code for sm_90"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernels.cache_folder() == tmp_path / "nixl_tiers"
+
+
 def test_a_built_image_comes_before_a_compiled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_HERE", tmp_path)
-    monkeypatch.setattr(kernels, "open_nvrtc", OneCompiler)
+    monkeypatch.setattr(kernels, "open_nvrtc", lambda newest: OneCompiler() if newest >= 13 else None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digest = kernels.source_digest()
     assert digest
-    assert [origin for origin, _ in kernels.images("sm_90")] == ["compiled by NVRTC 13.0"]
+    assert [origin for origin, _ in kernels.images("sm_90", 13)] == ["compiled by NVRTC 13.0"]
+    assert list(kernels.images("sm_90", 12)) == []
     (tmp_path / kernels.fatbin_name(digest)).write_bytes(b"built")
     (tmp_path / kernels.fatbin_name("0" * 16)).write_bytes(b"stale")
-    assert [(origin, image()) for origin, image in kernels.images("sm_90")] == [
+    assert [(origin, image()) for origin, image in kernels.images("sm_90", 13)] == [
         ("built with the package", b"built"),
         ("compiled by NVRTC 13.0", b"machine code for sm_90"),
     ]

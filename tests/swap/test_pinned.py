@@ -76,6 +76,24 @@ def test_rows_that_are_pinned_already_are_left_to_who_pinned_them(
     theirs.release()
 
 
+def test_rows_of_which_somebody_pinned_a_part_are_not_taken_for_pinned(
+    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver says "already" for a part too; a batch would refuse the rest, at every transfer."""
+    fake, plan, make = pin
+    row, device = plan.geometry.row_bytes, Device(fake.driver, 0)
+    for first, nbytes in ((0, 4096), (2 * row, row), (0, ROWS * row - 4096)):
+        with device.current() as driver:
+            driver.register(plan.region_address + first, nbytes)
+        pinned = make(chunk_bytes=3 * row)
+        assert not pinned.complete
+        assert "cuMemHostRegister_v2 failed: unknown error (712)" in caplog.text
+        assert fake.live()["registrations"] == 1
+        with device.current() as driver:
+            driver.unregister(plan.region_address + first)
+    device.close()
+
+
 def test_the_node_of_a_device_is_what_sysfs_says(tmp_path: Path) -> None:
     for name, text in (("0000:1b:00.0", "1\n"), ("0000:1c:00.0", "-1\n"), ("0000:1d:00.0", "?")):
         (tmp_path / name).mkdir()

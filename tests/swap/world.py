@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,12 +79,14 @@ def world_of(
     gap: int = 0,
     shared: bool = False,
     together: bool = False,
+    halves: bool = False,
     misaligned: bool = False,
 ) -> World:
     """A world whose group g has one segment per entry of page_bytes[g], `gap` bytes before each in the sub-block.
 
     shared: all groups use the tensors of group 0, as far as those go (and page_bytes must agree).
-    together: all layers of a block lie side by side in one tensor. misaligned: tensors begin at odd addresses.
+    together: all layers of a block lie side by side in one tensor. halves: two segments share a tensor, the second's
+    pages behind all of the first's. misaligned: tensors begin at odd addresses.
     """
     skew = int(rng.integers(1, 64)) if misaligned else 0
     sub_block = max(sum(pages) + gap * (len(pages) + 1) for pages in page_bytes)
@@ -104,10 +108,13 @@ def world_of(
                 if shared and index and number < len(page_bytes[0]):
                     assert nbytes == page_bytes[0][number]
                     tensor = number
-                else:
-                    memory.append(_random(rng, 2 * GUARD + skew + blocks * stride))
+                elif halves and number % 2:
                     tensor = len(memory) - 1
-                layers[-1].append((tensor, GUARD + skew, stride, nbytes, offset))
+                else:
+                    memory.append(_random(rng, 2 * GUARD + skew + (1 + halves) * blocks * stride))
+                    tensor = len(memory) - 1
+                first = GUARD + skew + (halves and number % 2) * blocks * stride
+                layers[-1].append((tensor, first, stride, nbytes, offset))
             offset += nbytes + gap
     region = _random(rng, rows * geometry.row_bytes)
     segments = [
@@ -121,6 +128,49 @@ def world_of(
         rng.shuffle(group)  # type: ignore[arg-type]
     plan = CopyPlan([[Segment(*s) for s in group] for group in segments], geometry, cell, region.ctypes.data, rows)
     return World(geometry, cell, rows, blocks, memory, region, layers, plan)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "keys and values before blocks": {"page_bytes": [[2048] * 8], "halves": True},
+    "blocks first": {"page_bytes": [[4096] * 4]},
+    "blocks first, pages inside larger strides": {"page_bytes": [[4096] * 4], "stride_padding": 4096},
+    "one latent page": {"page_bytes": [[1152 * 16] * 3]},
+    "latent pages and an index": {"page_bytes": [[656 * 64, 132 * 64] * 2]},
+    "layers of a block together": {"page_bytes": [[2048] * 6], "together": True},
+    "groups over shared tensors": {"page_bytes": [[2048] * 4, [2048] * 4, [2048] * 3], "shared": True},
+    "two ranks": {"page_bytes": [[2048] * 4], "cells": 2, "cell": 1},
+    "pages across tiles": {"page_bytes": [[1040] * 5]},
+    "gaps": {"page_bytes": [[2048] * 3], "gap": 48},
+}  # as engines have them; every size is a multiple of 16
+
+
+def layout_of(name: str, rng: np.random.Generator, sub_blocks: int) -> World:
+    """A world of one of LAYOUTS, in chunks of so many blocks."""
+    return world_of(rng, blocks=30, rows=9, sub_blocks=sub_blocks, **LAYOUTS[name])
+
+
+def move_parts_of_chunks(
+    world: World, group: int, rng: np.random.Generator, store: Callable[..., object], load: Callable[..., object]
+) -> None:
+    """A load from the middle of a chunk to the middle of another, and a store that leaves blocks out; checks all bytes.
+
+    `store`, `load`: take (group, blocks, places) and return when the bytes have arrived.
+    """
+    sub_blocks = world.geometry.sub_blocks
+    rows = rng.permutation(world.rows)[:3]
+    first, count = sub_blocks // 2, 2 * sub_blocks
+    places = world.plan.places(rows, first, count)
+    assert sub_blocks == 1 or places[0] % sub_blocks
+    blocks = rng.permutation(world.blocks)[:count]
+    expected, before = world.load(group, blocks.tolist(), places.tolist()), world.region.copy()
+    load(group, blocks, places)
+    for tensor, wanted in zip(world.memory, expected, strict=True):
+        assert_same(tensor, wanted, "engine memory after a load of parts of chunks")
+    assert_same(world.region, before, "region, which a load only reads")
+    present = np.sort(rng.permutation(count)[: max(1, count // 2)])
+    region = world.store(group, blocks[present].tolist(), places[present].tolist())
+    store(group, blocks[present], places[present])
+    assert_same(world.region, region, "region after a store with absent blocks")
 
 
 def random_world(rng: np.random.Generator) -> World:
