@@ -118,13 +118,15 @@ class Agent:
         """Make every row of the host region known, once. Raises AgentError."""
         return self.register_dram(region.address, region.nbytes)
 
-    def register_file(self, path: str, nbytes: int, *, direct: bool) -> Registration:
-        """Open an existing file for reads and writes below `nbytes` (it may grow up to that later).
+    def register_file(
+        self, path: str, nbytes: int, *, direct: bool, access: Literal["rw", "ro"] = "rw"
+    ) -> Registration:
+        """Open an existing file for reads, and for writes unless `ro`, below `nbytes` (it may grow up to that later).
 
         By path and never by descriptor: NIXL would keep only the number, and a reused one redirects I/O.
         `direct`: O_DIRECT, where address, offset and length are multiples of 4096. Raises AgentError.
         """
-        return self._register_far([f"rw,direct:{path}" if direct else f"rw:{path}"], nbytes)
+        return self._register_far([f"{access},direct:{path}" if direct else f"{access}:{path}"], nbytes)
 
     def register_objects(self, names: Sequence[str], nbytes: int) -> Registration:
         """Make objects of up to `nbytes` known by name, whether they exist or not. Raises AgentError."""

@@ -16,7 +16,7 @@ from nixl_tiers.mover.tiers.base import StorageTier
 from nixl_tiers.mover.tiers.files import FilesStorage
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
-from tests.mover.harness import disk_bytes
+from tests.disks import disk_bytes
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.testing.waiting import until
+from tests.disks import run, tmpfs
 from tests.faults.arena import PATIENCE_S, Arena
 from tests.faults.interposer import Interposer
 from tests.faults.test_mover import matrix
@@ -76,17 +76,13 @@ def test_a_disk_that_is_really_full(on_file: Callable[..., Arena], tmp_path: Pat
     """A tmpfs of less room than the tier's capacity, where one can be mounted."""
     place = tmp_path / "kv"
     place.mkdir()
-    if os.system(f"mount -t tmpfs -o size=8m tmpfs {place} 2>/dev/null"):
-        pytest.skip("nothing can be mounted here")
-    try:
+    with tmpfs(place, "8m"):
         arena = on_file("disk full (8 MiB tmpfs)", layout)
         with arena.under_load():
             arena.go_on(60)
-            assert not os.system(f"mount -o remount,size=64m {place}")
+            assert run("mount", "-o", "remount,size=64m", place)
             arena.over()
             arena.heals()
-    finally:
-        os.system(f"umount -l {place}")
 
 
 @pytest.mark.parametrize(

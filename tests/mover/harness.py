@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -198,14 +197,11 @@ def file_tier(path: Path, capacity: int) -> dict[str, object]:
     return {"type": "file", "path": str(path), "capacity": capacity}
 
 
-def disk_bytes(path: Path) -> int:
-    """Everything at and below `path`, as the disk counts it."""
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in (".", *names):
-            with suppress(FileNotFoundError):
-                total += (Path(folder) / name).lstat().st_blocks * 512
-    return total
+def files_tier(path: Path, capacity: int) -> dict[str, object]:
+    return {**file_tier(path, capacity), "layout": "files"}
+
+
+LAYOUTS = {"slabs": file_tier, "files": files_tier}
 
 
 def wait_until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Down, Move, Open, Opened, Outcome, Refused, Store
-from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, file_tier, key_of, payload, wait_until
+from tests.disks import disk_bytes, run, sampled, tmpfs
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -22,27 +17,6 @@ BATCH = 64
 
 def namespace(number: int) -> bytes:
     return number.to_bytes(16, "big")
-
-
-@contextmanager
-def sampled(path: Path, capacity: int) -> Iterator[list[int]]:
-    """Look at the disk all the time; at the end, no look may have found more than the capacity."""
-    looks: list[int] = []
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.is_set():
-            looks.append(disk_bytes(path))
-            over.wait(0.002)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield looks
-    finally:
-        over.set()
-        thread.join()
-    assert max(looks) <= capacity, f"{max(looks) - capacity} bytes too many"
 
 
 def fill(mover: MoverProcess, slots: int) -> list[Outcome]:
@@ -189,10 +163,7 @@ def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_heals(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=12m,mode=700", "tmpfs", str(tmp_path)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("needs to mount a tmpfs")
-    try:
+    with tmpfs(tmp_path, "12m"):
         with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
             mover.open()
             outcomes = mover.store(range(BATCH)) + mover.store(range(BATCH, 2 * BATCH))
@@ -200,7 +171,7 @@ def test_a_full_disk_heals(tmp_path: Path) -> None:
             kept = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.OK]
             assert len(kept) > 32
             assert set(mover.load(kept[:BATCH])) == {Outcome.OK}
-            subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path)], check=True)
+            assert run("mount", "-o", "remount,size=64m", tmp_path)
             assert wait_until(lambda: set(mover.store(range(BATCH, 2 * BATCH))) == {Outcome.OK})
             assert set(mover.load(range(BATCH, 2 * BATCH))) == {Outcome.OK}
             mover.stop()
@@ -209,8 +180,6 @@ def test_a_full_disk_heals(tmp_path: Path) -> None:
             mover.open()
             assert len(mover.adopted()) >= BATCH
             mover.stop()
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def _hear(mover: MoverProcess) -> int:

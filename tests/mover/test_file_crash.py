@@ -9,7 +9,8 @@ from pathlib import Path
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.messages import Drop, Load, Move, Outcome, Store
-from tests.mover.harness import MoverProcess, disk_bytes, file_tier, key_of, payload, wait_until
+from tests.disks import disk_bytes
+from tests.mover.harness import MoverProcess, file_tier, key_of, payload, wait_until
 
 GEOMETRY = Geometry(1, 250_000)
 SLOTS = 96

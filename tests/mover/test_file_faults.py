@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import shutil
-import struct
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Down, Open, Opened, Outcome, Refused
-from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, file_tier, wait_until
-from tests.mover.test_files_shared import files_tier
+from tests.disks import disk_bytes
+from tests.mover.harness import LAYOUTS, NAMESPACE, MoverProcess, wait_until
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
 ROWS = 24
-LAYOUTS = {"slabs": file_tier, "files": files_tier}
 
 
 @pytest.fixture(params=list(LAYOUTS))
@@ -178,62 +174,3 @@ def test_a_directory_has_one_layout(tmp_path: Path, there: str) -> None:
     with mover_on(tmp_path, there) as mover:
         mover.open()
         assert len(mover.adopted()) == ROWS
-
-
-# --- real disks, where they may be mounted ----------------------------------------------------------------------------
-
-
-def run(*command: str | Path) -> bool:
-    return not subprocess.run(command, check=False, capture_output=True).returncode
-
-
-@pytest.fixture
-def ext4(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """An image and where it is mounted."""
-    image, place = tmp_path / "image", tmp_path / "mounted"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(128 << 20)
-    if os.geteuid() or not shutil.which("mkfs.ext4") or not run("mkfs.ext4", "-q", "-F", image):
-        pytest.skip("needs to make a file system")
-    if not run("mount", "-o", "loop", image, place):
-        pytest.skip("needs to mount an image")
-    try:
-        yield image, place
-    finally:
-        while run("umount", "-l", place):
-            pass
-
-
-EXT4_SHUTDOWN = 0x8004587D
-
-
-def test_a_disk_that_fails_and_is_mounted_anew(ext4: tuple[Path, Path], layout: str) -> None:
-    """Every access is EIO from now on: a real file system that was shut down."""
-    image, place = ext4
-    path = place / "kv"
-    path.mkdir()
-    with stored(mover_on(path, layout)) as mover:
-        os.sync()
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            fcntl.ioctl(handle, EXT4_SHUTDOWN, struct.pack("I", 0))
-        except OSError:
-            pytest.skip("needs a file system that can be shut down")
-        finally:
-            os.close(handle)
-        for _ in range(3):
-            assert set(mover.store(range(ROWS))) == {Outcome.FAILED}
-            assert set(mover.load(range(ROWS))) <= {Outcome.OK, Outcome.FAILED}
-        assert run("umount", "-l", place)
-        down = mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
-        assert isinstance(down, Down)
-        assert list(place.iterdir()) == []  # and it does not fill the disk below instead
-        assert run("mount", "-o", "loop", image, place)
-        mover.expect(lambda m: isinstance(m, Opened))
-        assert len(mover.adopted()) == ROWS
-        assert set(mover.load(range(ROWS))) == {Outcome.OK}
-        assert set(mover.store(range(ROWS))) == {Outcome.OK}
-        mover.stop()
-        log = mover.log()
-        assert len(log.splitlines()) < 12, log

@@ -8,7 +8,8 @@ import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Drop, Entry, Outcome
-from tests.mover.harness import MoverProcess, disk_bytes, file_tier, key_of
+from tests.disks import disk_bytes
+from tests.mover.harness import MoverProcess, file_tier, key_of
 
 SIZES = {
     "64KiB": Geometry(1, 64 << 10),

@@ -13,8 +13,8 @@ import pytest
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import GONE, Adopt, Down, Drop, Open, Opened, Outcome, Slots
 from nixl_tiers.mover.tiers.ledger import Ledger
-from tests.mover.harness import MoverProcess, disk_bytes, file_tier, key_of, wait_until
-from tests.mover.test_file_budget import sampled
+from tests.disks import disk_bytes, sampled
+from tests.mover.harness import MoverProcess, file_tier, key_of, wait_until
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20

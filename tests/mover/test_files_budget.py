@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,9 @@ import pytest
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Drop, Heartbeat, Open, Outcome, Refused
 from nixl_tiers.mover.tiers.account import LOOK_ROWS, LOOK_SHARE
-from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, wait_until
-from tests.mover.test_files_shared import files_tier, mover_on, row_of, told
+from tests.disks import disk_bytes, sampled, tmpfs, volume_bytes
+from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
+from tests.mover.test_files_shared import mover_on, row_of, told
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -28,34 +26,8 @@ BATCH = 64
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, so that one question tells what is taken: a walk would count a row twice that is
     renamed under its feet."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256m,mode=700", "tmpfs", str(tmp_path)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("needs to mount a tmpfs")
-    try:
+    with tmpfs(tmp_path, "256m"):
         yield tmp_path
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-@contextmanager
-def sampled(path: Path, capacity: int) -> Iterator[list[int]]:
-    """Look at the disk all the time; at the end, no look may have found more than the capacity."""
-    looks: list[int] = []
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.0005):
-            status = os.statvfs(path)
-            looks.append((status.f_blocks - status.f_bfree) * status.f_frsize)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield looks
-    finally:
-        over.set()
-        thread.join()
-    assert max(looks) <= capacity, f"{max(looks) - capacity} bytes too many"
 
 
 def fill(mover: MoverProcess, rows: range) -> list[Outcome]:
@@ -67,7 +39,7 @@ def fill(mover: MoverProcess, rows: range) -> list[Outcome]:
 
 def test_ten_times_the_capacity(disk: Path) -> None:
     """Nobody drops anything: the tier itself takes the oldest away."""
-    with sampled(disk, CAPACITY) as looks, mover_on(disk, CAPACITY) as mover:
+    with sampled(disk, CAPACITY, volume_bytes) as looks, mover_on(disk, CAPACITY) as mover:
         slots = mover.open()
         mover.adopted()
         assert set(fill(mover, range(10 * slots))) == {Outcome.OK}
@@ -80,7 +52,7 @@ def test_ten_times_the_capacity(disk: Path) -> None:
 
 
 def test_namespaces_in_turn_the_oldest_rows_go_first(disk: Path) -> None:
-    with sampled(disk, CAPACITY), mover_on(disk, CAPACITY) as mover:
+    with sampled(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
         for number in range(4):
             slots = mover.open(number.to_bytes(16, "big"), epoch=number)
             mover.adopted()
@@ -109,7 +81,7 @@ def test_rows_that_are_used_stay(tmp_path: Path) -> None:
 def test_two_movers_fill_one_directory_at_once(disk: Path) -> None:
     allowance = 2 * max(LOOK_ROWS * GEOMETRY.row_bytes, CAPACITY // LOOK_SHARE)
     with (
-        sampled(disk, CAPACITY + allowance) as looks,
+        sampled(disk, CAPACITY + allowance, volume_bytes) as looks,
         mover_on(disk, CAPACITY) as first,
         mover_on(disk, CAPACITY) as second,
     ):
@@ -127,7 +99,7 @@ def test_what_is_not_ours_counts_and_stays(disk: Path) -> None:
     foreign = disk / "notes" / "diary.txt"
     foreign.parent.mkdir()
     foreign.write_bytes(os.urandom(8 << 20))
-    with sampled(disk, CAPACITY), mover_on(disk, CAPACITY) as mover:
+    with sampled(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
         slots = mover.open()
         mover.adopted()
         assert set(fill(mover, range(slots))) == {Outcome.OK}

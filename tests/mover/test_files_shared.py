@@ -19,15 +19,12 @@ from nixl_tiers.mover.messages import GONE, Adopt, Drop, Entry, Move, Open, Outc
 from nixl_tiers.mover.tiers.account import INCOMING
 from nixl_tiers.mover.tiers.shelves import OLD_S
 from nixl_tiers.mover.tiers.writer import Writer
-from tests.mover.harness import NAMESPACE, MoverProcess, disk_bytes, file_tier, key_of, payload, wait_until
+from tests.disks import disk_bytes
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, files_tier, key_of, payload, wait_until
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 64 << 20
 ROWS = 64
-
-
-def files_tier(path: Path, capacity: int = CAPACITY) -> dict[str, object]:
-    return {**file_tier(path, capacity), "layout": "files"}
 
 
 def mover_on(path: Path, capacity: int = CAPACITY, region: HostRegion | None = None) -> MoverProcess:

@@ -483,7 +483,7 @@ class FilesStorage(StorageTier):
                 return Outcome.MISSING
             path = self._shelves.where(place)
             if status.st_size == self._row_bytes:
-                registration = self._agent.register_file(str(path), self._row_bytes, direct=self._direct)
+                registration = self._agent.register_file(str(path), self._row_bytes, direct=self._direct, access="ro")
                 return _File(registration, path, status)
             self._complaints.about("spoilt", f"{path} has {status.st_size} bytes and no row")
             self._shelves.condemn(place, status)
