@@ -244,9 +244,10 @@ Tier = Annotated[CpuTier | FileTier | S3Tier, Field(discriminator="type")]
 class TiersConfig(_Model):
     """What `load` returns.
 
-    `wait_s` is the longest that a request waits for promotions; `flush_on_exit_s` the longest that closing a store
-    waits for rows that a tier with `write: on_evict` does not hold yet; `replicas` how many engines of this node share
-    the capacity of the cpu tier.
+    `wait_s` is the longest that a request waits for promotions; `probe_s` the longest that it waits to hear whether
+    another engine has stored its chunks to a shared tier (0: nobody is asked); `flush_on_exit_s` the longest that
+    closing a store waits for rows that a tier with `write: on_evict` does not hold yet; `replicas` how many engines of
+    this node share the capacity of the cpu tier.
     """
 
     tiers: tuple[Tier, ...]
@@ -255,6 +256,7 @@ class TiersConfig(_Model):
     lora_storage: Annotated[bool, Field(strict=True)] = False
     on_reset: Literal["new_epoch", "keep"] = "new_epoch"
     wait_s: Annotated[float, Field(strict=True, gt=0, le=3600)] = 10.0
+    probe_s: Annotated[float, Field(strict=True, ge=0, le=60)] = 0.25
     flush_on_exit_s: Annotated[float, Field(strict=True, ge=0, le=3600)] = 0.0
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
 

@@ -42,6 +42,8 @@ from nixl_tiers.mover.messages import (
     Move,
     Open,
     Opened,
+    Probe,
+    Probed,
     Refused,
     Slots,
     Store,
@@ -89,10 +91,10 @@ class Engine:
         self._names = config.names
         geometry = region.geometry
         specs = [
-            TierSpec(name, Write(tier.write), physical_slots=_has_places(tier), policy=tier.eviction)
+            TierSpec(name, Write(tier.write), _has_places(tier), tier.eviction, _can_be_asked(tier))
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
-        limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20)
+        limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20, probe_s=config.probe_s)
         self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
@@ -292,6 +294,8 @@ class Engine:
                     if message.epoch == self.namespace.epoch:
                         entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
                         self._core.adopt(tier, entries, message.last)
+                case Probed():
+                    self._core.probed(tier, message.probe, message.absent, now)
                 case Opened():
                     self._answered.add(tier)
                     if message.epoch == self.namespace.epoch:
@@ -349,6 +353,7 @@ class Engine:
                 for nameless in storage.adopted_drops(MAX_ENTRIES)
             ]
             messages += [(job.tier, _message(job)) for job in jobs]
+            messages += [(p.tier, Probe(p.id, p.keys, p.chain)) for p in self._core.plan_probes(now)]
             self._say_circuits()
             closing = [rows for storage in self._core.storage for rows in storage.take_closing()]
             result = messages, self._core.overdue(now), self._core.busy
@@ -397,6 +402,11 @@ def _has_places(tier: StorageTier) -> bool:
 def _written_below(tiers: Sequence[StorageTier], place: int) -> bool:
     """Whether rows that leave the tier at `place` may have to be written to the next one that is ever written to."""
     return next((tier.write == "on_evict" for tier in tiers[place + 1 :] if tier.write != "off"), False)
+
+
+def _can_be_asked(tier: StorageTier) -> bool:
+    """Whether others store to this tier, and it can tell of single keys."""
+    return tier.type == "s3" and tier.shared
 
 
 def _message(job: Job) -> Store | Load:

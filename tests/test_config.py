@@ -200,6 +200,8 @@ def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
         (full() | {"on_reset": "drop"}, 'on_reset: must be "new_epoch" or "keep", not "drop"'),
         (full() | {"model_id": ""}, "model_id: "),
         (full() | {"salt": 5}, "salt: "),
+        (full() | {"probe_s": -1}, "probe_s: "),
+        (full() | {"probe_s": "fast"}, "probe_s: "),
         ({"tiers": [CPU, FILE, FILE]}, "tiers[2]: shares its place with tiers[1]"),
         ({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv/below"}]}, "tiers[2]: shares its place"),
         ({"tiers": [CPU, S3, S3 | {"prefix": "nixl-tiers/below"}]}, "tiers[2]: shares its place"),

@@ -22,6 +22,11 @@ class Limits:
     assumed_bytes_per_s: float = 4e6  # of a tier that has not shown its pace yet
     retry_s: float = 5.0  # a stored row whose load failed is not tried again sooner; twice as long each time
     retry_most_s: float = 600.0
+    probe_s: float = 0.25  # in all its life, a request waits so long to hear whether another engine has stored its keys
+    probes: int = 4  # of one tier at once
+    probe_keys: int = 512  # in one probe
+    absent_s: float = 30.0  # what a probe has not found is not asked for again sooner
+    absent_keys: int = 65536  # how many such keys a tier remembers
     load_share: float = 0.10  # of the host rows: what may be under promotion at once
     store_share: float = 0.05
     quarantine_share: float = 0.75  # of the rows under promotion: how many may be stuck before the mover is killed

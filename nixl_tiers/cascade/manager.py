@@ -93,9 +93,13 @@ class TierManager(Traffic):
             return Lookup.HIT
         if request.given_up or request.stopped:
             return Lookup.MISS
-        if row is None and not request.asked.get(key, False) and not self._ask(key, request, now):
-            return Lookup.MISS
-        return self._wait(request, now)
+        if row is not None or request.asked.get(key, False) or self._ask(key, request, now):
+            return self._wait(request, now)
+        if self.probes.waits(key, request, now):
+            return self._wait(request, now)
+        if request.waiting and not request.held and not request.asked:
+            self._release(request)  # it has waited for an answer, and nothing came of it
+        return Lookup.MISS
 
     def restrict(self, name: str, tiers: Iterable[int]) -> None:
         """Have a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
@@ -109,6 +113,7 @@ class TierManager(Traffic):
     def end_step(self) -> None:
         """The engine's step is over: what it called a hit and did not load may be evicted again."""
         self.host.step += 1
+        self.probes.end_step()
 
     def prepare_load(self, keys: Sequence[Key], name: str) -> list[int]:
         """Pin the rows of `keys`, which this step's look-ups called hits; returns them in order."""
@@ -225,6 +230,7 @@ class TierManager(Traffic):
             request.given_up = True
             self._release(request)
         self._requests.clear()
+        self.probes.reset()
         for row in list(self.host.index.values()):
             if row.worker:
                 self._unflushed.append(row)
@@ -246,8 +252,9 @@ class TierManager(Traffic):
         self._unflushed.clear()
 
     def expire(self, now: float) -> None:
-        """Let go of late jobs, and of rows that were promoted for requests that never came for them."""
+        """Let go of late jobs and answers, and of rows that were promoted for requests that never came for them."""
         self.watch(now)
+        self.probes.expire(now)
         limit = now - self.limits.hold_s
         for request in [r for r in self._holding.values() if r.deadline_s is None or r.deadline_s < limit]:
             request.given_up = True

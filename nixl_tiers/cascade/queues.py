@@ -7,6 +7,7 @@ from typing import Final
 
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.probes import Probes
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.storage import Direction, Storage, TierState, Write
 from nixl_tiers.chunk import Key
@@ -25,6 +26,7 @@ class Queues:
         self.generation = 0
         self._tick = 0
         self._job_id = 0
+        self.probes = Probes(self.storage, limits)
         self._holding: dict[str, Request] = {}  # requests that wait, or for which rows were promoted
         self._cleaner = Request("")  # in whose name rows come up only to be written further down
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
@@ -48,11 +50,15 @@ class Queues:
     @property
     def busy(self) -> bool:
         """Whether deadlines run or jobs could be planned without anything else happening."""
-        return bool(self._holding) or any(
-            storage.jobs
-            or (storage.readable and (storage.to_load or storage.trials))
-            or (storage.writable and (storage.to_store or self._to_clean(tier) > 0))
-            for tier, storage in enumerate(self.storage)
+        return (
+            bool(self._holding)
+            or self.probes.busy
+            or any(
+                storage.jobs
+                or (storage.readable and (storage.to_load or storage.trials))
+                or (storage.writable and (storage.to_store or self._to_clean(tier) > 0))
+                for tier, storage in enumerate(self.storage)
+            )
         )
 
     # --- inside ------------------------------------------------------------------------------------------------

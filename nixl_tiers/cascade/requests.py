@@ -17,6 +17,7 @@ class Request:
         "allowed",
         "ascending",
         "asked",
+        "asking",
         "barred",
         "deadline_s",
         "first_scan",
@@ -24,10 +25,15 @@ class Request:
         "held",
         "name",
         "position",
+        "probe_until_s",
+        "probes",
+        "scan_again",
         "seen",
+        "sounded",
         "step",
         "stopped",
         "tick",
+        "unknown",
     )
 
     def __init__(self, name: str, allowed: frozenset[int] | None = None) -> None:
@@ -46,6 +52,13 @@ class Request:
         self.ascending = True
         self.first_scan = True
         self.stopped = False
+        # What it asks other engines' media for (probes.py): the keys, and how many answers are awaited.
+        self.unknown: dict[Key, None] = {}
+        self.asking = False
+        self.probes = 0
+        self.probe_until_s: float | None = None
+        self.sounded = False
+        self.scan_again = False
 
     @property
     def waiting(self) -> bool:
@@ -55,7 +68,8 @@ class Request:
         """Note a look-up at `position` (the key's end token) in `step`; a new step is a new scan."""
         if step != self.step:
             if self.step >= 0:
-                self.first_scan = self.deadline_s is None
+                self.first_scan = self.deadline_s is None or self.scan_again
+                self.scan_again = False
             self.step = step
             self.stopped = False
             self.seen.clear()

@@ -53,6 +53,7 @@ class TierSpec:
     write: Write
     physical_slots: bool
     policy: PolicyName = "lru"
+    shared: bool = False  # others store to it too, and its medium may be asked for keys that are not known here
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
@@ -107,6 +108,7 @@ class Counters:
     late: int = 0
     kills: int = 0
     deaths: int = 0
+    probes: int = 0
 
 
 @dataclass

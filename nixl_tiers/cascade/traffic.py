@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.jobs import Jobs
 from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.probes import Probe
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.storage import Direction, Job, PlannedMove, Storage, TierState
 from nixl_tiers.chunk import Key
@@ -54,6 +55,7 @@ class Traffic(Jobs):
         """The tier's medium does not answer. Its rows are not lost, they are misses until it is opened again."""
         storage = self.storage[tier]
         storage.state = TierState.DOWN
+        self.probes.lost(tier)
         self._forget_stores(tier)
         self._forget_loads(storage, now)
 
@@ -85,6 +87,10 @@ class Traffic(Jobs):
             if job.episode is not None:
                 storage.breakers[job.direction].end_probe(job.episode, False, now)
             self._end(tier, job, [Outcome.FAILED] * len(job.moves), now)
+
+    def probed(self, tier: int, probe: int, absent: Collection[Key], now: float) -> None:
+        """A probe has been answered: what it found has been adopted, `absent` is not there."""
+        self.probes.answered(tier, probe, absent, now)
 
     def overdue(self, now: float) -> dict[int, str]:
         """Tiers whose movers must be killed, for nothing else makes rows quiet; and why."""
@@ -124,6 +130,10 @@ class Traffic(Jobs):
             if storage.trials or not (storage.readable and storage.writable):
                 jobs.extend(self._plan_alone(tier, storage, now))
         return jobs
+
+    def plan_probes(self, now: float) -> list[Probe]:
+        """What to ask of media that others store to."""
+        return self.probes.plan(now)
 
     # --- inside ------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,15 @@ class DropAdopted(msgspec.Struct, tag="drop_adopted", frozen=True):
     entries: list[tuple[int, bytes]]
 
 
+class Probe(msgspec.Struct, tag="probe", frozen=True):
+    """Engine -> mover, of a tier to which others store too: are these there? `chain`: each is worth nothing without
+    those before it. Answered by Adopt with what was found, and then Probed."""
+
+    probe: int
+    keys: list[bytes]
+    chain: bool
+
+
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Engine -> mover: finish what runs, write the journal, leave."""
 
@@ -128,6 +137,14 @@ class AdoptTable(msgspec.Struct, tag="adopt_table", frozen=True):
     newest: int
 
 
+class Probed(msgspec.Struct, tag="probed", frozen=True):
+    """Mover -> engine: a probe ended; of its keys, `absent` are surely not there. What is neither found nor absent was
+    not asked for, or there was no answer."""
+
+    probe: int
+    absent: list[bytes]
+
+
 class Finished(msgspec.Struct, tag="finished", frozen=True):
     """Mover -> engine: a job ended; `outcomes` holds one Outcome a move, in the job's order. Its rows are quiet now.
 
@@ -147,8 +164,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     used_bytes: int  # what the tier takes on its medium now
 
 
-ToMover = Hello | Open | Store | Load | Drop | DropAdopted | Stop
-ToEngine = Opened | Slots | Down | Refused | Adopt | AdoptTable | Finished | Heartbeat
+ToMover = Hello | Open | Store | Load | Drop | DropAdopted | Probe | Stop
+ToEngine = Opened | Slots | Down | Refused | Adopt | AdoptTable | Probed | Finished | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode

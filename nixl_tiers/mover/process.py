@@ -28,7 +28,9 @@ from nixl_tiers.memory.seal import missing_of
 from nixl_tiers.mover.adoption import Adoption
 from nixl_tiers.mover.messages import (
     HEARTBEAT_S,
+    MAX_ENTRIES,
     MAX_PACKET,
+    Adopt,
     Drop,
     DropAdopted,
     Finished,
@@ -38,6 +40,8 @@ from nixl_tiers.mover.messages import (
     Open,
     Opened,
     Outcome,
+    Probe,
+    Probed,
     Refused,
     Slots,
     Stop,
@@ -188,6 +192,9 @@ class Mover:
                 return
             elif isinstance(message, (Store, Load)):
                 self._begin_job(message, now)
+            elif isinstance(message, Probe):
+                if self._served is None or not self._tier.probe(message.probe, message.keys, message.chain):
+                    self.outbox.send(Probed(message.probe, []))
             elif isinstance(message, Drop) and self._served is not None:
                 self._tier.drop(message.entries)
             elif isinstance(message, DropAdopted) and self._teller is not None:
@@ -267,6 +274,12 @@ class Mover:
             self.outbox.send(
                 Finished(message.job, bytes(done.outcomes), now - started, self._partial(message, done.outcomes))
             )
+        for answer in self._tier.answers():
+            assert self._served is not None
+            for start in range(0, len(answer.found), MAX_ENTRIES):
+                batch = list(answer.found[start : start + MAX_ENTRIES])
+                self.outbox.send(Adopt(self._served.epoch, batch, last=False))
+            self.outbox.send(Probed(answer.number, list(answer.absent)))
 
     def _partial(self, message: Store | Load, outcomes: Sequence[Outcome]) -> list[tuple[int, int]]:
         """Which of the rows that a load brought lack sub-blocks, by their seals."""

@@ -72,6 +72,12 @@ class CascadeMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.world.mover_works(tier, outcome)
 
+    @rule(prompt=PROMPTS, chunks=st.integers(1, 5), stale=RARELY)
+    def another_engine_stores(self, prompt: str, chunks: int, stale: bool) -> None:
+        """The front of a prompt, or, where `stale`, only its last chunk: the chain has a hole."""
+        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
+        self.world.other_stores(chain[-1:] if stale else chain[:chunks])
+
     @rule(tier=TIERS)
     def deliver(self, tier: int) -> None:
         self.world.deliver(tier)
@@ -80,7 +86,7 @@ class CascadeMachine(RuleBasedStateMachine):
     def end_step(self) -> None:
         self.world.end_step()
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.4, 1.0, 6.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
         self.world.advance(seconds)
 

@@ -18,6 +18,7 @@ from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.probes import Probe
 from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key
 from nixl_tiers.testing.adopted import PlainRows, key_of
@@ -77,6 +78,16 @@ class MoverJob:
 
 
 @dataclass
+class Answer:
+    """A mover's answer to a probe: what it found, by key, and what it takes for absent."""
+
+    probe: int
+    epoch: int
+    found: list[Key]
+    absent: list[Key]
+
+
+@dataclass
 class Mover:
     """One mover process and the medium that survives it: by epoch, by place, the key that the journal (or the
     object's name) tells and the content that stands there. `inbox` holds what it was sent and has not done yet."""
@@ -88,8 +99,9 @@ class Mover:
     epoch: int = 0
     stuck: bool = False  # alive, and does nothing
     doomed: bool = False  # killed, and not dead yet: what it has in hand may still be written
-    inbox: deque[MoverJob | list[tuple[int, Key]] | int] = field(default_factory=deque)
-    finished: deque[MoverJob] = field(default_factory=deque)
+    inbox: deque[MoverJob | list[tuple[int, Key]] | int | Probe] = field(default_factory=deque)
+    finished: deque[MoverJob | Answer] = field(default_factory=deque)
+    told_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
     listing: deque[list[tuple[int, Key, int]] | PlainRows] = field(default_factory=deque)  # to be told yet
     ghosts: deque[MoverJob] = field(default_factory=deque)  # what a dead one had finished, and never said
 
@@ -124,6 +136,10 @@ class World:
             overdue_most_s=20.0,
             retry_s=3.0,
             moves_per_job=3,
+            probe_s=0.5,
+            probes=2,
+            probe_keys=4,
+            absent_s=8.0,
             breaker=BreakerLimits(most_s=20.0),
         )
         self.rows = rows
@@ -132,7 +148,10 @@ class World:
         self.told = told
         self._make = core
         self._epochs = 0
-        self.specs = [TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0) for i, write in enumerate(writes)]
+        # Slots of the odd tiers are no places: other engines store there too.
+        self.specs = [
+            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, shared=i % 2 == 1) for i, write in enumerate(writes)
+        ]
         self.movers = [Mover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)]
         self.region = [GARBAGE] * rows
         self.workers: list[WorkerJob] = []
@@ -185,6 +204,9 @@ class World:
                 self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
             self._check_slots(job)
             self._send(job.tier, MoverJob(job, self.movers[job.tier].epoch))
+        for probe in self.core.plan_probes(self.now):
+            self._check_probe(probe)
+            self._send(probe.tier, probe)
         self.check()
 
     def reset(self) -> None:
@@ -194,6 +216,8 @@ class World:
         for job in self.workers:
             job.stale = True
         self.waiting.clear()
+        for mover in self.movers:
+            mover.told_absent.clear()
         self.core.reset(keep_storage=False)
         for tier in range(len(self.movers)):
             self._send(tier, self.epoch)
@@ -204,6 +228,7 @@ class World:
         for mover in self.movers:
             for queue in (mover.inbox, mover.finished, mover.ghosts, mover.listing):
                 queue.clear()
+            mover.told_absent.clear()
             mover.alive = True
             mover.stuck = mover.doomed = False
             mover.epoch = 0
@@ -243,8 +268,17 @@ class World:
 
     # --- movers ------------------------------------------------------------------------------------------------
 
+    def other_stores(self, chain: Sequence[Key], epoch: int = 0) -> None:
+        """Another engine, with the weights of `epoch`, writes these chunks to the media that are shared."""
+        for spec, mover in zip(self.specs, self.movers, strict=True):
+            if spec.shared:
+                mover.medium.setdefault(epoch, {}).update({key: (key, Content(key, epoch)) for key in chain})
+
     def mover_works(self, tier: int, outcome: Outcome = Outcome.OK) -> None:
-        """The tier's mover does its next bit: one move of a job, a batch of drops, or a change of namespace."""
+        """The tier's mover does its next bit: one move of a job, a batch of drops, a probe, a change of namespace.
+
+        A probe whose outcome is not OK gets a wrong answer (FAILED: the contrary of the truth), or none (NO_SPACE).
+        """
         mover = self.movers[tier]
         if not mover.alive or mover.stuck or not mover.inbox:
             return
@@ -259,6 +293,10 @@ class World:
                 place = mover.place(slot, key)
                 if place in mover.here and mover.here[place][0] == key:
                     del mover.here[place]
+        elif isinstance(head, Probe):
+            mover.inbox.popleft()
+            if outcome is not Outcome.NO_SPACE:
+                mover.finished.append(self._answer(mover, head, outcome is Outcome.OK))
         else:
             self._move(mover, head, outcome)
             if len(head.done) == len(head.job.moves):
@@ -275,7 +313,13 @@ class World:
             self.tick()
         elif mover.finished:
             ended = mover.finished.popleft()
-            self.core.finished(tier, ended.job.id, ended.done, self.now)
+            if isinstance(ended, Answer):
+                if ended.epoch == self.epoch:
+                    self.core.adopt(tier, [(0, key, 0) for key in ended.found], last=False)
+                mover.told_absent.update(dict.fromkeys(ended.absent if ended.epoch == self.epoch else (), self.now))
+                self.core.probed(tier, ended.probe, ended.absent, self.now)
+            else:
+                self.core.finished(tier, ended.job.id, ended.done, self.now)
             self.tick()
 
     def kill(self, tier: int) -> None:
@@ -294,7 +338,7 @@ class World:
         if not mover.doomed:
             mover.doomed = True
             mover.stuck = False
-            mover.ghosts.extend(mover.finished)
+            mover.ghosts.extend(job for job in mover.finished if isinstance(job, MoverJob))
             mover.finished.clear()
             mover.listing.clear()
             self.core.killed(tier, self.now)
@@ -371,6 +415,10 @@ class World:
                 promise(not waits or patience_s <= self.limits.wait_s, "requests wait for a job that is late")
                 promise(not job.alone or len(job.moves) == 1, "a suspect has company")
 
+        for shared in core.probes.tiers.values():
+            promise(len(shared.flights) <= self.limits.probes, "too many probes at once")
+            promise(shared.known_absent <= self.limits.absent_keys, "too much is remembered as absent")
+
     def quiesce(self) -> None:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
         for tier in range(len(self.movers)):
@@ -378,11 +426,12 @@ class World:
             self.reap(tier)
         self._run_out()
         self.core.flushed()
-        self.advance(self.limits.wait_s + self.limits.hold_s + 1)
+        self.advance(max(self.limits.wait_s + self.limits.hold_s, self.limits.overdue_least_s) + 1)
         self._run_out()
         rows = self.core.host.index.values()
         promise(not any(row.worker or row.mover or row.holds for row in rows), "a row stays pinned for ever")
         promise(self.core.host.used == len(rows), "a row is lost")
+        promise(not self.core.probes.busy, "a probe never ends")
         promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
         self._recover()
 
@@ -453,6 +502,8 @@ class World:
             answer = self.core.lookup(key, name, position, self.now)
             if answer is Lookup.PENDING:
                 promise(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
+                known = key in self.core.host.index or any(key in storage for storage in self.core.storage)
+                promise(known or self.now <= since + self.limits.probe_s, "a request waits too long for an answer")
                 self.waiting[name] = (chain, since)
                 self.tick()
                 return
@@ -479,13 +530,27 @@ class World:
         self.core.finish_request(name)
         self.tick()
 
-    def _send(self, tier: int, message: MoverJob | list[tuple[int, Key]] | int) -> None:
+    def _check_probe(self, probe: Probe) -> None:
+        mover, limits = self.movers[probe.tier], self.limits
+        promise(0 < len(probe.keys) <= limits.probe_keys, "a probe without bounds")
+        known = [key for key in probe.keys if self.now < mover.told_absent.get(key, -limits.absent_s) + limits.absent_s]
+        promise(not known, "a key is asked for again that was absent a moment ago")
+
+    def _answer(self, mover: Mover, probe: Probe, honest: bool) -> Answer:
+        there = [(key in mover.here) is honest for key in probe.keys]
+        if probe.chain:
+            reach = there.index(False) if False in there else len(there)
+            return Answer(probe.id, mover.epoch, probe.keys[:reach], probe.keys[reach : reach + 1])
+        found = [key for key, is_there in zip(probe.keys, there, strict=True) if is_there]
+        return Answer(probe.id, mover.epoch, found, [key for key in probe.keys if key not in found])
+
+    def _send(self, tier: int, message: MoverJob | list[tuple[int, Key]] | int | Probe) -> None:
         if not self.movers[tier].doomed:
             self.movers[tier].inbox.append(message)
 
     def _open_moves(self) -> list[tuple[int, MoverJob]]:
         jobs = [(t, m) for t, mover in enumerate(self.movers) for m in mover.inbox if isinstance(m, MoverJob)]
-        return jobs + [(t, m) for t, mover in enumerate(self.movers) for m in mover.finished]
+        return jobs + [(t, m) for t, mover in enumerate(self.movers) for m in mover.finished if isinstance(m, MoverJob)]
 
     def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
         """Nobody else writes this row; and if we are to write it, nobody else reads it either."""

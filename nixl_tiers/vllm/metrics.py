@@ -21,6 +21,7 @@ COUNTERS: Final = {
     "evictions": "Chunks that this tier forgot to make room.",
     "corrupt": "Chunks that this tier gave back wrong: their seal refused them, and they became misses.",
     "failed": "Moves to or from this tier that ended in an error or too late.",
+    "probes": "Questions to this tier's medium for chunks that another engine may have stored a moment ago.",
     "dropped": "Chunks that were not written to this tier because it could not keep up or had no room.",
     "late": "Chunks whose load from this tier was given up because it took too long.",
     "kills": "Mover processes of this tier that had to be killed.",

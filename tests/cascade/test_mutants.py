@@ -153,9 +153,30 @@ class ReusedBeforeReap(TierManager):
         super().lost(tier, now)
 
 
+class AsksForTheAbsentAgain(TierManager):
+    def plan_probes(self, now: float) -> list:  # type: ignore[type-arg]
+        for shared in self.probes.tiers.values():
+            shared._absent.clear()
+        return super().plan_probes(now)
+
+
+class WaitsForLateAnswers(TierManager):
+    def lookup(self, key, name, position, now):  # type: ignore[no-untyped-def]
+        self._request(name).probe_until_s = None
+        return super().lookup(key, name, position, now)
+
+
+class ProbesWithoutBounds(TierManager):
+    def plan_probes(self, now: float) -> list:  # type: ignore[type-arg]
+        for shared in self.probes.tiers.values():
+            shared.has_room = lambda now: True  # type: ignore[method-assign]
+        return super().plan_probes(now)
+
+
 MUTANTS = [
     AdoptedRowHasTwoOwners,
     AdoptedSlotsStayFree,
+    AsksForTheAbsentAgain,
     BudgetOffByOne,
     CircuitNeverCloses,
     GenerationIgnored,
@@ -167,10 +188,12 @@ MUTANTS = [
     OldEpochSurvives,
     PinForgotten,
     PinsIgnored,
+    ProbesWithoutBounds,
     RowFreedWhileMoved,
     RowReusedAfterReset,
     SlotFreedWhileWritten,
     WaitsForEver,
+    WaitsForLateAnswers,
 ]
 
 

@@ -271,7 +271,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _head(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
-        self._answer(200)
+        found = self.s3.objects.get(name) if name else b""
+        self._answer(404 if found is None else 200, found or b"")
 
     def _put(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         with self.s3.lock:

@@ -37,6 +37,15 @@ def seal_row(sealer: Sealer, region: HostRegion, move: Move, now_s: float) -> No
     sealer.seal(region.rows_view[move.row], move.key, present=present, sealed_at=int(now_s))
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A probe that has ended: what is there, to be adopted, and what is surely not. The rest is not known."""
+
+    number: int
+    found: Sequence[Entry]
+    absent: Sequence[bytes]
+
+
 class StorageTier(ABC):
     """One namespace of one medium, as slots of one row each.
 
@@ -64,6 +73,17 @@ class StorageTier(ABC):
     def slots(self) -> int | None:
         """How many slots the engine may use now, where that changes after `open`; None: as many as that said."""
         return None
+
+    def probe(self, number: int, keys: Sequence[bytes], chain: bool) -> bool:
+        """Where others write to the medium too: start to find out which of `keys` are there. False: cannot be asked.
+
+        `chain`: each key is worth nothing without those before it, so that its end is all there is to find.
+        """
+        return False
+
+    def answers(self) -> Sequence[Probe]:
+        """The probes that have ended since the last call."""
+        return ()
 
     @abstractmethod
     def store(self, moves: Sequence[Move]) -> int:

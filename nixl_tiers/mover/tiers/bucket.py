@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from nixl_tiers.mover.tiers.listing import Listing
 PROBE_S: Final = 3.0
 FLUSH_S: Final = 2.0
 RENEW_S: Final = 60.0
+CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # what one DeleteObjects request may name
 BACKOFF_S: Final = (1.0, 30.0)
 
@@ -59,6 +61,7 @@ class Bucket:
         self._tier = tier
         self._session = boto3.session.Session()
         self._client: Any = None
+        self._quick: Any = None  # for questions whose answer is of no use later
         self._source: Any = None  # botocore's credentials, which renew themselves where they can
         self.credentials: Credentials | None = None
         self._wake = threading.Condition()
@@ -123,6 +126,23 @@ class Bucket:
         with self._wake:
             gone, self._gone = self._gone, []
         return gone
+
+    def is_there(self, name: str, nbytes: int) -> bool | None:
+        """Whether an object of this name and size, not too old, is there; None if the server does not say, soon.
+
+        For threads that may wait. Raises what boto3 raises for anything but an answer.
+        """
+        if self._quick is None:
+            return None
+        try:
+            found = self._quick.head_object(Bucket=self._tier.bucket, Key=name)
+        except ClientError as error:
+            return False if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
+        date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
+        if self._tier.max_age is not None and date is not None:
+            age_s = parsedate_to_datetime(date).timestamp() - found["LastModified"].timestamp()
+            return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
+        return bool(found["ContentLength"] == nbytes)
 
     @property
     def client(self) -> Any:
@@ -190,7 +210,7 @@ class Bucket:
             region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._tier.region)
             if self._tier.endpoint is None and region != self._tier.region:
                 raise TierRefused(f'region: bucket "{self._tier.bucket}" is in {region}, not in {self._tier.region}')
-            self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+            self._make_clients()
             self._not_before = {"list": 0.0, "delete": 0.0}
             self._renew_at = time.monotonic() + RENEW_S
         except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits in connect)
@@ -241,12 +261,16 @@ class Bucket:
             return
         if found != self.credentials:
             self.credentials = found
-            self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+            self._make_clients()
 
     def _pace(self, what: str, failed: bool) -> None:
         first_s, last_s = BACKOFF_S
         self._waits_s[what] = min(max(self._waits_s[what] * 2, first_s), last_s) if failed else 0.0
         self._not_before[what] = time.monotonic() + self._waits_s[what]
+
+    def _make_clients(self) -> None:
+        self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+        self._quick = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
         assert self.credentials is not None
@@ -261,6 +285,7 @@ class Bucket:
             config=Config(
                 connect_timeout=connect_s,
                 read_timeout=read_s,
+                max_pool_connections=CONNECTIONS,
                 retries={"mode": "standard", "total_max_attempts": attempts},
                 s3={"addressing_style": "auto" if self._tier.endpoint is None else "path"},
                 request_checksum_calculation="when_required",

@@ -34,12 +34,14 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
+from nixl_tiers.mover.tiers.age import has_expired
+from nixl_tiers.mover.tiers.base import Done, Probe, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.bucket import Bucket, Credentials
 from nixl_tiers.mover.tiers.janitor import Allowance, Janitor, Pace
 from nixl_tiers.mover.tiers.listing import Listing, is_row
 from nixl_tiers.mover.tiers.plane import Plane
+from nixl_tiers.mover.tiers.prober import Answer, Prober
 from nixl_tiers.mover.tiers.stock import Stock
 
 MAX_UPLOADS: Final = 16
@@ -92,6 +94,7 @@ class ObjectStorage(StorageTier):
         self._staging = np.frombuffer(self._memory, np.uint8).reshape(rows, self._row_bytes)
         self._free_staging = list(range(rows))
         self._bucket = Bucket(config)
+        self._prober = Prober(lambda key: self._bucket.is_there(self._name(key), self._row_bytes))
         self._allowance = Allowance(config.capacity, self._row_bytes) if config.shared else None
         self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
@@ -102,7 +105,7 @@ class ObjectStorage(StorageTier):
         self._prefix = ""
         self._listing: Listing | None = None
         self._listed = False  # whether a listing of this namespace has ended
-        self._since: set[Key] = set()  # uploads that the listing under way may have missed
+        self._since: set[Key] = set()  # rows that the listing under way may have missed
         self._tick = 0  # above it, whatever the next listing finds is newer than what was met before
         self._look_at_s = 0.0
         self._pause_s = 0.0
@@ -118,6 +121,7 @@ class ObjectStorage(StorageTier):
         self._renew_plane(credentials)
         self._sealer = Sealer(self._geometry, namespace, epoch)
         self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
+        self._prober.clear()
         self._stock = self._new_stock()
         self._dropped = set()
         self._spoiled = set()
@@ -230,6 +234,23 @@ class ObjectStorage(StorageTier):
         self._start_waiting()
         return self._batches.take()
 
+    def probe(self, number: int, keys: Sequence[Key], chain: bool) -> bool:
+        if self._allowance is None:
+            return False
+        self._prober.ask(number, keys, chain=chain)
+        return True
+
+    def answers(self) -> Sequence[Probe]:
+        return [self._told(answer) for answer in self._prober.answers()]
+
+    def _told(self, answer: Answer) -> Probe:
+        for key in answer.found:
+            self._stock.hold(key, self._name(key))
+            self._dropped.discard(key)
+            if self._listing is not None:
+                self._since.add(key)
+        return Probe(answer.probe, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
+
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
         uploading = {task.move.key for task in self._running if task.direction is _Direction.UPLOAD}
         self._doom(*(key for _, key in entries if key not in uploading))
@@ -238,7 +259,9 @@ class ObjectStorage(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._uploads or self._downloads or self._batches.waiting or self._given_up)
+        return bool(self._running or self._uploads or self._downloads or self._batches.waiting or self._given_up) or (
+            self._prober.busy
+        )
 
     @property
     def used_bytes(self) -> int:
@@ -250,6 +273,7 @@ class ObjectStorage(StorageTier):
         if self._janitor is not None:
             self._janitor.close()
             self._janitor = None
+        self._prober.close()
         self._bucket.close()
         if self._plane is not None and not self._running and not self._given_up:
             self._plane.close()
@@ -382,8 +406,7 @@ class ObjectStorage(StorageTier):
             answered = any(page)  # a server that is down is not worth another wait
             return None if answered and task.tries < TRIES else Outcome.FAILED
         if self._sealer.verify(row, task.move.key) is Verdict.OK:
-            age_s = self._config.max_age
-            if age_s is not None and self._sealer.sealed_at(row) + age_s < time.time():
+            if has_expired(self._sealer.sealed_at(row), time.time(), self._config.max_age):
                 self._spoiled.add(task.move.key)
                 return Outcome.MISSING
             self._region.rows_view[task.move.row] = row

@@ -1,0 +1,84 @@
+"""How far a chain reaches, in a few waves of questions."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers.mover.tiers.prober import AT_ONCE, WAVES, Answer, Prober, Search, Seen, along
+from nixl_tiers.testing.waiting import until
+
+
+def run(search: Search, there: list[Seen]) -> tuple[list[int], list[int], list[list[int]]]:
+    """(found, absent, waves) of a search over places of which each is there, is not, or does not answer."""
+    waves = [next(search)]
+    while True:
+        assert all(0 <= place < len(there) for place in waves[-1])
+        assert len(waves[-1]) <= AT_ONCE
+        try:
+            waves.append(search.send([there[place] for place in waves[-1]]))
+        except StopIteration as end:
+            return *end.value, waves
+
+
+@given(count=st.integers(1, 3000), data=st.data())
+def test_a_chain_without_holes_is_found_to_its_end(count: int, data: st.DataObject) -> None:
+    reach = data.draw(st.integers(0, count))
+    found, absent, waves = run(along(count), [place < reach for place in range(count)])
+    assert found == list(range(reach))
+    assert absent == ([reach] if reach < count else [])
+    assert len(waves) <= WAVES
+
+
+def test_a_chain_that_nobody_has_costs_one_question() -> None:
+    assert run(along(500), [False] * 500) == ([], [0], [[0]])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 500, 512])
+def test_a_chain_that_is_there_costs_two_waves(count: int) -> None:
+    found, absent, waves = run(along(count), [True] * count)
+    assert (found, absent) == (list(range(count)), [])
+    assert len(waves) <= 2
+
+
+@given(there=st.lists(st.sampled_from([True, True, True, False, None]), min_size=1, max_size=600))
+def test_with_holes_and_silence_what_was_seen_is_told_right(there: list[Seen]) -> None:
+    found, absent, waves = run(along(len(there)), there)
+    asked = {place for wave in waves for place in wave}
+    assert found == list(range(len(found)))
+    assert all(there[place] for place in asked if place < len(found)), "nothing is counted on behind a known hole"
+    assert len(waves) <= WAVES
+    assert all(there[place] is False and place in asked for place in absent)
+    assert len(absent) <= 1
+
+
+def test_a_prober_answers_for_chains_and_for_single_keys() -> None:
+    there = {b"%d" % n for n in range(40)}
+
+    def look(key: bytes) -> bool:
+        if key == b"bad":
+            raise OSError("no")
+        return key in there
+
+    prober = Prober(look)
+    keys = [b"%d" % n for n in range(100)]
+    prober.ask(1, keys, chain=True)
+    prober.ask(2, [b"bad", b"7", b"70"], chain=False)
+    answers: dict[int, Answer] = {}
+    until(lambda: bool(answers.update({a.probe: a for a in prober.answers()}) or not prober.busy), "the answers")
+    assert answers == {1: Answer(1, keys[:40], keys[40:41]), 2: Answer(2, [b"7"], [b"70"])}
+    prober.close()
+
+
+def test_questions_that_are_cleared_are_never_answered() -> None:
+    gate = threading.Event()
+    prober = Prober(lambda _: gate.wait(20))
+    prober.ask(1, [b"a"], chain=True)
+    prober.clear()
+    assert not prober.busy
+    gate.set()
+    assert prober.answers() == []
+    prober.close()
