@@ -140,6 +140,8 @@ class Endings(Queues):
                     storage.stay(move.key, self._tick)
             else:
                 storage.counters.corrupt += outcome is Outcome.CORRUPT
+                if storage.index.get(move.key) is move.entry:
+                    self.probes.was_bad(tier, move.key, now)
                 storage.forget(move.key, move.entry)
             if not row.gone:
                 self.host.forget(row)

@@ -3,12 +3,12 @@
 A request that meets an unknown key waits for the answer, a fraction of a second at most in all its life. First only
 that key is asked for: a prompt that nobody has seen costs one look-up more and one round trip. If it is there, the
 next scan collects the rest of the chain, and all of that is asked for at once. What is absent is remembered for a
-while and costs nothing. A tier that was late with an answer is waited for by nobody until one has come in time again.
+while and costs nothing. A tier that was late, or did not say, is waited for by nobody until it has answered again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nixl_tiers.cascade.limits import Limits
@@ -70,7 +70,8 @@ class _Shared:
                 return
             del self._absent[oldest]
 
-    def was_late(self, now: float) -> None:
+    def was_no_help(self, now: float) -> None:
+        """Late, or without a word about any key."""
         self.slow = True
         self.try_at_s = now + self._limits.retry_s
 
@@ -125,7 +126,7 @@ class Probes:
         most = 1 if request.ascending and not request.sounded else self._limits.probe_keys
         if request.asking and len(request.unknown) >= most:
             return False
-        if not sum(self._worth(shared, key, now) for shared in self.tiers.values()):
+        if not sum(self._worth(shared, key, now) for shared in self._open_to(request)):
             return False
         request.probe_until_s = until_s
         if not request.asking:
@@ -145,7 +146,7 @@ class Probes:
         for request in self._asking:
             request.asking = False
             if not request.given_up:
-                for shared in self.tiers.values():
+                for shared in self._open_to(request):
                     self._ask(shared, request, now)
         self._asking.clear()
         ready, self._ready = self._ready, []
@@ -159,23 +160,31 @@ class Probes:
             return
         shared.land(flight)
         shared.learn(absent, now)
-        if now - flight.sent_s > self._limits.probe_s:
-            shared.was_late(now)
+        # A chain without its first key is of no use; the requests that share a probe have that one in common.
+        asked = flight.probe.keys[:1] if flight.probe.chain else flight.probe.keys
+        found = any(key in shared.storage for key in asked)
+        if now - flight.sent_s > self._limits.probe_s or not (found or absent):
+            shared.was_no_help(now)
         else:
             shared.slow = False
-        for request in flight.requests:
-            if any(key in shared.storage for key in request.unknown):
+        if found:
+            for request in flight.requests:
                 # Collect what has been found, and ask for what follows it.
                 request.sounded = request.scan_again = True
+
+    def was_bad(self, tier: int, key: Key, now: float) -> None:
+        """What is there under this key was no row, or had gone: to ask for it again would find the same again."""
+        if tier in self.tiers:
+            self.tiers[tier].learn([key], now)
 
     def expire(self, now: float) -> None:
         for shared in self.tiers.values():
             for flight in list(shared.flights.values()):
                 late_s = now - flight.sent_s
                 if late_s > self._limits.probe_s and not shared.slow:
-                    shared.was_late(now)
+                    shared.was_no_help(now)
                 if late_s > self._limits.overdue_least_s:
-                    shared.was_late(now)
+                    shared.was_no_help(now)
                     shared.land(flight)
 
     def lost(self, tier: int) -> None:
@@ -196,9 +205,12 @@ class Probes:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
+    def _open_to(self, request: Request) -> Iterator[_Shared]:
+        return (s for s in self.tiers.values() if request.allowed is None or s.number in request.allowed)
+
     def _worth(self, shared: _Shared, key: Key, now: float) -> bool:
         """Whether waiting for this tier's answer may be worth it. Of a slow tier one asks without waiting."""
-        if key in shared.storage or shared.is_absent(key, now):
+        if not shared.storage.readable or key in shared.storage or shared.is_absent(key, now):
             return False
         if shared.slow:
             if shared.has_room(now):

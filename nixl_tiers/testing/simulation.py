@@ -316,9 +316,14 @@ class World:
             if isinstance(ended, Answer):
                 if ended.epoch == self.epoch:
                     self.core.adopt(tier, [(0, key, 0) for key in ended.found], last=False)
-                mover.told_absent.update(dict.fromkeys(ended.absent if ended.epoch == self.epoch else (), self.now))
+                if ended.probe in self.core.probes.tiers[tier].flights:  # who is given up on is not listened to
+                    mover.told_absent.update(dict.fromkeys(ended.absent, self.now))
                 self.core.probed(tier, ended.probe, ended.absent, self.now)
             else:
+                if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
+                    bad = (Outcome.CORRUPT, Outcome.MISSING)
+                    keys = [m.key for m, done in zip(ended.job.moves, ended.done, strict=True) if done in bad]
+                    mover.told_absent.update(dict.fromkeys(keys, self.now))
                 self.core.finished(tier, ended.job.id, ended.done, self.now)
             self.tick()
 

@@ -162,8 +162,14 @@ class AsksForTheAbsentAgain(TierManager):
 
 class WaitsForLateAnswers(TierManager):
     def lookup(self, key, name, position, now):  # type: ignore[no-untyped-def]
-        self._request(name).probe_until_s = None
+        self._request(name).probe_until_s = float("inf")
         return super().lookup(key, name, position, now)
+
+
+class AsksForTheBadAgain(TierManager):
+    def _load_ended(self, tier, move, outcome, now):  # type: ignore[no-untyped-def]
+        self.probes.was_bad = lambda *_: None  # type: ignore[method-assign]
+        super()._load_ended(tier, move, outcome, now)
 
 
 class ProbesWithoutBounds(TierManager):
@@ -177,6 +183,7 @@ MUTANTS = [
     AdoptedRowHasTwoOwners,
     AdoptedSlotsStayFree,
     AsksForTheAbsentAgain,
+    AsksForTheBadAgain,
     BudgetOffByOne,
     CircuitNeverCloses,
     GenerationIgnored,

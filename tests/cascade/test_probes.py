@@ -8,8 +8,9 @@ import pytest
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.probes import Probe
-from nixl_tiers.cascade.storage import TierSpec, Write
+from nixl_tiers.cascade.storage import Direction, TierSpec, Write
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(probe_s=0.25, probes=2, probe_keys=5, absent_s=30.0, absent_keys=3, retry_s=5.0, overdue_least_s=20.0)
@@ -221,3 +222,49 @@ def test_a_row_that_is_known_but_cannot_be_loaded_now_is_not_asked_for(core: Cor
     core.core.storage[0].index[CHAIN[0]].stored = False
     assert core.scan("r") == [MISS]
     assert core.asked() == []
+
+
+def test_a_tier_whose_circuit_is_open_is_neither_asked_nor_waited_for(core: Core) -> None:
+    assert core.scan("r") == [PENDING, MISS]
+    (probe,) = core.asked()
+    core.core.storage[0].breakers[Direction.LOAD].trip(core.now)
+    assert core.scan("s") == [MISS], "not even for what is under way"
+    assert core.scan("t", [b"x"]) == [MISS]
+    core.answer(probe, 1)
+    assert core.scan("r") == [MISS], "what was found cannot be loaded now"
+    assert core.asked() == []
+    assert not core.loading
+
+
+def test_a_request_asks_only_where_it_may_load_from(core: Core) -> None:
+    core.core.restrict("r", [1])
+    assert core.scan("r") == [MISS]
+    core.core.restrict("s", [0])
+    assert core.scan("s") == [PENDING, MISS]
+    assert len(core.asked()) == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING])
+def test_what_was_there_and_no_row_is_not_asked_for_again(core: Core, outcome: Outcome) -> None:
+    """Its reader may have no right to delete it; so it would be found, loaded and thrown away for every request."""
+    core.scan("r", CHAIN[:1])
+    core.answer(core.asked()[0], 1)
+    assert core.scan("r", CHAIN[:1]) == [PENDING]
+    (job,) = core.core.plan(core.now)
+    core.core.finished(0, job.id, [outcome], core.now)
+    assert core.scan("r", CHAIN[:1]) == [MISS]
+    assert core.scan("s", CHAIN[:1]) == [MISS]
+    core.now = 31.0
+    assert core.scan("t", CHAIN[:1]) == [PENDING]
+
+
+def test_a_tier_that_answers_without_a_word_is_not_waited_for(core: Core) -> None:
+    core.scan("r")
+    (probe,) = core.asked()
+    core.core.probed(0, probe.id, [], core.now)
+    assert core.scan("r") == [MISS]
+    assert core.scan("s", [b"a"]) == [MISS]
+    core.now = 6.0
+    assert core.scan("t", [b"b"]) == [MISS]
+    core.answer(core.asked()[0], 0)
+    assert core.scan("u", [b"c"]) == [PENDING]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.mover.tiers.prober import AT_ONCE, WAVES, Answer, Prober, Search, Seen, along
+from nixl_tiers.mover.tiers.prober import ANSWER_S, AT_ONCE, WAVES, Answer, Prober, Search, Seen, along
 from nixl_tiers.testing.waiting import until
 
 
@@ -82,3 +82,29 @@ def test_questions_that_are_cleared_are_never_answered() -> None:
     gate.set()
     assert prober.answers() == []
     prober.close()
+
+
+def test_a_medium_that_never_answers_holds_up_nobody() -> None:
+    gate = threading.Event()
+    now = [0.0]
+
+    def look(key: bytes) -> bool:
+        if key.startswith(b"slow"):
+            gate.wait(20)
+        return True
+
+    prober = Prober(look, lambda: now[0])
+    found: list[Answer] = []
+    try:
+        prober.ask(1, [b"a", *(b"slow %d" % n for n in range(40))], chain=True)
+        prober.ask(2, [b"b", *(b"slow too %d" % n for n in range(40))], chain=False)
+        # The first place of the chain has been heard of, and all that comes next has been asked.
+        until(lambda: not prober.answers() and len(prober._open[0].looks) > 1, "the second wave")
+        now[0] = ANSWER_S + 1
+        found = prober.answers()
+        assert not prober.busy
+    finally:
+        gate.set()
+        prober.close()
+    assert {(answer.probe, *answer.absent) for answer in found} == {(1,), (2,)}
+    assert found[0].found == [b"a"]

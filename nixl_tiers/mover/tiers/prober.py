@@ -1,10 +1,12 @@
 """Asking a shared medium for keys: along a chain by galloping and bisecting, wave by wave, each wave side by side.
 
-The tier's loop leaves questions and collects answers; threads wait for the medium.
+The tier's loop leaves questions and collects answers; threads wait for the medium. A thread that the medium never lets
+go is lost to later questions, and no more: these are given up in time, and with them the tier is not waited for.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Final
 from nixl_tiers.chunk import Key
 
 AT_ONCE: Final = 16  # questions of one wave, and threads
+ANSWER_S: Final = 5.0  # after that, what is not known yet stays unknown
 WAVES: Final = 5  # the first place, the gallop, and what a chain of some thousands needs to be narrowed down
 
 Seen = bool | None
@@ -67,32 +70,41 @@ class _Question:
     keys: Sequence[Key]
     search: Search
     looks: list[Future[Seen]]
+    until_s: float
 
 
 class Prober:
     """Questions to one medium, for one thread; `look` is called on others, and may take its time or raise."""
 
-    def __init__(self, look: Callable[[Key], Seen]) -> None:
+    def __init__(self, look: Callable[[Key], Seen], clock: Callable[[], float] = time.monotonic) -> None:
         self._look = look
+        self._clock = clock
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="nixl_tiers-probe")
         self._open: list[_Question] = []
 
     def ask(self, probe: int, keys: Sequence[Key], *, chain: bool) -> None:
         search = along(len(keys)) if chain else one_by_one(len(keys))
-        self._open.append(_Question(probe, keys, search, self._start(keys, next(search))))
+        looks = self._start(keys, next(search))
+        self._open.append(_Question(probe, keys, search, looks, self._clock() + ANSWER_S))
 
     def answers(self) -> list[Answer]:
         """What has been found out since the last call."""
         ended: list[Answer] = []
         for question in list(self._open):
-            if all(look.done() for look in question.looks):
-                seen = [None if look.exception() else look.result() for look in question.looks]
-                try:
-                    question.looks = self._start(question.keys, question.search.send(seen))
-                except StopIteration as end:
-                    found, absent = ([question.keys[place] for place in places] for places in end.value)
-                    ended.append(Answer(question.probe, found, absent))
-                    self._open.remove(question)
+            late = self._clock() > question.until_s
+            if late:
+                _give_up(question)
+            elif not all(look.done() for look in question.looks):
+                continue
+            try:
+                places = question.search.send([_seen(look) for look in question.looks])
+                while late:
+                    places = question.search.send([None] * len(places))
+                question.looks = self._start(question.keys, places)
+            except StopIteration as end:
+                found, absent = ([question.keys[place] for place in places] for places in end.value)
+                ended.append(Answer(question.probe, found, absent))
+                self._open.remove(question)
         return ended
 
     @property
@@ -102,8 +114,7 @@ class Prober:
     def clear(self) -> None:
         """Forget the questions: nobody wants to know any more."""
         for question in self._open:
-            for look in question.looks:
-                look.cancel()
+            _give_up(question)
         self._open.clear()
 
     def close(self) -> None:
@@ -112,3 +123,12 @@ class Prober:
 
     def _start(self, keys: Sequence[Key], places: Sequence[int]) -> list[Future[Seen]]:
         return [self._pool.submit(self._look, keys[place]) for place in places]
+
+
+def _give_up(question: _Question) -> None:
+    for look in question.looks:
+        look.cancel()
+
+
+def _seen(look: Future[Seen]) -> Seen:
+    return look.result() if look.done() and not look.cancelled() and look.exception() is None else None
