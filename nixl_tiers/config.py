@@ -168,6 +168,7 @@ AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 EnvironmentName = Annotated[str | None, BeforeValidator(_environment_name)]
 Write = Literal["through", "on_evict", "off"]
 Eviction = Literal["lru", "s3fifo", "arc"]
+Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 
 
 class _Model(BaseModel):
@@ -203,6 +204,7 @@ class S3Tier(_Model):
     """A prefix of a bucket. Without `endpoint`: AWS. Without any credential field: the usual AWS chain.
 
     `shared`: several engines use the prefix at once, and keep its capacity together. `max_age`: as in FileTier.
+    `sse`, `sse_key`: the tier is down unless the bucket encrypts so by default.
     """
 
     type: Literal["s3"]
@@ -221,6 +223,8 @@ class S3Tier(_Model):
     secret_key_env: EnvironmentName = None
     session_token_env: EnvironmentName = None
     ca_file: AbsolutePath | None = None
+    sse: Sse | None = None
+    sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> S3Tier:
@@ -234,6 +238,8 @@ class S3Tier(_Model):
             raise ValueError(f"{' and '.join(ways)} are different ways to find credentials; give one")
         if self.ca_file and self.endpoint and self.endpoint.startswith("http:"):
             raise ValueError("ca_file has no use with an endpoint that begins with http:")
+        if self.sse_key and self.sse in (None, "AES256"):
+            raise ValueError('sse_key needs sse: "aws:kms" or "aws:kms:dsse" beside it')
         return self
 
 

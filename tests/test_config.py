@@ -192,6 +192,9 @@ def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
         (with_tier(S3, access_key_env="A"), "tiers[1]: access_key_env needs secret_key_env"),
         (with_tier(S3, session_token_env="T"), "tiers[1]: session_token_env needs"),
         (with_tier(S3, profile="p", credentials_file="/c"), "tiers[1]: profile and credentials_file are different"),
+        (with_tier(S3, sse="kms"), 'tiers[1].sse: must be "AES256", "aws:kms" or "aws:kms:dsse", not "kms"'),
+        (with_tier(S3, sse_key="k"), 'tiers[1]: sse_key needs sse: "aws:kms"'),
+        (with_tier(S3, sse="AES256", sse_key="k"), 'tiers[1]: sse_key needs sse: "aws:kms"'),
         (with_tier(S3, ca_file="/ca"), "tiers[1]: ca_file has no use"),
         (full() | {"wait_s": 0}, "wait_s: "),
         (full() | {"wait_s": "10"}, "wait_s: "),
@@ -257,6 +260,7 @@ def test_a_secret_is_refused_without_being_repeated(source: dict[str, Any], plac
         {"access_key_env": "KV_ACCESS_KEY", "secret_key_env": "KV_SECRET_KEY"},
         {"access_key_env": "A", "secret_key_env": "S", "session_token_env": "AWS_SESSION_TOKEN"},
         {"endpoint": "https://s3.example:9000/", "ca_file": "/etc/ca.pem"},
+        {"sse": "aws:kms", "sse_key": "arn:aws:kms:eu-central-1:111122223333:key/0d9a"},
     ],
 )
 def test_ways_to_say_where_credentials_are_kept(fields: dict[str, Any]) -> None:

@@ -171,6 +171,7 @@ class Request:
     method: str
     name: str
     access_key: str
+    session_token: str = ""
 
 
 Fault = Callable[[Request], int | bytes | None]
@@ -236,7 +237,8 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         name = unquote(url.path.lstrip("/").partition("/")[2])
         credential = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization", ""))
-        request = Request(self.command, name, credential.group(1) if credential else "")
+        token = self.headers.get("x-amz-security-token", "")
+        request = Request(self.command, name, credential.group(1) if credential else "", token)
         with self.s3.lock:
             self.s3.requests.append(request)
             self.s3.at_once += 1

@@ -19,6 +19,7 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Outcome
 from nixl_tiers.mover.tiers import bucket, object, plane  # noqa: A004
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+from nixl_tiers.mover.tiers.bucket import Credentials
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from tests.mover.objects import HANG_UP, NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, wait_until
 
@@ -191,6 +192,38 @@ class TestCredentials:
             path.unlink()  # the old ones stay in use
             assert driver.load([1]) == [Outcome.OK]
         assert {r.access_key for r in faulty.requests if r.method == "PUT"} == {"first-key", "second-key"}
+
+    def test_temporary_ones_expire_and_are_renewed_and_nothing_is_lost(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(bucket, "RENEW_S", 0.05)
+        monkeypatch.setattr(object, "DOWNLOAD_S", 60.0)
+        path = tmp_path / "credentials"
+        valid = ["first-token"]
+        faulty.fault = lambda request: None if request.session_token in valid else 403
+        path.write_text(_credentials_file("role", token="first-token"))
+        with Driver(SMALL, 16, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+            driver.open()
+            assert driver.store(range(6)) == [Outcome.OK] * 6
+            faulty.hold = threading.Event()
+            under_way = driver.tier.load(driver.moves([0, 1]))  # these have begun with the first ones
+            assert wait_until(lambda: sum(each.method == "GET" and each.name != "" for each in faulty.requests) >= 2)
+            valid[:] = ["second-token"]
+            path.write_text(_credentials_file("role", token="second-token"))
+            renewed = Credentials("role", SECRET_KEY, "second-token")
+            assert wait_until(lambda: driver.tier._bucket.credentials == renewed)
+            behind = driver.begin_store([6, 7])
+            assert [done.ticket for done in driver.tier.poll()] == []
+            assert driver.tier._plane is not None
+            assert driver.tier._plane.credentials.session_token == "first-token", "it is not let go while it works"
+            assert len(driver.tier._uploads) == 2, "nothing more starts with the old ones"
+            faulty.hold.set()
+            assert driver.finish(under_way, behind) == [[Outcome.OK] * 2] * 2
+            assert driver.load(range(8)) == [Outcome.OK] * 8
+            driver.drop(7)
+            assert driver.settled(7)
+        tokens = [request.session_token for request in faulty.requests]
+        assert tokens == sorted(tokens), "the second ones only, once they are in use"
 
 
 class TestTls:
@@ -434,8 +467,9 @@ class TestBudget:
         assert set(faulty.objects) == {small.name(2)}
 
 
-def _credentials_file(access_key: str, profile: str = "default") -> str:
-    return f"[{profile}]\naws_access_key_id = {access_key}\naws_secret_access_key = {SECRET_KEY}\n"
+def _credentials_file(access_key: str, profile: str = "default", token: str = "") -> str:
+    lines = [f"[{profile}]", f"aws_access_key_id = {access_key}", f"aws_secret_access_key = {SECRET_KEY}"]
+    return "\n".join([*lines, *([f"aws_session_token = {token}"] if token else []), ""])
 
 
 def _self_signed(directory: Path) -> tuple[Path, Path]:

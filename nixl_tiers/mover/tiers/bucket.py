@@ -28,6 +28,7 @@ from botocore.httpsession import where
 
 from nixl_tiers.config import S3Tier
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+from nixl_tiers.mover.tiers.encryption import objection
 from nixl_tiers.mover.tiers.listing import Listing
 
 PROBE_S: Final = 3.0
@@ -206,10 +207,13 @@ class Bucket:
         assert self._probe is not None
         try:
             self._source, self.credentials = find_credentials(self._tier)
-            answer = self._make_client(connect_s=1.2, read_s=1.4, attempts=1).head_bucket(Bucket=self._tier.bucket)
+            client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
+            answer = client.head_bucket(Bucket=self._tier.bucket)
             region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._tier.region)
             if self._tier.endpoint is None and region != self._tier.region:
                 raise TierRefused(f'region: bucket "{self._tier.bucket}" is in {region}, not in {self._tier.region}')
+            if (found := objection(client, self._tier)) is not None:
+                raise self._down(found)
             self._make_clients()
             self._not_before = {"list": 0.0, "delete": 0.0}
             self._renew_at = time.monotonic() + RENEW_S
