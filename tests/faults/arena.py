@@ -28,8 +28,9 @@ from nixl_tiers.testing.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
-HOST = 4 * MIB
+HOST = 3 * MIB
 CAPACITY = 48 * MIB
+PROMPTS = 12  # of 8 chunks: twice as many as the host holds
 LIMITS = replace(Limits(), wait_s=1.0, hold_s=3.0, overdue_least_s=3.0, overdue_most_s=6.0, retry_s=0.3)
 PATIENCE_S = 180.0  # of the tests, for what has no deadline of its own; machines may be very slow
 
@@ -116,7 +117,7 @@ class Arena:
         before = before or Inventory.take()
         self.store = self.open(before_start)
         try:
-            self.load = Load(self.store, seed=next(_turns), pause_s=0.005)
+            self.load = Load(self.store, seed=next(_turns), prompts=PROMPTS, pause_s=0.005)
             if warm:
                 self.warm_up()
             with self.load:
@@ -157,17 +158,19 @@ class Arena:
     def _comes_back(self) -> bool:
         keys: list[Key] = [b"probe-%d-%d" % (next(_turns), n) for n in range(4)]
         put(self.store, keys)
+        stored = self.store.engine._core.storage[0].index
         deadline = time.monotonic() + 10 * self.limits.wait_s
         while time.monotonic() < deadline:
-            places = self.store.locate(keys)
-            if places == [self.name] * len(keys):
-                hits, wrong = get(self.store, keys)
-                assert not wrong
-                return all(hits)
-            if None in places:
-                return False
-            # Only what the host has let go can come from the tier.
-            put(self.store, [b"filler-%d" % next(_turns) for _ in range(self.store.engine.region.rows // 8)])
+            if all(key in stored and stored[key].stored for key in keys):
+                # Only what the host has let go comes from the tier.
+                self._every_row_can_be_had()
+                if self.store.locate(keys) == [self.name] * len(keys):
+                    hits, wrong = get(self.store, keys)
+                    assert not wrong
+                    return all(hits)
+            elif None in self.store.locate(keys):
+                return False  # dropped, as long as the circuit is open
+            time.sleep(0.01)
         return False
 
     # --- what is seen ---------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ FAULTS: dict[str, Callable[[Interposer], None]] = {
     "disk hangs (5 s an I/O)": lambda disk: disk.slow(5.0),
 }
 ORDINARY: set[tuple[str, ...]] = {
-    ("disk full", "files"),
     ("disk full", "slabs"),
     ("disk broken (EIO)", "slabs"),
     ("disk read-only", "files"),
