@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _OPEN = BreakerState.OPEN
+MOST_SLOTS: Final = 2  # in capacities: what others store on a shared medium beyond it must be told of
 
 
 class TierRefusedError(RuntimeError):
@@ -98,7 +99,7 @@ class Engine:
         self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
-        self._refusals: list[str] = []
+        self._refusals: dict[int, str] = {}  # by tier
         self._answered: set[int] = set()
         self._used_bytes = [0] * len(specs)
         self._circuits = {(tier, way): BreakerState.CLOSED for tier in range(len(specs)) for way in Direction}
@@ -128,7 +129,7 @@ class Engine:
         self._movers.start(self._open_message())
         with self.changed:
             self.changed.wait_for(lambda: len(self._answered) == len(self._names), patience_s)
-            refusals = list(self._refusals)
+            refusals = list(self._refusals.values())
         if refusals:
             self.close(1.0)
             raise TierRefusedError(refusals[0])
@@ -297,11 +298,13 @@ class Engine:
                 case Probed():
                     self._core.probed(tier, message.probe, message.absent, now)
                 case Opened():
+                    self._check_slots(tier, message.slots)
                     self._answered.add(tier)
                     if message.epoch == self.namespace.epoch:
                         self._core.opened(tier, message.slots)
                         self._say(tier, "")
                 case Slots():
+                    self._check_slots(tier, message.slots)
                     if message.epoch == self.namespace.epoch:
                         self._core.resized(tier, message.slots)
                 case Down():
@@ -311,7 +314,7 @@ class Engine:
                 case Refused():
                     self._answered.add(tier)
                     self._core.down(tier, now)
-                    self._refusals.append(message.reason)
+                    self._refusals[tier] = message.reason
                     self._say(tier, message.reason)
             self.changed.notify_all()
 
@@ -368,6 +371,11 @@ class Engine:
         self._movers.leave_to_parent()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _check_slots(self, tier: int, slots: int) -> None:
+        """Raises ValueError for more than any medium of this capacity has: each costs the book a byte."""
+        if slots * self.region.geometry.row_bytes > MOST_SLOTS * self._config.storage[tier].capacity:
+            raise ValueError(f"the {self._names[tier]} tier cannot have {slots} slots")
 
     def _open_message(self) -> Open:
         return Open(self.namespace.digest, self.namespace.epoch)

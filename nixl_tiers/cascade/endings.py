@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.outcome import Outcome
@@ -20,18 +20,21 @@ class Endings(Queues):
         job_id: int,
         outcomes: Sequence[Outcome],
         now: float,
-        partial: Iterable[tuple[int, int]] = (),
+        partial: Sequence[tuple[int, int]] = (),
     ) -> None:
         """A job ended; its rows are quiet. A job id that is not (or no longer) open is ignored.
 
         `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many).
+        Raises ValueError for what cannot be the end of that job; it is still open then, until its mover is dead.
         """
         storage = self.storage[tier]
-        job = storage.jobs.pop(job_id, None)
+        job = storage.jobs.get(job_id)
         if job is None:
             return
-        if len(outcomes) != len(job.moves):
-            outcomes = [Outcome.FAILED] * len(job.moves)
+        places = range(len(job.moves))
+        if len(outcomes) != len(places) or any(place not in places for place, _ in partial):
+            raise ValueError(f"an end of job {job_id} that does not fit its {len(places)} moves")
+        del storage.jobs[job_id]
         if any(outcome is Outcome.OK for outcome in outcomes):
             storage.paces[job.direction].ended(job.nbytes, now - job.began_s)
         for place, missing in partial:

@@ -106,7 +106,7 @@ class Child:
 
     def receive(self) -> Iterable[tuple[ToEngine, Table | None]]:
         """Every message that has come, and the table that came with it; sets `ended` when there will be no more.
-        Raises msgspec.DecodeError or TableError for what is no message."""
+        Raises msgspec.DecodeError, UnicodeDecodeError or TableError for what is no message."""
         while not self.ended and not self.killed:
             try:
                 packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)

@@ -249,7 +249,7 @@ class Supervisor:
                     self._handler.on_table(tier, message, table)
                 else:
                     self._handler.on_message(tier, message)
-        except (msgspec.DecodeError, TableError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, TableError) as error:
             self._kill(tier, mover, f"it sent nonsense ({error})")
         except Exception as error:  # noqa: BLE001 (a message that cannot be applied costs the mover, and no more)
             self._tell(f"a message of the {self._names[tier]} tier's mover", error)

@@ -1,15 +1,17 @@
 """What an engine and its movers say to each other over a SOCK_SEQPACKET socketpair, one msgpack message a packet.
 
-A packet stays below MAX_PACKET bytes: senders split batches. Packets arrive whole and in order, or not at all.
+A packet stays below MAX_PACKET bytes: senders split batches. Packets arrive whole and in order, or not at all. What is
+longer, or no message, or says what cannot be, does not decode: it costs the mover, whoever of both has sent it.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from nixl_tiers.cascade.outcome import Outcome as Outcome  # noqa: PLC0414 - tiers answer with it
+from nixl_tiers.chunk import MAX_KEY_BYTES
 
 MAX_PACKET: Final = 64 << 10
 MAX_MOVES: Final = 256
@@ -18,16 +20,21 @@ HEARTBEAT_S: Final = 1.0
 GONE: Final = -1
 """As the slot of an Entry: somebody else has taken the row away."""
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0)]
+_Tick = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Key = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+
 
 class Move(msgspec.Struct, array_like=True, frozen=True):
     """One row between the region and a slot of the tier."""
 
-    row: int
-    slot: int
-    key: bytes
-    tick: int = 0  # recency, for the journal (stores)
+    row: _Count
+    slot: _Count
+    key: _Key
+    tick: _Tick = 0  # recency, for the journal (stores)
     seal: bool = False  # the mover must seal the row before it writes it (stores)
-    missing: int = 0  # how many sub-blocks at the beginning hold nothing, to be sealed as absent (stores)
+    missing: _Count = 0  # how many sub-blocks at the beginning hold nothing, to be sealed as absent (stores)
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -91,7 +98,7 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
     """Mover -> engine: the tier is up (again). `slots`: how many rows it may hold."""
 
     epoch: int
-    slots: int
+    slots: _Count
 
 
 class Slots(msgspec.Struct, tag="slots", frozen=True):
@@ -99,7 +106,7 @@ class Slots(msgspec.Struct, tag="slots", frozen=True):
     entries of slot GONE."""
 
     epoch: int
-    slots: int
+    slots: _Count
 
 
 class Down(msgspec.Struct, tag="down", frozen=True):
@@ -115,9 +122,9 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
-    slot: int
-    key: bytes
-    tick: int
+    slot: Annotated[int, msgspec.Meta(ge=GONE, le=2**32 - 1)]
+    key: _Key
+    tick: _Tick
 
 
 class Adopt(msgspec.Struct, tag="adopt", frozen=True):
@@ -134,7 +141,7 @@ class AdoptTable(msgspec.Struct, tag="adopt_table", frozen=True):
     descriptor with this packet. `newest`: the highest tick in it."""
 
     epoch: int
-    newest: int
+    newest: _Tick
 
 
 class Probed(msgspec.Struct, tag="probed", frozen=True):
@@ -155,13 +162,13 @@ class Finished(msgspec.Struct, tag="finished", frozen=True):
     job: int
     outcomes: bytes
     seconds: float
-    partial: list[tuple[int, int]] = []
+    partial: list[tuple[_Count, _Count]] = []
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     """Mover -> engine, every HEARTBEAT_S from the loop that moves rows."""
 
-    used_bytes: int  # what the tier takes on its medium now
+    used_bytes: _Bytes  # what the tier takes on its medium now
 
 
 ToMover = Hello | Open | Store | Load | Drop | DropAdopted | Probe | Stop

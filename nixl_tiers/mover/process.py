@@ -255,6 +255,8 @@ class Mover:
         if self._served is None:
             self.outbox.send(Finished(message.job, bytes([Outcome.FAILED] * len(message.moves)), 0.0))
             return
+        if any(move.row >= self._region.rows for move in message.moves):
+            raise ValueError("a job on rows that there are not")
         begin = self._tier.store if isinstance(message, Store) else self._tier.load
         self._jobs[begin(message.moves)] = (message, now)
 

@@ -36,7 +36,7 @@ def over_a_hoard(tmp_path: Path, slots: int, named: bool = False) -> Iterator[En
         {
             "tiers": [
                 {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes},
-                {"type": "file", "path": str(tmp_path / "unused"), "capacity": "16MiB"},
+                {"type": "file", "path": str(tmp_path / "unused"), "capacity": slots * GEOMETRY.row_bytes},
             ]
         }
     )
