@@ -225,6 +225,20 @@ class TestCredentials:
         tokens = [request.session_token for request in faulty.requests]
         assert tokens == sorted(tokens), "the second ones only, once they are in use"
 
+    def test_new_ones_are_looked_for_as_soon_as_transfers_fail(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(bucket, "RENEW_S", 3600.0)
+        monkeypatch.setattr(bucket, "DOUBT_S", 0.05)
+        path = tmp_path / "credentials"
+        path.write_text(_credentials_file("first-key"))
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+            driver.open()
+            driver.store([1])
+            faulty.fault = lambda request: 403 if request.access_key == "first-key" else None
+            path.write_text(_credentials_file("second-key"))
+            assert wait_until(lambda: driver.load([1]) == [Outcome.OK])
+
 
 class TestTls:
     def test_the_certificate_is_checked(self, tmp_path: Path) -> None:

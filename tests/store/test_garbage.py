@@ -91,9 +91,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredSto
     monkeypatch.setattr(respawn, "BACKOFF_S", (0.05,))
     monkeypatch.setattr(respawn, "KILLS_AN_HOUR", 1000)
     (tmp_path / "say").mkdir()
-    engine, region, config = engine_of(
-        tmp_path, {"type": "tests.mover.babble:Babbling", "say": str(tmp_path / "say")}
-    )
+    engine, region, config = engine_of(tmp_path, {"type": "tests.mover.babble:Babbling", "say": str(tmp_path / "say")})
     engine.start()
     store = TieredStore(engine, region, config)
     yield store

@@ -34,6 +34,7 @@ from nixl_tiers.mover.tiers.listing import Listing
 PROBE_S: Final = 3.0
 FLUSH_S: Final = 2.0
 RENEW_S: Final = 60.0
+DOUBT_S: Final = 5.0  # the same while transfers fail
 CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # what one DeleteObjects request may name
 BACKOFF_S: Final = (1.0, 30.0)
@@ -75,6 +76,7 @@ class Bucket:
         self._waits_s = {"list": 0.0, "delete": 0.0}
         self._not_before = {"list": 0.0, "delete": 0.0}
         self._renew_at = float("inf")
+        self._renewed_at = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -107,6 +109,13 @@ class Bucket:
             self._listing = listing
             self._not_before["list"] = 0.0
             self._wake.notify()
+
+    def doubt(self) -> None:
+        """A transfer has failed, perhaps for its credentials: look soon whether there are others by now."""
+        with self._wake:
+            if self._renew_at < float("inf") and self._renew_at > self._renewed_at + DOUBT_S:
+                self._renew_at = self._renewed_at + DOUBT_S
+                self._wake.notify()
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete these objects in the background, again and again until the server says that they are gone."""
@@ -216,7 +225,7 @@ class Bucket:
                 raise self._down(found)
             self._make_clients()
             self._not_before = {"list": 0.0, "delete": 0.0}
-            self._renew_at = time.monotonic() + RENEW_S
+            self._renewed_now()
         except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits in connect)
             self._probe.set_exception(self._explained(error))
         else:
@@ -258,7 +267,7 @@ class Bucket:
 
     def _renew(self) -> None:
         """Offer credentials that were renewed (a role's, or in their file); keep the old ones if none are found."""
-        self._renew_at = time.monotonic() + RENEW_S
+        self._renewed_now()
         try:
             self._source, found = find_credentials(self._tier, self._source)
         except (BotoCoreError, TierDown, TierRefused, OSError):
@@ -266,6 +275,11 @@ class Bucket:
         if found != self.credentials:
             self.credentials = found
             self._make_clients()
+
+    def _renewed_now(self) -> None:
+        with self._wake:
+            self._renewed_at = time.monotonic()
+            self._renew_at = self._renewed_at + RENEW_S
 
     def _pace(self, what: str, failed: bool) -> None:
         first_s, last_s = BACKOFF_S

@@ -373,6 +373,8 @@ class ObjectStorage(StorageTier):
             self._given_up.append(task)
             self._end(task, Outcome.FAILED)
             return True
+        if state is TransferState.FAILED:
+            self._bucket.doubt()
         outcome = self._uploaded(task, state) if task.direction is _Direction.UPLOAD else self._downloaded(task, state)
         self._let_go(task)
         if outcome is None:
