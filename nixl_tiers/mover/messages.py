@@ -86,7 +86,7 @@ class Probe(msgspec.Struct, tag="probe", frozen=True):
     those before it. Answered by Adopt with what was found, and then Probed."""
 
     probe: int
-    keys: list[bytes]
+    keys: list[_Key]
     chain: bool
 
 
@@ -149,7 +149,7 @@ class Probed(msgspec.Struct, tag="probed", frozen=True):
     not asked for, or there was no answer."""
 
     probe: int
-    absent: list[bytes]
+    absent: list[_Key]
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):

@@ -61,7 +61,8 @@ POLL_S: Final = 0.0003  # tighter burns a core and gains nothing, measured
 LOOK_S: Final = 0.005  # how soon an opening is looked at again
 RETRY_S: Final = (0.5, 30.0)
 LEAVE_S: Final = 5.0  # the longest that leaving may take once nobody waits for the results
-QUEUE_PACKETS: Final = 256  # more than this unsent: nothing new is taken in
+JOURNAL_S: Final = 60.0  # the same where the engine asked for it, and waits for as long as it likes
+QUEUE_PACKETS: Final = 256  # more than this unsent, or not begun: nothing new is taken in
 SOCKET_BYTES: Final = 1 << 20
 
 
@@ -135,6 +136,12 @@ class Mover:
 
     def take(self, message: ToMover) -> None:
         self._inbox.append(message)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether nothing more should be taken for now: the engine is behind with what it has been told, or an Open
+        waits for jobs that do not end."""
+        return len(self.outbox) >= QUEUE_PACKETS or len(self._inbox) >= QUEUE_PACKETS
 
     @property
     def busy(self) -> bool:
@@ -385,8 +392,7 @@ def _loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[int])
             mover.outbox.flush()
         except (BrokenPipeError, ConnectionResetError):
             return False
-        crowded = len(mover.outbox) >= QUEUE_PACKETS
-        interest = (0 if crowded or mover.leaving else select.POLLIN) | (select.POLLOUT if mover.outbox else 0)
+        interest = (0 if mover.crowded or mover.leaving else select.POLLIN) | (select.POLLOUT if mover.outbox else 0)
         events.modify(end.fileno(), interest)
         if mover.busy:
             time.sleep(POLL_S)
@@ -404,8 +410,8 @@ def _loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[int])
 
 
 def _receive(mover: Mover, end: socket.socket) -> bool:
-    """Take every message that is there; False when the other end is closed."""
-    while True:
+    """Take the messages that are there, as many as may wait here; False when the other end is closed."""
+    while not mover.crowded:
         try:
             packet = end.recv(MAX_PACKET)
         except BlockingIOError:
@@ -415,14 +421,15 @@ def _receive(mover: Mover, end: socket.socket) -> bool:
         if not packet:
             return False
         mover.take(decode_to_mover(packet))
+    return True
 
 
 def _leave(mover: Mover, *, hurry: bool) -> None:
     """Finish what runs and write the journal; without the engine, only as far as that is quick."""
+    watchdog = threading.Timer(LEAVE_S if hurry else JOURNAL_S, os._exit, (0,))
+    watchdog.daemon = True
+    watchdog.start()
     if hurry:
-        watchdog = threading.Timer(LEAVE_S, os._exit, (0,))
-        watchdog.daemon = True
-        watchdog.start()
         mover.outbox.hang_up()
         # Results have nobody to go to, but what is written now is there after a restart.
         deadline = time.monotonic() + LEAVE_S / 5

@@ -108,3 +108,31 @@ def test_a_medium_that_never_answers_holds_up_nobody() -> None:
         prober.close()
     assert {(answer.probe, *answer.absent) for answer in found} == {(1,), (2,)}
     assert found[0].found == [b"a"]
+
+
+def test_nothing_is_queued_for_threads_that_the_medium_does_not_let_go() -> None:
+    gate = threading.Event()
+    now = [0.0]
+    asked: list[bytes] = []
+
+    def look(key: bytes) -> bool:
+        asked.append(key)
+        return not gate.is_set() and gate.wait(60)
+
+    prober = Prober(look, lambda: now[0])
+    try:
+        prober.ask(1, [b"%d" % n for n in range(2 * AT_ONCE)], chain=False)
+        until(lambda: len(asked) == AT_ONCE, "all threads to be stuck")
+        now[0] = ANSWER_S + 1
+        assert prober.answers() == [Answer(1, [], [])]
+        for number in range(2, 50):
+            prober.ask(number, [b"more"] * AT_ONCE, chain=number % 2 == 0)
+            assert prober.answers() == [Answer(number, [], [])]
+        assert len(asked) == AT_ONCE
+        gate.set()
+        until(lambda: not [look for look in prober._stuck if not look.done()], "the threads")
+        prober.ask(50, [b"again"], chain=False)
+        until(lambda: [answer.absent for answer in prober.answers()] == [[b"again"]], "an answer")
+    finally:
+        gate.set()
+        prober.close()

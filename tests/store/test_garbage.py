@@ -36,7 +36,7 @@ from nixl_tiers.mover.messages import (
     Load,
     Move,
     Opened,
-    Outcome,
+    Probed,
     Slots,
     Store,
     ToEngine,
@@ -162,6 +162,7 @@ MESSAGES = st.one_of(
     st.builds(Adopt, st.integers(0, 1), ENTRIES, st.booleans()),
     st.builds(Opened, st.integers(0, 1), NUMBERS),
     st.builds(Slots, st.integers(0, 1), NUMBERS),
+    st.builds(Probed, st.integers(0, 9), st.lists(KEYS, max_size=4)),
     st.builds(Down, st.text(max_size=5)),
     st.builds(Heartbeat, NUMBERS),
 )
@@ -188,7 +189,8 @@ def test_whatever_a_mover_says_no_row_is_lost_or_has_two_owners(events: list[Any
                 hear(engine, Opened(0, 64))
                 hear(engine, Adopt(0, [], last=True))
             else:
-                act(engine, region, *event, request=f"request-{number}")
+                what, first, count = event
+                act(engine, region, what, [b"key-%d" % n for n in range(first, first + count)], f"request-{number}")
             engine.on_tick()
         engine.on_lost(0)
         assert sorted(claim(engine, region)) == list(range(ROWS))
@@ -206,8 +208,7 @@ def hear(engine: Engine, message: ToEngine) -> None:
         engine.on_lost(0)
 
 
-def act(engine: Engine, region: HostRegion, what: str, first: int, count: int, request: str) -> None:
-    keys = [b"key-%d" % n for n in range(first, first + count)]
+def act(engine: Engine, region: HostRegion, what: str, keys: list[bytes], request: str) -> None:
     if what == "put":
         plan = engine.prepare_store(keys, request)
         if len(plan.rows):

@@ -81,6 +81,7 @@ class Prober:
         self._clock = clock
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="nixl_tiers-probe")
         self._open: list[_Question] = []
+        self._stuck: list[Future[Seen]] = []  # given up, and still with their threads
 
     def ask(self, probe: int, keys: Sequence[Key], *, chain: bool) -> None:
         search = along(len(keys)) if chain else one_by_one(len(keys))
@@ -93,7 +94,7 @@ class Prober:
         for question in list(self._open):
             late = self._clock() > question.until_s
             if late:
-                _give_up(question)
+                self._give_up(question)
             elif not all(look.done() for look in question.looks):
                 continue
             try:
@@ -114,7 +115,7 @@ class Prober:
     def clear(self) -> None:
         """Forget the questions: nobody wants to know any more."""
         for question in self._open:
-            _give_up(question)
+            self._give_up(question)
         self._open.clear()
 
     def close(self) -> None:
@@ -122,12 +123,17 @@ class Prober:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, keys: Sequence[Key], places: Sequence[int]) -> list[Future[Seen]]:
+        self._stuck = [look for look in self._stuck if not look.done()]
+        if len(self._stuck) >= AT_ONCE:  # nobody would take it from the queue
+            return [_UNSEEN] * len(places)
         return [self._pool.submit(self._look, keys[place]) for place in places]
 
+    def _give_up(self, question: _Question) -> None:
+        self._stuck += [look for look in question.looks if not look.cancel() and not look.done()]
 
-def _give_up(question: _Question) -> None:
-    for look in question.looks:
-        look.cancel()
+
+_UNSEEN: Final[Future[Seen]] = Future()
+_UNSEEN.set_result(None)
 
 
 def _seen(look: Future[Seen]) -> Seen:
