@@ -95,6 +95,7 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
     keys, rows = chunks(4, 64 * KIB)
     files = file_tier(tmp_path, 16 * MIB)
     with nixl_tiers.open(config(files, host=4 * MIB), 64 * KIB, "n") as store:
+        known(store, "file", 0)
         store.put(keys, rows)
         assert store.flush(60)
     salted = {**config(files, host=4 * MIB), "salt": "pepper"}
