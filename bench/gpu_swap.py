@@ -163,7 +163,7 @@ def ours(case: Case, swap: CudaSwap) -> dict[str, Call]:
 
 
 def vllm_batch(case: Case) -> dict[str, Call]:
-    """What vLLM 0.32 does for every transfer: full descriptors, one uncapped batch, no hint about overlap."""
+    """What vLLM 0.32 does for every transfer: full descriptors, large batches, no hint about overlap."""
     machine, driver = case.machine, case.machine.driver
     sizes = np.full(case.blocks * LAYERS, case.fragment, np.uint64)
 

@@ -103,7 +103,12 @@ def supply(region: HostRegion, cell: int, node: int | None) -> Prefault | None:
     if cell:
         return None
     if node is not None and region.geometry.cells == 1:
-        prefer(region.address, region.nbytes, node)
+        asked = prefer(region.address, region.nbytes, node)
+        log.info(
+            "nixl_tiers: the host region's pages are asked for on NUMA node %d, the GPU's%s",
+            node,
+            "" if asked else ", but the kernel refuses (a container may need SYS_NICE): copies may cross sockets",
+        )
     return region.prefault()
 
 
@@ -238,7 +243,7 @@ class NixlTiersWorker(OffloadingWorker):
             copies.extend(
                 self._store_part(part, rows.ticket) for part in split_store(rows, engine, self._blocks_per_chunk)
             )
-        except ValueError:
+        except Exception:
             log.exception("nixl_tiers: blocks and rows of a store do not match; its chunks are dropped")
             self._region.mark(rows.rows, self._cell, rows.ticket, False)
         return lambda: reduce(Moved.plus, (copy() for copy in copies), Moved())

@@ -262,12 +262,13 @@ def checked() -> Callable[[str], subprocess.CompletedProcess[str]]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=170,
+            timeout=500,
         )
 
     return run
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
 def test_compute_sanitizer_finds_nothing(checked: Callable[[str], subprocess.CompletedProcess[str]], kind: str) -> None:
     ended = checked(kind)

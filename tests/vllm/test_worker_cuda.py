@@ -1,0 +1,173 @@
+"""A rank whose blocks are a GPU's, on the fake CUDA driver: what becomes of rows and jobs when the GPU fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.swap import kernels
+from nixl_tiers.swap.calibrate import Fixed
+from nixl_tiers.swap.cuda import CudaSwap
+from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.vllm import worker as worker_module
+from nixl_tiers.vllm.transfer import RowsSpec
+from nixl_tiers.vllm.worker import NixlTiersWorker, supply
+from tests.swap.fake import Fake, build
+
+BLOCKS, ROWS, PAGE, LAYERS, SUB_BLOCKS = 12, 6, 2048, 3, 2
+OUT_OF_MEMORY = 2
+WAYS = ("engine", "staged", "ring2")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = build(tmp_path_factory.mktemp("fake"))
+    if found is None:
+        pytest.skip("no C++ compiler here")
+    return found
+
+
+class Rank:
+    """One rank with LAYERS tensors of BLOCKS pages, all in the fake GPU's memory."""
+
+    def __init__(self, library: Path, way: str) -> None:
+        self.fake = Fake(library, 5)
+        rng = np.random.default_rng(5)
+        self.caches = [rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8) for _ in range(LAYERS)]
+        for cache in self.caches:
+            self.fake.own_bytes(cache.reshape(-1))
+        segments = [
+            Segment(cache.ctypes.data, PAGE, PAGE, layer * PAGE, BLOCKS) for layer, cache in enumerate(self.caches)
+        ]
+        geometry = Geometry(1, LAYERS * PAGE * SUB_BLOCKS, SUB_BLOCKS)
+        self.region = HostRegion.create(geometry, ROWS)
+        plan = CopyPlan([segments], geometry, 0, self.region.address, ROWS)
+        swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, choice=Fixed((way,)))
+        self.region.at_close(swap.close)
+        self.worker = NixlTiersWorker(self.region, plan, swap, 0, on_device=True)
+        self.worker.keep_failed_loads()
+        self.jobs = 0
+
+    def store(self, blocks: list[int], rows: list[int], ticket: int) -> TransferResult:
+        self.jobs += 1
+        self.worker.submit_store(self.jobs, engine(blocks), RowsSpec(np.array(rows), (len(rows),), ticket))
+        return self._ended()
+
+    def load(self, rows: list[int], blocks: list[int]) -> TransferResult:
+        self.jobs += 1
+        self.worker.submit_load(self.jobs, RowsSpec(np.array(rows), (len(rows),)), engine(blocks))
+        return self._ended()
+
+    def _ended(self) -> TransferResult:
+        self.worker.wait({self.jobs})
+        (result,) = self.worker.get_finished()
+        return result
+
+    def block(self, block: int) -> bytes:
+        return b"".join(cache[block].tobytes() for cache in self.caches)
+
+
+def engine(blocks: list[int]) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(blocks, [len(blocks)], [0])
+
+
+@pytest.fixture
+def rank(library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
+    rank = Rank(library, request.param)
+    yield rank
+    rank.worker.shutdown()
+
+
+@pytest.mark.parametrize("rank", WAYS, indirect=True)
+def test_there_and_back(rank: Rank) -> None:
+    before = [rank.block(block) for block in range(BLOCKS)]
+    result = rank.store([3, 9, 0, 7], [4, 1], ticket=1)
+    assert result.success
+    assert result.transfer_size == 4 * LAYERS * PAGE
+    assert result.transfer_time > 0
+    assert rank.region.written([4, 1], 1).all()
+    assert rank.region.rows_view[1, : LAYERS * PAGE].tobytes() == before[0]
+    for cache in rank.caches:
+        cache[:] = 0
+    assert rank.load([1, 4], [5, 6, 2, 1]).success
+    assert [rank.block(block) for block in (5, 6, 2, 1)] == [before[block] for block in (0, 7, 3, 9)]
+    assert rank.worker.take_failed_loads() == set()
+    rank.worker.shutdown()
+    rank.fake.check()
+    assert not any(rank.fake.live().values())
+
+
+@pytest.mark.parametrize("rank", WAYS, indirect=True)
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuCtxPushCurrent_v2", "the way's own"])
+def test_a_copy_that_does_not_start_is_told_in_the_rows_and_never_to_vllm(rank: Rank, call: str) -> None:
+    way = rank.worker._swap._choice(True, 0, 1)  # type: ignore[attr-defined]
+    own = {"engine": "cuMemcpyBatchAsync"}.get(way, "cuLaunchKernel")
+    assert rank.store([0, 1], [0], ticket=1).success  # ways are made when first taken
+    rank.fake.fail(own if call == "the way's own" else call, OUT_OF_MEMORY)
+    assert rank.store([2, 3], [1], ticket=2).success
+    assert not rank.region.written([1], 2).any()
+    before = [rank.block(block) for block in range(BLOCKS)]
+    rank.fake.fail(own if call == "the way's own" else call, OUT_OF_MEMORY)
+    assert rank.load([0], [4, 5]).success
+    assert rank.worker.take_failed_loads() == {3}
+    after = [rank.block(block) for block in range(BLOCKS)]
+    assert [n for n in range(BLOCKS) if before[n] != after[n] and n not in (4, 5)] == []
+    assert rank.store([2, 3], [1], ticket=3).success
+    assert rank.region.written([1], 3).all()
+    assert rank.load([1], [4, 5]).success
+    assert rank.worker.take_failed_loads() == set()
+    assert [rank.block(4), rank.block(5)] == before[2:4]
+
+
+@pytest.mark.parametrize("rank", WAYS, indirect=True)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_gpu_that_fails_while_copying_writes_no_row_and_ends_with_the_worker(rank: Rank, after: int) -> None:
+    assert rank.store([0, 1], [0], ticket=1).success
+    rank.fake.fail_running(after)
+    assert rank.store([2, 3, 4, 5], [1, 2], ticket=2).success, "vLLM would end the engine"
+    assert not rank.region.written([1, 2], 2).any()
+    assert rank.load([0], [6, 7]).success
+    assert rank.worker.take_failed_loads() == {3}
+    rank.worker.shutdown()
+
+
+@pytest.mark.parametrize("rank", ["engine"], indirect=True)
+def test_whatever_is_wrong_with_a_store_is_not_told_to_vllm(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("blocks of another kind")
+
+    monkeypatch.setattr(worker_module, "split_store", broken)
+    assert rank.store([0, 1], [0], ticket=1).success
+    assert not rank.region.written([0], 1).any()
+    assert "its chunks are dropped" in caplog.text
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_where_the_regions_pages_are_asked_for_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accepted: bool
+) -> None:
+    """Many containers may not place memory, and nothing else would say why copies are slow."""
+    asked = []
+    monkeypatch.setattr(worker_module, "prefer", lambda *how: asked.append(how) or accepted)
+    region = HostRegion.create(Geometry(1, 4096), 2)
+    with caplog.at_level(logging.INFO, "nixl_tiers"):
+        supplied = supply(region, 0, 1)
+    assert supplied is not None
+    supplied.wait()
+    assert asked == [(region.address, region.nbytes, 1)]
+    assert "asked for on NUMA node 1, the GPU's" in caplog.text
+    assert ("the kernel refuses" in caplog.text) is not accepted
+    region.close()
