@@ -13,6 +13,7 @@ import pytest
 
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.mover import child
+from nixl_tiers.mover.messages import Drop, encode
 from nixl_tiers.testing.inventory import Inventory
 from nixl_tiers.testing.load import content, get, put
 from nixl_tiers.testing.waiting import until
@@ -73,6 +74,31 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
 @pytest.mark.parametrize(
     "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
 )
+def test_a_socket_that_is_full(on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    """Not one packet more fits, and the engine has something to say: it waits with that, and with nothing else."""
+    monkeypatch.setattr(child, "SILENCE_S", 60.0)
+    arena = on_tier("socket full", tier, limits=replace(LIMITS, overdue_least_s=60.0, overdue_most_s=60.0))
+    with arena.under_load():
+        arena.go_on()
+        pid = arena.a_mover()
+        mover = arena.store.engine._movers._movers[0]
+        assert mover is not None
+        os.kill(pid, signal.SIGSTOP)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                mover.socket.send(encode(Drop([])))
+        arena.store.reset()  # the mover must be told of it before anything else
+        until(lambda: mover._unsent, "the engine to have something to say", PATIENCE_S)
+        arena.go_on(20)
+        with contextlib.suppress(ProcessLookupError):  # on a slow machine it has been killed for its silence by now
+            os.kill(pid, signal.SIGCONT)
+        arena.over()
+        arena.heals()
+
+
+@pytest.mark.parametrize(
+    "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
+)
 def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> None:
     """Half of what two workers store never came: it is no hit anywhere, and what did come is."""
     arena = on_tier("workers fail half of their copies", tier)
@@ -104,6 +130,17 @@ def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> N
         hits, wrong = get(arena.store, written)
         assert not wrong
         assert sum(hits) > len(written) // 2
+        for number in range(4):  # and loads: what was not copied is a miss for its request, and for no other
+            keys = [key for key in load.keys if arena.store.locate([key]) == ["cpu"]][:4]
+            found = [key for key in keys if engine.lookup(key, f"load-{number}") is Lookup.HIT]
+            engine.prepare_load(found, f"load-{number}")
+            engine.fail_load(found, f"load-{number}")
+            assert Lookup.HIT not in [engine.lookup(key, f"load-{number}") for key in keys]
+            engine.end_step()
+            engine.finish_request(f"load-{number}")
+        hits, wrong = get(arena.store, load.keys)
+        assert not wrong
+        assert any(hits)
         arena.heals()
 
 

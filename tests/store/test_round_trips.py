@@ -85,6 +85,7 @@ def test_each_tier_gives_back_what_was_put(size: int, tmp_path: Path, objects: d
 def test_more_than_the_host_holds_comes_back_from_the_file(tmp_path: Path) -> None:
     keys, rows = chunks(120, 256 * KIB)
     with nixl_tiers.open(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
+        known(store, "file", 0)
         assert store.put(keys, rows) == 120
         assert store.flush(60)
         check(store, keys, rows)
