@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,16 +102,45 @@ def test_a_mover_that_cannot_be_reaped_is_not_replaced_and_not_heard(
         really = mover.process.kill
         monkeypatch.setattr(mover.process, "kill", lambda: None)  # as if it hung in the kernel
         recorder.raises = 1
-        until(lambda: recorder.killed, "the kill", 60)
-        heard = len(recorder.heard)
-        turns = supervisor.turns
-        until(lambda: supervisor.turns > turns + 3, "some turns", 60)
-        assert len(recorder.heard) == heard
-        assert recorder.lost == 0
-        assert supervisor.pids == [mover.process.pid]
-        really()
+        try:
+            until(lambda: recorder.killed, "the kill", 60)
+            heard = len(recorder.heard)
+            turns = supervisor.turns
+            until(lambda: supervisor.turns > turns + 3, "some turns", 60)
+            assert len(recorder.heard) == heard
+            assert recorder.lost == 0
+            assert supervisor.pids == [mover.process.pid]
+        finally:
+            really()
         until(lambda: recorder.opened() > 1, "another mover", 60)
         assert recorder.lost == 1
+
+
+def _hears_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mover says is believed also after it was given up."""
+    monkeypatch.setattr(Supervisor, "_deafen", lambda self, mover: None)
+    monkeypatch.setattr(child.Child, "killed", False)
+
+
+def _buries_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are free when their mover was killed, though it may still write to them."""
+    honest = Supervisor._kill
+
+    def kill(self: Supervisor, tier: int, mover: child.Child, why: str) -> None:
+        honest(self, tier, mover, why)
+        self._handler.on_lost(tier)
+
+    monkeypatch.setattr(Supervisor, "_kill", kill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [_hears_the_dead, _buries_alive])
+def test_planted_bugs_in_how_movers_end_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_mover_that_cannot_be_reaped_is_not_replaced_and_not_heard(tmp_path, monkeypatch)
 
 
 def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:

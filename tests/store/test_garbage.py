@@ -99,8 +99,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredSto
 
 
 def some(packets: dict[str, bytes]) -> list[Any]:
-    """In `make test` a few of them; `make faults` has all."""
-    return [pytest.param([*packets], marks=pytest.mark.faults, id="all"), pytest.param([*FEW], id="few")]
+    """In `make test` a few of them; `make test-all` has all."""
+    return [pytest.param([*packets], marks=pytest.mark.slow, id="all"), pytest.param([*FEW], id="few")]
 
 
 @pytest.mark.parametrize("names", some(FROM_MOVERS))
