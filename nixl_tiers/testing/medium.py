@@ -19,7 +19,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict, missing_of
 from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import StorageTier, TierDown
 
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 120.0
 CAPACITY_BYTES: Final = 48 << 20
 NAMESPACE: Final = bytes(range(16))
 _POLL_S: Final = 0.0003  # as a mover does

@@ -33,7 +33,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 ACCESS_KEY: Final = "tiers-test-access"
 SECRET_KEY: Final = "tiers-test-not-a-secret"  # noqa: S105
 REGION: Final = "us-east-1"
-START_S: Final = 30.0
+START_S: Final = 120.0
 
 # Runs in the child before the server replaces it; unlike preexec_fn, it is safe in a parent with threads.
 _DIE_WITH_PARENT: Final = (

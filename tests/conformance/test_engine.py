@@ -16,12 +16,12 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.messages import Hello
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from nixl_tiers.testing.waiting import until
+from nixl_tiers.testing.waiting import until, until_up
 
 CHUNK_BYTES = 60_000
 GEOMETRY = Geometry(1, CHUNK_BYTES)
 HOST_ROWS = 16
-WAIT_S = 1.0
+SOON_S, OVERDUE_S = 2.0, 10.0  # for what stalls
 
 
 def content(key: Key) -> np.ndarray:
@@ -33,7 +33,7 @@ def keys_of(start: int, stop: int) -> list[Key]:
 
 
 @contextmanager
-def store_over(path: Path, *rules: Rule, overdue_s: float = 30.0) -> Iterator[TieredStore]:
+def store_over(path: Path, *rules: Rule, wait_s: float = 60.0, overdue_s: float = 120.0) -> Iterator[TieredStore]:
     """A store with few host rows over a file tier on a medium with these faults."""
     config = configuration.load(
         {
@@ -41,7 +41,7 @@ def store_over(path: Path, *rules: Rule, overdue_s: float = 30.0) -> Iterator[Ti
                 {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes},
                 {"type": "file", "path": str(path), "capacity": "16MiB"},
             ],
-            "wait_s": WAIT_S,
+            "wait_s": wait_s,
         }
     )
     tier: dict[str, object] = {
@@ -51,16 +51,17 @@ def store_over(path: Path, *rules: Rule, overdue_s: float = 30.0) -> Iterator[Ti
     }
     hello = Hello(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
-    limits = Limits(wait_s=WAIT_S, overdue_least_s=overdue_s, overdue_most_s=overdue_s)
+    limits = Limits(wait_s=wait_s, overdue_least_s=overdue_s, overdue_most_s=overdue_s)
     engine = Engine(config, Namespace.of({"name": "faulty"}), region, hellos=[hello], limits=limits)
     with TieredStore(engine, region, config) as store:
-        engine.start(30.0)
+        engine.start()
+        until_up(store)
         yield store
 
 
 def put(store: TieredStore, keys: list[Key]) -> None:
     assert store.put(keys, np.stack([content(key) for key in keys])) == len(keys)
-    assert store.flush(30.0)
+    assert store.flush(300)
 
 
 def get(store: TieredStore, keys: list[Key]) -> list[bool]:
@@ -106,15 +107,17 @@ def test_rows_that_find_no_space_are_counted_and_stay_hits_in_the_host(tmp_path:
 
 def test_a_stalled_load_is_a_miss_in_time_and_its_mover_is_replaced(tmp_path: Path) -> None:
     keys = keys_of(0, 4)
-    with store_over(tmp_path, Rule(Fault.STALL, Way.LOAD, tuple(keys[:1])), overdue_s=4 * WAIT_S) as store:
+    with store_over(
+        tmp_path, Rule(Fault.STALL, Way.LOAD, tuple(keys[:1])), wait_s=SOON_S, overdue_s=OVERDUE_S
+    ) as store:
         put_beneath(store, keys)
         pid = store.engine.mover_pids[0]
         assert get(store, keys[:1]) == [False]
         assert store.engine.mover_pids[0] == pid, "the request must not have waited for the mover's end"
         until(lambda: store.engine.mover_pids[0] not in {pid, None}, "another mover")
-        until(lambda: store.stats()["file"]["up"] == 1.0, "the tier to be up again")
+        until_up(store)
         until(lambda: store.locate(keys[1:]) == ["file"] * 3, "the rows to be adopted")
-        assert get(store, keys[1:]) == [True] * 3
+        until(lambda: all(get(store, keys[1:])), "them to be hits")
 
 
 def test_a_load_that_fails_late_is_a_miss_and_nobodys_bytes(tmp_path: Path) -> None:

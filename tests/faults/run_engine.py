@@ -21,7 +21,7 @@ import numpy as np
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.proxy import FaultProxy, Kind, Trouble
-from nixl_tiers.testing.waiting import until
+from nixl_tiers.testing.waiting import until, until_up
 from tests.vllm.run_engine import generate
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
@@ -54,8 +54,9 @@ def main(model: Path, port: int, bucket: str, faults: Sequence[str]) -> dict[str
         core = llm.llm_engine.engine_core.engine_core
         store = core.scheduler.connector.connector_scheduler.manager._store
         try:
+            until_up(store)
             cold = ask(llm)
-            assert store.flush(60)
+            assert store.flush(300)
             assert store.stats()["s3"]["rows"] > 0
             struck = {fault: strike(llm, store, proxy, fault) for fault in faults}
             return {"cold": cold, "struck": struck, "stats": store.stats()}

@@ -19,7 +19,7 @@ from nixl_tiers.testing.load import content, get, put
 from nixl_tiers.testing.waiting import until
 from tests.faults.arena import LIMITS, PATIENCE_S, Arena
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 TIERS = ("slabs", "files", "s3")
 MANY = 10_000

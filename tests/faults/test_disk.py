@@ -15,7 +15,7 @@ from tests.faults.arena import PATIENCE_S, Arena
 from tests.faults.interposer import Interposer
 from tests.faults.test_mover import matrix
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 LAYOUTS = ("slabs", "files")
 FAULTS: dict[str, Callable[[Interposer], None]] = {

@@ -16,7 +16,7 @@ from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from nixl_tiers.testing.waiting import until
 from tests.faults.arena import KILLS, PATIENCE_S, Arena
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 TIERS = ("slabs", "files", "s3")
 ORDINARY = {

@@ -15,7 +15,7 @@ from nixl_tiers.testing.servers import SECRET_KEY, MotoServer
 from nixl_tiers.testing.waiting import until
 from tests.faults.arena import PATIENCE_S, Arena
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 GET, PUT = frozenset({"GET"}), frozenset({"PUT"})
 TROUBLES: dict[str, Trouble] = {

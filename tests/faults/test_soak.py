@@ -12,7 +12,7 @@ from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.proxy import FaultProxy
 from nixl_tiers.testing.soak import Round, Soak
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from nixl_tiers.memory.region import HostRegion, RegionError
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=4)
 ROWS = 6
 NOBODY = 65534
-TIMEOUT_S = 50.0
+TIMEOUT_S = 120.0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

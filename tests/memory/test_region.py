@@ -106,7 +106,7 @@ def test_a_child_attaches_by_number(made: HostRegion) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(nixl_tiers.__path__[0]).parent)}
     command = [sys.executable, "-c", program, str(made.fd)]
-    subprocess.run(command, check=True, pass_fds=[made.fd], env=environment, timeout=60)
+    subprocess.run(command, check=True, pass_fds=[made.fd], env=environment, timeout=300)
     assert (made.rows_view[2] == 9).all()
 
 
@@ -296,7 +296,7 @@ def test_prefaulting_fetches_every_page_and_changes_no_byte(old_kernel: bool, mo
         made.rows_view[7, 5] = 123
         assert resident_bytes(made) < MiB
         running = made.prefault(3)
-        assert running.wait(60)
+        assert running.wait(120)
         assert running.populated_bytes == made.nbytes
         assert resident_bytes(made) >= made.nbytes
         assert made.rows_view[7, 5] == 123
@@ -306,7 +306,7 @@ def test_prefaulting_fetches_every_page_and_changes_no_byte(old_kernel: bool, mo
 
 def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(self: prefault.Prefault, address: int, size: int) -> int:
-        assert self._stopping.wait(60)
+        assert self._stopping.wait(120)
         return 0
 
     monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
@@ -320,7 +320,7 @@ def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_prefault_that_fails_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     running = prefault.Prefault(PAGE, 4 * PAGE, 2)  # where no kernel maps anything
-    assert running.wait(60)
+    assert running.wait(120)
     assert running.populated_bytes == 0
     assert "prefaulting ends at 0 bytes" in caplog.text
 

@@ -313,7 +313,7 @@ def test_a_table_made_by_another_process_and_sent_over_a_socket() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(nixl_tiers.__file__).parents[1])}
     with ours, theirs:
         arguments = [sys.executable, "-c", script, str(theirs.fileno())]
-        subprocess.run(arguments, pass_fds=[theirs.fileno()], env=environment, check=True, timeout=60)
+        subprocess.run(arguments, pass_fds=[theirs.fileno()], env=environment, check=True, timeout=300)
         _, (fd,), _, _ = socket.recv_fds(ours, 16, 1)
     with Table.attach(fd) as table:
         assert (table.find(b"a"), table.find(b"b")) == ((4, 9), (2, 8))

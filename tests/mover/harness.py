@@ -37,7 +37,7 @@ from nixl_tiers.mover.messages import (
     encode,
 )
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 NAMESPACE = bytes(range(16))
 
 

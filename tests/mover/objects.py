@@ -22,7 +22,7 @@ from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.mover.tiers.object import ObjectStorage
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 NAMESPACE = bytes(range(16))
 OTHER_NAMESPACE = bytes(range(16, 32))
 
@@ -84,7 +84,7 @@ class Driver:
                 return isinstance(error, kind) and re.search(pattern, str(error)) is not None
             return False
 
-        assert wait_until(fails, 20.0), errors
+        assert wait_until(fails), errors
         return errors[-1]
 
     def _opens(self, namespace: bytes, epoch: int) -> bool:
@@ -163,7 +163,7 @@ class Driver:
 
     def settled(self, rows: int) -> bool:
         """Whether the tier comes to hold exactly `rows` rows."""
-        return wait_until(lambda: self.tier.used_bytes == rows * self.geometry.row_bytes, 20.0)
+        return wait_until(lambda: self.tier.used_bytes == rows * self.geometry.row_bytes)
 
 
 @dataclass

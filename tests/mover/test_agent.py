@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def end(transfer: Transfer) -> TransferState:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while transfer.state() is TransferState.PENDING:
         assert time.monotonic() < deadline
         time.sleep(0.0003)

@@ -159,7 +159,7 @@ def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
         refused = mover.expect(lambda m: isinstance(m, Refused))
         assert isinstance(refused, Refused)
         assert refused.reason.startswith("capacity: ")
-        assert mover.process.wait(30) == 0
+        assert mover.process.wait(120) == 0
 
 
 def test_a_full_disk_heals(tmp_path: Path) -> None:

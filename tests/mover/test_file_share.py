@@ -112,7 +112,7 @@ def test_who_comes_late_gets_its_part_while_both_run(tmp_path: Path, numbers: tu
         user = threading.Thread(target=use_first)
         user.start()
         try:
-            assert wait_until(lambda: bool(second.store()) and len(second.held) > part, 90)
+            assert wait_until(lambda: bool(second.store()) and len(second.held) > part)
         finally:
             stop.set()
             user.join()
@@ -158,9 +158,9 @@ def test_who_is_alone_again_gets_all_of_it(tmp_path: Path) -> None:
             second.store()
         fill(first)
         full = len(first.held)
-        assert wait_until(lambda: bool(first.listen() or first.slots <= full + BATCH), 30)
+        assert wait_until(lambda: bool(first.listen() or first.slots <= full + BATCH))
         other.stop()
-        assert wait_until(lambda: bool(first.store()) and len(first.held) > full + BATCH, 60)
+        assert wait_until(lambda: bool(first.store()) and len(first.held) > full + BATCH)
         first.check()
 
 

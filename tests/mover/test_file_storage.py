@@ -35,7 +35,7 @@ def storage(path: Path, region: HostRegion, capacity: int = 16 << 20) -> FileSto
 def outcomes(tier: FileStorage, *tickets: int) -> list[Sequence[Outcome]]:
     """What these batches ended with, in the order of the tickets."""
     found: dict[int, Sequence[Outcome]] = {}
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while set(found) != set(tickets):
         assert time.monotonic() < deadline
         found.update({done.ticket: done.outcomes for done in tier.poll()})
@@ -87,7 +87,7 @@ def test_a_medium_that_gives_no_extent(
         patch.setattr(slabs, "fallocate", lambda *_: error)
         assert set(store(tier, region, range(ROWS))) == {outcome}
     assert sum(file.stat().st_size for file in tmp_path.rglob("slab-*")) == 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while set(store(tier, region, range(ROWS))) != {Outcome.OK}:
         assert time.monotonic() < deadline
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}

@@ -132,7 +132,7 @@ class TestOneListing:
             def slow(request: Request) -> None:
                 if request.method == "GET" and not request.name:
                     faulty.lock.release()
-                    gate.wait(20)
+                    gate.wait(120)
                     faulty.lock.acquire()
 
             assert driver.store([1, 2]) == [Outcome.OK] * 2

@@ -409,7 +409,7 @@ class TestBudget:
         def slow(request: Request) -> None:
             if request.method == "PUT":
                 faulty.lock.release()
-                gate.wait(20)
+                gate.wait(120)
                 faulty.lock.acquire()
 
         faulty.fault = slow
@@ -428,7 +428,7 @@ class TestBudget:
         def slow(request: Request) -> None:
             if request.method == "POST":
                 faulty.lock.release()
-                gate.wait(20)
+                gate.wait(120)
                 faulty.lock.acquire()
 
         faulty.fault = slow
@@ -449,7 +449,7 @@ class TestBudget:
         def slow(request: Request) -> None:
             if request.method == "POST":
                 faulty.lock.release()
-                gate.wait(20)
+                gate.wait(120)
                 faulty.lock.acquire()
 
         faulty.fault = slow
@@ -469,7 +469,7 @@ class TestBudget:
         def slow(request: Request) -> None:
             if request.method == "GET" and not request.name:
                 faulty.lock.release()
-                gate.wait(20)
+                gate.wait(120)
                 faulty.lock.acquire()
 
         faulty.fault = slow

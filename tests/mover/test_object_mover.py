@@ -64,7 +64,7 @@ def test_a_missing_bucket_ends_the_mover(moto: MotoServer, s3_credentials: Calla
         refused = mover.expect(lambda message: isinstance(message, Refused))
         assert isinstance(refused, Refused)
         assert 'there is no bucket "no-such-bucket"' in refused.reason
-        assert mover.process.wait(10) == 0
+        assert mover.process.wait(120) == 0
 
 
 def test_a_wrong_secret_is_not_in_what_the_mover_says(

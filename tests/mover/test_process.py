@@ -73,14 +73,14 @@ def test_a_tier_that_is_not_there_is_refused(tmp_path: Path, kind: str) -> None:
         refused = mover.expect(lambda m: isinstance(m, Refused))
         assert isinstance(refused, Refused)
         assert kind in refused.reason
-        assert mover.process.wait(30) == 0
+        assert mover.process.wait(120) == 0
 
 
 def test_a_refusal_is_said_and_then_it_leaves(tmp_path: Path) -> None:
     with toy("Refusing", tmp_path) as mover:
         mover.send(Open(NAMESPACE, 0))
         assert mover.expect(lambda m: isinstance(m, Refused)) == Refused("bucket: there is no such thing")
-        assert mover.process.wait(30) == 0
+        assert mover.process.wait(120) == 0
 
 
 def test_a_tier_that_is_down_comes_up_by_itself_and_the_loop_never_waits_for_it(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_tier_with_a_bug_ends_the_process_and_not_quietly(tmp_path: Path) -> N
     with toy("Crashing", tmp_path) as mover:
         mover.open()
         mover.begin(Store, [Move(0, 0, key_of(0))])
-        assert mover.process.wait(30) == 1
+        assert mover.process.wait(120) == 1
         log = mover.log()
         assert "ZeroDivisionError" in log
         assert all(line.startswith("nixl_tiers mover[") for line in log.splitlines())
@@ -185,10 +185,10 @@ def test_heartbeats_come_while_it_works_and_while_it_idles(tmp_path: Path) -> No
     with toy("Endless", tmp_path) as mover:
         mover.open()
         for _ in range(2):
-            assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat), patience_s=5), Heartbeat)
+            assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat)), Heartbeat)
         mover.begin(Store, [Move(0, 0, key_of(0))])
         for _ in range(2):
-            assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat), patience_s=5), Heartbeat)
+            assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat)), Heartbeat)
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_it_leaves_when_told_and_keeps_what_it_wrote(tmp_path: Path, end: str) -
             mover.socket.close()
         else:
             mover.send(Stop())
-        assert mover.process.wait(30) == 0
+        assert mover.process.wait(120) == 0
     with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
         mover.open()
         assert len(mover.adopted()) == 8
@@ -223,7 +223,7 @@ def test_it_leaves_even_if_what_runs_never_ends(tmp_path: Path) -> None:
         mover.open()
         mover.begin(Store, [Move(0, 0, key_of(0))])
         mover.socket.close()
-        assert mover.process.wait(30) == 0
+        assert mover.process.wait(120) == 0
 
 
 PARENT = """
@@ -255,7 +255,7 @@ def test_it_leaves_when_the_engine_is_killed_though_a_child_still_holds_the_sock
     try:
         parent.kill()
         parent.wait()
-        assert wait_until(lambda: gone(pid), 10)
+        assert wait_until(lambda: gone(pid))
         assert not gone(child)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -273,7 +273,7 @@ def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
         command = [sys.executable, "-m", "nixl_tiers.mover", "--parent", str(parent.pid)]
         command += ["--socket", str(theirs.fileno()), "--region", str(region.fd)]
         root = Path(__file__).parents[2]
-        subprocess.run(command, pass_fds=(theirs.fileno(), region.fd), cwd=root, timeout=30, check=True)
+        subprocess.run(command, pass_fds=(theirs.fileno(), region.fd), cwd=root, timeout=120, check=True)
 
 
 def test_adopt_of_a_batch_is_never_larger_than_a_packet() -> None:

@@ -51,7 +51,7 @@ def over_a_hoard(tmp_path: Path, slots: int, named: bool = False) -> Iterator[En
     with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
         engine = Engine(config, Namespace.of({"name": "hoard"}), region, hellos=[hello])
         try:
-            engine.start(30.0)
+            engine.start(120.0)
             told(engine)
             yield engine
         finally:

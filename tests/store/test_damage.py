@@ -15,7 +15,7 @@ import nixl_tiers
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.seal import read
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until
+from nixl_tiers.testing.waiting import until, until_up
 from tests.store.test_round_trips import MIB, chunks
 
 SIZE = 60_000
@@ -110,9 +110,9 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
 
 
 def open_store(medium: Medium, salt: str = "") -> nixl_tiers.TieredStore:
-    config = {"tiers": [{"type": "cpu", "capacity": 4 * MIB}, medium.tier], "salt": salt}
+    config = {"tiers": [{"type": "cpu", "capacity": 4 * MIB}, medium.tier], "salt": salt, "wait_s": 120.0}
     store = nixl_tiers.open(config, SIZE, "n")
-    until(lambda: store.stats()[medium.tier["type"]]["up"] == 1.0, "the tier")
+    until_up(store)
     return store
 
 
@@ -122,13 +122,13 @@ def test_damage_of_any_kind_is_a_miss_and_counted(medium: Medium) -> None:
     _, others_rows = chunks(6, SIZE, seed=1)
     with open_store(medium, salt="another tenant") as store:
         assert store.put(keys[3:4], others_rows[3:4]) == 1
-        assert store.flush(60)
+        assert store.flush(300)
     theirs = medium.read(rows_on(medium)[keys[3]])
     foreign = read(theirs)
     assert foreign is not None
     with open_store(medium) as store:
         assert store.put(keys, rows) == 6
-        assert store.flush(60)
+        assert store.flush(300)
 
     places = rows_on(medium, but_of=foreign.namespace)
     assert places.keys() == set(keys)

@@ -16,18 +16,18 @@ from typing import NamedTuple
 import pytest
 
 from nixl_tiers.testing.waiting import until
-
-MARK = "NIXL_TIERS_TEST_MARK"
+from tests.leftovers import MARK, marked, shared_names
 
 # What every process begins with. `fds` and `threads` are those of before the store.
 BEGIN = """
-import ctypes, gc, os, signal, sys, threading, time
+import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
 from nixl_tiers.engine import TierManager
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.waiting import until
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
 path, endpoint = sys.argv[1:]
 KEYS = [b"key-%06d" % n for n in range(8)]
 ROWS = np.random.default_rng(1).integers(0, 256, (8, 65536), np.uint8)
@@ -38,20 +38,30 @@ S3 = {"type": "s3", "bucket": "bucket", "endpoint": endpoint, "capacity": "64MiB
 def opened(*tiers):
     store = nixl_tiers.open({"tiers": [CPU, *(tiers or (FILE,))]}, 65536, "n")
     if not tiers:
-        until(lambda: store.stats()["file"]["up"], "the file tier", timeout_s=90)
+        until(lambda: store.stats()["file"]["up"], "the file tier")
     assert store.put(KEYS, ROWS) == 8
-    assert all(store.engine.mover_pids)
+    until(lambda: all(store.engine.mover_pids), "the movers")
     return store
 
 def works(store):
     out = np.zeros_like(ROWS)
-    return all(store.get(KEYS, out)) and np.array_equal(out, ROWS) and store.flush(90)
+    return all(store.get(KEYS, out)) and np.array_equal(out, ROWS) and store.flush(300)
 
 def state():
     return len(os.listdir("/proc/self/fd")), threading.active_count(), children()
 
 def children():
     return [p for t in os.listdir("/proc/self/task") for p in open(f"/proc/self/task/{t}/children").read().split()]
+
+CHILD = '''
+import os, signal, sys
+from nixl_tiers.testing.waiting import until
+
+parent, *movers = map(int, sys.argv[1:])
+assert any("memfd:nixl_tiers" in os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
+os.kill(parent, signal.SIGKILL)
+until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in movers), "the movers to leave")  # zombies have none
+'''
 
 before = state()
 """
@@ -72,7 +82,7 @@ CASES = [
     Case("SIGTERM", "store = opened(); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     Case("SIGKILL", "store = opened(); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     Case(
-        "Ctrl-C", "store = opened(); os.killpg(0, signal.SIGINT); time.sleep(60)", -signal.SIGINT, "KeyboardInterrupt"
+        "Ctrl-C", "store = opened(); os.killpg(0, signal.SIGINT); time.sleep(600)", -signal.SIGINT, "KeyboardInterrupt"
     ),
     Case("S3 that never answers", "store = opened(S3)"),
     Case(
@@ -83,7 +93,7 @@ CASES = [
         try:
             opened(FILE, S3)
         except KeyboardInterrupt:
-            until(lambda: state() == before, "everything to be let go", timeout_s=90)
+            until(lambda: state() == before, "everything to be let go")
         else:
             sys.exit("was not interrupted")
         """,
@@ -99,7 +109,7 @@ CASES = [
             assert "slabs" in str(error), error
         else:
             sys.exit("was not refused")
-        until(lambda: state() == before, "everything to be let go", timeout_s=90)
+        until(lambda: state() == before, "everything to be let go")
         """,
     ),
     Case(
@@ -108,7 +118,7 @@ CASES = [
         store = opened()
         del store
         gc.collect()
-        until(lambda: state() == before, "everything to be let go", timeout_s=90)
+        until(lambda: state() == before, "everything to be let go")
         """,
     ),
     Case(
@@ -133,7 +143,7 @@ CASES = [
                     end(0)
                 assert os.waitpid(child, 0)[1] == 0
             assert works(store)
-            assert store.put([b"another"], ROWS[:1]) == 1 and store.flush(90)
+            assert store.put([b"another"], ROWS[:1]) == 1 and store.flush(300)
             assert store.stats()["file"]["rows"] == 9
         """,
     ),
@@ -171,15 +181,13 @@ CASES = [
         "a child that Python knows nothing of holds every descriptor",
         """
         store = opened()
-        movers = store.engine.mover_pids
-        parent = os.getpid()
-        libc = ctypes.PyDLL(None)
-        if libc.fork() == 0:
-            os.kill(parent, signal.SIGKILL)
-            alive = lambda: any(os.path.exists(f"/proc/{pid}/exe") for pid in movers)  # a zombie has none
-            until(lambda: not alive(), "the movers to leave", timeout_s=90)
-            os._exit(0)
-        time.sleep(60)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            try:
+                os.set_inheritable(descriptor, True)
+            except OSError:  # that of the directory itself
+                pass
+        watch = [sys.executable, "-c", CHILD, str(os.getpid()), *map(str, store.engine.mover_pids)]
+        sys.exit(subprocess.Popen(watch, close_fds=False).wait())
         """,
         -signal.SIGKILL,
     ),
@@ -193,25 +201,12 @@ def black_hole() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def marked(mark: str) -> list[str]:
-    """Processes that were started below the one that carries the mark, and are not dead."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            alive = (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-            if alive and mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_nothing_is_left(case: Case, tmp_path: Path, black_hole: str) -> None:
     mark = uuid.uuid4().hex
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    shared = set(Path("/dev/shm").iterdir())
+    shared = shared_names()
     root = str(Path(__file__).parents[2])
     env = {
         **os.environ,
@@ -229,13 +224,13 @@ def test_nothing_is_left(case: Case, tmp_path: Path, black_hole: str) -> None:
             stdout=err,
             stderr=err,
             start_new_session=True,
-            timeout=150,
+            timeout=400,
             check=False,
         )
     words = (tmp_path / "err").read_text()
     assert ended.returncode == case.status, words
     assert case.last_words in (words.splitlines() or [""])[-1]
     assert "Fatal Python error" not in words
-    until(lambda: not marked(mark), f"{marked(mark)} to end", timeout_s=90)
+    until(lambda: not marked(mark), f"{marked(mark)} to end")
     assert list(temporary.iterdir()) == []
-    assert not [new for new in set(Path("/dev/shm").iterdir()) - shared if "nixl" in new.name or "tiers" in new.name]
+    assert shared_names() <= shared

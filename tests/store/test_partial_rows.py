@@ -15,7 +15,7 @@ from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until
+from nixl_tiers.testing.waiting import until, until_up
 
 MIB = 1 << 20
 GEOMETRY = Geometry(cells=2, cell_payload=4 * 4096, sub_blocks=4)
@@ -37,7 +37,7 @@ class Bench:
     """A store over a region of several cells; the test plays the workers."""
 
     def __init__(self, *storage: Tier) -> None:
-        config = configuration.load({"tiers": [{"type": "cpu", "capacity": 8 * MIB}, *storage]})
+        config = configuration.load({"tiers": [{"type": "cpu", "capacity": 8 * MIB}, *storage], "wait_s": 120.0})
         self.region = HostRegion.create(GEOMETRY, 16)
         self.store = TieredStore.over(config, Namespace.of({"test": "partial"}), self.region)
         self.engine = self.store.engine
@@ -102,10 +102,10 @@ def test_and_from_storage_and_nobody_elses_bytes_travel(bench: Callable[..., Ben
     here = bench(tier)
     name = here.store.engine.counters().keys() - {"cpu"}
     (storage,) = name
-    until(lambda: here.store.stats()[storage]["up"] == 1.0, "the tier")
+    until_up(here.store)
     here.put(b"part", missing=2)
     here.put(b"whole", missing=0)
-    assert here.store.flush(60)
+    assert here.store.flush(300)
     again = bench(tier)
     until(lambda: again.store.stats()[storage]["rows"] == 2, "the tier's listing")
     check(again)

@@ -12,7 +12,7 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until
+from nixl_tiers.testing.waiting import until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -39,7 +39,7 @@ def objects(
 
 
 def config(*storage: dict[str, Any], host: int) -> dict[str, Any]:
-    return {"tiers": [{"type": "cpu", "capacity": host}, *storage]}
+    return {"tiers": [{"type": "cpu", "capacity": host}, *storage], "wait_s": 120.0}
 
 
 def known(store: nixl_tiers.TieredStore, tier: str, count: int) -> None:
@@ -59,10 +59,9 @@ def test_each_tier_gives_back_what_was_put(size: int, tmp_path: Path, objects: d
     room = 64 * size
     files, objects = file_tier(tmp_path / "kv", room), {**objects, "capacity": room}
     with nixl_tiers.open(config(files, objects, host=room), size, "n") as store:
-        for tier in ("file", "s3"):
-            known(store, tier, 0)  # a tier that takes its time to open is not written to meanwhile
+        until_up(store)
         assert store.put(keys, rows) == 10
-        assert store.flush(60)
+        assert store.flush(300)
         assert store.locate(keys) == ["cpu"] * 10
         check(store, keys, rows)
         assert store.stats()["file"]["bytes_read"] == 0
@@ -78,16 +77,16 @@ def test_each_tier_gives_back_what_was_put(size: int, tmp_path: Path, objects: d
         assert store.locate(keys) == ["s3"] * 10
         check(store, keys, rows)
         assert store.stats()["s3"]["hits"] == 10
-        assert store.flush(60)  # what came from below is written to the tiers above
+        assert store.flush(300)  # what came from below is written to the tiers above
         assert store.stats()["file"]["rows"] == 10
 
 
 def test_more_than_the_host_holds_comes_back_from_the_file(tmp_path: Path) -> None:
     keys, rows = chunks(120, 256 * KIB)
     with nixl_tiers.open(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
-        known(store, "file", 0)
+        until_up(store)
         assert store.put(keys, rows) == 120
-        assert store.flush(60)
+        assert store.flush(300)
         check(store, keys, rows)
         assert 0 < store.stats()["cpu"]["used_bytes"] <= 8 * MIB
 
@@ -96,9 +95,9 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
     keys, rows = chunks(4, 64 * KIB)
     files = file_tier(tmp_path, 16 * MIB)
     with nixl_tiers.open(config(files, host=4 * MIB), 64 * KIB, "n") as store:
-        known(store, "file", 0)
+        until_up(store)
         store.put(keys, rows)
-        assert store.flush(60)
+        assert store.flush(300)
     salted = {**config(files, host=4 * MIB), "salt": "pepper"}
     for other, size, name in [
         (config(files, host=4 * MIB), 64 * KIB, "m"),
@@ -106,7 +105,7 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
         (config(files, host=4 * MIB), 128 * KIB, "n"),
     ]:
         with nixl_tiers.open(other, size, name) as store:
-            known(store, "file", 0)
+            until_up(store)
             assert store.get(keys, np.zeros((4, size), np.uint8)) == [False] * 4
     with nixl_tiers.open(config(files, host=4 * MIB), 64 * KIB, "n") as store:
         known(store, "file", 4)
@@ -119,16 +118,17 @@ def test_after_a_reset_nothing_of_before_is_a_hit_unless_asked_for(tmp_path: Pat
     with nixl_tiers.open(
         {**config(file_tier(tmp_path, 16 * MIB), host=4 * MIB), "on_reset": on_reset}, 64 * KIB, "n"
     ) as store:
+        until_up(store)
         store.put(keys, rows)
-        assert store.flush(60)
+        assert store.flush(300)
         store.reset()
-        until(lambda: store.stats()["file"]["up"] == 1.0, "the tier of the new epoch")
+        until_up(store)
         out = np.zeros_like(rows)
         kept = on_reset == "keep"
         assert store.get(keys, out) == [kept] * 6
         keys2, rows2 = chunks(6, 64 * KIB, seed=1)
         assert store.put(keys2, rows2) == 6
-        assert store.flush(60)
+        assert store.flush(300)
         check(store, keys2, rows2)
         assert store.stats()["file"]["bytes_written"] > 0
 
@@ -154,15 +154,15 @@ def test_a_tier_written_on_eviction_gets_what_the_host_evicts_and_at_the_end_the
 ) -> None:
     keys, rows = chunks(100, 64 * KIB)
     lazy = {**file_tier(tmp_path, 64 * MIB), "write": "on_evict", "eviction": eviction}
-    setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 30.0}
+    setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 300.0}
     setting["tiers"][0]["eviction"] = eviction
     with nixl_tiers.open(setting, 64 * KIB, "n") as store:
-        until(lambda: store.stats()["file"]["up"] == 1.0, "the tier")
+        until_up(store)
         assert store.put(keys[:40], rows[:40]) == 40
         assert store.stats()["file"]["bytes_written"] == 0
         for n in range(40, 100):
             assert store.put(keys[n : n + 1], rows[n : n + 1]) == 1
-            assert store.flush(30)
+            assert store.flush(300)
         assert store.stats()["file"]["dropped"] == 0
         check(store, keys, rows)
     with nixl_tiers.open(setting, 64 * KIB, "n") as store:

@@ -10,11 +10,11 @@ import numpy as np
 
 import nixl_tiers
 from nixl_tiers.testing.servers import S3Server
-from nixl_tiers.testing.waiting import until
+from nixl_tiers.testing.waiting import until, until_up
 from tests.store.test_round_trips import KIB, MIB, check, chunks
 
 # Movers look again every 30 s, and upload only what a listing after their start has left room for.
-PATIENCE_S = 150.0
+PATIENCE_S = 400.0
 
 
 def test_another_engine_hits_what_this_one_has_stored_and_with_another_salt_never(
@@ -32,15 +32,15 @@ def test_another_engine_hits_what_this_one_has_stored_and_with_another_salt_neve
         "capacity": 256 * MIB,
         "shared": True,
     }
-    config: dict[str, Any] = {"probe_s": 5.0, "tiers": [{"type": "cpu", "capacity": 4 * MIB}, objects]}
+    cpu = {"type": "cpu", "capacity": 4 * MIB}
+    config: dict[str, Any] = {"probe_s": 5.0, "wait_s": 120.0, "tiers": [cpu, objects]}
     keys, rows = chunks(24, 64 * KIB)
     with (
         nixl_tiers.open(config, 64 * KIB, "n") as a,
         nixl_tiers.open(config, 64 * KIB, "n") as b,
         nixl_tiers.open({**config, "salt": "pepper"}, 64 * KIB, "n") as salted,
     ):
-        for store in (a, b, salted):
-            until(lambda store=store: store.stats()["s3"]["up"] == 1.0, "the tier")  # type: ignore[misc]
+        until_up(a, b, salted)
         assert b.locate(keys) == [None] * 24
 
         tries = itertools.count(1)
@@ -54,7 +54,7 @@ def test_another_engine_hits_what_this_one_has_stored_and_with_another_salt_neve
         until(uploads, "the account of the prefix", timeout_s=PATIENCE_S)
         held = int(a.stats()["s3"]["rows"])
         assert a.put(keys, rows) == 24
-        assert a.flush(30)
+        assert a.flush(300)
         assert a.stats()["s3"]["rows"] == held + 24
         # Nobody waits for a listing: what is not known is asked for. A busy server may be too late for the first time.
         until(lambda: all(b.get(keys, np.zeros_like(rows))), "what the other has stored", timeout_s=PATIENCE_S)

@@ -128,7 +128,7 @@ def test_a_black_hole_swallows_open_connections_too_and_gives_back_what_it_held(
     fresh.close()
     assert not answers
     proxy.clear()
-    thread.join(30)
+    thread.join(120)
     assert answers == [(200, BODY)]
 
 
@@ -156,7 +156,7 @@ def test_a_trickle_meant_for_one_object_leaves_the_others_alone(proxy: FaultProx
     thread.join(0.5)
     assert not answers
     proxy.clear()
-    thread.join(30)
+    thread.join(120)
     assert answers == [(200, BODY)]
     assert time.monotonic() - began < len(BODY)
 

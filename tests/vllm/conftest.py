@@ -111,7 +111,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
             env={**os.environ, "PYTHONPATH": paths, **(env or {})},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         assert ended.returncode == 0, ended.stderr[-4000:]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.waiting import until
+from nixl_tiers.testing.waiting import until, until_up
 
 
 def main(plan: dict[str, Any]) -> list[Any]:
@@ -30,6 +30,7 @@ def main(plan: dict[str, Any]) -> list[Any]:
             "kv_connector_extra_config": {
                 "spec_name": "NixlTiersSpec",
                 "spec_module_path": "nixl_tiers.vllm.spec",
+                "wait_s": 120.0,  # a busy machine's load is late, and no miss
                 **plan["tiers"],
             },
             **plan["transfer"],
@@ -37,6 +38,8 @@ def main(plan: dict[str, Any]) -> list[Any]:
     llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, **plan["settings"])
     core = llm.llm_engine.engine_core.engine_core
     try:
+        if transfer is not None:
+            until_up(store_of(core))
         return [carry_out(llm, core, *step) for step in plan["steps"]]
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -50,20 +53,24 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         return None
     if verb == "reset":
         assert llm.reset_prefix_cache(reset_connector=True)
+        until_up(store_of(core))
         return None
     if verb == "tell":
         Path(arguments[0]).touch()
         return None
     if verb == "await":
-        return until(Path(arguments[0]).exists, arguments[0], timeout_s=200)
+        return until(Path(arguments[0]).exists, arguments[0], timeout_s=500)
     if verb == "break":
         return break_loads(*arguments)
-    manager = core.scheduler.connector.connector_scheduler.manager
     if verb == "flush":
-        assert manager._store.flush(30)
+        assert store_of(core).flush(300)
         return None
     assert verb == "stats"
-    return manager._store.stats()
+    return store_of(core).stats()
+
+
+def store_of(core: Any) -> Any:
+    return core.scheduler.connector.connector_scheduler.manager._store
 
 
 def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
 CPU = {"type": "cpu", "capacity": "256MiB"}

@@ -14,8 +14,9 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.cli.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
+from tests.leftovers import family, line_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 IDLE_S = 5.0
 IDLE_SHARE = 0.05  # of one core, for all processes of the server together
@@ -50,21 +51,6 @@ def server(tmp_path: Path) -> Iterator[VllmServer]:
         yield server
 
 
-def family(ancestor: int) -> dict[int, str]:
-    """The command line of every process below `ancestor`, and of itself."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found, front = set(), {ancestor}
-    while front:
-        found |= front
-        front = {pid for pid, parent in parents.items() if parent in front}
-    return {pid: line for pid in found if (line := _line(pid))}
-
-
 def processor_s(pids: Iterable[int]) -> float:
     """Processor time that these processes have used so far."""
     ticks = 0
@@ -81,7 +67,7 @@ def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(se
     warm = server.ask(prompt, 4)
     assert warm.token_ids == cold.token_ids
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 512)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (page := server.metrics()).total("nixl_tiers:bytes_written_total", tier="file") == 0:
         assert time.monotonic() < deadline, "nothing reached the file tier"
         server.poke()
@@ -94,7 +80,7 @@ def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(se
     everyone = family(server._process.pid)
     assert any("nixl_tiers.mover" in line for line in everyone.values())
     # vLLM's processes spin for a while after the last step, and pages are still being supplied: wait for the quiet.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     share = 1.0
     while share >= IDLE_SHARE and time.monotonic() < deadline:
         before = processor_s(everyone)
@@ -103,16 +89,8 @@ def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(se
     assert share < IDLE_SHARE
 
     server._process.terminate()
-    assert server._process.wait(60) is not None
-    deadline = time.monotonic() + 10
-    while any(_line(pid) == line for pid, line in everyone.items()):
+    assert server._process.wait(300) is not None
+    deadline = time.monotonic() + 120
+    while any(line_of(pid) == line for pid, line in everyone.items()):
         assert time.monotonic() < deadline, "a process outlived the server"
         time.sleep(0.05)
-
-
-def _line(pid: int) -> str:
-    """Its command line; empty for what has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""

@@ -20,7 +20,7 @@ from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
 from nixl_tiers.testing.waiting import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
 CPU = {"type": "cpu", "capacity": "64MiB"}
@@ -138,7 +138,7 @@ def test_engines_find_each_others_chunks_while_both_run(
             engine, tiers, ask(0), ["flush"], ["tell", str(stored)], ["await", str(looked)], ["stats"], **settings
         )
         try:
-            until(lambda: stored.exists() or first.done(), "the first engine", timeout_s=240)
+            until(lambda: stored.exists() or first.done(), "the first engine", timeout_s=500)
             assert stored.exists(), first.exception()
             answer, stats = engine(tiers, ask(0), ["stats"], **settings)
         finally:
