@@ -1,0 +1,97 @@
+"""What a mover keeps in its own memory for each row of its tier: the private memory of a process that holds the books.
+
+    python -m bench.books [--rows 1000000]
+
+Keys of 36 bytes, as vLLM's; every book in a process of its own. Slabs keep their journal on the disk and share the rest
+with the engine: `bench/index.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from nixl_tiers.chunk import Key
+from nixl_tiers.mover.tiers.account import Account, Place, Seen
+from nixl_tiers.mover.tiers.stock import Stock
+
+ROW_BYTES, CAPACITY = 2 << 20, 1 << 60
+
+
+def keys(rows: int) -> Iterator[Key]:
+    random = np.random.default_rng(0)
+    for start in range(0, rows, 4096):
+        raw = random.bytes(36 * min(4096, rows - start))
+        yield from (raw[at : at + 36] for at in range(0, len(raw), 36))
+
+
+def held_objects(rows: int) -> object:
+    stock = Stock(ROW_BYTES, CAPACITY)
+    stock.meet([], rows)
+    for key in keys(rows):
+        stock.adopt(key, "")
+    return stock
+
+
+def listed_objects(rows: int) -> object:
+    """A listing of a shared prefix at the moment at which it is compared with what is held."""
+    listing = [(float(number), key) for number, key in enumerate(keys(rows))]
+    stock = Stock(ROW_BYTES, CAPACITY)
+    stock.meet([], rows)
+    for _, key in listing:
+        stock.adopt(key, "")
+    return stock, listing, {key for _, key in listing}
+
+
+def row_files(rows: int) -> object:
+    """The account, and the keys that the engine has been told of. No two rows share a number that is read from disk."""
+    account, known = Account(Path(), CAPACITY, ROW_BYTES), set()
+    for number, key in enumerate(keys(rows)):
+        place = Place.of("0" * 32, key)
+        size, sealed_at = int(str(ROW_BYTES)), int(f"{1_700_000_000 + number // 100}")
+        account._record(place, Seen(10**18 + number, size, int(str(size)), sealed_at))
+        known.add(place.key)
+    return account, known
+
+
+BOOKS: dict[str, Callable[[int], object]] = {
+    "objects, held": held_objects,
+    "objects, while a listing is compared": listed_objects,
+    "row files": row_files,
+}
+
+
+def private_bytes() -> int:
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) << 10
+
+
+def measure(name: str, rows: int) -> float:
+    before = private_bytes()
+    book = BOOKS[name](rows)
+    used = private_bytes() - before
+    del book
+    return used / rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    rows = parser.parse_args().rows
+    print(f"{rows} rows, Python {platform.python_version()}")
+    print(f"{'book':40} {'bytes a row':>12} {'MB':>8}")
+    for name in BOOKS:
+        with get_context("spawn").Pool(1) as process:
+            each = process.apply(measure, (name, rows))
+        print(f"{name:40} {each:12.0f} {each * rows / 1e6:8.0f}")
+
+
+if __name__ == "__main__":
+    main()
