@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 from nixl_tiers.chunk import PAGE, Geometry, Key
@@ -31,28 +28,18 @@ from nixl_tiers.mover.tiers.account import FANS, INCOMING, MARGIN_BYTES, NAME_BY
 from nixl_tiers.mover.tiers.age import has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
+from nixl_tiers.mover.tiers.row_files import RowFile, RowFiles
+from nixl_tiers.mover.tiers.served import Served
 from nixl_tiers.mover.tiers.shelves import Shelves
-from nixl_tiers.mover.tiers.slabs import direct_works, fallocate
+from nixl_tiers.mover.tiers.slabs import direct_works
 from nixl_tiers.mover.tiers.watch import Mark, Mount, Watch, describe
 
 logger = logging.getLogger(__name__)
 
 RELIST_S: Final = 5.0
-TOUCH_S: Final = 60.0  # a row that was used this recently is not marked again
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 64)
-_SPARE_SLOTS: Final = 64  # that listings leave to stores: what the engine has no slot for it would have deleted
 _NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass
-class _File:
-    """An open file that one transfer uses."""
-
-    registration: Registration
-    path: Path
-    status: os.stat_result | None = None  # of a row, when it was opened
 
 
 @dataclass(eq=False)
@@ -63,26 +50,11 @@ class _Task:
     index: int
     move: Move
     place: Place
-    opening: Future[_File | Outcome] | None = None
-    file: _File | None = None
+    opening: Future[RowFile | Outcome] | None = None
+    file: RowFile | None = None
     transfer: Transfer | None = None
     ending: Future[Outcome] | None = None
     sealed_at: int = 0
-
-
-@dataclass
-class _Served:
-    """The namespace being served. `known`: what the engine has been told of, or has stored, and not forgotten."""
-
-    name: str
-    sealer: Sealer
-    slots: int
-    watch: Watch
-    known: set[Key] = field(default_factory=set)
-    before: set[Key] = field(default_factory=set)  # what the engine was told of before the medium went away
-    storing: Counter[Key] = field(default_factory=Counter)
-    dropping: Counter[Key] = field(default_factory=Counter)
-    tick: int = 0
 
 
 class FilesStorage(StorageTier):
@@ -110,16 +82,23 @@ class FilesStorage(StorageTier):
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
-        self._open: _Served | None = None
+        self._open: Served | None = None
         self._complaints = Complaints(logger)
+        self._files = RowFiles(
+            self._agent,
+            self._shelves,
+            self._row_bytes,
+            self._complaints,
+            on_failure=self._look_soon,
+            is_old=self._is_old,
+        )
         self._mount = Mount()
-        self._direct = True
         self._batches = Batches()
         self._stores: deque[_Task] = deque()
         self._loads: deque[_Task] = deque()
         self._storing: list[_Task] = []
         self._loading: list[_Task] = []
-        self._dropping: list[tuple[_Served, Key, Place, Future[None]]] = []
+        self._dropping: list[tuple[Served, Key, Place, Future[None]]] = []
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -140,16 +119,18 @@ class FilesStorage(StorageTier):
                 raise TierRefused(f'path: {path} holds slabs, and a directory has one layout: "slabs" or "files"')
             for directory in (path / INCOMING, path / namespace.hex()):
                 directory.mkdir(mode=0o700, exist_ok=True)
-            self._direct = direct_works(path / INCOMING)
+            self._files.direct = direct_works(path / INCOMING)
             watch = Watch(Mark(path).trouble)
         except OSError as error:
             if error.errno in _NEVER:
                 raise TierRefused(f"path: {describe(error)}") from error
             raise TierDown(describe(error)) from error
-        if not self._direct:
+        if not self._files.direct:
             self._complaints.about("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
         before = self._open
-        self._open = _Served(namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, watch)
+        self._open = Served(
+            namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, watch, self._shelves, self._is_old
+        )
         if before is not None:
             before.watch.close()
             if (before.name, before.sealer.epoch) == (namespace.hex(), epoch):
@@ -167,14 +148,14 @@ class FilesStorage(StorageTier):
         """What is new since the last call, and as entries of slot GONE what the engine believes in and is not there
         any more. No more than there are slots for: the engine would drop it, and others may need it."""
         served = self._served
-        comparing = self._lister.submit(self._compare, served)
+        comparing = self._lister.submit(served.compare)
         while not comparing.done():
             yield []
             if served is not self._open:
                 return
         new, gone = comparing.result()
-        yield from self._in_batches(served, self._still_gone(served, gone))
-        yield from self._in_batches(served, self._still_new(served, new))
+        yield from self._in_batches(served, served.still_gone(gone))
+        yield from self._in_batches(served, served.still_new(new))
         lost, served.before = served.before - served.known, set()
         yield from self._in_batches(served, (Entry(GONE, key, 0) for key in lost))
         self._sweep()  # what it takes away, the next listing tells
@@ -235,29 +216,17 @@ class FilesStorage(StorageTier):
             self._agent.deregister(self._memory)
             self._memory = None
 
+    def _look_soon(self) -> None:
+        if (served := self._open) is not None:
+            served.watch.soon()
+
     # --- listing ----------------------------------------------------------------------------------------------------
 
     @property
-    def _served(self) -> _Served:
+    def _served(self) -> Served:
         if self._open is None:
             raise RuntimeError("the tier is not open")
         return self._open
-
-    def _compare(self, served: _Served) -> tuple[list[tuple[int, Key, Place]], list[Key]]:
-        """On the lister's thread: (modification time, key, place) of what the engine may not know of, the oldest
-        first, and keys that it may believe in for no reason. Both to be looked at again by the tier's own thread."""
-        if not self._shelves.scan():
-            return [], []
-        here, new = set[Key](), []
-        for seen, place in self._shelves.rows_of(served.name):
-            key = place.key
-            if key is None or self._is_old(seen.sealed_at):
-                continue
-            here.add(key)
-            if seen.size == self._row_bytes and key not in served.known:
-                new.append((seen.modified_ns, key, place))
-        new.sort()
-        return new, [key for key in served.known.copy() if key not in here]
 
     def _is_old(self, sealed_at: int) -> bool:
         """Whether a row is known to be too old, and will not go: whoever writes has it swept, seal read once more."""
@@ -276,29 +245,7 @@ class FilesStorage(StorageTier):
             self._swept_at_s = now
             self._sweeping = self._sweeper.submit(self._shelves.expire, now, age_s)
 
-    def _still_gone(self, served: _Served, keys: list[Key]) -> Iterator[Entry]:
-        for key in keys:
-            unknown = key not in served.known or served.storing[key]
-            place = Place.of(served.name, key)
-            if not unknown and (not self._shelves.has(place) or self._is_old(self._shelves.sealed_at(place))):
-                served.known.remove(key)
-                yield Entry(GONE, key, 0)
-
-    def _still_new(self, served: _Served, rows: list[tuple[int, Key, Place]]) -> Iterator[Entry]:
-        most = served.slots - min(_SPARE_SLOTS, served.slots // 16)
-        rows = rows[max(0, len(rows) - max(0, most - len(served.known))) :]
-        before_ns, slot = -1, 0
-        for modified_ns, key, place in rows:
-            if len(served.known) >= most:
-                return
-            if key not in served.known and not served.dropping[key] and self._shelves.has(place):
-                served.tick += modified_ns > before_ns
-                before_ns = modified_ns
-                served.known.add(key)
-                yield Entry(slot, key, served.tick)
-                slot += 1
-
-    def _in_batches(self, served: _Served, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
+    def _in_batches(self, served: Served, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
         batch: list[Entry] = []
         for entry in entries:
             batch.append(entry)
@@ -329,7 +276,7 @@ class FilesStorage(StorageTier):
     def _start_more(self) -> None:
         while self._loads and len(self._loading) < self._most:
             task = self._loads.popleft()
-            task.opening = self._shelves.on_hand(task.place, self._open_row, task.place)
+            task.opening = self._shelves.on_hand(task.place, self._files.open_row, task.place)
             self._loading.append(task)
         while self._stores and len(self._storing) < self._most:
             room = self._shelves.reserve(min(len(self._stores), self._most))
@@ -342,7 +289,7 @@ class FilesStorage(StorageTier):
             if task.move.seal:
                 seal_row(self._served.sealer, self._region, task.move, self._clock())
             task.sealed_at = self._served.sealer.sealed_at(self._region.rows_view[task.move.row])
-            task.opening = self._shelves.on_hand(task.place, self._open_fresh)
+            task.opening = self._shelves.on_hand(task.place, self._files.open_fresh)
             self._storing.append(task)
 
     def _over(self, task: _Task, begin: Callable[[_Task], None], end: Callable[[_Task, bool], Outcome | None]) -> bool:
@@ -393,7 +340,9 @@ class FilesStorage(StorageTier):
 
     def _end_write(self, task: _Task, good: bool) -> Outcome | None:
         assert task.file is not None
-        task.ending = self._shelves.on_hand(task.place, self._put_away, task.file, task.place, good, task.sealed_at)
+        task.ending = self._shelves.on_hand(
+            task.place, self._files.put_away, task.file, task.place, good, task.sealed_at
+        )
         return None
 
     def _begin_read(self, task: _Task) -> None:
@@ -404,14 +353,14 @@ class FilesStorage(StorageTier):
         assert file is not None
         assert file.status is not None
         if not good:
-            task.ending = self._shelves.on_hand(place, self._explain, file, place)
+            task.ending = self._shelves.on_hand(place, self._files.explain, file, place)
             return None
         row, sealer = self._region.rows_view[task.move.row], self._served.sealer
         verdict = sealer.verify(row, task.move.key)
         sealed_at = sealer.sealed_at(row) if verdict is Verdict.OK else 0
         old = verdict is Verdict.OK and has_expired(sealed_at, self._clock(), self._config.max_age)
         good = verdict is Verdict.OK and not (old and self._config.write != "off")
-        self._shelves.on_hand(place, self._let_go, file, place, good, sealed_at)
+        self._shelves.on_hand(place, self._files.let_go, file, place, good, sealed_at)
         if old:
             return Outcome.MISSING
         if verdict is not Verdict.OK:
@@ -430,95 +379,3 @@ class FilesStorage(StorageTier):
             else:
                 waiting.append((served, key, place, gone))
         self._dropping = waiting
-
-    # --- on hands ---------------------------------------------------------------------------------------------------
-
-    def _open_fresh(self) -> _File | Outcome:
-        """A file to write a row into, with its room taken."""
-        path: Path | None = None
-        try:
-            path, descriptor = self._shelves.fresh()
-            try:
-                failed = fallocate(descriptor, 0, self._row_bytes)
-            finally:
-                os.close(descriptor)
-            if failed and failed != errno.EOPNOTSUPP:
-                raise OSError(failed, os.strerror(failed), str(path))
-            return _File(self._agent.register_file(str(path), self._row_bytes, direct=self._direct), path)
-        except (OSError, AgentError) as error:
-            self._failed("written", error)
-            self._abandon(path)
-            return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
-
-    def _put_away(self, file: _File, place: Place, good: bool, sealed_at: int) -> Outcome:
-        self._agent.deregister(file.registration)
-        try:
-            if good:
-                self._shelves.take_in(file.path, place, sealed_at)
-                return Outcome.OK
-            status = os.statvfs(file.path)
-            full = status.f_bavail * status.f_frsize < self._row_bytes
-        except OSError as error:
-            self._failed("put in their places", error)
-            full = error.errno in _FULL
-        self._abandon(file.path)
-        return Outcome.NO_SPACE if full else Outcome.FAILED
-
-    def _failed(self, what: str, error: OSError | AgentError) -> None:
-        reason = describe(error) if isinstance(error, OSError) else error
-        self._complaints.about(what, f"{self._config.path}: rows cannot be {what} ({reason})")
-        if (served := self._open) is not None:
-            served.watch.soon()
-
-    def _abandon(self, path: Path | None) -> None:
-        if path is not None:
-            with suppress(OSError):
-                path.unlink()
-        self._shelves.give_up()
-
-    def _open_row(self, place: Place) -> _File | Outcome:
-        try:
-            status = self._shelves.look(place)
-            if status is None:
-                return Outcome.MISSING
-            path = self._shelves.where(place)
-            if status.st_size == self._row_bytes:
-                registration = self._agent.register_file(str(path), self._row_bytes, direct=self._direct, access="ro")
-                return _File(registration, path, status)
-            self._complaints.about("spoilt", f"{path} has {status.st_size} bytes and no row")
-            self._shelves.condemn(place, status)
-            return Outcome.CORRUPT
-        except AgentError:
-            return self._why(place)
-        except OSError as error:
-            self._failed("read", error)
-            return Outcome.FAILED
-
-    def _explain(self, file: _File, place: Place) -> Outcome:
-        """Why could it not be read?"""
-        self._agent.deregister(file.registration)
-        return self._why(place)
-
-    def _why(self, place: Place) -> Outcome:
-        """MISSING if the row has gone, CORRUPT if it is no row, FAILED if it should have worked."""
-        try:
-            status = self._shelves.look(place)
-        except OSError:
-            return Outcome.FAILED
-        if status is None:
-            return Outcome.MISSING
-        if status.st_size != self._row_bytes:
-            self._shelves.condemn(place, status)
-            return Outcome.CORRUPT
-        return Outcome.FAILED
-
-    def _let_go(self, file: _File, place: Place, good: bool, sealed_at: int) -> None:
-        """A row has been read; one that is not good goes."""
-        self._agent.deregister(file.registration)
-        assert file.status is not None
-        if not good:
-            self._shelves.condemn(place, file.status)
-        elif self._is_old(sealed_at):
-            self._shelves.note(place, sealed_at)
-        elif time.time() - file.status.st_mtime > TOUCH_S:
-            self._shelves.touch(place)
