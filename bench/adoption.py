@@ -24,7 +24,7 @@ import numpy as np
 
 from nixl_tiers import config as configuration
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.storage import TierSpec, Write
+from nixl_tiers.cascade.tier import TierSpec, Write
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.engine import Engine
 from nixl_tiers.memory.region import HostRegion

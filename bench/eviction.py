@@ -33,7 +33,7 @@ from nixl_tiers.cascade.host import CPU
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.policies import PolicyName
-from nixl_tiers.cascade.storage import TierSpec, Write
+from nixl_tiers.cascade.tier import TierSpec, Write
 from nixl_tiers.chunk import Key
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,7 +23,7 @@ from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Direction, Job, TierSpec, Write
+from nixl_tiers.cascade.tier import Direction, Job, TierSpec, Write
 from nixl_tiers.chunk import Key, Namespace
 from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
 from nixl_tiers.lifetime import OfParent

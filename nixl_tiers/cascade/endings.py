@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.queues import Queues
-from nixl_tiers.cascade.storage import Direction, Job, PlannedMove, Storage, Write
+from nixl_tiers.cascade.storage import Storage
+from nixl_tiers.cascade.tier import Direction, Job, PlannedMove, Write
 from nixl_tiers.chunk import Key
 
 

@@ -7,7 +7,8 @@ from itertools import islice
 
 from nixl_tiers.cascade.endings import Endings
 from nixl_tiers.cascade.host import Row, RowState
-from nixl_tiers.cascade.storage import SAMPLED, Direction, Job, PlannedMove, Storage, TierState, Write
+from nixl_tiers.cascade.storage import SAMPLED, Storage
+from nixl_tiers.cascade.tier import Direction, Job, PlannedMove, TierState, Write
 from nixl_tiers.chunk import Key
 
 

@@ -16,7 +16,8 @@ from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Counters, Direction, Storage, TierSpec, TierState
+from nixl_tiers.cascade.storage import Storage
+from nixl_tiers.cascade.tier import Counters, Direction, TierSpec, TierState
 from nixl_tiers.cascade.traffic import Traffic
 from nixl_tiers.chunk import Key
 

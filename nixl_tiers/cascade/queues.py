@@ -9,7 +9,8 @@ from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.probes import Probes
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Direction, Storage, TierState, Write
+from nixl_tiers.cascade.storage import Storage
+from nixl_tiers.cascade.tier import Direction, TierState, Write
 from nixl_tiers.chunk import Key
 
 CLEANED_AT_ONCE: Final = 256

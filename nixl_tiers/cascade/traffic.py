@@ -11,7 +11,8 @@ from nixl_tiers.cascade.jobs import Jobs
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.probes import Probe
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Direction, Job, PlannedMove, Storage, TierState
+from nixl_tiers.cascade.storage import Storage
+from nixl_tiers.cascade.tier import Direction, Job, PlannedMove, TierState
 from nixl_tiers.chunk import Key
 
 

@@ -6,7 +6,6 @@ socket does not take yet is kept. So a missing heartbeat means that this process
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import select
@@ -18,11 +17,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import msgspec
 
-from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import missing_of
 from nixl_tiers.mover.adoption import Adoption
@@ -46,14 +44,14 @@ from nixl_tiers.mover.messages import (
     Slots,
     Stop,
     Store,
-    ToEngine,
     ToMover,
     decode_to_mover,
-    encode,
 )
 from nixl_tiers.mover.messages import Down as TierIsDown
+from nixl_tiers.mover.outbox import Outbox
 from nixl_tiers.mover.teller import Teller
 from nixl_tiers.mover.tiers.base import StorageTier, TierDown, TierRefused
+from nixl_tiers.mover.tiers.make import make_tier
 
 logger = logging.getLogger(__name__)
 
@@ -64,49 +62,6 @@ LEAVE_S: Final = 5.0  # the longest that leaving may take once nobody waits for 
 JOURNAL_S: Final = 60.0  # the same where the engine asked for it, and waits for as long as it likes
 QUEUE_PACKETS: Final = 256  # more than this unsent, or not begun: nothing new is taken in
 SOCKET_BYTES: Final = 1 << 20
-
-
-class Outbox:
-    """Packets to the engine, in order. What the socket does not take at once waits here; nothing blocks, or is lost."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._packets: deque[tuple[bytes, int | None]] = deque()
-        self._deaf = False
-
-    def __len__(self) -> int:
-        return len(self._packets)
-
-    def send(self, message: ToEngine, fd: int | None = None) -> None:
-        """Send, with a descriptor if there is one, which is closed when it has gone."""
-        self._packets.append((encode(message), fd))
-        if self._deaf:
-            self.hang_up()
-        else:
-            self.flush()
-
-    def hang_up(self) -> None:
-        """Nobody listens any more: drop everything, from now on too."""
-        self._deaf = True
-        for _, fd in self._packets:
-            if fd is not None:
-                os.close(fd)
-        self._packets.clear()
-
-    def flush(self) -> None:
-        """Send as much as the socket takes. Raises OSError when nobody holds the other end any more."""
-        while self._packets:
-            packet, fd = self._packets[0]
-            try:
-                if fd is None:
-                    self._socket.send(packet)
-                else:
-                    socket.send_fds(self._socket, [packet], [fd])
-            except BlockingIOError:
-                return
-            self._packets.popleft()
-            if fd is not None:
-                os.close(fd)
 
 
 class Mover:
@@ -301,41 +256,6 @@ class Mover:
             if outcome is Outcome.OK
         )
         return [(place, count) for place, count in missing if count]
-
-
-def make_tier(hello: Hello, region: HostRegion) -> StorageTier:
-    """The tier that hello.tier["type"] names: "file", "s3", or "package.module:Class" for somebody else's, which is
-    called with (hello.tier, geometry, region). Raises TierRefused."""
-    kind = str(hello.tier.get("type", ""))
-    geometry = Geometry(hello.cells, hello.cell_payload, hello.sub_blocks)
-    # One tier a process: the libraries of the others are not loaded.
-    if ":" in kind:
-        module, _, name = kind.partition(":")
-        try:
-            custom: Any = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise TierRefused(f"type: {kind} cannot be loaded ({error})") from error
-        tier: StorageTier = custom(hello.tier, geometry, region)
-        return tier
-    from nixl_tiers.config import ConfigError, FileTier, S3Tier, tier_from_dict
-
-    try:
-        config = tier_from_dict(hello.tier)
-    except ConfigError as error:
-        raise TierRefused(str(error)) from error
-    if isinstance(config, FileTier) and config.layout == "files":
-        from nixl_tiers.mover.tiers.files import FilesStorage
-
-        return FilesStorage(config, geometry, region)
-    if isinstance(config, FileTier):
-        from nixl_tiers.mover.tiers.file import FileStorage
-
-        return FileStorage(config, geometry, region)
-    if isinstance(config, S3Tier):
-        from nixl_tiers.mover.tiers.object import ObjectStorage
-
-        return ObjectStorage(config, geometry, region)
-    raise TierRefused(f"type: {kind} is not a storage tier")
 
 
 def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:

@@ -11,7 +11,7 @@ from nixl_tiers.mover.adoption import Adoption
 from nixl_tiers.mover.messages import MAX_ENTRIES, Adopt, AdoptTable, Entry
 
 if TYPE_CHECKING:
-    from nixl_tiers.mover.process import Outbox
+    from nixl_tiers.mover.outbox import Outbox
     from nixl_tiers.mover.tiers.base import StorageTier
 
 LOOK_S: Final = 0.05  # how soon an empty listing is asked again

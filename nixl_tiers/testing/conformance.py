@@ -12,7 +12,7 @@ is checked as Rig describes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,10 +20,10 @@ import pytest
 from nixl_tiers.chunk import MAX_KEY_BYTES, Geometry, Key, Namespace
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.messages import Move, Outcome
+from nixl_tiers.testing.damage import DAMAGES, OTHER_NAMESPACE, SMALL
 from nixl_tiers.testing.medium import NAMESPACE, Medium, Rig, content, keys
 
 ROWS = 40
-SMALL = Geometry(cells=2, cell_payload=30_000, sub_blocks=3)  # both cells and the seal have padding
 GEOMETRIES = {
     "4KiB": Geometry(1, 4 << 10),
     "seal-in-padding": Geometry(1, 60_000),
@@ -37,68 +37,9 @@ ODD_KEYS = [
     b"\0", b"/", b"..", b"a b+c%2F?&#", b"\xff" * MAX_KEY_BYTES, b"\0" * MAX_KEY_BYTES, b"\n\r\t", "schlüssel".encode(),
     b"x" * 36, b"x" * 35 + b"y",
 ]  # fmt: skip
-OTHER_NAMESPACE = bytes(reversed(NAMESPACE))
 LARGE = GEOMETRIES["256KiB"]
 TIGHT_BYTES = 8 << 20
 NOT_OURS = {Outcome.MISSING, Outcome.CORRUPT}
-
-Damage = Callable[[Medium, int, Key], None]
-"""Does something to the row of a key in a slot of NAMESPACE."""
-
-
-def flip_one_bit(place: int) -> Damage:
-    """Flip the lowest bit of the byte at `place`."""
-
-    def damage(medium: Medium, slot: int, key: Key) -> None:
-        raw = bytearray(medium.read(NAMESPACE, slot, key))
-        raw[place] ^= 1
-        medium.write(NAMESPACE, slot, key, bytes(raw))
-
-    return damage
-
-
-def cut_to(keep_bytes: int) -> Damage:
-    return lambda medium, slot, key: medium.cut(NAMESPACE, slot, key, keep_bytes)
-
-
-def replace_by(foreign: Callable[[Key], bytes]) -> Damage:
-    return lambda medium, slot, key: medium.write(NAMESPACE, slot, key, foreign(key))
-
-
-def delete_it(medium: Medium, slot: int, key: Key) -> None:
-    medium.delete(NAMESPACE, slot, key)
-
-
-def sealed(key: Key, geometry: Geometry = SMALL, namespace: bytes = NAMESPACE, epoch: int = 0) -> bytes:
-    """A row that is whole, and somebody's."""
-    row = content(key, 0, geometry)
-    Sealer(geometry, namespace, epoch).seal(row, key)
-    return row.tobytes()
-
-
-DAMAGES: dict[str, dict[str, Damage]] = {
-    "bit-flips": {
-        "first": flip_one_bit(0),
-        "middle": flip_one_bit(SMALL.row_bytes // 2),
-        "padding": flip_one_bit(SMALL.cell_payload),
-        "seal": flip_one_bit(SMALL.row_bytes - SMALL.seal_bytes + 100),
-        "last": flip_one_bit(SMALL.row_bytes - 1),
-    },
-    "cuts": {
-        "in the middle": cut_to(SMALL.row_bytes // 2),
-        # A byte would be too few: the last one of a digest is zero in one row of 256, and so may be what reads back.
-        "in the seal": cut_to(SMALL.row_bytes - 16),
-    },
-    "foreign-rows": {
-        "zeroes": replace_by(lambda _: bytes(SMALL.row_bytes)),
-        "another key": replace_by(lambda key: sealed(b"not " + key)),
-        "another namespace": replace_by(lambda key: sealed(key, namespace=OTHER_NAMESPACE)),
-        "another epoch": replace_by(lambda key: sealed(key, epoch=1)),
-        "another geometry": replace_by(lambda key: sealed(key, Geometry(1, SMALL.row_bytes - 1000))),
-    },
-    "emptied": {"emptied": cut_to(0)},
-    "deleted": {"deleted": delete_it},
-}
 
 
 class StorageTierTests:

@@ -114,7 +114,7 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def make_faulty(config: Mapping[str, object], geometry: Geometry, region: HostRegion) -> FaultyStorage:
     """A FaultyStorage in a mover. `config["inner"]`: the configuration of the tier inside; `config["plan"]`: the
     faults, as FaultPlan.to_dict gives them. Raises TierRefused."""
-    from nixl_tiers.mover.process import make_tier
+    from nixl_tiers.mover.tiers.make import make_tier
 
     inner = config.get("inner")
     if not isinstance(inner, dict):

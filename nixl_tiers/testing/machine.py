@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Write
+from nixl_tiers.cascade.tier import Write
 from nixl_tiers.testing.simulation import World
 
 TIERS = st.integers(0, 1)

@@ -19,7 +19,7 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.probes import Probe
-from nixl_tiers.cascade.storage import Direction, Job, TierSpec, TierState, Write
+from nixl_tiers.cascade.tier import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key
 from nixl_tiers.testing.adopted import PlainRows, key_of
 

@@ -6,7 +6,8 @@ import pytest
 
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Direction, Storage, TierSpec, TierState, Write
+from nixl_tiers.cascade.storage import Storage
+from nixl_tiers.cascade.tier import Direction, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key
 from nixl_tiers.testing.adopted import PlainRows, key_of
 

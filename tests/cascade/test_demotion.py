@@ -9,7 +9,7 @@ import pytest
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import TierSpec, Write
+from nixl_tiers.cascade.tier import TierSpec, Write
 from nixl_tiers.chunk import Key
 
 

@@ -9,7 +9,7 @@ import pytest
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.policies import PolicyName
-from nixl_tiers.cascade.storage import TierSpec, Write
+from nixl_tiers.cascade.tier import TierSpec, Write
 
 ROWS = 4096
 CHUNKS = 16  # a request

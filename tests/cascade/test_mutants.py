@@ -12,7 +12,8 @@ from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.storage import Job, PlannedMove, Storage
+from nixl_tiers.cascade.storage import Storage
+from nixl_tiers.cascade.tier import Job, PlannedMove
 from nixl_tiers.chunk import Key
 from nixl_tiers.testing.machine import CascadeMachine
 from nixl_tiers.testing.simulation import Mover, MoverJob, World

@@ -10,7 +10,7 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.probes import Probe
-from nixl_tiers.cascade.storage import Direction, TierSpec, Write
+from nixl_tiers.cascade.tier import Direction, TierSpec, Write
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(probe_s=0.25, probes=2, probe_keys=5, absent_s=30.0, absent_keys=3, retry_s=5.0, overdue_least_s=20.0)

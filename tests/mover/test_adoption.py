@@ -15,7 +15,7 @@ from nixl_tiers.mover import adoption as module
 from nixl_tiers.mover.adoption import Adoption, Told
 from nixl_tiers.mover.child import _read
 from nixl_tiers.mover.messages import MAX_PACKET, Adopt, AdoptTable, Entry, Finished, ToEngine, encode
-from nixl_tiers.mover.process import Outbox
+from nixl_tiers.mover.outbox import Outbox
 from nixl_tiers.mover.teller import LOOK_S, MAX_TABLES, PAUSE_S, Teller
 from nixl_tiers.testing.waiting import until
 from tests.mover.toys import Quick
