@@ -21,15 +21,15 @@ BATCH, GETS = 32, 8
 HOST = 64 * SIZE
 
 
-def use(store: nixl_tiers.TieredStore, nbytes: int, seed: int) -> int:
-    """Put chunks until `nbytes` have gone down to the file tier, and get others meanwhile; bytes gone down."""
+def use(store: nixl_tiers.TieredStore, nbytes: int, seed: int, tier: str = "file") -> int:
+    """Put chunks until `nbytes` have gone down to this tier, and get others meanwhile; bytes gone down."""
     random = np.random.default_rng(seed)
     _, (row,) = chunks(1, SIZE, seed)
     batch = np.tile(row, (BATCH, 1))
     out = np.empty_like(batch[:GETS])
     put: list[bytes] = []
     hits = 0
-    while store.stats()["file"]["bytes_written"] < nbytes:
+    while store.stats()[tier]["bytes_written"] < nbytes:
         keys, _ = chunks(BATCH, 0, int(random.integers(1 << 30)))
         batch[:, :8] = np.frombuffer(b"".join(key[4:12] for key in keys), np.uint8).reshape(BATCH, 8)
         put += keys[: store.put(keys, batch)]
@@ -39,7 +39,7 @@ def use(store: nixl_tiers.TieredStore, nbytes: int, seed: int) -> int:
             assert not hit or (got[:8].tobytes() == key[4:12] and np.array_equal(got[8:], row[8:]))
             hits += hit
     assert hits > 0
-    return int(store.stats()["file"]["bytes_written"])
+    return int(store.stats()[tier]["bytes_written"])
 
 
 @pytest.mark.parametrize(
