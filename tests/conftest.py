@@ -1,4 +1,4 @@
-"""S3 servers that the whole session shares: each is started once, when the first test asks for it."""
+"""What the whole session shares: S3 servers and the fake CUDA driver, each made when the first test asks for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -66,3 +67,14 @@ def s3_bucket() -> Callable[[S3Server], str]:
 def s3_prefix() -> str:
     """A prefix that no other test of this session uses."""
     return f"test-{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake CUDA driver, or the reason for skipping."""
+    from tests.swap.fake import build
+
+    library = build(tmp_path_factory.mktemp("fake"))
+    if library is None:
+        pytest.skip("no C++ compiler here")
+    return library

@@ -43,14 +43,3 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(host, "_library", lambda: compiled)
         monkeypatch.setattr(host, "KERNEL_AUTO", ["c-auto", "c-plain", "c-avx2", "c-avx512"].index(name))
     return name
-
-
-@pytest.fixture(scope="session")
-def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake CUDA driver, or the reason for skipping."""
-    from tests.swap.fake import build
-
-    library = build(tmp_path_factory.mktemp("fake"))
-    if library is None:
-        pytest.skip("no C++ compiler here")
-    return library

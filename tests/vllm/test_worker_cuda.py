@@ -22,19 +22,11 @@ from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm import worker as worker_module
 from nixl_tiers.vllm.transfer import RowsSpec
 from nixl_tiers.vllm.worker import NixlTiersWorker, supply
-from tests.swap.fake import Fake, build
+from tests.swap.fake import Fake
 
 BLOCKS, ROWS, PAGE, LAYERS, SUB_BLOCKS = 12, 6, 2048, 3, 2
 OUT_OF_MEMORY = 2
 WAYS = ("engine", "staged", "ring2")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = build(tmp_path_factory.mktemp("fake"))
-    if found is None:
-        pytest.skip("no C++ compiler here")
-    return found
 
 
 class Rank:
@@ -82,9 +74,9 @@ def engine(blocks: list[int]) -> GPULoadStoreSpec:
 
 
 @pytest.fixture
-def rank(library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+def rank(fake_library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
-    rank = Rank(library, request.param)
+    rank = Rank(fake_library, request.param)
     yield rank
     rank.worker.shutdown()
 
