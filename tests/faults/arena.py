@@ -158,18 +158,21 @@ class Arena:
     def _comes_back(self) -> bool:
         keys: list[Key] = [b"probe-%d-%d" % (next(_turns), n) for n in range(4)]
         put(self.store, keys)
-        stored = self.store.engine._core.storage[0].index
+        storage = self.store.engine._core.storage[0]
         deadline = time.monotonic() + 10 * self.limits.wait_s
         while time.monotonic() < deadline:
-            if all(key in stored and stored[key].stored for key in keys):
+            queued = [key for key in keys if key in storage.to_store]
+            entries = [storage.index.get(key) for key in keys]
+            if all(entry is not None and entry.stored for entry in entries):
                 # Only what the host has let go comes from the tier.
                 self._every_row_can_be_had()
                 if self.store.locate(keys) == [self.name] * len(keys):
                     hits, wrong = get(self.store, keys)
                     assert not wrong
                     return all(hits)
-            elif None in self.store.locate(keys):
-                return False  # dropped, as long as the circuit is open
+            elif not queued and None in entries:
+                time.sleep(0.1)
+                return False  # dropped: the circuit was open
             time.sleep(0.01)
         return False
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.cascade.storage import Direction
 from nixl_tiers.engine import Engine
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from nixl_tiers.testing.waiting import until
@@ -108,4 +109,24 @@ def test_movers_killed_again_and_again(on_tier: Callable[..., Arena], tier: str)
             arena.replaced(arena.signal(signal.SIGKILL))
             arena.go_on(2)
         arena.over()
+        arena.heals()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_mover_that_stops_while_nobody_asks(on_tier: Callable[..., Arena], tier: str) -> None:
+    """It is killed, another comes, and loads are found to work, all without one request."""
+    arena = on_tier("SIGSTOP, no requests", tier)
+    with arena.under_load() as load:
+        arena.go_on()
+        load.pause_s = 3600.0
+        assert arena.store.flush(PATIENCE_S)
+        loads = arena.store.engine._core.storage[0].breakers[Direction.LOAD]
+        answered = load.turns + 2  # those that are under way
+        old = arena.a_mover()
+        os.kill(old, signal.SIGSTOP)
+        arena.over()
+        arena.replaced(old)
+        until(lambda: arena.is_up() and loads.episode and loads.closed, "the circuit to close", PATIENCE_S)
+        assert load.turns <= answered
         arena.heals()
