@@ -37,7 +37,7 @@ SAMPLE_BYTES: Final = 32 << 20
 FEW_BLOCKS: Final = 16
 MOST_BLOCKS: Final = 1024
 ROUNDS: Final = 5
-ENGINE_BYTES: Final = 128 << 10  # pages from which on the copy engine alone fills a PCIe 5 link
+ENGINE_BYTES: Final = 128 << 10  # pages from which on others saw the copy engine alone fill a PCIe 5 link
 _VERSION: Final = 1
 # What a way costs besides time: multiprocessors that the engine cannot have meanwhile.
 _PENALTY: Final = {"engine": 1.0, "staged": 1.02, "ring2": 1.04, "ring4": 1.06, "ring8": 1.10}

@@ -17,6 +17,7 @@ from nixl_tiers.swap.driver import CudaError, Device
 from nixl_tiers.swap.kernels import CAPACITIES, RING_SHARED_BYTES, THREADS, Kernels
 from nixl_tiers.swap.tables import Tables
 
+# Both by reckoning, not measured on a GPU yet.
 HALF_BYTES: Final = 8 << 20  # of the staging buffer: 150 us of PCIe 5, so that a gather beside it is never waited for
 STAGE_BLOCKS: Final = 64  # enough to gather at the speed of the GPU's memory, not enough to fill an H100
 RINGS: Final = (2, 4, 8)  # blocks of threads of the ring, which has this many 64 KiB under way
