@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-from typing import Final
+import struct
+from typing import Any, Final
+
+from xxhash import xxh3_64_intdigest
+
+SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+CHECK: Final = struct.Struct("<Q")  # after a header: the XXH3 of its bytes
 
 _MFD_NOEXEC_SEAL: Final = 8  # Linux 6.3; where sysctl vm.memfd_noexec is 2, nothing else is allowed
 
@@ -18,3 +25,24 @@ def memfd(name: str) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.memfd_create(name, flags)
+
+
+def header_of(fd: int, form: struct.Struct, magic: bytes, version: int, noun: str) -> tuple[Any, ...]:
+    """The fields of the header that the memfd behind `fd` begins with: the first is `magic`, the second its version.
+
+    ValueError (one sentence, in which it is called `noun`) unless it is one, of this version, and its size is sealed.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError(f"descriptor {fd} is not a memfd: {error.strerror}") from error
+    if seals & SIZE_SEALS != SIZE_SEALS:
+        raise ValueError(f"the size of the memfd behind descriptor {fd} is not sealed")
+    raw = os.pread(fd, form.size + CHECK.size, 0)
+    header = raw[: form.size]
+    if raw[: len(magic)] != magic or raw[form.size :] != CHECK.pack(xxh3_64_intdigest(header)):
+        raise ValueError(f"the memfd behind descriptor {fd} is not a {noun}")
+    fields = form.unpack(header)
+    if fields[1] != version:
+        raise ValueError(f"the {noun} behind descriptor {fd} is of version {fields[1]}, this program's is {version}")
+    return fields

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from nixl_tiers.chunk import NAMESPACE_BYTES, PAGE, Geometry, align
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
-from nixl_tiers.memory.memfd import memfd
+from nixl_tiers.memory.memfd import CHECK, SIZE_SEALS, header_of, memfd
 from nixl_tiers.memory.prefault import Prefault
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _MAGIC: Final = b"nixlregn"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sQQQQQ16s")  # magic, version, cells, cell_payload, sub_blocks, rows, identity
-_CHECK: Final = struct.Struct("<Q")
 _ROWS_ALIGNMENT: Final = 2 << 20
 
 _RECORD_BYTES: Final = 512  # of one fingerprint: check word, length of the note, digest, note
@@ -46,8 +45,6 @@ FAILED: Final = 2
 _TICKET_AT: Final = 24
 _MISSING_AT: Final = 8
 MAX_MISSING: Final = (1 << _TICKET_AT - _MISSING_AT) - 1
-
-_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class RegionError(RuntimeError):
@@ -123,8 +120,8 @@ class HostRegion:
             identity = secrets.token_bytes(16)
             sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows)
             header = _HEADER.pack(_MAGIC, _VERSION, *sizes, identity)
-            os.pwrite(fd, header + _CHECK.pack(xxh3_64_intdigest(header)), 0)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+            os.pwrite(fd, header + CHECK.pack(xxh3_64_intdigest(header)), 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
             return cls(fd, geometry, rows, identity)
         except OSError as error:
             os.close(fd)
@@ -184,7 +181,7 @@ class HostRegion:
         at = self._record(cell)
         # The check word last: who reads a half-written record sees that it is none yet.
         self._map[at + 8 : at + 8 + len(record)] = record
-        self._map[at : at + 8] = _CHECK.pack(xxh3_64_intdigest(record))
+        self._map[at : at + 8] = CHECK.pack(xxh3_64_intdigest(record))
 
     def published(self) -> list[tuple[bytes, str] | None]:
         """(fingerprint, note) of each cell, None where its rank has not published yet."""
@@ -242,10 +239,10 @@ class HostRegion:
 
     def _read_record(self, at: int) -> tuple[bytes, str] | None:
         raw = self._map[at : at + _RECORD_BYTES]
-        (check,) = _CHECK.unpack_from(raw)
-        length, digest = _RECORD.unpack_from(raw, _CHECK.size)
-        note = raw[_CHECK.size + _RECORD.size :][:length]
-        if not check or check != xxh3_64_intdigest(raw[_CHECK.size : _CHECK.size + _RECORD.size] + note):
+        (check,) = CHECK.unpack_from(raw)
+        length, digest = _RECORD.unpack_from(raw, CHECK.size)
+        note = raw[CHECK.size + _RECORD.size :][:length]
+        if not check or check != xxh3_64_intdigest(raw[CHECK.size : CHECK.size + _RECORD.size] + note):
             return None
         return digest, note.decode(errors="replace")
 
@@ -260,18 +257,9 @@ def _memfd() -> int:
 def _checked(fd: int) -> tuple[Geometry, int, bytes]:
     """Geometry, rows and identity of the region behind `fd`. RegionError names what is wrong with it."""
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise RegionError(f"descriptor {fd} is not a memfd: {error.strerror}") from error
-    if seals & _SIZE_SEALS != _SIZE_SEALS:
-        raise RegionError(f"the size of the memfd behind descriptor {fd} is not sealed")
-    raw = os.pread(fd, _HEADER.size + _CHECK.size, 0)
-    header = raw[: _HEADER.size]
-    if raw[:8] != _MAGIC or raw[_HEADER.size :] != _CHECK.pack(xxh3_64_intdigest(header)):
-        raise RegionError(f"the memfd behind descriptor {fd} is not a region")
-    _, version, cells, cell_payload, sub_blocks, rows, identity = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise RegionError(f"the region behind descriptor {fd} is of version {version}, this program's is {_VERSION}")
+        _, _, cells, cell_payload, sub_blocks, rows, identity = header_of(fd, _HEADER, _MAGIC, _VERSION, "region")
+    except ValueError as error:
+        raise RegionError(str(error)) from error
     try:
         geometry = Geometry(cells, cell_payload, sub_blocks)
     except ValueError as error:

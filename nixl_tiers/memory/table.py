@@ -22,7 +22,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nixl_tiers.chunk import PAGE, Key, align
-from nixl_tiers.memory.memfd import memfd
+from nixl_tiers.memory.memfd import CHECK, SIZE_SEALS, header_of, memfd
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,13 +32,10 @@ DIGEST_BYTES: Final = 16
 _MAGIC: Final = b"nixlindx"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sQQQQQQ")  # magic, version, rows, log2 of buckets, slots, salt, bytes a key
-_CHECK: Final = struct.Struct("<Q")
 _WORD: Final = (1 << 64) - 1
 _GONE: Final = 0xFFFFFFFF  # the slot of a row that has been removed
 _ROWS_A_BUCKET: Final = 4  # at most, on average
 _REFILL: Final = 256
-
-_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class TableError(RuntimeError):
@@ -130,7 +127,7 @@ class TableBuilder:
         fd = _memfd(layout.total)
         try:
             header = _HEADER.pack(_MAGIC, _VERSION, len(rows), bucket_bits, slots_limit, salt, key_bytes)
-            os.pwrite(fd, header + _CHECK.pack(xxh3_64_intdigest(header)), 0)
+            os.pwrite(fd, header + CHECK.pack(xxh3_64_intdigest(header)), 0)
             out = mmap.mmap(fd, layout.total)  # unmapped with the last array over it
             _matrix(out, layout.digests, len(rows), DIGEST_BYTES)[:] = digests[rows]
             _column(out, layout.slots, len(rows))[:] = slots[rows]
@@ -145,7 +142,7 @@ class TableBuilder:
             _column(out, layout.taken, -(-slots_limit // 8), np.uint8)[:] = np.packbits(taken, bitorder="little")
             if keys is not None:
                 _matrix(out, layout.keys, len(rows), key_bytes)[:] = keys[rows]
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(fd)
             raise
@@ -364,18 +361,9 @@ def _memfd(nbytes: int) -> int:
 def _checked(fd: int) -> tuple[_Layout, int]:
     """Layout and salt of the table behind `fd`. TableError names what is wrong with it."""
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise TableError(f"descriptor {fd} is not a memfd: {error.strerror}") from error
-    if seals & _SIZE_SEALS != _SIZE_SEALS:
-        raise TableError(f"the size of the memfd behind descriptor {fd} is not sealed")
-    raw = os.pread(fd, _HEADER.size + _CHECK.size, 0)
-    header = raw[: _HEADER.size]
-    if raw[:8] != _MAGIC or raw[_HEADER.size :] != _CHECK.pack(xxh3_64_intdigest(header)):
-        raise TableError(f"the memfd behind descriptor {fd} is not a table")
-    _, version, rows, bucket_bits, slots, salt, key_bytes = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise TableError(f"the table behind descriptor {fd} is of version {version}, this program's is {_VERSION}")
+        _, _, rows, bucket_bits, slots, salt, key_bytes = header_of(fd, _HEADER, _MAGIC, _VERSION, "table")
+    except ValueError as error:
+        raise TableError(str(error)) from error
     size = os.fstat(fd).st_size
     layout = _Layout(rows, bucket_bits, slots, key_bytes)
     if not 1 <= bucket_bits <= 32 or rows >= _GONE or size != layout.total:

@@ -15,6 +15,7 @@ from nixl_tiers.testing.servers import MotoServer
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.faults.run_engine import STRIKES
+from tests.models import save_random
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -22,22 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.faults, pytest.mar
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A Llama of two layers with random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.05,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_random("LlamaForCausalLM", tmp_path / "model")
 
 
 def test_requests_whose_promotions_are_struck_are_recomputed(model: Path, moto: MotoServer, bucket: str) -> None:

@@ -18,7 +18,9 @@ import nixl_tiers
 from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory import prefault, region
 from nixl_tiers.memory.cgroup import Room
+from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.region import MAX_MISSING, HostRegion, RegionError
+from tests.memory.descriptors import descriptors, is_open
 
 GEOMETRY = Geometry(cells=3, cell_payload=PAGE + 512, sub_blocks=4)
 ROWS = 5
@@ -40,18 +42,6 @@ def memfd(contents: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 def image(of: HostRegion) -> bytes:
     return os.pread(of.fd, os.fstat(of.fd).st_size, 0)
-
-
-def is_open(fd: int) -> bool:
-    try:
-        fcntl.fcntl(fd, fcntl.F_GETFD)
-    except OSError:
-        return False
-    return True
-
-
-def descriptors() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 def test_it_is_as_large_as_its_rows_and_aligned_for_direct_io(made: HostRegion) -> None:
@@ -114,7 +104,7 @@ def header_with(made: HostRegion, **changes: int) -> bytes:
     names = ("magic", "version", "cells", "cell_payload", "sub_blocks", "rows", "identity")
     fields = dict(zip(names, region._HEADER.unpack_from(image(made)), strict=True)) | changes
     header = region._HEADER.pack(*fields.values())
-    return header + region._CHECK.pack(region.xxh3_64_intdigest(header)) + image(made)[len(header) + 8 :]
+    return header + CHECK.pack(region.xxh3_64_intdigest(header)) + image(made)[len(header) + 8 :]
 
 
 def test_a_foreign_unsealed_or_wrongly_sized_descriptor_is_refused(made: HostRegion, tmp_path: Path) -> None:
@@ -141,8 +131,8 @@ def test_a_foreign_unsealed_or_wrongly_sized_descriptor_is_refused(made: HostReg
         ],
         "cannot map": [memfd(whole, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)],
     }  # fmt: skip
-    for message, descriptors in cases.items():
-        for fd in descriptors:
+    for message, fds in cases.items():
+        for fd in fds:
             with pytest.raises(RegionError, match=message):
                 HostRegion.attach(fd)
             assert not is_open(fd)

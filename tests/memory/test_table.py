@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 import nixl_tiers
 from nixl_tiers.chunk import MAX_KEY_BYTES
 from nixl_tiers.memory import table as module
+from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.table import Table, TableBuilder, TableError, key_digest, key_digests
+from tests.memory.descriptors import descriptors, is_open
 
 
 class Row(NamedTuple):
@@ -68,18 +70,6 @@ def memfd(contents: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     os.write(fd, contents)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
-
-
-def is_open(fd: int) -> bool:
-    try:
-        fcntl.fcntl(fd, fcntl.F_GETFD)
-    except OSError:
-        return False
-    return True
-
-
-def descriptors() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 # Digests that share their first half, so that all rows share a bucket; and that can be found across two neighbours.
@@ -378,7 +368,7 @@ class TestRefusals:
             assert "is not a table" in self.refused(memfd(contents))
 
     def test_a_header_with_any_bit_flipped(self, good: bytearray) -> None:
-        for bit in range((module._HEADER.size + module._CHECK.size) * 8):
+        for bit in range((module._HEADER.size + CHECK.size) * 8):
             good[bit // 8] ^= 1 << bit % 8
             self.refused(memfd(good))
             good[bit // 8] ^= 1 << bit % 8
@@ -392,7 +382,7 @@ class TestRefusals:
         values = list(module._HEADER.unpack_from(good))
         values[field] = value
         header = module._HEADER.pack(*values)
-        good[: len(header) + 8] = header + module._CHECK.pack(module.xxh3_64_intdigest(header))
+        good[: len(header) + 8] = header + CHECK.pack(module.xxh3_64_intdigest(header))
         assert complaint in self.refused(memfd(good))
 
     def test_rows_of_other_shapes_or_types(self) -> None:

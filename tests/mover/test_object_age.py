@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,17 +27,6 @@ NOW = "2100-01-01T00:00:00.000Z"
 def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_tier, "PACE", Pace(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1))
     monkeypatch.setattr(janitor, "SKEW_S", 0.0)
-
-
-@pytest.fixture
-def place(
-    s3_server: S3Server,
-    s3_credentials: Callable[[S3Server], None],
-    s3_bucket: Callable[[S3Server], str],
-    s3_prefix: str,
-) -> dict[str, Any]:
-    s3_credentials(s3_server)
-    return {"bucket": s3_bucket(s3_server), "endpoint": s3_server.endpoint, "prefix": s3_prefix}
 
 
 @pytest.fixture

@@ -48,6 +48,20 @@ def driver(faulty: FaultyS3) -> Iterator[Driver]:
         yield driver
 
 
+def held_up(faulty: FaultyS3, method: str) -> threading.Event:
+    """From now on requests of this method are answered when the event is set."""
+    gate = threading.Event()
+
+    def slow(request: Request) -> None:
+        if request.method == method:
+            faulty.lock.release()
+            gate.wait(120)
+            faulty.lock.acquire()
+
+    faulty.fault = slow
+    return gate
+
+
 def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[[Request], int | None]:
     """A fault: the next `times` requests of these methods are answered with `status`."""
     left = [times]
@@ -404,15 +418,7 @@ class TestBudget:
         assert faulty.most_objects == 8
 
     def test_a_row_dropped_while_it_is_written_goes(self, small: Driver, faulty: FaultyS3) -> None:
-        gate = threading.Event()
-
-        def slow(request: Request) -> None:
-            if request.method == "PUT":
-                faulty.lock.release()
-                gate.wait(120)
-                faulty.lock.acquire()
-
-        faulty.fault = slow
+        gate = held_up(faulty, "PUT")
         ticket = small.begin_store([1])
         assert wait_until(lambda: faulty.count("PUT") > 0)
         small.drop(1)
@@ -423,15 +429,7 @@ class TestBudget:
 
     def test_an_upload_waits_for_the_delete_of_its_name(self, small: Driver, faulty: FaultyS3) -> None:
         small.store([1])
-        gate = threading.Event()
-
-        def slow(request: Request) -> None:
-            if request.method == "POST":
-                faulty.lock.release()
-                gate.wait(120)
-                faulty.lock.acquire()
-
-        faulty.fault = slow
+        gate = held_up(faulty, "POST")
         small.drop(1)
         assert wait_until(lambda: faulty.count("POST") == 1)
         ticket = small.begin_store([1])
@@ -444,15 +442,7 @@ class TestBudget:
 
     def test_a_queued_delete_is_taken_back(self, small: Driver, faulty: FaultyS3) -> None:
         small.store([1, 2])
-        gate = threading.Event()
-
-        def slow(request: Request) -> None:
-            if request.method == "POST":
-                faulty.lock.release()
-                gate.wait(120)
-                faulty.lock.acquire()
-
-        faulty.fault = slow
+        gate = held_up(faulty, "POST")
         small.drop(1)
         assert wait_until(lambda: faulty.count("POST") == 1)
         small.drop(2)

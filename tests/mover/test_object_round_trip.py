@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,6 @@ from nixl_tiers.testing.servers import S3Server
 from tests.mover.objects import NAMESPACE, OTHER_NAMESPACE, Driver, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
-
-
-@pytest.fixture
-def place(
-    s3_server: S3Server,
-    s3_credentials: Callable[[S3Server], None],
-    s3_bucket: Callable[[S3Server], str],
-    s3_prefix: str,
-) -> dict[str, Any]:
-    """Fields of a tier's configuration: an empty prefix on each server in turn."""
-    s3_credentials(s3_server)
-    return {"bucket": s3_bucket(s3_server), "endpoint": s3_server.endpoint, "prefix": s3_prefix}
 
 
 def _objects(server: S3Server, place: dict[str, Any]) -> dict[str, int]:

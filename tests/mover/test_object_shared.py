@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,20 +35,8 @@ def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(
-    s3_server: S3Server,
-    s3_credentials: Callable[[S3Server], None],
-    s3_bucket: Callable[[S3Server], str],
-    s3_prefix: str,
-) -> dict[str, Any]:
-    s3_credentials(s3_server)
-    return {
-        "bucket": s3_bucket(s3_server),
-        "endpoint": s3_server.endpoint,
-        "prefix": s3_prefix,
-        "capacity": CAPACITY_ROWS * ROW,
-        "shared": True,
-    }
+def place(place: dict[str, Any]) -> dict[str, Any]:
+    return {**place, "capacity": CAPACITY_ROWS * ROW, "shared": True}
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from nixl_tiers.testing import vllm_cpu
+from tests.models import save_random
 
 
 @pytest.fixture
@@ -124,14 +125,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with random weights whose heads can be split between two ranks."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
+    return save_random(
+        "LlamaForCausalLM",
+        tmp_path_factory.mktemp("models") / "small",
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -139,6 +135,3 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=2048,
         initializer_range=0.2,
     )
-    folder = tmp_path_factory.mktemp("models") / "small"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
+from tests.models import save_random
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -148,25 +149,14 @@ def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path)
 @pytest.fixture
 def windowed_model(tmp_path: Path) -> Path:
     """A Gemma with random weights: of its six layers two attend to everything, four to the last 200 tokens."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    torch.manual_seed(1)
-    config = Gemma3TextConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
+    return save_random(
+        "Gemma3ForCausalLM",
+        tmp_path / "windowed",
         num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         sliding_window=200,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=4096,
-        initializer_range=0.05,
     )
-    Gemma3ForCausalLM(config).save_pretrained(tmp_path / "windowed")
-    return tmp_path / "windowed"
 
 
 def test_windowed_layers_are_groups_of_their_own(engine: Engine, windowed_model: Path, tmp_path: Path) -> None:
@@ -187,26 +177,17 @@ def test_windowed_layers_are_groups_of_their_own(engine: Engine, windowed_model:
 @pytest.fixture
 def recurrent_model(tmp_path: Path) -> Path:
     """An LFM2 with random weights: of its four layers two attend to everything, two keep a state."""
-    import torch
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    torch.manual_seed(1)
-    config = Lfm2Config(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
+    return save_random(
+        "Lfm2ForCausalLM",
+        tmp_path / "recurrent",
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         layer_types=["conv", "full_attention", "conv", "full_attention"],
-        max_position_embeddings=4096,
-        initializer_range=0.05,
         block_auto_adjust_ff_dim=False,
+        conv_dim=256,
+        conv_dim_out=256,
+        block_dim=256,
+        block_ff_dim=512,
     )
-    for name, value in {"conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_ff_dim": 512}.items():
-        setattr(config, name, value)  # vLLM reads them by these names
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "recurrent")
-    return tmp_path / "recurrent"
 
 
 def test_of_a_recurrent_layers_chunk_its_last_block_is_stored_and_comes_back(
