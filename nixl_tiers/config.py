@@ -9,34 +9,46 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
 import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-MAX_CAPACITY_BYTES: Final = 1 << 60
-MAX_AGE_S: Final = 100 * 365 * 86400.0
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)\s*", re.ASCII)
-_UNITS: Final = {"": 1, "B": 1} | {
-    f"{letter}{infix}B": base**power
-    for power, letter in enumerate("KMGTPE", 1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
-_UNITS_BY_LOWER: Final = {unit.lower(): factor for unit, factor in _UNITS.items()}
-_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-_ENVIRONMENT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
-_PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
+from nixl_tiers import fields
+from nixl_tiers.fields import MAX_CAPACITY_BYTES, format_size, parse_age, parse_size
+
+__all__ = [
+    "MAX_CAPACITY_BYTES",
+    "AbsolutePath",
+    "Age",
+    "ConfigError",
+    "CpuTier",
+    "EnvironmentName",
+    "Eviction",
+    "FileTier",
+    "S3Tier",
+    "Size",
+    "Sse",
+    "StorageTier",
+    "Tier",
+    "TiersConfig",
+    "Write",
+    "check_paths",
+    "check_rows",
+    "format_size",
+    "load",
+    "parse_age",
+    "parse_size",
+    "tier_from_dict",
+    "tier_to_dict",
+]
+
 _SECRET_FIELD: Final = re.compile(r"secret|passw|token|accesskey|apikey|credential|privatekey")
 _SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
 _POINTERS: Final = {"credentials_file", "access_key_env", "secret_key_env", "session_token_env"}
@@ -46,126 +58,10 @@ class ConfigError(ValueError):
     """A configuration that cannot work: one sentence that begins with the field's name."""
 
 
-def parse_size(value: object) -> int:
-    """Bytes meant by `value`: a whole number of bytes, or text such as "64GiB", "500GB", "1.5TiB".
-
-    Raises ValueError.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-        number, unit = match.groups()
-        if unit.lower() not in _UNITS_BY_LOWER:
-            raise ValueError(f"{_shown(value)} has an unknown unit; use B, KiB, MiB, GiB, TiB or KB, MB, GB, TB")
-        size = int(Fraction(number) * _UNITS_BY_LOWER[unit.lower()])
-    else:
-        raise ValueError(f'{_shown(value)} is not a size; write bytes as a whole number, or text such as "64GiB"')
-    if size < 1:
-        raise ValueError(f"{_shown(value)} is no room at all; a capacity must be at least one byte")
-    if size > MAX_CAPACITY_BYTES:
-        raise ValueError(f"{_shown(value)} is more than 1 EiB, which no tier can have")
-    return size
-
-
-def format_size(size_bytes: int) -> str:
-    """`size_bytes` for people: "64 GiB", "1.5 TiB", "812 B"."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    power = min(int(math.log2(size_bytes)) // 10, 6)
-    return f"{size_bytes / 1024**power:.4g} {' KMGTPE'[power]}iB"
-
-
-def parse_age(value: object) -> float | None:
-    """Seconds meant by `value`: a number of seconds, or text such as "7d", "12h", "90m", "30s"; None stays None.
-
-    Raises ValueError.
-    """
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        age_s = value
-    elif isinstance(value, str) and (match := _DURATION.fullmatch(value)):
-        number, unit = match.groups()
-        age_s = float(Fraction(number) * _SECONDS[unit or "s"])
-    else:
-        raise ValueError(f'{_shown(value)} is not an age; write a number of seconds, or "7d", "12h", "90m"')
-    if not 1 <= age_s <= MAX_AGE_S:  # also what is not a number
-        raise ValueError(f"{_shown(value)} is not an age between one second and 100 years")
-    return float(age_s)
-
-
-def _shown(value: object) -> str:
-    """`value` as it may stand in a message: long text might be a secret in the wrong place, and is left out."""
-    if isinstance(value, str):
-        return json.dumps(value) if len(value) <= 32 else "that value"
-    return str(value) if isinstance(value, (int, float, type(None))) else f"a {type(value).__name__}"
-
-
-def _absolute(value: object) -> Path:
-    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
-        raise ValueError(f"must be an absolute path, not {_shown(value)}")
-    if not Path(value).is_absolute():
-        raise ValueError(f'must be an absolute path, and "{value}" is relative')
-    return Path(os.path.normpath(value))
-
-
-def _text(value: object, what: str, pattern: re.Pattern[str], longest: int) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"must be {what}, not {_shown(value)}")
-    if len(value) > longest or not pattern.fullmatch(value):
-        raise ValueError(f"{_shown(value)} is not {what}")
-    return value
-
-
-def _bucket(value: object) -> str:
-    return _text(value, "a bucket name (3 to 255 letters, digits, dots, dashes or underscores)", _BUCKET, 255)
-
-
-def _prefix(value: object) -> str:
-    text = value.strip("/") if isinstance(value, str) else value
-    what = "a prefix (1 to 512 characters: letters, digits, !_.*'()=- and single slashes between them)"
-    prefix = _text(text, what, _PREFIX, 512)
-    if any(part in (".", "..") for part in prefix.split("/")):
-        raise ValueError(f"{_shown(prefix)} must not have . or .. as a part")
-    return prefix
-
-
-def _region(value: object) -> str:
-    return _text(value, "a region name", re.compile(r"[A-Za-z0-9-]+"), 64)
-
-
-def _endpoint(value: object) -> str | None:
-    if value is None:
-        return None
-    form = "http://host:port or https://host:port"
-    if not isinstance(value, str):
-        raise ValueError(f"must be {form}, not {_shown(value)}")
-    if "@" in value:
-        raise ValueError(f"must be {form} without a user name or password in it")
-    try:
-        parts = urlsplit(value)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable or parts.path not in ("", "/") or parts.query or parts.fragment or re.search(r"\s", value):
-        raise ValueError(f"must be {form}, with nothing behind the port")
-    return value.rstrip("/")
-
-
-def _environment_name(value: object) -> str | None:
-    # A key pasted into this field must not come back in the message, so the value is never shown.
-    if value is None:
-        return None
-    looks_secret = isinstance(value, str) and len(value) >= 32 and "_" not in value
-    if not isinstance(value, str) or looks_secret or not _ENVIRONMENT_NAME.fullmatch(value):
-        raise ValueError("must be the name of an environment variable, not the secret itself")
-    return value
-
-
 Size = Annotated[int, BeforeValidator(parse_size)]
 Age = Annotated[float | None, BeforeValidator(parse_age)]
-AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
-EnvironmentName = Annotated[str | None, BeforeValidator(_environment_name)]
+AbsolutePath = Annotated[Path, BeforeValidator(fields.absolute)]
+EnvironmentName = Annotated[str | None, BeforeValidator(fields.environment_name)]
 Write = Literal["through", "on_evict", "off"]
 Eviction = Literal["lru", "s3fifo", "arc"]
 Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
@@ -208,10 +104,10 @@ class S3Tier(_Model):
     """
 
     type: Literal["s3"]
-    bucket: Annotated[str, BeforeValidator(_bucket)]
-    prefix: Annotated[str, BeforeValidator(_prefix)] = "nixl-tiers"
-    endpoint: Annotated[str | None, BeforeValidator(_endpoint)] = None
-    region: Annotated[str, BeforeValidator(_region)] = "us-east-1"
+    bucket: Annotated[str, BeforeValidator(fields.bucket)]
+    prefix: Annotated[str, BeforeValidator(fields.prefix)] = "nixl-tiers"
+    endpoint: Annotated[str | None, BeforeValidator(fields.endpoint)] = None
+    region: Annotated[str, BeforeValidator(fields.region)] = "us-east-1"
     capacity: Size
     shared: Annotated[bool, Field(strict=True)] = False
     write: Write = "through"
@@ -355,11 +251,11 @@ def tier_to_dict(tier: StorageTier) -> dict[str, Any]:
     return tier.model_dump(mode="json")
 
 
-def tier_from_dict(fields: Mapping[str, Any]) -> StorageTier:
+def tier_from_dict(raw: Mapping[str, Any]) -> StorageTier:
     """The inverse of `tier_to_dict`. Raises ConfigError."""
-    _refuse_secrets(fields)
+    _refuse_secrets(raw)
     try:
-        tier = _TIER.validate_python(dict(fields))
+        tier = _TIER.validate_python(dict(raw))
     except ValidationError as error:
         raise ConfigError(_sentence(error.errors())) from None
     if isinstance(tier, CpuTier):
@@ -452,15 +348,15 @@ def _sentence(errors: list[ErrorDetails]) -> str:
     elif kind in ("missing", "union_tag_not_found"):
         text = "this field is missing"
     elif kind == "union_tag_invalid":
-        text = f'must be "cpu", "file" or "s3", not {_shown(context.get("tag"))}'
+        text = f'must be "cpu", "file" or "s3", not {fields.shown(context.get("tag"))}'
     elif kind == "literal_error":
-        text = f"must be {context['expected']}, not {_shown(error['input'])}".replace("'", '"')
+        text = f"must be {context['expected']}, not {fields.shown(error['input'])}".replace("'", '"')
     elif kind == "value_error":
         text = str(context["error"])
     elif kind in ("model_type", "model_attributes_type"):
-        text = f"must be a table of fields, not {_shown(error['input'])}"
+        text = f"must be a table of fields, not {fields.shown(error['input'])}"
     elif kind in ("tuple_type", "list_type"):
-        text = f"must be a list of tiers, not {_shown(error['input'])}"
+        text = f"must be a list of tiers, not {fields.shown(error['input'])}"
     else:
         text = error["msg"][0].lower() + error["msg"][1:]
     return f"{place}: {text}" if place else text
