@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Outcome
-from nixl_tiers.mover.tiers import bucket, object, plane  # noqa: A004
+from nixl_tiers.mover.tiers import bucket, plane, transfers
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.mover.tiers.bucket import Credentials
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
@@ -211,7 +211,7 @@ class TestCredentials:
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(bucket, "RENEW_S", 0.05)
-        monkeypatch.setattr(object, "DOWNLOAD_S", 60.0)
+        monkeypatch.setattr(transfers, "DOWNLOAD_S", 60.0)
         path = tmp_path / "credentials"
         valid = ["first-token"]
         faulty.fault = lambda request: None if request.session_token in valid else 403
@@ -228,8 +228,10 @@ class TestCredentials:
             assert wait_until(lambda: driver.tier._bucket.credentials == renewed)
             behind = driver.begin_store([6, 7])
             assert [done.ticket for done in driver.tier.poll()] == []
-            assert driver.tier._plane is not None
-            assert driver.tier._plane.credentials.session_token == "first-token", "it is not let go while it works"
+            assert driver.tier._transfers.plane is not None
+            assert driver.tier._transfers.plane.credentials.session_token == "first-token", (
+                "it is not let go while it works"
+            )
             assert len(driver.tier._uploads) == 2, "nothing more starts with the old ones"
             faulty.hold.set()
             assert driver.finish(under_way, behind) == [[Outcome.OK] * 2] * 2
@@ -339,17 +341,17 @@ class TestTransfers:
         self, driver: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         driver.store([1, 2])
-        monkeypatch.setattr(object, "DOWNLOAD_S", 0.3)
-        staging = len(driver.tier._free_staging)
+        monkeypatch.setattr(transfers, "DOWNLOAD_S", 0.3)
+        staging = len(driver.tier._transfers.free_staging)
         faulty.hold = threading.Event()
         assert driver.load([1]) == [Outcome.FAILED]
         held, faulty.hold = faulty.hold, None
-        assert len(driver.tier._free_staging) == staging - 1
+        assert len(driver.tier._transfers.free_staging) == staging - 1
         assert driver.load([2]) == [Outcome.OK]
         driver.row(1)[:] = 77
         held.set()
         driver.finish()
-        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._free_staging) == staging)
+        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._transfers.free_staging) == staging)
         assert (driver.row(1) == 77).all(), "a download that was given up came through after all"
         assert driver.load([1]) == [Outcome.OK]
 
@@ -357,7 +359,7 @@ class TestTransfers:
         uploads = driver.begin_store(range(32))
         driver.finish(uploads)
         driver.finish(*(driver.tier.load(driver.moves(range(32))) for _ in range(4)))
-        assert 1 < faulty.most_at_once <= object.MAX_UPLOADS + object.MAX_DOWNLOADS
+        assert 1 < faulty.most_at_once <= transfers.MAX_UPLOADS + transfers.MAX_DOWNLOADS
 
 
 class TestBudget:

@@ -4,9 +4,7 @@ What NIXL's object backend leaves open is closed here (tried, all of it):
 - a failed download leaves the server's error page in the buffer, and a short object counts as done: downloads land in
   private staging rows, and only what the seal vouches for is copied into the region;
 - a retry inside its AWS library appends to what the failed try has left, so one "slow down" spoils a download whose
-  second try was good: what a server answered, and is not a row, is asked for once more;
-- a server that trickles is never given up on: a download that takes too long is, here, and its staging row waits for
-  the transfer's real end. An upload reads the region, so it cannot be given up: the engine's deadline is for that.
+  second try was good: what a server answered, and is not a row, is asked for once more.
 
 A private prefix: the budget counts every row below it, of whatever namespace. Room for an upload is there when the
 server has confirmed the deletes that make it, so the bucket never holds more than the capacity.
@@ -17,67 +15,34 @@ for others may want them: the janitor (janitor.py) deletes, and says whether the
 
 from __future__ import annotations
 
-import mmap
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Final
-
-import numpy as np
 
 from nixl_tiers.chunk import Geometry, Key, object_name
 from nixl_tiers.config import S3Tier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferState
+from nixl_tiers.mover.agent import TransferState
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.age import has_expired
-from nixl_tiers.mover.tiers.base import Done, Probe, StorageTier, TierDown, TierRefused, seal_row
-from nixl_tiers.mover.tiers.batches import Batch, Batches
-from nixl_tiers.mover.tiers.bucket import Bucket, Credentials
+from nixl_tiers.mover.tiers.base import Done, Probe, StorageTier, seal_row
+from nixl_tiers.mover.tiers.batches import Batches
+from nixl_tiers.mover.tiers.bucket import Bucket
 from nixl_tiers.mover.tiers.janitor import Allowance, Janitor, Pace
 from nixl_tiers.mover.tiers.listing import Listing, is_row
-from nixl_tiers.mover.tiers.plane import Plane
 from nixl_tiers.mover.tiers.prober import Answer, Prober
 from nixl_tiers.mover.tiers.stock import Stock
+from nixl_tiers.mover.tiers.transfers import ERROR_PAGE_BYTES, MAX_UPLOADS, Direction, Task, Transfers
 
-MAX_UPLOADS: Final = 16
-MAX_DOWNLOADS: Final = 16
-STAGING_BYTES: Final = 256 << 20  # at most, but never fewer than MIN_STAGING_ROWS
-MIN_STAGING_ROWS: Final = 4
-DOWNLOAD_S: Final = 15.0  # and the time that its bytes take at SLOWEST_BYTES_PER_S
-SLOWEST_BYTES_PER_S: Final = 4e6
 TRIES: Final = 2
 LOOK_S: Final = (0.0002, 0.003)  # how long transfers are left alone when none of them has ended: at first, at most
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
 SWEEP_S: Final = 3600.0  # between two listings of a private prefix with a maximum age, or a share of that age
 SWEEPS_IN_AN_AGE: Final = 8
 PACE: Final = Pace()
-_ERROR_PAGE_BYTES: Final = 1024
-
-
-class _Direction(Enum):
-    UPLOAD = "upload"
-    DOWNLOAD = "download"
-
-
-@dataclass(eq=False)
-class _Task:
-    """One move of a batch, waiting or under way."""
-
-    batch: Batch
-    index: int
-    move: Move
-    direction: _Direction
-    tries: int = 0
-    registration: Registration | None = None
-    transfer: Transfer | None = None
-    staging: int = -1
-    give_up_at: float = float("inf")
-    failures_seen: int = -1  # of the bucket's deletes, when this upload began to wait for one
 
 
 class ObjectStorage(StorageTier):
@@ -89,10 +54,7 @@ class ObjectStorage(StorageTier):
         self._geometry = geometry
         self._region = region
         self._row_bytes = geometry.row_bytes
-        rows = max(MIN_STAGING_ROWS, min(MAX_DOWNLOADS, STAGING_BYTES // self._row_bytes))
-        self._memory = mmap.mmap(-1, rows * self._row_bytes)
-        self._staging = np.frombuffer(self._memory, np.uint8).reshape(rows, self._row_bytes)
-        self._free_staging = list(range(rows))
+        self._transfers = Transfers(config, geometry, region)
         self._bucket = Bucket(config)
         self._prober = Prober(lambda key: self._bucket.is_there(self._name(key), self._row_bytes))
         self._allowance = Allowance(config.capacity, self._row_bytes) if config.shared else None
@@ -100,7 +62,6 @@ class ObjectStorage(StorageTier):
         self._janitor: Janitor | None = None
         self._stock = self._new_stock()
         self._spoiled: set[Key] = set()  # no use to anybody: deleted when they are dropped, also where others are
-        self._plane: Plane | None = None
         self._sealer: Sealer | None = None
         self._prefix = ""
         self._listing: Listing | None = None
@@ -109,16 +70,14 @@ class ObjectStorage(StorageTier):
         self._tick = 0  # above it, whatever the next listing finds is newer than what was met before
         self._look_at_s = 0.0
         self._pause_s = 0.0
-        self._uploads: deque[_Task] = deque()
-        self._downloads: deque[_Task] = deque()
-        self._running: list[_Task] = []
-        self._given_up: list[_Task] = []
+        self._uploads: deque[Task] = deque()
+        self._downloads: deque[Task] = deque()
         self._batches = Batches()
         self._dropped: set[Key] = set()  # while uploads of them run, or while the listing does
 
     def open(self, namespace: bytes, epoch: int) -> int:
         credentials = self._bucket.connect()
-        self._renew_plane(credentials)
+        self._transfers.renew(credentials)
         self._sealer = Sealer(self._geometry, namespace, epoch)
         self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
         self._prober.clear()
@@ -173,7 +132,7 @@ class ObjectStorage(StorageTier):
                 if listing is not self._listing:
                     return
                 entries = []
-        self._dropped.intersection_update(task.move.key for task in self._running)
+        self._dropped.intersection_update(task.move.key for task in self._transfers.running)
         self._listing = None
         self._listed = True
         if entries:
@@ -216,20 +175,21 @@ class ObjectStorage(StorageTier):
 
     def store(self, moves: Sequence[Move]) -> int:
         self._tick = max([self._tick, *(move.tick + 1 for move in moves)])
-        return self._begin(moves, _Direction.UPLOAD, self._uploads)
+        return self._begin(moves, Direction.UPLOAD, self._uploads)
 
     def load(self, moves: Sequence[Move]) -> int:
-        return self._begin(moves, _Direction.DOWNLOAD, self._downloads)
+        return self._begin(moves, Direction.DOWNLOAD, self._downloads)
 
     def poll(self) -> list[Done]:
         self._reap_deletes()
         now = time.monotonic()
         if now >= self._look_at_s:
-            under_way = len(self._running)
-            self._running = [task for task in self._running if not self._ended(task)]
-            self._given_up = [task for task in self._given_up if not self._let_go(task)]
+            ended = 0
+            for task, state in self._transfers.ended():
+                self._finish(task, state)
+                ended += 1
             # Transfers go on without being looked at, and looking at many of a slow server is most of what they cost.
-            self._pause_s = 0.0 if len(self._running) < under_way else min(2 * self._pause_s + LOOK_S[0], LOOK_S[1])
+            self._pause_s = 0.0 if ended else min(2 * self._pause_s + LOOK_S[0], LOOK_S[1])
             self._look_at_s = now + self._pause_s
         self._start_waiting()
         return self._batches.take()
@@ -252,16 +212,15 @@ class ObjectStorage(StorageTier):
         return Probe(answer.probe, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        uploading = {task.move.key for task in self._running if task.direction is _Direction.UPLOAD}
+        uploading = {task.move.key for task in self._transfers.running if task.direction is Direction.UPLOAD}
         self._doom(*(key for _, key in entries if key not in uploading))
         # What is being written, or perhaps not listed yet, goes when that has ended.
         self._dropped.update(key for _, key in entries if key in uploading or self._listing is not None)
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._uploads or self._downloads or self._batches.waiting or self._given_up) or (
-            self._prober.busy
-        )
+        waiting = self._uploads or self._downloads or self._batches.waiting
+        return bool(waiting) or self._transfers.busy or self._prober.busy
 
     @property
     def used_bytes(self) -> int:
@@ -275,34 +234,33 @@ class ObjectStorage(StorageTier):
             self._janitor = None
         self._prober.close()
         self._bucket.close()
-        if self._plane is not None and not self._running and not self._given_up:
-            self._plane.close()
-        self._plane = None
+        self._transfers.close()
 
     # Moves
 
-    def _begin(self, moves: Sequence[Move], direction: _Direction, queue: deque[_Task]) -> int:
+    def _begin(self, moves: Sequence[Move], direction: Direction, queue: deque[Task]) -> int:
         self._look_at_s = self._pause_s = 0.0
         batch = self._batches.begin(len(moves))
-        queue.extend(_Task(batch, index, move, direction) for index, move in enumerate(moves))
+        queue.extend(Task(batch, index, move, direction) for index, move in enumerate(moves))
         self._start_waiting()
         return batch.ticket
 
     def _start_waiting(self) -> None:
         """Start what may start, loads first: somebody waits for them."""
-        if self._plane is None:
+        if self._transfers.plane is None:
             for queue in (self._uploads, self._downloads):
                 while queue:
                     self._end(queue.popleft(), Outcome.FAILED)
             return
-        if self._bucket.credentials not in {None, self._plane.credentials}:
-            if self._running or self._given_up:
+        if self._bucket.credentials not in {None, self._transfers.plane.credentials}:
+            if self._transfers.busy:
                 return  # an agent is let go when nothing of it runs, and nothing more may start on old credentials
             assert self._bucket.credentials is not None
-            self._renew_plane(self._bucket.credentials)
-        while self._downloads and self._free_staging:
-            self._start_download(self._downloads.popleft())
-        uploads = sum(task.direction is _Direction.UPLOAD for task in self._running)
+            self._transfers.renew(self._bucket.credentials)
+        while self._downloads and self._transfers.free_staging:
+            task = self._downloads.popleft()
+            self._transfers.download(task, self._name(task.move.key))
+        uploads = self._transfers.uploads
         # In order, and the first that must wait holds up the others: a chain with a hole in it is worth little.
         while self._uploads and uploads < MAX_UPLOADS and (outcome := self._admit(self._uploads[0])) is not None:
             task = self._uploads.popleft()
@@ -312,7 +270,7 @@ class ObjectStorage(StorageTier):
             else:
                 self._end(task, outcome)
 
-    def _admit(self, task: _Task) -> Outcome | None:
+    def _admit(self, task: Task) -> Outcome | None:
         """OK if this upload may start now, None if it must wait for a delete, else how it ends."""
         key, name = task.move.key, self._name(task.move.key)
         deleting = self._bucket.deleting
@@ -333,7 +291,7 @@ class ObjectStorage(StorageTier):
             task.failures_seen = self._bucket.failures
         return None if task.failures_seen == self._bucket.failures else Outcome.FAILED
 
-    def _start_upload(self, task: _Task) -> None:
+    def _start_upload(self, task: Task) -> None:
         assert self._sealer is not None
         move = task.move
         if move.seal:
@@ -341,49 +299,22 @@ class ObjectStorage(StorageTier):
         self._dropped.discard(move.key)
         if self._listing is not None:
             self._since.add(move.key)
-        self._start(task, self._region.address + move.row * self._row_bytes)
+        self._transfers.upload(task, self._name(move.key))
 
-    def _start_download(self, task: _Task) -> None:
-        task.staging = self._free_staging.pop()
-        row = self._staging[task.staging]
-        # Neither an old error page nor an old seal may speak for what comes now.
-        row[:_ERROR_PAGE_BYTES] = 0
-        row[-self._geometry.seal_bytes :] = 0
-        task.tries += 1
-        task.give_up_at = time.monotonic() + DOWNLOAD_S + self._row_bytes / SLOWEST_BYTES_PER_S
-        self._start(task, row.ctypes.data)
-
-    def _start(self, task: _Task, address: int) -> None:
-        assert self._plane is not None
-        agent = self._plane.agent
-        self._running.append(task)
-        try:
-            task.registration = agent.register_objects([self._name(task.move.key)], self._row_bytes)
-        except AgentError:
-            return  # without a transfer, the next poll ends it as failed
-        spans = [(address, self._row_bytes, 0, task.registration.devices[0])]
-        task.transfer = agent.write(spans) if task.direction is _Direction.UPLOAD else agent.read(spans)
-
-    def _ended(self, task: _Task) -> bool:
-        """Whether this running task is over; says so to its batch, and gives back all that it held."""
-        state = task.transfer.state() if task.transfer is not None else TransferState.FAILED
-        if state is TransferState.PENDING:
-            if time.monotonic() < task.give_up_at:
-                return False
-            self._given_up.append(task)
+    def _finish(self, task: Task, state: TransferState) -> None:
+        """A task is over: say so to its batch, or try again."""
+        if state is TransferState.PENDING:  # a download that was given up
             self._end(task, Outcome.FAILED)
-            return True
+            return
         if state is TransferState.FAILED:
             self._bucket.doubt()
-        outcome = self._uploaded(task, state) if task.direction is _Direction.UPLOAD else self._downloaded(task, state)
-        self._let_go(task)
+        outcome = self._uploaded(task, state) if task.direction is Direction.UPLOAD else self._downloaded(task, state)
         if outcome is None:
             self._downloads.appendleft(task)
         else:
             self._end(task, outcome)
-        return True
 
-    def _uploaded(self, task: _Task, state: TransferState) -> Outcome:
+    def _uploaded(self, task: Task, state: TransferState) -> Outcome:
         key = task.move.key
         if self._allowance is not None:
             self._allowance.ended(self._row_bytes)
@@ -393,12 +324,12 @@ class ObjectStorage(StorageTier):
             self._doom(key)
         return Outcome.OK if state is TransferState.DONE else Outcome.FAILED
 
-    def _downloaded(self, task: _Task, state: TransferState) -> Outcome | None:
+    def _downloaded(self, task: Task, state: TransferState) -> Outcome | None:
         """The outcome, or None to try again."""
         assert self._sealer is not None
-        row = self._staging[task.staging]
+        row = self._transfers.staged(task)
         if state is TransferState.FAILED:
-            page = row[:_ERROR_PAGE_BYTES].tobytes()
+            page = row[:ERROR_PAGE_BYTES].tobytes()
             if b"<Code>NoSuchKey</Code>" in page:
                 self._stock.lose(task.move.key, self._name(task.move.key))
                 return Outcome.MISSING
@@ -418,22 +349,7 @@ class ObjectStorage(StorageTier):
         self._spoiled.add(task.move.key)
         return Outcome.CORRUPT
 
-    def _let_go(self, task: _Task) -> bool:
-        """Give back handle, name and staging row. False while the transfer runs."""
-        if task.transfer is not None:
-            if task.transfer.state() is TransferState.PENDING:
-                return False
-            task.transfer.release()
-            task.transfer = None
-        if task.registration is not None and self._plane is not None:
-            self._plane.agent.deregister(task.registration)
-            task.registration = None
-        if task.staging >= 0:
-            self._free_staging.append(task.staging)
-            task.staging = -1
-        return True
-
-    def _end(self, task: _Task, outcome: Outcome) -> None:
+    def _end(self, task: Task, outcome: Outcome) -> None:
         self._batches.end(task.batch, task.index, outcome)
 
     # The bucket
@@ -452,19 +368,6 @@ class ObjectStorage(StorageTier):
         for name in self._bucket.gone():
             self._stock.gone(name)
 
-    def _renew_plane(self, credentials: Credentials) -> None:
-        if self._plane is not None and self._plane.credentials == credentials:
-            return
-        if self._given_up:
-            raise TierDown(f's3 bucket "{self._config.bucket}": a download that was given up has not ended yet')
-        if self._plane is not None:
-            self._plane.close()
-            self._plane = None
-        try:
-            self._plane = Plane(self._config, credentials, self._region, self._staging, MAX_UPLOADS + MAX_DOWNLOADS)
-        except AgentError as error:
-            raise TierRefused(f"type: {error}") from None
-
     def _new_stock(self) -> Stock:
         # The budget of a shared prefix is not for one engine to keep.
         return Stock(self._row_bytes, self._config.capacity if self._allowance is None else sys.maxsize)
@@ -477,7 +380,7 @@ class ObjectStorage(StorageTier):
         return gone
 
     def _list(self) -> None:
-        self._since = {task.move.key for task in self._running if task.direction is _Direction.UPLOAD}
+        self._since = {task.move.key for task in self._transfers.running if task.direction is Direction.UPLOAD}
         namespace = self._prefix[len(self._config.prefix) + 1 : -1]
         whole, age_s = self._allowance is None, self._config.max_age
         self._listing = Listing(
