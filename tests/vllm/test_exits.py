@@ -1,0 +1,100 @@
+"""A real `vllm serve` that is told to end, or killed, while S3 has stopped answering: as fast as without any tiers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.cli.server import VllmServer
+from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.testing.proxy import FaultProxy, Kind, Trouble
+from nixl_tiers.testing.servers import MotoServer
+from nixl_tiers.testing.waiting import until
+from tests.leftovers import MARK, Watched, family, marked, shared_names
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PATIENCE_S = 300.0
+PROMPT = [(17 * i) % 3000 + 100 for i in range(1100)]
+
+
+@pytest.fixture
+def proxy(moto: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(moto.port) as proxy:
+        yield proxy
+
+
+def serve(place: Path, environment: dict[str, str], tiers: list[dict[str, Any]]) -> VllmServer:
+    options = ["--max-model-len", "2048"]
+    if tiers:
+        extra = {"spec_name": "NixlTiersSpec", "spec_module_path": "nixl_tiers.vllm.spec", "tiers": tiers}
+        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        options += ["--kv-transfer-config", json.dumps(transfer)]
+    root = str(Path(__file__).parents[2])
+    environment = {
+        **environment,
+        "TMPDIR": str(place),
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+    return VllmServer(vllm_cpu.build_model(vllm_cpu.cache_directory() / "model"), options, environment, place / "log")
+
+
+def end(server: VllmServer, told: signal.Signals) -> tuple[int, float, float]:
+    """Its exit code, and the seconds until it had ended, and everybody that it had started."""
+    process = server._process
+    assert process is not None
+    everyone = Watched(family(process.pid))
+    begun = time.monotonic()
+    # All of a container is killed at once; movers, in sessions of their own, are left to see it for themselves.
+    (os.killpg if told is signal.SIGKILL else os.kill)(process.pid, told)
+    code = process.wait(PATIENCE_S)
+    first_s = time.monotonic() - begun
+    assert everyone.have_ended(PATIENCE_S), server.log_tail()
+    return code, first_s, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGKILL], ids=lambda told: told.name)
+def test_a_server_whose_s3_does_not_answer_ends_as_without_tiers(
+    told: signal.Signals, moto: MotoServer, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shared = shared_names()
+    off, on = (tmp_path_factory.mktemp(name) for name in ("off", "on"))  # short names: vLLM makes sockets there
+    with serve(off, {}, []) as server:
+        server.start(lambda: None)
+        server.ask(PROMPT, 4)
+        off_code, off_s, off_all_s = end(server, told)
+
+    mark = uuid.uuid4().hex
+    s3 = {"type": "s3", "bucket": moto.make_bucket(f"exits-{mark}"), "endpoint": proxy.endpoint, "capacity": "1GiB"}
+    tiers = [{"type": "cpu", "capacity": "256MiB"}, s3]
+    with serve(on, {**moto.env, MARK: mark}, tiers) as server:
+        server.start(lambda: None)
+
+        def is_up() -> bool:
+            server.poke()
+            return server.metrics().total("nixl_tiers:up", tier="s3") == 1
+
+        until(is_up, "the s3 tier", timeout_s=PATIENCE_S)
+        proxy.disturb(Trouble(Kind.BLACK_HOLE))
+        server.ask(PROMPT, 4)
+        until(lambda: proxy.struck[Kind.BLACK_HOLE], "an upload to be swallowed", timeout_s=PATIENCE_S)
+        assert server._process is not None
+        assert any("nixl_tiers.mover" in line for line in family(server._process.pid).values())
+        code, on_s, on_all_s = end(server, told)
+        assert marked(mark) == {}
+    print(f"{told.name}: off {off_s:.2f} s, all of it {off_all_s:.2f} s; on {on_s:.2f} s, all of it {on_all_s:.2f} s")
+    assert code == off_code
+    # A mover gives what it is writing a second. What S3 is waited for would be minutes.
+    assert on_all_s < 3 * off_all_s + 30
+    assert shared_names() <= shared
+    assert not [path for path in on.rglob("*") if "nixl" in path.name or "tiers" in path.name]
