@@ -20,8 +20,9 @@ BACKEND = "from nixl_tiers.swap import host; print(host.backend(), host.__file__
 def copy(tmp_path: Path) -> Path:
     """The parts of the source tree that the build of the library needs."""
     pytest.importorskip("setuptools")
+    built = shutil.ignore_patterns("*.so", "*.fatbin", "__pycache__")
     for folder in ("csrc", "nixl_tiers/swap"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=built)
     (tmp_path / "nixl_tiers" / "__init__.py").touch()
     shutil.copy(ROOT / "nixl_tiers" / "chunk.py", tmp_path / "nixl_tiers")
     shutil.copy(ROOT / "setup.py", tmp_path)
