@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -60,6 +59,7 @@ LOOK_S: Final = 0.005  # how soon an opening is looked at again
 RETRY_S: Final = (0.5, 30.0)
 LEAVE_S: Final = 5.0  # the longest that leaving may take once nobody waits for the results
 JOURNAL_S: Final = 60.0  # the same where the engine asked for it, and waits for as long as it likes
+STUCK_S: Final = 120.0  # longer than an engine that lives lets its mover be silent
 QUEUE_PACKETS: Final = 256  # more than this unsent, or not begun: nothing new is taken in
 SOCKET_BYTES: Final = 1 << 20
 
@@ -291,6 +291,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     if hello is None:
         return
     _log_as(str(hello.tier.get("type", "?")))
+    _end_after(STUCK_S)
     region = HostRegion.attach(region_fd)
     try:
         mover = Mover(make_tier(hello, region), end, region, named=hello.named)
@@ -303,8 +304,12 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
 
 def _loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[int]) -> bool:
     """True if the engine asked for the end, False if it is gone."""
+    alive_at_s = 0.0
     while True:
         now = time.monotonic()
+        if now >= alive_at_s:
+            _end_after(STUCK_S)
+            alive_at_s = now + HEARTBEAT_S
         try:
             mover.step(now)
             if mover.leaving and not mover.outbox:
@@ -346,9 +351,7 @@ def _receive(mover: Mover, end: socket.socket) -> bool:
 
 def _leave(mover: Mover, *, hurry: bool) -> None:
     """Finish what runs and write the journal; without the engine, only as far as that is quick."""
-    watchdog = threading.Timer(LEAVE_S if hurry else JOURNAL_S, os._exit, (0,))
-    watchdog.daemon = True
-    watchdog.start()
+    _end_after(LEAVE_S if hurry else JOURNAL_S)
     if hurry:
         mover.outbox.hang_up()
         # Results have nobody to go to, but what is written now is there after a restart.
@@ -358,6 +361,13 @@ def _leave(mover: Mover, *, hurry: bool) -> None:
             mover.step(time.monotonic())
     if not mover.busy:
         mover.close()
+
+
+def _end_after(seconds: float) -> None:
+    """Have the kernel end this process then, unless it is told again. When a call into NIXL does not return, and keeps
+    the interpreter's lock, no thread of ours can; and the engine that would do it may be dead."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _first(end: socket.socket, events: select.poll, ends: set[int]) -> Hello | None:

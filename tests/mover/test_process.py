@@ -226,6 +226,17 @@ def test_it_leaves_even_if_what_runs_never_ends(tmp_path: Path) -> None:
         assert mover.process.wait(120) == 0
 
 
+@pytest.mark.parametrize("moment", ["while it works", "while it leaves"])
+def test_it_ends_without_an_engine_though_a_call_holds_the_interpreter_for_ever(tmp_path: Path, moment: str) -> None:
+    with toy("Holding", tmp_path) as mover:
+        mover.open()
+        if moment == "while it works":
+            mover.begin(Store, [Move(0, 0, key_of(0))])
+            assert wait_until((tmp_path / "wake").exists)
+        mover.socket.close()
+        assert mover.process.wait(120) == -signal.SIGALRM
+
+
 PARENT = """
     import os, sys, time
     from pathlib import Path

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,33 @@ class Endless(Quick):
     @property
     def busy(self) -> bool:
         return bool(self._done)
+
+
+class Holding(Quick):
+    """Some time after a store, and at its close, it is in a call that neither returns nor lets other threads run."""
+
+    def store(self, moves: Sequence[Move]) -> int:
+        from nixl_tiers.mover import process
+
+        process.STUCK_S = 4.0  # type: ignore[misc]
+        self._hang_at_s = time.monotonic() + 2.0
+        return 1
+
+    def poll(self) -> list[Done]:
+        if self.busy and time.monotonic() > self._hang_at_s:
+            self._hang()
+        return []
+
+    @property
+    def busy(self) -> bool:
+        return hasattr(self, "_hang_at_s")
+
+    def close(self) -> None:
+        self._hang()
+
+    def _hang(self) -> None:
+        Path(str(self.config["wake"])).touch()
+        ctypes.PyDLL(None).sleep(3600)
 
 
 class Hoard(Quick):
