@@ -80,18 +80,9 @@ def child(tiers: list[dict[str, Any]], tokens: int) -> None:
 
     from nixl_tiers.testing import vllm_cpu
 
-    transfer = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "NixlTiersSpec",
-            "spec_module_path": "nixl_tiers.vllm.spec",
-            "tiers": tiers,
-        },
-    }
     llm = vllm_cpu.in_process_llm(
         vllm_cpu.build_model(vllm_cpu.cache_directory() / "model"),
-        transfer if tiers else None,
+        vllm_cpu.kv_transfer(tiers) if tiers else None,
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=tokens + 256,

@@ -261,11 +261,9 @@ def _least(stored: Mapping[str, float]) -> float:
 
 
 def _options(tiers: list[dict[str, str]]) -> list[str]:
-    extra = {"spec_name": "NixlTiersSpec", "spec_module_path": "nixl_tiers.vllm.spec", "tiers": tiers}
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     limit = ["--max-model-len", str(MAX_PROMPT_TOKENS + MAX_TOKENS), "--dtype", "float32"]
     hashes = ["--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details"]
-    return [*limit, *hashes, "--kv-transfer-config", json.dumps(transfer)]
+    return [*limit, *hashes, "--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers))]
 
 
 def _environment(s3: S3Server) -> dict[str, str]:

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -81,6 +81,16 @@ def serve_command(model: Path, *options: str) -> list[str]:
     """The command line of an OpenAI-compatible server on this machine; `options` are those of `vllm serve`."""
     command = [sys.executable, "-m", "nixl_tiers.testing.vllm_cpu", "serve", str(model), "--enforce-eager"]
     return [*command, "--block-size", str(BLOCK_TOKENS), *options]
+
+
+def kv_transfer(tiers: Sequence[Mapping[str, Any]], **extra: Any) -> dict[str, Any]:
+    """The fields of KVTransferConfig that switch `tiers` on; `extra`: more fields of kv_connector_extra_config."""
+    spec = {"spec_name": "NixlTiersSpec", "spec_module_path": "nixl_tiers.vllm.spec"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {**spec, "tiers": list(tiers), **extra},
+    }
 
 
 def in_process_llm(model: Path, kv_transfer: Mapping[str, Any] | None = None, **settings: Any) -> Any:

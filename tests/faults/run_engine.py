@@ -40,16 +40,7 @@ def main(model: Path, port: int, bucket: str, faults: Sequence[str]) -> dict[str
     with FaultProxy(port) as proxy:
         s3 = {"type": "s3", "bucket": bucket, "prefix": "struck", "endpoint": proxy.endpoint}
         tiers = [{"type": "cpu", "capacity": "16MiB"}, {**s3, "capacity": "256MiB"}]
-        transfer = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "NixlTiersSpec",
-                "spec_module_path": "nixl_tiers.vllm.spec",
-                "tiers": tiers,
-                "wait_s": 3.0,
-            },
-        }
+        transfer = vllm_cpu.kv_transfer(tiers, wait_s=3.0)
         llm = vllm_cpu.in_process_llm(model, transfer, dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
         core = llm.llm_engine.engine_core.engine_core
         store = core.scheduler.connector.connector_scheduler.manager._store

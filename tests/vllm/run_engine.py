@@ -24,17 +24,8 @@ from nixl_tiers.testing.waiting import until, until_up
 def main(plan: dict[str, Any]) -> list[Any]:
     transfer = None
     if plan["tiers"] is not None:
-        transfer = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "NixlTiersSpec",
-                "spec_module_path": "nixl_tiers.vllm.spec",
-                "wait_s": 120.0,  # a busy machine's load is late, and no miss
-                **plan["tiers"],
-            },
-            **plan["transfer"],
-        }
+        patient = {"wait_s": 120.0, **plan["tiers"]}  # a busy machine's load is late, and no miss
+        transfer = {**vllm_cpu.kv_transfer(**patient), **plan["transfer"]}
     llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, **plan["settings"])
     core = llm.llm_engine.engine_core.engine_core
     try:

@@ -37,9 +37,7 @@ def proxy(moto: MotoServer) -> Iterator[FaultProxy]:
 def serve(place: Path, environment: dict[str, str], tiers: list[dict[str, Any]]) -> VllmServer:
     options = ["--max-model-len", "2048"]
     if tiers:
-        extra = {"spec_name": "NixlTiersSpec", "spec_module_path": "nixl_tiers.vllm.spec", "tiers": tiers}
-        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        options += ["--kv-transfer-config", json.dumps(transfer)]
+        options += ["--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers))]
     root = str(Path(__file__).parents[2])
     environment = {
         **environment,

@@ -49,18 +49,8 @@ def server(moto: MotoServer, proxy: FaultProxy, tmp_path: Path) -> Iterator[Vllm
         {"type": "cpu", "capacity": "48MiB"},
         {"type": "s3", "bucket": bucket, "endpoint": proxy.endpoint, "capacity": "512MiB"},
     ]
-    transfer = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "NixlTiersSpec",
-            "spec_module_path": "nixl_tiers.vllm.spec",
-            "wait_s": WAIT_S,
-            "tiers": tiers,
-        },
-    }
     options = ["--max-model-len", "2048", "--dtype", "float32", "--enable-prompt-tokens-details"]
-    options += ["--kv-transfer-config", json.dumps(transfer)]
+    options += ["--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers, wait_s=WAIT_S))]
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths, **moto.env}

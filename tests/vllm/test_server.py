@@ -25,24 +25,16 @@ IDLE_SHARE = 0.05  # of one core, for all processes of the server together
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[VllmServer]:
     model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
-    transfer = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "NixlTiersSpec",
-            "spec_module_path": "nixl_tiers.vllm.spec",
-            "tiers": [
-                {"type": "cpu", "capacity": "128MiB"},
-                {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB"},
-            ],
-        },
-    }
+    tiers = [
+        {"type": "cpu", "capacity": "128MiB"},
+        {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB"},
+    ]
     options = [
         "--max-model-len",
         "2048",
         "--enable-prompt-tokens-details",
         "--kv-transfer-config",
-        json.dumps(transfer),
+        json.dumps(vllm_cpu.kv_transfer(tiers)),
     ]
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
