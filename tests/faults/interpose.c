@@ -81,21 +81,24 @@ static int fails(int64_t error) {
     if (!next) \
         next = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
 
-static int opening_fails(const char *path, int flags) {
+static int opening_fails(int meant, int flags) {
     int changes = (flags & (O_CREAT | O_TRUNC)) || (flags & O_ACCMODE) != O_RDONLY;
-    return active() && path_meant(path) && fails(changes ? control->change_errno : 0);
+    return meant && fails(changes ? control->change_errno : 0);
 }
 
-#define OPEN(name, ...) \
+#define MODE \
     mode_t mode = 0; \
     if (flags & (O_CREAT | __O_TMPFILE)) { \
         va_list rest; \
         va_start(rest, flags); \
         mode = va_arg(rest, mode_t); \
         va_end(rest); \
-    } \
+    }
+
+#define OPEN(name, ...) \
+    MODE \
     NEXT(name); \
-    if (opening_fails(path, flags)) \
+    if (opening_fails(active() && path_meant(path), flags)) \
         return -1; \
     return next(__VA_ARGS__, flags, mode)
 
@@ -107,16 +110,9 @@ static int at_meant(int directory, const char *path) {
 }
 
 #define OPENAT(name) \
-    mode_t mode = 0; \
-    if (flags & (O_CREAT | __O_TMPFILE)) { \
-        va_list rest; \
-        va_start(rest, flags); \
-        mode = va_arg(rest, mode_t); \
-        va_end(rest); \
-    } \
+    MODE \
     NEXT(name); \
-    int changes = (flags & (O_CREAT | O_TRUNC)) || (flags & O_ACCMODE) != O_RDONLY; \
-    if (active() && at_meant(directory, path) && fails(changes ? control->change_errno : 0)) \
+    if (opening_fails(active() && at_meant(directory, path), flags)) \
         return -1; \
     return next(directory, path, flags, mode)
 
