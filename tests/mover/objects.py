@@ -20,9 +20,11 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+from nixl_tiers.mover.tiers.janitor import Pace
 from nixl_tiers.mover.tiers.object import ObjectStorage
 
 PATIENCE_S = 120.0
+BRISK = Pace(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1)
 NAMESPACE = bytes(range(16))
 OTHER_NAMESPACE = bytes(range(16, 32))
 
@@ -316,3 +318,21 @@ class _Handler(BaseHTTPRequestHandler):
             for each in re.findall(rb"<Key>([^<]+)</Key>", body):
                 self.s3.objects.pop(each.decode(), None)
         self._answer(200, b"<DeleteResult></DeleteResult>")
+
+
+def held_up(faulty: FaultyS3, meant: Callable[[Request], bool]) -> threading.Event:
+    """From now on the requests that are meant are answered when the event is set."""
+    gate = threading.Event()
+
+    def slow(request: Request) -> None:
+        if meant(request):
+            faulty.lock.release()
+            gate.wait(120)
+            faulty.lock.acquire()
+
+    faulty.fault = slow
+    return gate
+
+
+def is_listing(request: Request) -> bool:
+    return request.method == "GET" and not request.name

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import GONE, Outcome
-from nixl_tiers.mover.tiers import janitor
-from nixl_tiers.mover.tiers import object as object_tier
-from nixl_tiers.mover.tiers.janitor import Pace
-from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
-from tests.mover.objects import NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, key_of, wait_until
+from nixl_tiers.testing.servers import S3Server
+from tests.mover.objects import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    Driver,
+    FaultyS3,
+    held_up,
+    is_listing,
+    key_of,
+    wait_until,
+)
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -23,18 +27,7 @@ HOUR = 3600
 NOW = "2100-01-01T00:00:00.000Z"
 
 
-@pytest.fixture(autouse=True)
-def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_tier, "PACE", Pace(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1))
-    monkeypatch.setattr(janitor, "SKEW_S", 0.0)
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    with faulty_s3() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("brisk")
 
 
 def names_in(server: S3Server, place: dict[str, Any]) -> set[str]:
@@ -116,16 +109,8 @@ class TestOneListing:
     def test_what_was_written_since_the_listing_began_stays(self, faulty: FaultyS3) -> None:
         with Driver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
             driver.open()
-            gate = threading.Event()
-
-            def slow(request: Request) -> None:
-                if request.method == "GET" and not request.name:
-                    faulty.lock.release()
-                    gate.wait(120)
-                    faulty.lock.acquire()
-
             assert driver.store([1, 2]) == [Outcome.OK] * 2
-            faulty.fault = slow
+            gate = held_up(faulty, is_listing)
             listing = driver.tier.adopt()
             assert next(listing) == []
             assert driver.store([2]) == [Outcome.OK]

@@ -21,24 +21,24 @@ from nixl_tiers.mover.tiers import bucket, plane, transfers
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.mover.tiers.bucket import Credentials
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
-from tests.mover.objects import HANG_UP, NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, Request, faulty_s3, wait_until
+from tests.mover.objects import (
+    HANG_UP,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    Driver,
+    FaultyS3,
+    Request,
+    held_up,
+    is_listing,
+    wait_until,
+)
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 DOWN_S = 4.0
 
 
-@pytest.fixture(autouse=True)
-def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-
-
-@pytest.fixture
-def faulty() -> Iterator[FaultyS3]:
-    with faulty_s3() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("object_credentials")
 
 
 @pytest.fixture
@@ -46,20 +46,6 @@ def driver(faulty: FaultyS3) -> Iterator[Driver]:
     with Driver(SMALL, 32, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
         driver.open()
         yield driver
-
-
-def held_up(faulty: FaultyS3, method: str) -> threading.Event:
-    """From now on requests of this method are answered when the event is set."""
-    gate = threading.Event()
-
-    def slow(request: Request) -> None:
-        if request.method == method:
-            faulty.lock.release()
-            gate.wait(120)
-            faulty.lock.acquire()
-
-    faulty.fault = slow
-    return gate
 
 
 def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[[Request], int | None]:
@@ -420,7 +406,7 @@ class TestBudget:
         assert faulty.most_objects == 8
 
     def test_a_row_dropped_while_it_is_written_goes(self, small: Driver, faulty: FaultyS3) -> None:
-        gate = held_up(faulty, "PUT")
+        gate = held_up(faulty, lambda request: request.method == "PUT")
         ticket = small.begin_store([1])
         assert wait_until(lambda: faulty.count("PUT") > 0)
         small.drop(1)
@@ -431,7 +417,7 @@ class TestBudget:
 
     def test_an_upload_waits_for_the_delete_of_its_name(self, small: Driver, faulty: FaultyS3) -> None:
         small.store([1])
-        gate = held_up(faulty, "POST")
+        gate = held_up(faulty, lambda request: request.method == "POST")
         small.drop(1)
         assert wait_until(lambda: faulty.count("POST") == 1)
         ticket = small.begin_store([1])
@@ -444,7 +430,7 @@ class TestBudget:
 
     def test_a_queued_delete_is_taken_back(self, small: Driver, faulty: FaultyS3) -> None:
         small.store([1, 2])
-        gate = held_up(faulty, "POST")
+        gate = held_up(faulty, lambda request: request.method == "POST")
         small.drop(1)
         assert wait_until(lambda: faulty.count("POST") == 1)
         small.drop(2)
@@ -456,15 +442,7 @@ class TestBudget:
 
     def test_a_row_dropped_while_the_listing_runs_is_not_adopted(self, small: Driver, faulty: FaultyS3) -> None:
         small.store([1, 2])
-        gate = threading.Event()
-
-        def slow(request: Request) -> None:
-            if request.method == "GET" and not request.name:
-                faulty.lock.release()
-                gate.wait(120)
-                faulty.lock.acquire()
-
-        faulty.fault = slow
+        gate = held_up(faulty, is_listing)
         small.tier.open(NAMESPACE, 0)
         small.drop(1)
         gate.set()

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import GONE, Outcome
-from nixl_tiers.mover.tiers import janitor
-from nixl_tiers.mover.tiers import object as object_tier
 from nixl_tiers.mover.tiers.base import Probe
-from nixl_tiers.mover.tiers.janitor import Pace
-from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
-from tests.mover.objects import Driver, FaultyS3, Request, faulty_s3, key_of, wait_until
+from tests.mover.objects import Driver, FaultyS3, Request, held_up, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 
 
-@pytest.fixture(autouse=True)
-def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_tier, "PACE", Pace(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1))
-    monkeypatch.setattr(janitor, "SKEW_S", 0.0)
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    with faulty_s3() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("brisk")
 
 
 def ask(driver: Driver, numbers: Sequence[int], chain: bool = True) -> Probe:
@@ -54,13 +39,8 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 def test_what_another_engine_has_just_stored_is_found_and_loads(
-    s3_server: S3Server,
-    s3_credentials: Callable[[S3Server], None],
-    s3_bucket: Callable[[S3Server], str],
-    s3_prefix: str,
+    place: dict[str, Any],
 ) -> None:
-    s3_credentials(s3_server)
-    place: dict[str, Any] = {"bucket": s3_bucket(s3_server), "endpoint": s3_server.endpoint, "prefix": s3_prefix}
     place |= {"shared": True, "capacity": 10_000 * ROW}
     with Driver(SMALL, 32, **place) as one, Driver(SMALL, 32, **place) as two:
         one.open()
@@ -114,15 +94,7 @@ class TestAnswers:
         assert (found(answer), list(answer.absent)) == (keys(1), [])
 
     def test_what_is_found_outlives_a_listing_that_began_before(self, driver: Driver, faulty: FaultyS3) -> None:
-        gate = threading.Event()
-
-        def slow(request: Request) -> None:
-            if request.method == "GET" and not request.name:
-                faulty.lock.release()
-                gate.wait(20)
-                faulty.lock.acquire()
-
-        faulty.fault = slow
+        gate = held_up(faulty, is_listing)
         listing = driver.tier.adopt()
         assert next(listing) == []
         names = set(faulty.objects)

@@ -18,19 +18,24 @@ from nixl_tiers.mover.tiers import janitor
 from nixl_tiers.mover.tiers import object as object_tier
 from nixl_tiers.mover.tiers.janitor import Allowance, Pace, Usage
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
-from tests.mover.objects import NAMESPACE, OTHER_NAMESPACE, Driver, faulty_s3, key_of, wait_until
+from tests.mover.objects import (
+    BRISK,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    Driver,
+    faulty_s3,
+    key_of,
+    wait_until,
+)
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 CAPACITY_ROWS = 32
 WINDOW_ROWS = 8
-BRISK = Pace(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1)
 
 
 @pytest.fixture(autouse=True)
-def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_tier, "PACE", BRISK)
-    monkeypatch.setattr(janitor, "SKEW_S", 0.0)
+def _brisk(brisk: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor, "WINDOW_SHARE", CAPACITY_ROWS // WINDOW_ROWS)
 
 
