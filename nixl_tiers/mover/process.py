@@ -283,6 +283,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
         return
     told, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGTERM, lambda *_: os.write(tell, b"."))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # see _end_after
     events = select.poll()
     for descriptor in (parent_fd, told, end.fileno()):
         events.register(descriptor, select.POLLIN)
@@ -366,7 +367,6 @@ def _leave(mover: Mover, *, hurry: bool) -> None:
 def _end_after(seconds: float) -> None:
     """Have the kernel end this process then, unless it is told again. When a call into NIXL does not return, and keeps
     the interpreter's lock, no thread of ours can; and the engine that would do it may be dead."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
