@@ -7,7 +7,6 @@ and a row that does not verify was promised to nobody yet.
 
 from __future__ import annotations
 
-import errno
 import logging
 import resource
 import time
@@ -21,13 +20,14 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.config import FileTier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
+from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import Entry, Move, Outcome
 from nixl_tiers.mover.tiers.account import INCOMING
 from nixl_tiers.mover.tiers.age import sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
+from nixl_tiers.mover.tiers.directory import connect, unopened
 from nixl_tiers.mover.tiers.ledger import Ledger
 from nixl_tiers.mover.tiers.replica import Replica, slots_within
 from nixl_tiers.mover.tiers.share import TEND_S, Share
@@ -40,7 +40,6 @@ _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
 _UNITS_RUNNING: Final = 4  # in each direction
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
-_NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 @dataclass
@@ -72,11 +71,8 @@ class FileStorage(StorageTier):
         self._geometry = geometry
         self._region = region
         self._ledger = Ledger(config.path, config.capacity)
-        try:
-            self._agent = Agent.gds_mt() if config.backend == "gds_mt" else Agent.posix()
-            self._memory: Registration | None = self._agent.register_region(region)
-        except AgentError as error:
-            raise TierRefused(f"backend: {error}") from error
+        self._memory: Registration | None
+        self._agent, self._memory = connect(config, region)
         self._mount = Mount()
         self._open: Replica | None = None
         self._share: Share | None = None
@@ -129,9 +125,7 @@ class FileStorage(StorageTier):
                         self._ledger.abandon(claim)
                     raise
         except OSError as error:
-            if error.errno in _NEVER:
-                raise TierRefused(f"path: {describe(error)}") from error
-            raise TierDown(describe(error)) from error
+            raise unopened(error) from error
         self._mount.remember(path)
         self._share = Share(self._open, self._ledger, self._allocator)
         self._full_until_s = 0.0

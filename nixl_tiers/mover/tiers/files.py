@@ -8,7 +8,6 @@ renaming and deleting may take long on a network: threads do it, and this one po
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections import deque
@@ -21,25 +20,25 @@ from nixl_tiers.chunk import PAGE, Geometry, Key
 from nixl_tiers.config import FileTier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.mover.agent import Agent, AgentError, Registration, Transfer, TransferState
+from nixl_tiers.mover.agent import Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.account import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room
 from nixl_tiers.mover.tiers.age import has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
+from nixl_tiers.mover.tiers.directory import connect, unopened
 from nixl_tiers.mover.tiers.row_files import RowFile, RowFiles
 from nixl_tiers.mover.tiers.served import Served
 from nixl_tiers.mover.tiers.shelves import Shelves
 from nixl_tiers.mover.tiers.slabs import direct_works
-from nixl_tiers.mover.tiers.watch import Mark, Mount, Watch, describe
+from nixl_tiers.mover.tiers.watch import Mark, Mount, Watch
 
 logger = logging.getLogger(__name__)
 
 RELIST_S: Final = 5.0
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 64)
-_NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 @dataclass(eq=False)
@@ -73,11 +72,8 @@ class FilesStorage(StorageTier):
         self._geometry = geometry
         self._row_bytes = geometry.row_bytes
         self._region = region
-        try:
-            self._agent = Agent.gds_mt() if config.backend == "gds_mt" else Agent.posix()
-            self._memory: Registration | None = self._agent.register_region(region)
-        except AgentError as error:
-            raise TierRefused(f"backend: {error}") from error
+        self._memory: Registration | None
+        self._agent, self._memory = connect(config, region)
         self._shelves = Shelves(config.path, config.capacity, self._row_bytes, writes=config.write != "off")
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         least, most = _RUNNING_ROWS
@@ -122,9 +118,7 @@ class FilesStorage(StorageTier):
             self._files.direct = direct_works(path / INCOMING)
             watch = Watch(Mark(path).trouble)
         except OSError as error:
-            if error.errno in _NEVER:
-                raise TierRefused(f"path: {describe(error)}") from error
-            raise TierDown(describe(error)) from error
+            raise unopened(error) from error
         if not self._files.direct:
             self._complaints.about("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
         before = self._open
