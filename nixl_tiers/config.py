@@ -7,20 +7,16 @@ on command lines: the schema only has fields that say where a secret is kept.
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
-import re
 import tempfile
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
-from nixl_tiers import fields
+from nixl_tiers import config_source, fields
+from nixl_tiers.config_errors import ConfigError, refuse_secrets, sentence
 from nixl_tiers.fields import MAX_CAPACITY_BYTES, format_size, parse_age, parse_size
 
 __all__ = [
@@ -48,15 +44,6 @@ __all__ = [
     "tier_from_dict",
     "tier_to_dict",
 ]
-
-_SECRET_FIELD: Final = re.compile(r"secret|passw|token|accesskey|apikey|credential|privatekey")
-_SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
-_POINTERS: Final = {"credentials_file", "access_key_env", "secret_key_env", "session_token_env"}
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot work: one sentence that begins with the field's name."""
-
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Age = Annotated[float | None, BeforeValidator(parse_age)]
@@ -228,7 +215,7 @@ def load(source: Mapping[str, Any] | str | Path) -> TiersConfig:
             return load(source["config"])
         return _checked(source)
     path = Path(source)
-    raw = _read(path)
+    raw = config_source.read(path)
     try:
         return _checked(raw)
     except ConfigError as error:
@@ -238,12 +225,12 @@ def load(source: Mapping[str, Any] | str | Path) -> TiersConfig:
 def _checked(raw: object) -> TiersConfig:
     if not isinstance(raw, Mapping):
         raise ConfigError("tiers: this field is missing, because the configuration is not a table of fields")
-    _refuse_secrets(raw)
+    refuse_secrets(raw)
     try:
         return TiersConfig.model_validate(dict(raw))
     except ValidationError as error:
         # Not chained: the original's text repeats the input, whatever stands in it.
-        raise ConfigError(_sentence(error.errors())) from None
+        raise ConfigError(sentence(error.errors(), TiersConfig, _MODELS)) from None
 
 
 def tier_to_dict(tier: StorageTier) -> dict[str, Any]:
@@ -253,11 +240,11 @@ def tier_to_dict(tier: StorageTier) -> dict[str, Any]:
 
 def tier_from_dict(raw: Mapping[str, Any]) -> StorageTier:
     """The inverse of `tier_to_dict`. Raises ConfigError."""
-    _refuse_secrets(raw)
+    refuse_secrets(raw)
     try:
         tier = _TIER.validate_python(dict(raw))
     except ValidationError as error:
-        raise ConfigError(_sentence(error.errors())) from None
+        raise ConfigError(sentence(error.errors(), TiersConfig, _MODELS)) from None
     if isinstance(tier, CpuTier):
         raise ConfigError('type: "cpu" is not a storage tier')
     return tier
@@ -304,104 +291,3 @@ def check_rows(config: TiersConfig, row_bytes: int) -> None:
                 f"tiers[{i}].capacity: {format_size(tier.capacity)} does not hold one chunk, "
                 f"which takes {format_size(row_bytes)} here"
             )
-
-
-def _refuse_secrets(raw: Mapping[str, Any]) -> None:
-    for place, field, value in _leaves(raw):
-        plain = re.sub(r"[^a-z]", "", field.lower())
-        if (_SECRET_FIELD.search(plain) and field not in _POINTERS) or (
-            isinstance(value, str) and _SECRET_VALUE.search(value)
-        ):
-            raise ConfigError(
-                f"{place}: a secret must not stand in the configuration; use the AWS credential chain, profile, "
-                "credentials_file, or access_key_env and secret_key_env"
-            )
-
-
-def _leaves(raw: object, place: str = "", field: str = "") -> Iterator[tuple[str, str, object]]:
-    """Every value with its full name and its own field's name; tables too, since `credentials: {...}` is one."""
-    if place:
-        yield place, field, raw
-    if isinstance(raw, Mapping):
-        for name, value in raw.items():
-            yield from _leaves(value, f"{place}.{name}" if place else str(name), str(name))
-    elif isinstance(raw, (list, tuple)):
-        for i, value in enumerate(raw):
-            yield from _leaves(value, f"{place}[{i}]", field)
-
-
-def _sentence(errors: list[ErrorDetails]) -> str:
-    # A misspelt field also shows as a missing one; the misspelling is the better news.
-    error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
-    kind, context, loc = error["type"], error.get("ctx", {}), list(error["loc"])
-    model: type[BaseModel] = TiersConfig
-    if len(loc) > 2 and loc[0] == "tiers" and loc[2] in _MODELS:
-        model = _MODELS[str(loc.pop(2))]
-    elif loc and loc[0] in _MODELS:
-        model = _MODELS[str(loc.pop(0))]
-    if kind.startswith("union_tag"):
-        loc.append("type")
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-    if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(loc[-1]), list(model.model_fields), n=1)
-        text = f'unknown field; did you mean "{near[0]}"?' if near else "unknown field"
-    elif kind in ("missing", "union_tag_not_found"):
-        text = "this field is missing"
-    elif kind == "union_tag_invalid":
-        text = f'must be "cpu", "file" or "s3", not {fields.shown(context.get("tag"))}'
-    elif kind == "literal_error":
-        text = f"must be {context['expected']}, not {fields.shown(error['input'])}".replace("'", '"')
-    elif kind == "value_error":
-        text = str(context["error"])
-    elif kind in ("model_type", "model_attributes_type"):
-        text = f"must be a table of fields, not {fields.shown(error['input'])}"
-    elif kind in ("tuple_type", "list_type"):
-        text = f"must be a list of tiers, not {fields.shown(error['input'])}"
-    else:
-        text = error["msg"][0].lower() + error["msg"][1:]
-    return f"{place}: {text}" if place else text
-
-
-class _UniqueLoader(yaml.SafeLoader):
-    """YAML in which a field that stands twice is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        _refuse_twins(self.construct_object(key, deep=True) for key, _ in node.value)
-        return super().construct_mapping(node, deep)
-
-
-def _refuse_twins(names: Iterable[object]) -> None:
-    seen: set[str] = set()
-    for name in map(str, names):
-        if name in seen:
-            raise ConfigError(f"{name}: this field stands twice in the same table")
-        seen.add(name)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _refuse_twins(name for name, _ in pairs)
-    return dict(pairs)
-
-
-def _read(path: Path) -> object:
-    if path.suffix not in (".json", ".yaml", ".yml"):
-        raise ConfigError(f"{path}: a configuration file must end in .json, .yaml or .yml")
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return json.loads(text, object_pairs_hook=_unique)
-        return yaml.load(text, Loader=_UniqueLoader)  # noqa: S506 - it is a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON in line {error.lineno} ({error.msg})") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
-        raise ConfigError(
-            f"{path}: not valid YAML{where} ({getattr(error, 'problem', None) or 'unreadable'})"
-        ) from None
