@@ -92,7 +92,7 @@ class TierManager(Traffic):
             else:
                 request.seen.append(row)
             return Lookup.HIT
-        if request.given_up or request.stopped:
+        if request.stopped or self._gives_up(request, now):
             return Lookup.MISS
         if row is not None or request.asked.get(key, False) or self._ask(key, request, now):
             return self._wait(request, now)
@@ -132,6 +132,7 @@ class TierManager(Traffic):
                 storage.touch(key, tick)
             rows.append(row.index)
         self._release(request)
+        request.rearm()
         return rows
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
@@ -304,16 +305,21 @@ class TierManager(Traffic):
     def _wait(self, request: Request, now: float) -> Lookup:
         if request.deadline_s is None:
             request.deadline_s = now + self.limits.wait_s
+        if not request.waits:
+            request.waits = True
             self._holding[request.name] = request
             for row in request.seen:
                 if not row.gone:
                     request.hold(row)
-        elif now > request.deadline_s:
-            request.given_up = True
-            self._waited_in_vain(request, now)
-            return Lookup.MISS
         request.stopped = not request.first_scan and request.ascending
         return Lookup.PENDING
+
+    def _gives_up(self, request: Request, now: float) -> bool:
+        """Whether the request's deadline has passed. What is held for it stays so: it may come for that."""
+        if not request.given_up and request.deadline_s is not None and now > request.deadline_s:
+            request.given_up = True
+            self._waited_in_vain(request, now)
+        return request.given_up
 
     def _waited_in_vain(self, request: Request, now: float) -> None:
         """Slower than its jobs' deadlines would tell: a tier that lets requests wait and recompute is no help."""
@@ -325,7 +331,6 @@ class TierManager(Traffic):
 
     def _release(self, request: Request) -> None:
         request.release()
-        request.deadline_s = None
         self._holding.pop(request.name, None)
 
     def _flushed(self, generation: int) -> None:

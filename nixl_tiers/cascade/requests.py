@@ -34,14 +34,17 @@ class Request:
         "stopped",
         "tick",
         "unknown",
+        "waits",
     )
 
     def __init__(self, name: str, allowed: frozenset[int] | None = None) -> None:
         self.name = name
         self.allowed = allowed  # the storage tiers that it may load from; None: all
         self.tick: int | None = None
+        # One for all that it waits for, from its first PENDING until its load is prepared: nothing else arms it again.
         self.deadline_s: float | None = None
-        self.given_up = False
+        self.waits = False  # it counts on what was asked for or is held on its behalf
+        self.given_up = False  # the deadline has passed: nothing is asked for on its behalf any more
         self.barred = False  # a load of it failed: it computes everything itself, whatever is stored
         # Keys queued for promotion on its behalf: True while that may still come true, False once it was declined.
         self.asked: dict[Key, bool] = {}
@@ -62,13 +65,13 @@ class Request:
 
     @property
     def waiting(self) -> bool:
-        return self.deadline_s is not None and not self.given_up
+        return self.waits and not self.given_up
 
     def begin(self, step: int, position: int | None) -> None:
         """Note a look-up at `position` (the key's end token) in `step`; a new step is a new scan."""
         if step != self.step:
             if self.step >= 0:
-                self.first_scan = self.deadline_s is None or self.scan_again
+                self.first_scan = not self.waits or self.scan_again
                 self.scan_again = False
             self.step = step
             self.stopped = False
@@ -84,7 +87,13 @@ class Request:
             self.held[row.key] = row
             row.holds += 1
 
+    def rearm(self) -> None:
+        """Its load is prepared: should it come back, because it was preempted, it may wait anew."""
+        self.deadline_s = None
+        self.given_up = False
+
     def release(self) -> None:
+        self.waits = False
         for row in self.held.values():
             row.holds -= 1
         self.held.clear()

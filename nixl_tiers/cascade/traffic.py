@@ -184,8 +184,8 @@ class Traffic(Jobs):
             most = min(most, self.host.free)  # a promotion waits for the cleaner, rather than cost unwritten rows
         while storage.to_load and len(wanted) < most:
             request, key = storage.to_load.popleft()
-            if request.given_up:
-                continue
+            if request is not self._cleaner and not (request.waiting and request.asked.get(key)):
+                continue  # it has loaded, given up or ended since it asked
             row = self.host.index.get(key)
             if row is not None:
                 if request is self._cleaner:
@@ -229,5 +229,5 @@ class Traffic(Jobs):
         for request, key in queue:
             if request is self._cleaner:
                 storage.stay(key, self._tick)
-            else:
+            elif request.waiting and request.asked.get(key):
                 self._ask(key, request, now)

@@ -8,13 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.tier import Write
-from nixl_tiers.testing.simulation import World
+from nixl_tiers.testing.simulation import Scan, World
 
 TIERS = st.integers(0, 1)
 PICK = st.integers(0, 31)
 # Prompts share prefixes, as prompts do: chunk n of a prompt is named by all of the prompt up to it.
 PROMPTS = st.text(alphabet="ab", min_size=1, max_size=5)
 WRITES = [(Write.THROUGH, Write.THROUGH), (Write.THROUGH, Write.ON_EVICT), (Write.ON_EVICT, Write.ON_EVICT)]
+SCANS = st.sampled_from([Scan.PREFIX, Scan.PREFIX, Scan.WINDOW, Scan.EACH])
 RARELY = st.sampled_from([False, False, False, False, True])
 OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.NO_SPACE])
 
@@ -29,9 +30,9 @@ class CascadeMachine(RuleBasedStateMachine):
     def begin(self, writes: tuple[Write, Write], told: int | None) -> None:
         self.world = World(core=self.core, writes=writes, told=told)
 
-    @rule(prompt=PROMPTS)
-    def request(self, prompt: str) -> None:
-        self.world.request([prompt[: end + 1].encode() for end in range(len(prompt))])
+    @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY)
+    def request(self, prompt: str, scan: Scan = Scan.PREFIX, stays: bool = False) -> None:
+        self.world.request([prompt[: end + 1].encode() for end in range(len(prompt))], scan, stays=stays)
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
     def traffic(self, prompts: list[str]) -> None:
@@ -61,6 +62,16 @@ class CascadeMachine(RuleBasedStateMachine):
                 self.world.abort(name)
             else:
                 self.world.again(name)
+
+    @rule(pick=PICK, abort=RARELY)
+    def running_request_is_preempted(self, pick: int, abort: bool) -> None:
+        names = sorted(self.world.running)
+        if names:
+            name = names[pick % len(names)]
+            if abort:
+                self.world.abort(name)
+            else:
+                self.world.preempt(name)
 
     @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
     def worker_finishes(self, pick: int, good: bool) -> None:

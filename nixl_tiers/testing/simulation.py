@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from nixl_tiers.cascade.adopted import AdoptedRows
@@ -48,6 +49,23 @@ def promise(kept: bool, what: str) -> None:
 def _slots_of(rows: AdoptedRows) -> list[int]:
     assert isinstance(rows, PlainRows)
     return rows.slots
+
+
+class Scan(Enum):
+    """In which order a request is looked up, and where that stops."""
+
+    PREFIX = "prefix"  # a full-attention group: up to the first miss
+    WINDOW = "window"  # a windowed group: from its end
+    EACH = "each"  # a store's get: all keys, none of which stands anywhere
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's chunks. One that `stays` is not over when it has stored what it could: it may be preempted."""
+
+    chain: list[Key]
+    scan: Scan
+    stays: bool
 
 
 @dataclass
@@ -155,27 +173,34 @@ class World:
         self.movers = [Mover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)]
         self.region = [GARBAGE] * rows
         self.workers: list[WorkerJob] = []
-        self.waiting: dict[str, tuple[list[Key], float]] = {}  # request -> its chain, and when it began to wait
+        self.waiting: dict[str, Prompt] = {}
+        self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
+        self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
         self._requests = 0
         self.core = self._start()
 
     # --- the engine --------------------------------------------------------------------------------------------
 
-    def request(self, chain: Sequence[Key]) -> str:
-        """A new request whose prompt is `chain`; returns its name. It runs at once unless it must wait."""
+    def request(self, chain: Sequence[Key], scan: Scan = Scan.PREFIX, *, stays: bool = False) -> str:
+        """A new request whose prompt is `chain`; returns its name. It runs at once unless it must wait, and to its end
+        unless it `stays`."""
         self._requests += 1
         name = f"request-{self._requests}"
-        self._run(name, list(chain), self.now)
+        self._run(name, Prompt(list(chain), scan, stays))
         return name
 
     def again(self, name: str) -> None:
         """The scheduler comes back to a waiting request."""
-        chain, since = self.waiting.pop(name)
-        self._run(name, chain, since)
+        self._run(name, self.waiting.pop(name))
+
+    def preempt(self, name: str) -> None:
+        """A running request loses its KV and is looked up anew, unless workers still have hands on its rows."""
+        if all(job.request != name for job in self.workers):
+            self._run(name, self.running.pop(name))
 
     def abort(self, name: str) -> None:
-        del self.waiting[name]
-        self.core.finish_request(name)
+        (self.waiting if name in self.waiting else self.running).pop(name)
+        self._finish(name)
 
     def end_step(self) -> None:
         self.core.end_step()
@@ -216,6 +241,8 @@ class World:
         for job in self.workers:
             job.stale = True
         self.waiting.clear()
+        self.running.clear()
+        self._since.clear()
         for mover in self.movers:
             mover.told_absent.clear()
         self.core.reset(keep_storage=False)
@@ -236,6 +263,8 @@ class World:
         self.region = [GARBAGE] * self.rows
         self.workers.clear()
         self.waiting.clear()
+        self.running.clear()
+        self._since.clear()
         self.core = self._start()
 
     # --- workers -----------------------------------------------------------------------------------------------
@@ -430,6 +459,8 @@ class World:
             self.heal(tier)
             self.reap(tier)
         self._run_out()
+        for name in list(self.running):
+            self.abort(name)
         self.core.flushed()
         self.advance(max(self.limits.wait_s + self.limits.hold_s, self.limits.overdue_least_s) + 1)
         self._run_out()
@@ -501,39 +532,58 @@ class World:
         else:
             self.core.adopt(tier, piece, last=not listing)
 
-    def _run(self, name: str, chain: list[Key], since: float) -> None:
-        hits = 0
-        for position, key in enumerate(chain):
-            answer = self.core.lookup(key, name, position, self.now)
+    def _look_up(self, name: str, prompt: Prompt) -> list[Key] | None:
+        """One step's look-ups of a request: what it is going to load, or None if it is put off."""
+        hits: list[Key] = []
+        put_off = False
+        places = list(enumerate(prompt.chain))
+        for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
+            answer = self.core.lookup(key, name, None if prompt.scan is Scan.EACH else position, self.now)
             if answer is Lookup.PENDING:
+                put_off = True
+                since = self._since.setdefault(name, self.now)
                 promise(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
                 known = key in self.core.host.index or any(key in storage for storage in self.core.storage)
                 promise(known or self.now <= since + self.limits.probe_s, "a request waits too long for an answer")
-                self.waiting[name] = (chain, since)
-                self.tick()
-                return
-            if answer is Lookup.MISS:
+            elif answer is Lookup.HIT:
+                row = self.core.host.index[key].index
+                promise(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
+                hits.append(key)
+            elif prompt.scan is Scan.PREFIX:
                 break
-            row = self.core.host.index[key].index
-            promise(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
-            hits += 1
+        return None if put_off else hits
+
+    def _run(self, name: str, prompt: Prompt) -> None:
+        hits = self._look_up(name, prompt)
+        if hits is None:
+            self.waiting[name] = prompt
+            self.tick()
+            return
         if hits:
             for tier in range(len(self.movers)):
                 self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
             self.tick()
-            rows = self.core.prepare_load(chain[:hits], name)
+            rows = self.core.prepare_load(hits, name)
+            self._since.pop(name, None)
             for row in rows:
                 self._check_row(row, writing=False)
-            self.workers.append(WorkerJob(False, chain[:hits], rows, self.epoch, name))
+            self.workers.append(WorkerJob(False, hits, rows, self.epoch, name))
         self.core.end_step()
-        plan = self.core.prepare_store(chain[hits:], name)
+        plan = self.core.prepare_store([key for key in prompt.chain if key not in hits], name)
         for row in plan.rows:
             self._check_row(row, writing=True)
             self.region[row] = GARBAGE
         if plan.keys:
             self.workers.append(WorkerJob(True, plan.keys, plan.rows, self.epoch, name))
-        self.core.finish_request(name)
+        if prompt.stays:
+            self.running[name] = prompt
+        else:
+            self._finish(name)
         self.tick()
+
+    def _finish(self, name: str) -> None:
+        self._since.pop(name, None)
+        self.core.finish_request(name)
 
     def _check_probe(self, probe: Probe) -> None:
         mover, limits = self.movers[probe.tier], self.limits

@@ -363,3 +363,72 @@ def test_a_tier_that_gives_room_away_while_it_is_open() -> None:
     put(core, beyond, "again")
     run(core, core.plan(0.0))
     assert sum(storage.find(key, 0.0) for key in CHAIN) == 6
+
+
+# --- one deadline a request ----------------------------------------------------------------------------------------
+
+
+def pending_s(
+    core: TierManager, keys: Sequence[Key], request: str, step_s: float = 0.5, most_s: float = 3600.0
+) -> float:
+    """How long a request is pending that comes back every `step_s`, on movers that do nothing."""
+    now = 0.0
+    while PENDING in scan(core, keys, request, now):
+        assert now < most_s, "it never ends"
+        core.end_step()
+        now += step_s
+        core.expire(now)
+        core.plan(now)
+    return now
+
+
+def test_a_row_that_is_being_filled_and_an_unknown_key_hold_nobody_beyond_the_deadline() -> None:
+    core = manager(wait_s=2.0)
+    core.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+    assert pending_s(core, CHAIN[:2], "reader") <= 2.5
+
+
+def test_keys_that_are_given_up_one_after_the_other_hold_nobody_beyond_the_deadline() -> None:
+    """Of a tier that freezes, what was asked for first is given up first; the rest was never begun."""
+    core = manager(rows=4, wait_s=2.0)
+    core.adopt(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
+    now = 0.0
+    while PENDING in [core.lookup(key, "reader", None, now) for key in CHAIN]:
+        core.end_step()
+        now += 0.5
+        core.expire(now)
+        core.plan(now)
+        assert now <= 2.5
+
+
+def test_a_request_that_was_preempted_after_its_load_may_wait_again() -> None:
+    core = only_stored(CHAIN)
+    assert scan(core, CHAIN[:2], "r") == [PENDING, PENDING]
+    run(core, core.plan(0.0))
+    core.end_step()
+    assert scan(core, CHAIN[:2], "r", now=1.0) == [HIT, HIT]
+    core.prepare_load(CHAIN[:2], "r")
+    core.complete_load(CHAIN[:2])
+    core.end_step()
+    late = 10 * core.limits.wait_s
+    assert scan(core, CHAIN[2:4], "r", now=late) == [PENDING, PENDING]
+    core.end_step()
+    assert scan(core, CHAIN[2:4], "r", now=late + core.limits.wait_s + 1) == [MISS]
+
+
+def test_a_request_that_gave_up_waits_again_only_after_a_load() -> None:
+    core = only_stored(CHAIN)
+    put(core, [b"root"])
+    late = 2 * core.limits.wait_s
+    chain = [b"root", *CHAIN[:2]]
+    assert scan(core, chain, "r") == [HIT, PENDING, PENDING]
+    core.end_step()
+    assert scan(core, chain, "r", now=late) == [HIT, MISS]
+    core.end_step()
+    assert scan(core, chain, "r", now=late + 1) == [HIT, MISS]
+    core.prepare_load([b"root"], "r")
+    core.complete_load([b"root"])
+    core.end_step()
+    core.storage[0].to_store.clear()
+    assert core.plan(late + 2) == [], "what it asked for before is nobody's wish any more"
+    assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]

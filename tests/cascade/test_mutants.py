@@ -12,6 +12,7 @@ from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.storage import Storage
 from nixl_tiers.cascade.tier import Job, PlannedMove
 from nixl_tiers.chunk import Key
@@ -83,8 +84,32 @@ class FailedCopyIsAHit(TierManager):
 
 
 class WaitsForEver(TierManager):
-    def _wait(self, request, now):  # type: ignore[no-untyped-def]
-        return super()._wait(request, min(now, request.deadline_s or now))
+    def _gives_up(self, request: Request, now: float) -> bool:
+        return False
+
+
+class DeadlineArmedAnewByARelease(TierManager):
+    """A request whose answer was that there is nothing begins to wait for something else as if for the first time."""
+
+    def _release(self, request: Request) -> None:
+        super()._release(request)
+        request.deadline_s = None
+
+
+class DeadlineArmedAnewByARetry(TierManager):
+    """A request whose promotion failed begins to wait for the next tier as if for the first time."""
+
+    def _retry(self, key: Key, row: Row, now: float) -> None:
+        for request in self._holding.values():
+            if request.held.get(key) is row:
+                request.deadline_s = now + self.limits.wait_s
+        super()._retry(key, row, now)
+
+
+class DeadlineIgnoredForRowsBeingFilled(TierManager):
+    def _gives_up(self, request: Request, now: float) -> bool:
+        filling = any(row.state is RowState.FILLING for row in self.host.index.values())
+        return not filling and super()._gives_up(request, now)
 
 
 class PinForgotten(TierManager):
@@ -187,6 +212,9 @@ MUTANTS = [
     AsksForTheBadAgain,
     BudgetOffByOne,
     CircuitNeverCloses,
+    DeadlineArmedAnewByARelease,
+    DeadlineArmedAnewByARetry,
+    DeadlineIgnoredForRowsBeingFilled,
     GenerationIgnored,
     LateIsWaitedFor,
     OverdueLivesOn,
