@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from nixl_tiers import config_source, fields
 from nixl_tiers.config_errors import ConfigError, refuse_secrets, sentence
-from nixl_tiers.fields import MAX_CAPACITY_BYTES, format_size, parse_age, parse_size
+from nixl_tiers.fields import MAX_CAPACITY_BYTES, format_seconds, format_size, parse_age, parse_seconds, parse_size
 
 __all__ = [
     "MAX_CAPACITY_BYTES",
@@ -29,6 +29,7 @@ __all__ = [
     "Eviction",
     "FileTier",
     "S3Tier",
+    "Seconds",
     "Size",
     "Sse",
     "StorageTier",
@@ -37,9 +38,11 @@ __all__ = [
     "Write",
     "check_paths",
     "check_rows",
+    "format_seconds",
     "format_size",
     "load",
     "parse_age",
+    "parse_seconds",
     "parse_size",
     "tier_from_dict",
     "tier_to_dict",
@@ -47,9 +50,11 @@ __all__ = [
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Age = Annotated[float | None, BeforeValidator(parse_age)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]  # a field adds its bounds
 AbsolutePath = Annotated[Path, BeforeValidator(fields.absolute)]
 EnvironmentName = Annotated[str | None, BeforeValidator(fields.environment_name)]
 Write = Literal["through", "on_evict", "off"]
+WriteField = Annotated[Write, BeforeValidator(fields.write_policy)]
 Eviction = Literal["lru", "s3fifo", "arc"]
 Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 
@@ -78,7 +83,7 @@ class FileTier(_Model):
     capacity: Size
     layout: Literal["slabs", "files"] = "slabs"
     backend: Literal["auto", "posix", "gds_mt"] = "auto"
-    write: Write = "through"
+    write: WriteField = "through"
     eviction: Eviction = "lru"
     max_age: Age = None
 
@@ -97,7 +102,7 @@ class S3Tier(_Model):
     region: Annotated[str, BeforeValidator(fields.region)] = "us-east-1"
     capacity: Size
     shared: Annotated[bool, Field(strict=True)] = False
-    write: Write = "through"
+    write: WriteField = "through"
     eviction: Eviction = "lru"
     max_age: Age = None
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -144,9 +149,9 @@ class TiersConfig(_Model):
     salt: Annotated[str, Field(max_length=512)] = ""
     lora_storage: Annotated[bool, Field(strict=True)] = False
     on_reset: Literal["new_epoch", "keep"] = "new_epoch"
-    wait_s: Annotated[float, Field(strict=True, gt=0, le=3600)] = 10.0
-    probe_s: Annotated[float, Field(strict=True, ge=0, le=60)] = 0.25
-    flush_on_exit_s: Annotated[float, Field(strict=True, ge=0, le=3600)] = 0.0
+    wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = 10.0
+    probe_s: Annotated[Seconds, Field(ge=0, le=60)] = 0.25
+    flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = 0.0
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
 
     @model_validator(mode="after")
@@ -204,30 +209,42 @@ _TIER: Final[TypeAdapter[CpuTier | FileTier | S3Tier]] = TypeAdapter(Tier)
 
 
 def load(source: Mapping[str, Any] | str | Path) -> TiersConfig:
-    """The configuration in `source`: a dict, or the path of a .json, .yaml or .yml file.
+    """The configuration in `source`: a dict, JSON text, or the path of a .json, .yaml or .yml file.
 
-    A dict that holds nothing but `{"config": PATH}` stands for that file. Raises ConfigError.
+    Each of them may be the whole value of vLLM's --kv-transfer-config. A dict that holds nothing but
+    `{"config": PATH}` stands for that file. Raises ConfigError.
     """
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        source = config_source.from_json(source)
     if isinstance(source, Mapping):
-        if set(source) == {"config"}:
-            if not isinstance(source["config"], (str, Path)):
-                raise ConfigError("config: must be the path of a .json, .yaml or .yml file")
-            return load(source["config"])
-        return _checked(source)
-    path = Path(source)
+        ours = config_source.ours(source)
+        file = config_source.pointer(ours)
+        return _checked(ours) if file is None else _from_file(file)
+    return _from_file(Path(source))
+
+
+def _from_file(path: Path, pointed: bool = False) -> TiersConfig:
     raw = config_source.read(path)
     try:
-        return _checked(raw)
+        ours = config_source.ours(raw)
+        file = config_source.pointer(ours)
+        if file is None:
+            return _checked(ours)
+        if pointed or ours is raw:
+            raise ConfigError("config: points to another file, and a file must hold the configuration itself")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    return _from_file(file, pointed=True)
 
 
 def _checked(raw: object) -> TiersConfig:
     if not isinstance(raw, Mapping):
         raise ConfigError("tiers: this field is missing, because the configuration is not a table of fields")
-    refuse_secrets(raw)
     try:
+        refuse_secrets(raw)
         return TiersConfig.model_validate(dict(raw))
+    except RecursionError:
+        raise ConfigError("tiers: is nested too deeply, or within itself") from None
     except ValidationError as error:
         # Not chained: the original's text repeats the input, whatever stands in it.
         raise ConfigError(sentence(error.errors(), TiersConfig, _MODELS)) from None

@@ -17,6 +17,17 @@ _SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----B
 _POINTERS: Final = {"credentials_file", "access_key_env", "secret_key_env", "session_token_env"}
 
 
+# What others call it.
+_OTHER_NAMES: Final = {
+    "size": "capacity",
+    "max_size": "capacity",
+    "directory": "path",
+    "dir": "path",
+    "ttl": "max_age",
+    "url": "endpoint",
+}
+
+
 class ConfigError(ValueError):
     """A configuration that cannot work: one sentence that begins with the field's name."""
 
@@ -59,8 +70,7 @@ def sentence(errors: list[ErrorDetails], top: type[BaseModel], tiers: Mapping[st
         loc.append("type")
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(loc[-1]), list(model.model_fields), n=1)
-        text = f'unknown field; did you mean "{near[0]}"?' if near else "unknown field"
+        text = _unknown(str(loc[-1]), error["input"], model, {"": top, **tiers})
     elif kind in ("missing", "union_tag_not_found"):
         text = "this field is missing"
     elif kind == "union_tag_invalid":
@@ -69,6 +79,8 @@ def sentence(errors: list[ErrorDetails], top: type[BaseModel], tiers: Mapping[st
         text = f"must be {context['expected']}, not {fields.shown(error['input'])}".replace("'", '"')
     elif kind == "value_error":
         text = str(context["error"])
+    elif kind.startswith("model_") and fields.is_s3_url(error["input"]):
+        text = f'use a tier of type "s3" with {fields.bucket_and_prefix(error["input"])}'
     elif kind in ("model_type", "model_attributes_type"):
         text = f"must be a table of fields, not {fields.shown(error['input'])}"
     elif kind in ("tuple_type", "list_type"):
@@ -76,3 +88,16 @@ def sentence(errors: list[ErrorDetails], top: type[BaseModel], tiers: Mapping[st
     else:
         text = error["msg"][0].lower() + error["msg"][1:]
     return f"{place}: {text}" if place else text
+
+
+def _unknown(name: str, value: object, model: type[BaseModel], models: Mapping[str, type[BaseModel]]) -> str:
+    """What is said of a field that `model` does not have. `models`: all of them, by the type of tier ("": the top)."""
+    if fields.is_s3_url(value):
+        return f"unknown field; use {fields.bucket_and_prefix(value)}"
+    plain = name.lower().replace("-", "_")
+    owners = [kind for kind, owner in models.items() if plain in owner.model_fields]
+    if owners and plain not in model.model_fields:
+        at = "the top level" if owners == [""] else " and ".join(f'"{kind}"' for kind in owners if kind) + " tiers"
+        return f"unknown field here; it belongs to {at}"
+    near = difflib.get_close_matches(_OTHER_NAMES.get(plain, plain), list(model.model_fields), n=1)
+    return f'unknown field; did you mean "{near[0]}"?' if near else "unknown field"

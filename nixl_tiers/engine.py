@@ -65,7 +65,7 @@ MOST_SLOTS: Final = 2  # in capacities: what others store on a shared medium bey
 
 
 class TierRefusedError(RuntimeError):
-    """A storage tier can never work as configured; one sentence."""
+    """A storage tier can never work as configured; one sentence that begins with the name of its field."""
 
 
 class Engine:
@@ -129,7 +129,7 @@ class Engine:
         self._movers.start(self._open_message())
         with self.changed:
             self.changed.wait_for(lambda: len(self._answered) == len(self._names), patience_s)
-            refusals = list(self._refusals.values())
+            refusals = [f"tiers[{tier + 1}].{reason}" for tier, reason in sorted(self._refusals.items())]
         if refusals:
             self.close(1.0)
             raise TierRefusedError(refusals[0])

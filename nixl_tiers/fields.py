@@ -17,14 +17,15 @@ from urllib.parse import urlsplit
 
 MAX_CAPACITY_BYTES: Final = 1 << 60
 MAX_AGE_S: Final = 100 * 365 * 86400.0
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)\s*", re.ASCII)
-_UNITS: Final = {"": 1, "B": 1} | {
-    f"{letter}{infix}B": base**power
-    for power, letter in enumerate("KMGTPE", 1)
+_MILLISECONDS: Final = {"ms": 1, "": 1000, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|[smhd]?)\s*", re.ASCII)
+# By their lower case: "64GiB" and, as Kubernetes writes it, "64Gi"; "64GB" and "64G".
+_UNITS: Final = {"": 1, "b": 1} | {
+    f"{letter}{infix}{ending}": base**power
+    for power, letter in enumerate("kmgtpe", 1)
     for infix, base in (("", 1000), ("i", 1024))
+    for ending in ("b", "")
 }
-_UNITS_BY_LOWER: Final = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _ENVIRONMENT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
@@ -32,7 +33,7 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
 
 
 def parse_size(value: object) -> int:
-    """Bytes meant by `value`: a whole number of bytes, or text such as "64GiB", "500GB", "1.5TiB".
+    """Bytes meant by `value`: a whole number of bytes, or text such as "64GiB", "64Gi", "500GB", "500G".
 
     Raises ValueError.
     """
@@ -40,9 +41,9 @@ def parse_size(value: object) -> int:
         size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         number, unit = match.groups()
-        if unit.lower() not in _UNITS_BY_LOWER:
+        if unit.lower() not in _UNITS:
             raise ValueError(f"{shown(value)} has an unknown unit; use B, KiB, MiB, GiB, TiB or KB, MB, GB, TB")
-        size = int(Fraction(number) * _UNITS_BY_LOWER[unit.lower()])
+        size = int(Fraction(number) * _UNITS[unit.lower()])
     else:
         raise ValueError(f'{shown(value)} is not a size; write bytes as a whole number, or text such as "64GiB"')
     if size < 1:
@@ -67,16 +68,41 @@ def parse_age(value: object) -> float | None:
     """
     if value is None:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        age_s = value
-    elif isinstance(value, str) and (match := _DURATION.fullmatch(value)):
-        number, unit = match.groups()
-        age_s = float(Fraction(number) * _SECONDS[unit or "s"])
-    else:
+    age_s = _seconds(value)
+    if age_s is None:
         raise ValueError(f'{shown(value)} is not an age; write a number of seconds, or "7d", "12h", "90m"')
     if not 1 <= age_s <= MAX_AGE_S:  # also what is not a number
         raise ValueError(f"{shown(value)} is not an age between one second and 100 years")
-    return float(age_s)
+    return age_s
+
+
+def parse_seconds(value: object) -> float:
+    """Seconds meant by `value`: a number of seconds, or text such as "10s", "250ms", "2m"; the field bounds them.
+
+    Raises ValueError.
+    """
+    time_s = _seconds(value)
+    if time_s is None:
+        raise ValueError(f'{shown(value)} is not a time; write a number of seconds, or "10s", "250ms", "2m"')
+    return time_s
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(min(value, 10**300))  # a whole number may be longer than any float
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        number, unit = match.groups()
+        return float(min(Fraction(number) * _MILLISECONDS[unit] / 1000, Fraction(10**300)))
+    return None
+
+
+def format_seconds(time_s: float) -> str:
+    """`time_s` as a configuration may say it: "7d", "90m", "10s", "250ms"."""
+    time_ms = round(time_s * 1000, 3)
+    unit = next((unit for unit in ("d", "h", "m", "s") if time_ms and not time_ms % _MILLISECONDS[unit]), "s")
+    if 0 < time_ms < 1000:
+        unit = "ms"
+    return f"{time_ms / _MILLISECONDS[unit]:.12g}{unit}"
 
 
 def shown(value: object) -> str:
@@ -89,9 +115,24 @@ def shown(value: object) -> str:
 def absolute(value: object) -> Path:
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise ValueError(f"must be an absolute path, not {shown(value)}")
+    if is_s3_url(value):
+        raise ValueError(f'is no path but an s3:// URL; use a tier of type "s3" with {bucket_and_prefix(value)}')
     if not Path(value).is_absolute():
         raise ValueError(f'must be an absolute path, and "{value}" is relative')
     return Path(os.path.normpath(value))
+
+
+def is_s3_url(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower().startswith("s3://")
+
+
+def bucket_and_prefix(url: object) -> str:
+    """What to write in place of an s3:// URL, with the names themselves where they may be shown."""
+    bucket, _, prefix = str(url).strip()[len("s3://") :].strip("/").partition("/")
+    names = [f'{field}: "{name}"' for field, name in (("bucket", bucket), ("prefix", prefix)) if name]
+    # What is long might be a secret in the wrong place.
+    shown_too = f" ({', '.join(names)})" if bucket and max(len(bucket), len(prefix)) <= 32 else ""
+    return f"bucket and prefix{shown_too}"
 
 
 def _text(value: object, what: str, pattern: re.Pattern[str], longest: int) -> str:
@@ -103,10 +144,14 @@ def _text(value: object, what: str, pattern: re.Pattern[str], longest: int) -> s
 
 
 def bucket(value: object) -> str:
+    if is_s3_url(value):
+        raise ValueError(f"is an s3:// URL; use {bucket_and_prefix(value)}")
     return _text(value, "a bucket name (3 to 255 letters, digits, dots, dashes or underscores)", _BUCKET, 255)
 
 
 def prefix(value: object) -> str:
+    if is_s3_url(value):
+        raise ValueError(f"is an s3:// URL; use {bucket_and_prefix(value)}")
     text = value.strip("/") if isinstance(value, str) else value
     what = "a prefix (1 to 512 characters: letters, digits, !_.*'()=- and single slashes between them)"
     name = _text(text, what, _PREFIX, 512)
@@ -122,6 +167,8 @@ def region(value: object) -> str:
 def endpoint(value: object) -> str | None:
     if value is None:
         return None
+    if is_s3_url(value):
+        raise ValueError(f"is an s3:// URL; use {bucket_and_prefix(value)}, and no endpoint for AWS")
     form = "http://host:port or https://host:port"
     if not isinstance(value, str):
         raise ValueError(f"must be {form}, not {shown(value)}")
@@ -135,6 +182,11 @@ def endpoint(value: object) -> str | None:
     if not usable or parts.path not in ("", "/") or parts.query or parts.fragment or re.search(r"\s", value):
         raise ValueError(f"must be {form}, with nothing behind the port")
     return value.rstrip("/")
+
+
+def write_policy(value: object) -> object:
+    """YAML reads a bare `off` as False."""
+    return "off" if value is False else value
 
 
 def environment_name(value: object) -> str | None:

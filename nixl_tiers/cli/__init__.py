@@ -18,8 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nixl-tiers", description="KV cache beyond GPU memory.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    check = commands.add_parser("config", help="check a configuration and say what it means")
-    check.add_argument("file", type=Path, help="a .json, .yaml or .yml file")
+    config = commands.add_parser("config", help="check a configuration and say what it means")
+    config.add_argument(
+        "file", help="a .json, .yaml or .yml file, or JSON text; may be what --kv-transfer-config takes"
+    )
 
     demo = commands.add_parser("demo", help="a real vLLM server, and a hit from every tier")
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go (default: demo-out)")
@@ -30,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "config":
-            from nixl_tiers.cli.check import check_file
+            from nixl_tiers.cli.check import check
 
-            return check_file(chosen.file)
+            return check(chosen.file)
         if chosen.command == "doctor":
             from nixl_tiers.cli.doctor import examine
 

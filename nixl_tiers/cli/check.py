@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 from nixl_tiers import config
@@ -11,9 +10,9 @@ from nixl_tiers.config import FileTier, S3Tier, TiersConfig
 _WRITES: Final = {"through": "every chunk is written", "on_evict": "evicted chunks are written", "off": "read only"}
 
 
-def check_file(path: Path) -> int:
-    """Print a summary. Raises ConfigError. Changes nothing and asks nobody: a missing directory is not made."""
-    read = config.load(path)
+def check(source: str) -> int:
+    """Print a summary. `source`: a file, or JSON text. Raises ConfigError. Changes nothing and asks nobody."""
+    read = config.load(source)
     config.check_paths(read, create=False)
     print("\n".join(_summary(read)))
     return 0

@@ -15,6 +15,7 @@ from typing_extensions import override
 from nixl_tiers import config as tiers_config
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import ConfigError, TiersConfig
+from nixl_tiers.config_source import without_vllm
 from nixl_tiers.memory.join import join
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm import compat, metrics
@@ -29,19 +30,6 @@ from nixl_tiers.vllm.compat import (
 
 log = logging.getLogger(__name__)
 
-# What stands in kv_connector_extra_config for vLLM itself.
-VLLM_FIELDS: Final = frozenset(
-    {
-        "spec_name",
-        "spec_module_path",
-        "blocks_per_chunk",
-        "block_size",
-        "offload_prompt_only",
-        "self_describing_kv_events",
-        "canonical_layout",
-        "sync_load_budget_bytes",
-    }
-)
 MEET_S: Final = 60.0
 
 
@@ -122,8 +110,7 @@ class NixlTiersSpec(OffloadingSpec):
 
 def parse(config: OffloadingConfig) -> TiersConfig:
     """The tiers' configuration out of kv_connector_extra_config. Raises ConfigError, a ValueError."""
-    ours = {name: value for name, value in config.extra_config.items() if name not in VLLM_FIELDS}
-    tiers = tiers_config.load(ours)
+    tiers = tiers_config.load(without_vllm(config.extra_config))
     tiers_config.check_paths(tiers)
     return tiers
 

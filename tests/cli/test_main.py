@@ -65,6 +65,15 @@ def test_every_write_policy_has_words(tmp_path: Path, write_policy: str) -> None
     assert cli.main(["config", str(write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {tier}]"))]) == 0
 
 
+def test_what_stands_on_vllms_command_line_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    extra = '{"spec_name": "NixlTiersSpec", "blocks_per_chunk": 2, "tiers": [{"type": "cpu", "capacity": "64G"}]}'
+    whole = f'{{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {extra}}}'
+    assert cli.main(["config", whole]) == 0
+    assert "59.6 GiB" in capsys.readouterr().out
+    assert cli.main(["config", whole.replace("NixlTiersSpec", "CPUOffloadingSpec")]) == cli.BAD_INPUT
+    assert capsys.readouterr().err.startswith("nixl-tiers: kv_connector_extra_config.spec_name: must be")
+
+
 def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", str(tmp_path / "none.yaml")]) == cli.BAD_INPUT
     assert "none.yaml: cannot be read" in capsys.readouterr().err

@@ -142,7 +142,7 @@ def test_a_bucket_that_is_not_there_is_one_clear_sentence(
     s3_credentials(moto)
     monkeypatch.setattr(TieredStore.over.__func__, "__defaults__", (120.0,))  # what comes later is only logged
     objects = {"type": "s3", "bucket": "no-such-bucket", "endpoint": moto.endpoint, "capacity": "64MiB"}
-    with pytest.raises(nixl_tiers.ConfigError, match="no-such-bucket") as caught:
+    with pytest.raises(nixl_tiers.ConfigError, match=r"^tiers\[1\]\.bucket: there is no") as caught:
         nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}, objects]}, SIZE, "n")
     assert "\n" not in str(caught.value)
 
