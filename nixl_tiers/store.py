@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S: Final = 3.0
 LEAVE_S: Final = 10.0
+POLL_S: Final = 0.25  # deadlines pass without anybody saying so
 UNASKED_S: Final = 1.0  # for a store that nobody closed: its process may be about to end
 
 
@@ -90,12 +93,14 @@ class TieredStore:
 
         rows: uint8 (n, chunk_bytes), or n buffers of chunk_bytes bytes each. Storage tiers are written to behind the
         caller's back; who is faster than they are is held up before rows would be evicted unwritten, by at most
-        `wait_s` a batch. Fewer than n are accepted only while the host tier is full of rows in use.
+        `wait_s` a batch, and not for longer than that in all unless something is written meanwhile. Fewer than n are
+        accepted only while the host tier is full of rows in use.
         """
         chunks = self._chunks(keys, rows)
         accepted = 0
+        stall = _Stall(self._patience_s)
         for start in range(0, len(keys), self._batch):
-            self._wait_for(lambda: self.engine.backlog() <= 2 * self._batch, self._patience_s)
+            self._wait_for_room(stall)
             part = keys[start : start + self._batch]
             number = self._put_part(list(part), chunks[start : start + self._batch])
             accepted += number
@@ -122,23 +127,29 @@ class TieredStore:
     def get(self, keys: Sequence[Key], out: NDArray[np.uint8]) -> list[bool]:
         """Fetch chunks into out, uint8 (n, chunk_bytes); True at i means that verified bytes of keys[i] are in out[i].
 
-        Waits for storage tiers, at most `wait_s` of the configuration for each part that fits the host tier.
+        Waits for storage tiers, at most `wait_s` of the configuration for each part that fits the host tier; and where
+        none of them gives anything, at most that long in all.
         """
         if out.dtype != np.uint8 or out.shape != (len(keys), self.chunk_bytes):
             raise ValueError(f"out must be uint8 of shape ({len(keys)}, {self.chunk_bytes})")
         hits: list[bool] = []
+        stall = _Stall(self._patience_s)
         for start in range(0, len(keys), self._batch):
             part = list(keys[start : start + self._batch])
-            hits += self._get_part(part, out[start : start + len(part)])
+            hits += self._get_part(part, out[start : start + len(part)], stall)
         return hits
 
-    def _get_part(self, keys: list[Key], out: NDArray[np.uint8]) -> list[bool]:
+    def _get_part(self, keys: list[Key], out: NDArray[np.uint8], stall: _Stall) -> list[bool]:
         name = self._name()
         try:
             with self.engine.changed:  # held from the look-ups to the load, and while nothing is awaited
+                stall.begin()
                 while Lookup.PENDING in (answers := [self.engine.lookup(key, name) for key in keys]):
+                    if stall.over(answers.count(Lookup.HIT)):
+                        break  # what is pending is no hit
                     self.engine.end_step()
-                    self.engine.changed.wait(0.25)
+                    stall.wait(self.engine.changed)
+                stall.saw(answers.count(Lookup.HIT))
                 hits = [answer is Lookup.HIT for answer in answers]
                 found = list(itertools.compress(keys, hits))
                 rows = self.engine.prepare_load(found, name)
@@ -198,6 +209,16 @@ class TieredStore:
     ) -> None:
         self.close()
 
+    def _wait_for_room(self, stall: _Stall) -> None:
+        """Hold up a put that is faster than the tiers are."""
+        until_s = time.monotonic() + self._patience_s
+        with self.engine.changed:
+            stall.begin()
+            while (backlog := self.engine.backlog()) > 2 * self._batch and time.monotonic() < until_s:
+                if stall.over(-backlog):
+                    return
+                stall.wait(self.engine.changed)
+
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         with self.engine.changed:
             return self.engine.changed.wait_for(condition, timeout_s)
@@ -220,6 +241,34 @@ class TieredStore:
             if chunk.nbytes != self.chunk_bytes:
                 raise ValueError(f"rows[{i}] has {chunk.nbytes} bytes, but this store's chunks have {self.chunk_bytes}")
         return chunks
+
+
+class _Stall:
+    """For how long one call has waited, part after part, without any progress: after `most_s` it waits no more."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._waited_s = 0.0
+        self._best: int | None = None
+
+    def begin(self) -> None:
+        """Another part, whose first measure of progress is no progress yet."""
+        self._best = None
+
+    def saw(self, progress: int) -> None:
+        """`progress`: any number that grows while there is some."""
+        if self._best is not None and progress > self._best:
+            self._waited_s = 0.0
+        self._best = progress if self._best is None else max(self._best, progress)
+
+    def over(self, progress: int) -> bool:
+        self.saw(progress)
+        return self._waited_s >= self._most_s
+
+    def wait(self, changed: threading.Condition) -> None:
+        began_s = time.monotonic()
+        changed.wait(min(POLL_S, self._most_s - self._waited_s))
+        self._waited_s += time.monotonic() - began_s
 
 
 def _end(engine: Engine, region: HostRegion, patience_s: float = UNASKED_S) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -158,3 +160,51 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
         until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "the mover to end")
     until(lambda: threading.active_count() <= threads, "threads to end")
     assert len(list(Path("/proc/self/fd").iterdir())) <= fds
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the calls of this thread have spent in waiting: no more than they wanted to, however slow the machine."""
+    spent: list[float] = []
+    wait = threading.Condition.wait
+
+    def counted(self: threading.Condition, timeout: float | None = None) -> bool:
+        began_s = time.monotonic()
+        try:
+            return wait(self, timeout)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                spent.append(min(time.monotonic() - began_s, timeout or 0.0))
+
+    monkeypatch.setattr(threading.Condition, "wait", counted)
+    return spent
+
+
+def test_one_get_on_a_stopped_mover_waits_once_however_many_parts_it_has(tmp_path: Path, waited: list[float]) -> None:
+    keys = keys_of(0, 60)
+    with nixl_tiers.open(with_file(tmp_path, wait_s=2.0), SIZE, "n") as store:
+        until_up(store)
+        store.put(keys, rows_of(keys))
+        assert store.flush(300)
+        gone = [key for key, tier in zip(keys, store.locate(keys), strict=True) if tier == "file"]
+        assert len(gone) > 3 * store._batch
+        os.kill(mover_pid(store), signal.SIGSTOP)
+        waited.clear()
+        assert verified_hits(store, gone) == 0
+        assert 0 < sum(waited) < 2.1
+
+
+def test_one_put_that_nobody_writes_below_waits_once_however_many_parts_it_has(
+    waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(0, 64)
+    with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}], "wait_s": 1.0}, SIZE, "n") as store:
+        monkeypatch.setattr(store.engine, "backlog", lambda: 1000)
+        waited.clear()
+        store.put(keys, rows_of(keys))
+        assert 0 < sum(waited) < 1.1
+        waited.clear()
+        backlog = itertools.count(1000, -1)
+        monkeypatch.setattr(store.engine, "backlog", lambda: next(backlog))
+        store.put(keys[: 2 * store._batch], rows_of(keys[: 2 * store._batch]))
+        assert 1.1 < sum(waited) < 2.1, "what makes progress is waited for, part by part"
