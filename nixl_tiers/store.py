@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -18,12 +19,15 @@ from nixl_tiers import config as configuration
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
 from nixl_tiers.config import ConfigError, TiersConfig
+from nixl_tiers.config_warnings import warnings_here, warnings_of
 from nixl_tiers.engine import Engine, TierRefusedError
 from nixl_tiers.lifetime import at_end
 from nixl_tiers.memory.region import HostRegion
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 3.0
 LEAVE_S: Final = 10.0
@@ -78,6 +82,8 @@ class TieredStore:
 
         Raises ConfigError if a tier can never work (no such bucket); a tier that is down heals by itself.
         """
+        for warning in (*warnings_of(config), *warnings_here(config)):
+            log.warning("nixl_tiers: %s", warning)
         engine = Engine(config, namespace, region)
         try:
             engine.start(patience_s)

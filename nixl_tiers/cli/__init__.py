@@ -11,6 +11,10 @@ from typing import Final
 from nixl_tiers.config import ConfigError
 
 BAD_INPUT: Final = 2
+_CODES: Final = (
+    "Exit code: 0 if it is sound, with or without warnings; 2 if it is refused, with one sentence on stderr. Nothing "
+    "is created, and neither a server nor a bucket is asked."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nixl-tiers", description="KV cache beyond GPU memory.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    config = commands.add_parser("config", help="check a configuration and say what it means")
+    config = commands.add_parser("config", help="check a configuration and say what it means", epilog=_CODES)
     config.add_argument(
         "file", help="a .json, .yaml or .yml file, or JSON text; may be what --kv-transfer-config takes"
     )

@@ -2,53 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
+
+from pydantic import BaseModel
 
 from nixl_tiers import config
-from nixl_tiers.config import FileTier, S3Tier, TiersConfig
+from nixl_tiers.config import CpuTier, FileTier, S3Tier, TiersConfig
+from nixl_tiers.config_warnings import warnings_here, warnings_of
 
-_WRITES: Final = {"through": "every chunk is written", "on_evict": "evicted chunks are written", "off": "read only"}
+_MEANINGS: Final = {
+    ("write", "through"): "every chunk is written",
+    ("write", "on_evict"): "evicted chunks are written",
+    ("write", "off"): "read only",
+    ("on_reset", "new_epoch"): "stored chunks are no longer used",
+    ("on_reset", "keep"): "stored chunks stay valid",
+    ("lora_storage", True): "chunks of LoRA adapters are stored too",
+    ("wait_s", None): "the longest that a request waits for chunks to come up",
+    ("probe_s", None): "the longest that a request waits to hear of other engines' chunks",
+    ("flush_on_exit_s", None): "the longest that closing waits for chunks that no tier holds yet",
+}
+# What holds where nothing stands; fields that are not named here are left out until they are set.
+_UNSET: Final = {
+    "model_id": "the weights are recognised by their files",
+    "max_age": "none, chunks stay for as long as they fit",
+    "endpoint": "AWS",
+    "region": "AWS_REGION, AWS_DEFAULT_REGION, the profile's, or the bucket's own",
+    "replicas": "as vLLM says",
+}
+_CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
 
 
 def check(source: str) -> int:
-    """Print a summary. `source`: a file, or JSON text. Raises ConfigError. Changes nothing and asks nobody."""
+    """Print what `source`, a file or JSON text, means, and warnings of what is surely wrong with it.
+
+    Raises ConfigError. Changes nothing and asks nobody: a missing directory is not made.
+    """
     read = config.load(source)
     config.check_paths(read, create=False)
     print("\n".join(_summary(read)))
+    for warning in (*warnings_of(read), *warnings_here(read)):
+        print(f"warning: {warning}")
     return 0
 
 
 def _summary(read: TiersConfig) -> list[str]:
-    rows = [("cpu", config.format_size(read.cpu.capacity), "host memory of this node")]
-    for name, tier in zip(read.names, read.storage, strict=True):
-        rows.append((name, config.format_size(tier.capacity), _storage(tier)))
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"{name:<{widths[0]}}  {size:>{widths[1]}}  {what}" for name, size, what in rows]
-    weights = f'named "{read.model_id}"' if read.model_id else "recognised by their files"
-    reset = "stored chunks are no longer used" if read.on_reset == "new_epoch" else "stored chunks stay valid"
-    lines += [
-        f"weights: {weights}",
-        f"after a reset: {reset}",
-        f"a request waits at most {read.wait_s:g} s for chunks to come up",
-    ]
-    if read.flush_on_exit_s:
-        lines.append(f"closing waits at most {read.flush_on_exit_s:g} s for chunks that no tier holds yet")
-    if read.lora_storage:
-        lines.append("chunks of LoRA adapters are stored too")
-    return lines
+    names = ("cpu", *read.names)
+    lines: list[str] = []
+    for i, (name, tier) in enumerate(zip(names, read.tiers, strict=True)):
+        lines += [f"tiers[{i}] {name}: {config.format_size(tier.capacity)}, {_place(tier)}", *_fields(tier), ""]
+    return [*lines, "all tiers", *_fields(read), ""]
 
 
-def _storage(tier: FileTier | S3Tier) -> str:
-    writes = _WRITES[tier.write]
+def _place(tier: CpuTier | FileTier | S3Tier) -> str:
+    if isinstance(tier, CpuTier):
+        return "host memory of this node"
     if isinstance(tier, FileTier):
-        return f"{tier.path}, {writes}, backend {tier.backend}"
-    if tier.profile:
-        keys = f"profile {tier.profile}"
-    elif tier.credentials_file:
-        keys = f"credentials in {tier.credentials_file}"
-    elif tier.access_key_env:
-        keys = f"credentials in the environment variables {tier.access_key_env} and {tier.secret_key_env}"
-    else:
-        keys = "credentials of the AWS chain"
-    place = f"{tier.bucket}/{tier.prefix} at {tier.endpoint or f'AWS {tier.region}'}"
-    return f"{place}, {writes}, {keys}"
+        return str(tier.path)
+    return f"{tier.bucket}/{tier.prefix} at {tier.endpoint or 'AWS'}"
+
+
+def _fields(model: BaseModel) -> list[str]:
+    """A line for each field that is set, and for each default that matters."""
+    rows = []
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        given = name in model.model_fields_set
+        if name in ("type", "tiers") or (not given and field.default in (None, "") and name not in _UNSET):
+            continue
+        meaning = _MEANINGS.get((name, value)) or _MEANINGS.get((name, None))
+        rows.append((name, _shown(name, value) + ("" if given else " (default)"), meaning))
+    if isinstance(model, S3Tier) and all(getattr(model, way) is None for way in _CREDENTIALS):
+        rows.append(("credentials", "the AWS chain (default)", None))
+    widest = max((len(name) for name, _, _ in rows), default=0)
+    return [f"  {name:<{widest}}  {text}{f': {meaning}' if meaning else ''}" for name, text, meaning in rows]
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return _UNSET.get(name, "none")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if name == "capacity":
+        return f"{config.format_size(value)} ({value} bytes)"
+    if name == "max_age" or name.endswith("_s"):
+        return config.format_seconds(value)
+    return str(value)

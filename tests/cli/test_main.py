@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from nixl_tiers import cli
-from nixl_tiers.config import Write
+from nixl_tiers.config import CpuTier, FileTier, S3Tier, TiersConfig, Write
 
 
 def write(folder: Path, text: str) -> Path:
@@ -39,6 +40,78 @@ def test_a_sound_configuration_is_summed_up(tmp_path: Path, capsys: pytest.Captu
     ):
         assert part in text
     assert not (tmp_path / "kv").exists(), "a check changes nothing"
+
+
+def test_every_field_that_is_set_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KV_ACCESS", "KV_SECRET", "KV_SESSION"):
+        monkeypatch.setenv(name, "x")
+    (tmp_path / "ca").write_text("")
+    told: dict[str, dict[str, object]] = {
+        "cpu": {"type": "cpu", "capacity": "64GiB", "eviction": "arc"},
+        "file": {
+            "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "files", "backend": "posix",
+            "write": "on_evict", "eviction": "s3fifo", "max_age": "7d",
+        },
+        "s3": {
+            "type": "s3", "bucket": "kv-cache", "prefix": "p/q", "endpoint": "https://h:9000", "region": "eu-west-9",
+            "capacity": "10TiB", "shared": True, "write": "off", "eviction": "arc", "max_age": "90m",
+            "ca_file": str(tmp_path / "ca"), "sse": "aws:kms", "sse_key": "alias/k", "access_key_env": "KV_ACCESS",
+            "secret_key_env": "KV_SECRET", "session_token_env": "KV_SESSION", "profile": None, "credentials_file": None,
+        },
+    }  # fmt: skip
+    top: dict[str, object] = {
+        "model_id": "llama@3", "salt": "pepper", "lora_storage": True, "on_reset": "keep", "wait_s": "2m",
+        "probe_s": "300ms", "flush_on_exit_s": "17s", "replicas": 5,
+    }  # fmt: skip
+    shown = _shown(told, top, capsys)
+    others = {"64GiB": "64 GiB (68719476736 bytes)", "1TiB": "1 TiB (1099511627776 bytes)"}
+    others |= {"10TiB": "10 TiB (10995116277760 bytes)", "True": "true", "None": "none"}
+    for kind, block in {**told, "all": top}.items():
+        for name in block.keys() - {"type"}:
+            expected = others.get(str(block[name]), str(block[name]))
+            assert shown[kind][name].split(": ")[0] == expected.split(": ")[0], name
+    assert "credentials" not in shown["s3"]
+
+
+def test_every_default_that_matters_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers: dict[str, dict[str, object]] = {
+        "cpu": {"type": "cpu", "capacity": "64GiB"},
+        "file": {"type": "file", "path": str(tmp_path), "capacity": "1TiB"},
+        "s3": {"type": "s3", "bucket": "kv-cache", "capacity": "10TiB"},
+    }
+    shown = _shown(tiers, {}, capsys)
+    for kind, model in (("cpu", CpuTier), ("file", FileTier), ("s3", S3Tier), ("all", TiersConfig)):
+        for name, field in model.model_fields.items():
+            if not field.is_required() and field.default not in (None, ""):
+                assert " (default)" in shown[kind][name], name
+    for kind, names in {"file": ["max_age"], "s3": ["max_age", "endpoint", "credentials"], "all": ["model_id"]}.items():
+        for name in names:
+            assert shown[kind][name].endswith("(default)")
+
+
+def _shown(
+    tiers: dict[str, dict[str, object]], top: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> dict[str, dict[str, str]]:
+    """What the command prints of each field, by the kind of tier, and of "all"."""
+    assert cli.main(["config", json.dumps({"tiers": list(tiers.values()), **top})]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    heads = {"cpu": "tiers[0] cpu: 64 GiB", "file": "tiers[1] file: 1 TiB", "s3": "tiers[2] s3: 10 TiB", "all": "all t"}
+    shown = {}
+    for kind, head in heads.items():
+        lines = next(block for block in blocks if block.startswith(head)).splitlines()[1:]
+        fields = [line.strip().split(maxsplit=1) for line in lines]
+        shown[kind] = {name: text for name, text in fields if text}
+    return shown
+
+
+def test_warnings_come_last_and_are_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {{type: file, path: {tmp_path}, capacity: 1Ti}}]")
+    assert cli.main(["config", str(file)]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1].startswith("warning: tiers[0].capacity: 64 B holds no chunk")
+    assert told.err == ""
 
 
 @pytest.mark.parametrize(
