@@ -315,7 +315,7 @@ class FileStorage(StorageTier):
             served.spoilt(move.slot, verdict.name)
             served.manifest.forget(move.slot, move.key)
             return Outcome.CORRUPT
-        if served.has_expired(served.sealer.sealed_at(self._region.rows_view[move.row])):
+        if served.has_expired(move.slot, served.sealer.sealed_at(self._region.rows_view[move.row])):
             served.manifest.forget(move.slot, move.key)  # its bytes stay, for the next sweep
             return Outcome.MISSING
         if move.tick:

@@ -201,8 +201,8 @@ class Ledger:
         """Delete every replica that nobody holds and in which nothing has been written for so long. Inside `locked`."""
         for directory in self._replicas():
             with suppress(OSError):
-                written_s = max(file.stat().st_mtime for file in directory.iterdir() if file.name != _LOCK)
-                if has_expired(written_s, now_s, max_age_s):
+                written_ns = max(file.stat().st_mtime_ns for file in directory.iterdir() if file.name != _LOCK)
+                if has_expired(_seen_ns(directory, written_ns, int(now_s * 1e9)) / 1e9, now_s, max_age_s):
                     self._forget(directory)
 
     def _look(self) -> None:
@@ -222,6 +222,19 @@ class Ledger:
                         used_at = 0
                     aged.append((used_at, directory))
         return [directory for _, directory in sorted(aged)]
+
+
+def _seen_ns(directory: Path, written_ns: int, now_ns: int) -> int:
+    """When the replica was last written, or first seen to be ahead of the clock: its lock's times keep that. Raises
+    OSError."""
+    if written_ns <= now_ns:
+        return written_ns
+    lock = directory / _LOCK
+    status = lock.stat()
+    if status.st_atime_ns == written_ns and status.st_mtime_ns <= now_ns:
+        return status.st_mtime_ns
+    os.utime(lock, ns=(written_ns, now_ns))
+    return now_ns
 
 
 def _slab_bytes(directory: Path) -> int:

@@ -99,6 +99,7 @@ class Manifest:
         self.sealed_at = np.zeros(slots, dtype=np.uint32)
         """By slot: when the bytes that stand there were sealed, in Unix seconds; 0 if no row was written there since it
         was erased. Also of slots that hold no row any more. For the caller's thread; whole after `adopt`."""
+        self._ahead: tuple[int, int] | None = None  # (latest time that the file may hold, last slot that was looked at)
         self._mark: Mark | None = None  # of the file that is open; None while it is being replaced
         self._lost = False  # the file was replaced while it was in use: rows were told of that it does not hold
         try:
@@ -134,6 +135,19 @@ class Manifest:
         self.sealed_at[slot] = self.tags[slot] = 0
         with self._lock:
             self._change(slot, _Put(_NOTHING, 0, 0))
+
+    def limit_times(self, now: int) -> None:
+        """What was sealed later than `now` (Unix seconds) counts as sealed now, here and, slowly, in the file. After
+        `adopt`: the file keeps what was first said of a time that the clock had not reached."""
+        if (self.sealed_at > now).any():
+            np.minimum(self.sealed_at, now, out=self.sealed_at)
+            with self._lock:
+                self._ahead = now, -1
+                self._lock.notify()
+
+    def date(self, slot: int, sealed_at: int) -> None:
+        """The clock has caught up with the seal in this slot: its own time counts again."""
+        self.sealed_at[slot] = sealed_at
 
     def forget(self, slot: int, key: bytes | None = None) -> None:
         """The slot no longer holds the key; without a key: it is about to be overwritten, whatever it held."""
@@ -277,6 +291,7 @@ class Manifest:
                     if batch is None:
                         batches = None
                 self._commit()
+                self._limit_some()
                 self._ailing = complained = False
             except sqlite3.Error as error:
                 if batches is not None:  # a listing that broke ends here
@@ -297,7 +312,7 @@ class Manifest:
             if complained:
                 self._lock.wait_for(lambda: self._closing, _RETRY_S)
             elif not (listing and self._wanted):
-                self._lock.wait_for(lambda: self._closing or self._pending or (listing and self._wanted))
+                self._lock.wait_for(lambda: self._closing or self._pending or self._ahead or (listing and self._wanted))
                 self._lock.wait_for(
                     lambda: self._closing or self._urgent or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S
                 )
@@ -341,6 +356,27 @@ class Manifest:
                 for slot, change in changes.items():
                     if self._pending.get(slot) is change:
                         del self._pending[slot]
+
+    def _limit_some(self) -> None:
+        """Go on with `limit_times` in the file, _COMMIT_ROWS at a time."""
+        with self._lock:
+            ahead = self._ahead
+        if ahead is None:
+            return
+        now, last = ahead
+        wanted = "SELECT slot FROM rows WHERE slot > ? AND sealed_at > ? ORDER BY slot LIMIT ?"
+        slots = [slot for (slot,) in self._db.execute(wanted, (last, now, _COMMIT_ROWS))]
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("UPDATE rows SET sealed_at = ? WHERE slot = ?", [(now, slot) for slot in slots])
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+        with self._lock:
+            if self._ahead is ahead:
+                self._ahead = (now, slots[-1]) if len(slots) == _COMMIT_ROWS else None
 
     def _apply(self, slot: int, change: _Put | _Forget | _Touch) -> None:
         if isinstance(change, _Put):

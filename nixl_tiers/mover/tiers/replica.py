@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory.seal import Sealer
@@ -101,9 +102,12 @@ class Replica:
             self.manifest.complete()
         self.listed = True
 
-    def has_expired(self, sealed_at: int) -> bool:
-        """Whether a row that was sealed then is too old."""
-        return has_expired(sealed_at, self._clock(), self._max_age_s)
+    def has_expired(self, slot: int, sealed_at: int) -> bool:
+        """Whether the row in that slot, whose seal tells that time, is too old."""
+        now = self._clock()
+        if sealed_at > now:  # it counts from when it was first seen, once a sweep has seen it
+            sealed_at = int(self.manifest.sealed_at[slot]) or sealed_at
+        return has_expired(sealed_at, now, self._max_age_s)
 
     def sweep(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
         """When it is time: erase what is too old, and whole replicas that nobody serves. Yields the keys that are gone
@@ -111,25 +115,38 @@ class Replica:
         `adopt`."""
         if self._max_age_s is None or abs(self._clock() - self._swept_at_s) < sweep_s(self._max_age_s):
             return
+        now, max_age_s = self._clock(), self._max_age_s
+        self.manifest.limit_times(int(now))
         sealed_at = self.manifest.sealed_at
-        old = np.flatnonzero((sealed_at > 0) & expired(sealed_at, self._clock(), self._max_age_s)).tolist()
-        self._swept_at_s = self._clock()
-        swept = self._eraser.submit(self._forget_others, self._max_age_s)
+
+        def old_ones(slots: NDArray[np.int64]) -> list[int]:
+            ages: list[int] = slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)].tolist()
+            return ages
+
+        old = old_ones(np.arange(len(sealed_at)))
+        self._swept_at_s = now
+        swept = self._eraser.submit(self._forget_others, max_age_s)
         for start in range(0, len(old), MAX_ENTRIES):
             busy = in_use()
             if not busy.isdisjoint(old):
                 self._swept_at_s = 0.0  # again soon
-            slots = [slot for slot in old[start : start + MAX_ENTRIES] if slot not in busy and sealed_at[slot]]
+            # Those of them that still are: a slot may have got a new row since.
+            slots = [slot for slot in old_ones(np.array(old[start : start + MAX_ENTRIES])) if slot not in busy]
             self.erasing = frozenset(slot for slot in slots if self.slabs.has_room(slot))
-            erasing = self._eraser.submit(self._erase, sorted(self.erasing))
+            for slot in self.erasing.symmetric_difference(slots):
+                self.manifest.erase(slot)
+            erasing = self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s)
             while not erasing.done():
                 yield []
-            found = erasing.result()
-            if found is not None:
+            erased = erasing.result()
+            if erased is not None:
+                found, young = erased
                 # Bytes of a row that the engine has dropped before may bear a key that it holds elsewhere.
                 gone = [Entry(GONE, row.key, 0) for row in found if self.manifest.holds(row.slot, row.key)]
-                for slot in slots:
+                for slot in self.erasing.difference(row.slot for row in young):
                     self.manifest.erase(slot)
+                for row in young:
+                    self.manifest.date(row.slot, row.sealed_at)
                 yield gone
             self.erasing = frozenset()
         while not swept.done():
@@ -190,13 +207,19 @@ class Replica:
                     self.manifest.sealed_at[slot] = int(self._clock())
             self.manifest.complete()
 
-    def _erase(self, slots: list[int]) -> list[Found] | None:
-        """On the eraser's thread: the rows that stood there; None if they may stand there still."""
+    def _erase(self, slots: list[int], now_s: float, max_age_s: float) -> tuple[list[Found], list[Found]] | None:
+        """On the eraser's thread: the rows that stood there, and those that were left, because the clock has caught up
+        with their seals since they were first seen; None if all may stand there still."""
         try:
             found = self.read_seals(slots)
+            young = {
+                row.slot: row
+                for row in found
+                if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
+            }
             if not self._closing:
-                self.slabs.erase(slots)
-                return found
+                self.slabs.erase([slot for slot in slots if slot not in young])
+                return [row for row in found if row.slot not in young], list(young.values())
         except OSError as error:
             self._complaints.about("erase", f"{self._claim.directory}: old rows cannot be erased ({describe(error)})")
             self.watch.soon()
