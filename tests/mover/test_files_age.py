@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,31 @@ import pytest
 from nixl_tiers.config import FileTier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.messages import Entry, Move, Outcome
+from nixl_tiers.mover.tiers.account import INCOMING, Place
 from nixl_tiers.mover.tiers.files import FilesStorage
+from nixl_tiers.mover.tiers.row_files import TOUCH_S
+from nixl_tiers.mover.tiers.server_time import ServerTime
+from nixl_tiers.mover.tiers.shelves import OLD_S
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.mover.test_file_age import AGE_S, GEOMETRY, ROWS, Clock, gone
+from tests.mover.test_file_age import AGE_S, DAY_S, GEOMETRY, ROWS, Clock, gone
 from tests.mover.test_file_storage import outcomes
+
+
+class Server(ServerTime):
+    """A file server with a clock of its own, as its files have it once `store` has been there."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def ask(self, directory: int) -> None:
+        pass
+
+    def mark(self, path: Path) -> None:
+        os.utime(path, (self.clock(),) * 2)
+
+    def now_s(self) -> float:
+        return self.clock()
 
 
 @pytest.fixture
@@ -29,10 +51,17 @@ def region() -> Iterator[HostRegion]:
 
 
 def open_tier(
-    path: Path, region: HostRegion, clock: Clock, namespace: bytes = NAMESPACE, write: str = "through"
+    path: Path,
+    region: HostRegion,
+    clock: Clock,
+    namespace: bytes = NAMESPACE,
+    *,
+    write: str = "through",
+    ahead_s: float = 0.0,
 ) -> FilesStorage:
+    """`clock` is the file server's; the engine's is ahead of it."""
     config = FileTier(type="file", layout="files", path=path, capacity=16 << 20, max_age=AGE_S, write=write)  # type: ignore[arg-type]
-    tier = FilesStorage(config, GEOMETRY, region, clock)
+    tier = FilesStorage(config, GEOMETRY, region, lambda: clock() + ahead_s, Server(clock))
     tier.open(namespace, 0)
     return tier
 
@@ -49,6 +78,12 @@ def store(tier: FilesStorage, region: HostRegion, numbers: range) -> None:
         region.rows_view[row] = payload(number, GEOMETRY)
     moves = [Move(row, number, key_of(number), seal=True) for row, number in enumerate(numbers)]
     assert set(outcomes(tier, tier.store(moves))[0]) == {Outcome.OK}  # type: ignore[arg-type]
+    for number in numbers:
+        tier._shelves.server_time.mark(row_of(tier, number))
+
+
+def row_of(tier: FilesStorage, number: int) -> Path:
+    return tier._shelves.where(Place.of(tier._served.name, key_of(number)))
 
 
 def load(tier: FilesStorage, numbers: range) -> list[Outcome]:
@@ -67,7 +102,7 @@ def test_old_rows_are_swept_also_those_that_are_used(tmp_path: Path, region: Hos
     clock.now += 1800
     store(tier, region, range(4, 6))
     for path in tmp_path.rglob("*.row"):
-        os.utime(path, (clock.now + 500,) * 2)  # just used
+        os.utime(path, (clock.now + 50,) * 2)  # just used
     clock.now += 1799
     assert listing(tier) == []
     clock.now += 61
@@ -85,7 +120,9 @@ def test_rows_of_other_engines_and_namespaces_are_swept_too(tmp_path: Path, regi
         store(tier, region, range(3))
         tier.close()
     (tmp_path / NAMESPACE.hex() / "00").mkdir(exist_ok=True)
-    (tmp_path / NAMESPACE.hex() / "00" / "abcd.row").write_bytes(bytes(5000))  # ages by its time
+    sealless = tmp_path / NAMESPACE.hex() / "00" / "abcd.row"
+    sealless.write_bytes(bytes(5000))  # ages by its time
+    os.utime(sealless, (clock.now,) * 2)
     clock.now += 3000
     tier = open_tier(tmp_path, region, clock)  # knows them only from the directory
     assert len(listing(tier)) == 3
@@ -132,3 +169,89 @@ def test_a_row_that_is_stored_again_is_as_young_as_its_seal(tmp_path: Path, regi
     assert rows_in(tmp_path) == 2
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(("one_s", "other_s"), [(DAY_S, -DAY_S), (0.0, DAY_S), (-DAY_S, 0.0)])
+def test_engines_whose_clocks_are_days_apart_share_rows_and_let_them_age(
+    tmp_path: Path, region: HostRegion, clock: Clock, one_s: float, other_s: float
+) -> None:
+    one, other = (open_tier(tmp_path, region, clock, ahead_s=ahead_s) for ahead_s in (one_s, other_s))
+    listing(one)
+    store(one, region, range(4))
+    listing(other)
+    store(other, region, range(4, 8))
+    listing(one)
+    for tier in (one, other):
+        assert set(load(tier, range(8))) == {Outcome.OK}
+    clock.now += AGE_S - 1
+    for tier in (one, other):
+        listing(tier)
+        assert set(load(tier, range(8))) == {Outcome.OK}
+    clock.now += 61
+    assert load(one, range(4, 8)) == [Outcome.MISSING] * 4
+    listing(other)
+    assert rows_in(tmp_path) == 0
+    one.close()
+    other.close()
+
+
+def test_a_row_that_is_ahead_keeps_its_time_when_it_is_used(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    """Else it would be as young as its last use: for ever, when its seal is of a far year."""
+    tier = open_tier(tmp_path, region, clock, ahead_s=365 * DAY_S)
+    listing(tier)
+    store(tier, region, range(2))
+    written_s = row_of(tier, 0).stat().st_mtime
+    clock.now += TOUCH_S + 1
+    assert set(load(tier, range(2))) == {Outcome.OK}
+    clock.now += AGE_S - TOUCH_S - 2
+    listing(tier)  # waits for what runs on hands
+    assert set(load(tier, range(2))) == {Outcome.OK}
+    assert row_of(tier, 0).stat().st_mtime == written_s
+    clock.now += 1
+    assert load(tier, range(2)) == [Outcome.MISSING] * 2
+    tier.close()
+
+
+def test_rows_of_a_server_whose_clock_was_ahead_age_from_now_on(
+    tmp_path: Path, region: HostRegion, clock: Clock
+) -> None:
+    right, clock.now = clock.now, clock.now + 365 * DAY_S
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(2))
+    tier.close()
+    clock.now = right
+    tier = open_tier(tmp_path, region, clock)
+    assert len(listing(tier)) == 2
+    assert [row_of(tier, n).stat().st_mtime for n in range(2)] == [right] * 2  # when they were first seen
+    clock.now += AGE_S - 1
+    listing(tier)
+    assert set(load(tier, range(2))) == {Outcome.OK}
+    clock.now += 61
+    assert gone(listing(tier)) == [0, 1]
+    tier.close()
+
+
+@pytest.mark.parametrize("ahead_s", [DAY_S, -DAY_S])
+def test_what_is_being_written_and_when_a_directory_has_changed_is_told_by_the_servers_clock(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (real() + ahead_s)))
+    config = FileTier(type="file", layout="files", path=tmp_path, capacity=16 << 20)
+    tier = FilesStorage(config, GEOMETRY, region)
+    tier.open(NAMESPACE, 0)
+    fresh, old = (tmp_path / INCOMING / f"{name}-01234567-1-01234567-0.tmp" for name in ("fresh", "old"))
+    for path in (fresh, old):
+        path.write_bytes(bytes(4096))
+    os.utime(old, (real() - OLD_S - 60,) * 2)
+    tier._shelves.scan()
+    assert fresh.exists()
+    assert not old.exists()
+    home = tmp_path / NAMESPACE.hex() / "00"
+    home.mkdir()
+    tier._shelves.scan()
+    assert tier._shelves._shelves[NAMESPACE.hex(), "00"].modified_ns == -1  # may change again in the same tick
+    assert abs(tier._shelves.server_time.now_s() - real()) < 600
+    tier.close()

@@ -24,6 +24,7 @@ from typing import Final, NamedTuple, ParamSpec, TypeVar
 from nixl_tiers.chunk import PAGE, Key, align, key_of_object, object_name
 from nixl_tiers.memory.seal import read as read_seal
 from nixl_tiers.mover.tiers.age import has_expired
+from nixl_tiers.mover.tiers.server_time import ServerTime
 from nixl_tiers.mover.tiers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ LOOK_SHARE: Final = 64  # an engine looks again when it has written this part of
 LOOK_ROWS: Final = 16  # but not for less than these
 _HANDS: Final = 4
 _LOOKED_AT_ONCE: Final = 64
+_AHEAD_S: Final = 60.0  # no file is ahead of its server's clock by so much, unless that was put back
 _TAILS: Final = (PAGE, 64 << 10)  # in which a seal is looked for: nearly always the first, in any case the second
 
 P = ParamSpec("P")
@@ -71,7 +73,7 @@ class Seen(NamedTuple):
     modified_ns: int
     size: int
     cost: int  # bytes on the medium
-    sealed_at: int = 0  # Unix seconds; 0: not looked at yet
+    sealed_at: int = 0  # what its age counts from, in Unix seconds (`counts_from`); 0: not looked at yet
 
 
 @dataclass(slots=True)
@@ -88,9 +90,18 @@ class Shelf:
 class Account:
     """The account of one shared path. `reserve`, `has` and `ask_room` never wait; what is named so runs `on_hand`."""
 
-    def __init__(self, path: Path, capacity_bytes: int, row_bytes: int, *, writes: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        row_bytes: int,
+        *,
+        writes: bool = True,
+        server_time: ServerTime | None = None,
+    ) -> None:
         """Without `writes`, only look: whoever reads has no say in what is kept."""
         self.path = path
+        self.server_time = server_time or ServerTime()
         self._writes = writes
         self.writer = Writer()
         self._limit_bytes = capacity_bytes - MARGIN_BYTES
@@ -129,14 +140,14 @@ class Account:
             return shelf is not None and place.name in shelf.rows
 
     def sealed_at(self, place: Place) -> int:
-        """When the row there was sealed, in Unix seconds; 0 if that was not looked at."""
+        """What the age of the row there counts from, in Unix seconds; 0 if that was not looked at."""
         with self._lock:
             shelf = self._shelves.get(place[:2])
             seen = shelf.rows.get(place.name) if shelf is not None else None
         return seen.sealed_at if seen is not None else 0
 
     def note(self, place: Place, sealed_at: int) -> None:
-        """What its seal says."""
+        """What its age counts from."""
         with self._lock:
             shelf = self._shelves.get(place[:2])
             seen = shelf.rows.get(place.name) if shelf is not None else None
@@ -188,6 +199,14 @@ class Account:
 
     # --- on hands: they wait for the file system --------------------------------------------------------------------
 
+    def ask_time(self) -> None:
+        """See what time it is by the clock of the file server. Raises OSError."""
+        descriptor = os.open(self.path / INCOMING, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.server_time.ask(descriptor)
+        finally:
+            os.close(descriptor)
+
     def fresh(self) -> tuple[Path, int]:
         """A file of its own to write a row into, and a descriptor of it that the caller closes. Raises OSError."""
         path = self.path / INCOMING / self.writer.name()
@@ -213,7 +232,7 @@ class Account:
             temporary.rename(target)
         with suppress(OSError):  # gone again: somebody was short of room
             status = target.stat()
-            self._record(place, seen_as(status)._replace(sealed_at=sealed_at))
+            self._record(place, seen_as(status)._replace(sealed_at=counts_from(sealed_at, status)))
         with self._lock:
             self._reserved_bytes -= self._row_bytes
 
@@ -226,7 +245,8 @@ class Account:
             return None
 
     def expire(self, now_s: float, max_age_s: float) -> None:
-        """Delete the rows of all namespaces whose seals say that they are too old, and wait for that. Not on a hand."""
+        """Delete the rows of all namespaces whose seals say that they are too old at `now_s`, by the server's clock,
+        and wait for that. Not on a hand."""
         candidates = []
         with self._lock:
             places = list(self._shelves)
@@ -237,7 +257,9 @@ class Account:
             candidates += [
                 Place(*place, name)
                 for name, seen in rows
-                if not seen.sealed_at or has_expired(seen.sealed_at, now_s, max_age_s)
+                if not seen.sealed_at
+                or has_expired(seen.sealed_at, now_s, max_age_s)
+                or seen.sealed_at > now_s + _AHEAD_S
             ]
         for start in range(0, len(candidates), _LOOKED_AT_ONCE):
             if self._closing:
@@ -247,8 +269,7 @@ class Account:
                 looked.result()
 
     def _expire(self, place: Place, now_s: float, max_age_s: float) -> None:
-        """On a hand. The file's time is when the row was last used, so only the seal tells its age; a file without
-        one ages by its time."""
+        """On a hand."""
         path = self.where(place)
         try:
             with path.open("rb") as file:
@@ -257,9 +278,11 @@ class Account:
                 for tail in _TAILS:
                     file.seek(max(0, status.st_size - tail))
                     seal = seal or read_seal(file.read(tail))
-            sealed_at = seal.sealed_at if seal is not None else int(status.st_mtime)
+            sealed_at = counts_from(seal.sealed_at if seal is not None else None, status)
             if has_expired(sealed_at, now_s, max_age_s):
                 self.condemn(place, status)
+            elif sealed_at > now_s + _AHEAD_S:  # as its time is too: the server's clock was ahead
+                self.touch(place)
             else:
                 self._record(place, seen_as(status)._replace(sealed_at=sealed_at))
         except FileNotFoundError:
@@ -268,10 +291,10 @@ class Account:
             self._complain(f"{path} cannot be looked at ({error.strerror or error})")
 
     def touch(self, place: Place) -> None:
-        """The row was used now, for everybody to see."""
+        """The row was used now, for everybody to see. Not before the server's time has reached its seal."""
         path = self.where(place)
         with suppress(OSError):
-            os.utime(path)  # the server's time, not ours
+            self.server_time.mark(path)
             self._record(place, seen_as(path.stat()))
 
     def take_away(self, place: Place) -> None:
@@ -326,6 +349,13 @@ class Account:
         if problem and problem != self._complained:
             logger.warning("%s", problem)
         self._complained = problem
+
+
+def counts_from(sealed_at: int | None, status: os.stat_result) -> int:
+    """What the age of a row file counts from, in Unix seconds. Its time is when it was last used, so only the seal
+    tells its age (None: it has none, and ages by its time). But a seal that is ahead of the file's time was made by a
+    clock that is ahead of the server's: then the time is when the row was written, and stays that (`touch`)."""
+    return int(status.st_mtime) if sealed_at is None else min(sealed_at, int(status.st_mtime))
 
 
 def seen_as(status: os.stat_result) -> Seen:

@@ -23,13 +23,14 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
-from nixl_tiers.mover.tiers.account import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room
+from nixl_tiers.mover.tiers.account import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, counts_from
 from nixl_tiers.mover.tiers.age import has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
 from nixl_tiers.mover.tiers.directory import connect, unopened
 from nixl_tiers.mover.tiers.row_files import RowFile, RowFiles
 from nixl_tiers.mover.tiers.served import Served
+from nixl_tiers.mover.tiers.server_time import ServerTime
 from nixl_tiers.mover.tiers.shelves import Shelves
 from nixl_tiers.mover.tiers.slabs import direct_works
 from nixl_tiers.mover.tiers.watch import Mark, Mount, Watch
@@ -60,10 +61,15 @@ class FilesStorage(StorageTier):
     """Rows as files of their own below `<path>/<namespace>`. Slots are a count: any key may stand with any slot."""
 
     def __init__(
-        self, config: FileTier, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
+        self,
+        config: FileTier,
+        geometry: Geometry,
+        region: HostRegion,
+        clock: Callable[[], float] = time.time,
+        server_time: ServerTime | None = None,
     ) -> None:
-        """`region` stays the caller's; `clock` tells the time of day, in Unix seconds. Raises TierRefused if the wanted
-        NIXL backend cannot be had here."""
+        """`region` stays the caller's; `clock` tells the time of day, in Unix seconds, for seals; ages go by the file
+        server's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
         self._config = config
         self._clock = clock
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="sweeper")
@@ -74,7 +80,9 @@ class FilesStorage(StorageTier):
         self._region = region
         self._memory: Registration | None
         self._agent, self._memory = connect(config, region)
-        self._shelves = Shelves(config.path, config.capacity, self._row_bytes, writes=config.write != "off")
+        self._shelves = Shelves(
+            config.path, config.capacity, self._row_bytes, writes=config.write != "off", server_time=server_time
+        )
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
@@ -116,6 +124,7 @@ class FilesStorage(StorageTier):
             for directory in (path / INCOMING, path / namespace.hex()):
                 directory.mkdir(mode=0o700, exist_ok=True)
             self._files.direct = direct_works(path / INCOMING)
+            self._shelves.ask_time()
             watch = Watch(Mark(path).trouble)
         except OSError as error:
             raise unopened(error) from error
@@ -222,17 +231,17 @@ class FilesStorage(StorageTier):
             raise RuntimeError("the tier is not open")
         return self._open
 
-    def _is_old(self, sealed_at: int) -> bool:
+    def _is_old(self, counted_from: int) -> bool:
         """Whether a row is known to be too old, and will not go: whoever writes has it swept, seal read once more."""
-        return (
-            self._config.write == "off"
-            and sealed_at > 0
-            and has_expired(sealed_at, self._clock(), self._config.max_age)
-        )
+        return self._config.write == "off" and counted_from > 0 and self._has_expired(counted_from)
+
+    def _has_expired(self, counted_from: int) -> bool:
+        age_s = self._config.max_age
+        return age_s is not None and has_expired(counted_from, self._shelves.server_time.now_s(), age_s)
 
     def _sweep(self) -> None:
         """Begin to delete what is too old, when it is time. Who only reads deletes nothing."""
-        age_s, now = self._config.max_age, self._clock()
+        age_s, now = self._config.max_age, self._shelves.server_time.now_s()
         if age_s is None or self._config.write == "off" or not self._sweeping.done():
             return
         if abs(now - self._swept_at_s) >= sweep_s(age_s):
@@ -281,7 +290,9 @@ class FilesStorage(StorageTier):
                 self._end(task, Outcome.NO_SPACE, writes=True)
                 continue
             if task.move.seal:
-                seal_row(self._served.sealer, self._region, task.move, self._clock())
+                # Whichever clock it is judged by, it is not older than it is: ahead of one of them, it loses nothing.
+                now_s = max(self._clock(), self._shelves.server_time.now_s())
+                seal_row(self._served.sealer, self._region, task.move, now_s)
             task.sealed_at = self._served.sealer.sealed_at(self._region.rows_view[task.move.row])
             task.opening = self._shelves.on_hand(task.place, self._files.open_fresh)
             self._storing.append(task)
@@ -352,7 +363,7 @@ class FilesStorage(StorageTier):
         row, sealer = self._region.rows_view[task.move.row], self._served.sealer
         verdict = sealer.verify(row, task.move.key)
         sealed_at = sealer.sealed_at(row) if verdict is Verdict.OK else 0
-        old = verdict is Verdict.OK and has_expired(sealed_at, self._clock(), self._config.max_age)
+        old = verdict is Verdict.OK and self._has_expired(counts_from(sealed_at, file.status))
         good = verdict is Verdict.OK and not (old and self._config.write != "off")
         self._shelves.on_hand(place, self._files.let_go, file, place, good, sealed_at)
         if old:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Final
 from nixl_tiers.mover.agent import Agent, AgentError, Registration
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import Outcome
-from nixl_tiers.mover.tiers.account import Place
+from nixl_tiers.mover.tiers.account import Place, counts_from
 from nixl_tiers.mover.tiers.shelves import Shelves
 from nixl_tiers.mover.tiers.slabs import fallocate
 from nixl_tiers.mover.tiers.watch import describe
@@ -45,8 +44,8 @@ class RowFiles:
         on_failure: Callable[[], None],
         is_old: Callable[[int], bool],
     ) -> None:
-        """`on_failure` is called when the file system fails; `is_old` tells of a time of sealing, in Unix seconds,
-        whether a row is too old and yet to be left where it is."""
+        """`on_failure` is called when the file system fails; `is_old` tells whether a row whose age counts from then
+        (Unix seconds) is too old and yet to be left where it is."""
         self._agent = agent
         self._shelves = shelves
         self._row_bytes = row_bytes
@@ -137,9 +136,10 @@ class RowFiles:
         """A row has been read; one that is not good goes."""
         self._agent.deregister(file.registration)
         assert file.status is not None
+        now_s = self._shelves.server_time.now_s()
         if not good:
             self._shelves.condemn(place, file.status)
-        elif self._is_old(sealed_at):
-            self._shelves.note(place, sealed_at)
-        elif time.time() - file.status.st_mtime > TOUCH_S:
+        elif self._is_old(counted := counts_from(sealed_at, file.status)):
+            self._shelves.note(place, counted)
+        elif sealed_at <= now_s and now_s - file.status.st_mtime > TOUCH_S:
             self._shelves.touch(place)

@@ -21,7 +21,7 @@ _SPARE_SLOTS: Final = 64  # that listings leave to stores: what the engine has n
 class Served:
     """The namespace being served. `known`: what the engine has been told of, or has stored, and not forgotten.
 
-    `is_old` tells of a time of sealing, in Unix seconds, whether a row is too old and yet to be left where it is.
+    `is_old` tells whether a row whose age counts from then, in Unix seconds, is too old and yet to be left where it is.
     """
 
     name: str

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.mover.tiers.account import INCOMING, Account, Place, Seen, Shelf, seen_as, taken_bytes, weigh
+from nixl_tiers.mover.tiers.server_time import ServerTime
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,17 @@ class _End(Enum):
 class Shelves(Account):
     """The account, and the thread that keeps it: it looks through the directory, and makes room."""
 
-    def __init__(self, path: Path, capacity_bytes: int, row_bytes: int, *, writes: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        row_bytes: int,
+        *,
+        writes: bool = True,
+        server_time: ServerTime | None = None,
+    ) -> None:
         """Without `writes`, only look: whoever reads has no say in what is kept."""
-        super().__init__(path, capacity_bytes, row_bytes, writes=writes)
+        super().__init__(path, capacity_bytes, row_bytes, writes=writes, server_time=server_time)
         self._victims: deque[tuple[int, Place]] = deque()
         self._keeper: threading.Thread | None = None
 
@@ -96,6 +105,7 @@ class Shelves(Account):
                 if _NAMESPACE.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     overhead += self._read_namespace(entry, seen, number)
                 elif entry.name == INCOMING:
+                    self.ask_time()
                     overhead += self._sweep(entry)
                 else:
                     overhead += weigh(entry)
@@ -159,7 +169,7 @@ class Shelves(Account):
             self._rows_bytes += sum(row.cost for row in found.values()) - sum(row.cost for row in shelf.rows.values())
             shelf.rows = found
             shelf.overhead = overhead
-            settled = time.time_ns() - status.st_mtime_ns > _SETTLED_NS
+            settled = 1e9 * self.server_time.now_s() - status.st_mtime_ns > _SETTLED_NS
             shelf.modified_ns = status.st_mtime_ns if settled else -1
         return overhead
 
@@ -173,7 +183,7 @@ class Shelves(Account):
                     continue
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    if self.writer.is_gone(entry.name) or time.time() - status.st_mtime > OLD_S:
+                    if self.writer.is_gone(entry.name) or self.server_time.now_s() - status.st_mtime > OLD_S:
                         Path(entry.path).unlink()
                         logger.info("swept %s, which nobody writes any more", entry.path)
                     else:
