@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.tier import Direction, Job, TierSpec, Write
 from nixl_tiers.chunk import Key, Namespace
+from nixl_tiers.clock import RunningClock
 from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
 from nixl_tiers.lifetime import OfParent
 from nixl_tiers.mover.client import Supervisor
@@ -83,12 +83,12 @@ class Engine:
         *,
         hellos: Sequence[Hello] | None = None,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.namespace = namespace
         self.region = region
         self._config = config
-        self._clock = clock
+        self._clock = clock or RunningClock()
         self._names = config.names
         geometry = region.geometry
         specs = [
@@ -115,7 +115,7 @@ class Engine:
             )
             for place, tier in enumerate(config.storage)
         ]
-        self._movers = Supervisor(hellos, self._names, region.fd, self)
+        self._movers = Supervisor(hellos, self._names, region.fd, self, self._clock)
         self._pid = os.getpid()
         _engines.add(self)
 
@@ -340,10 +340,10 @@ class Engine:
             self._core.lost(tier, self._clock())
             self.changed.notify_all()
 
-    def on_tick(self) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
+    def on_tick(self, heard_s: float) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
         with self._lock:
             now = self._clock()
-            self._core.expire(now)
+            self._core.expire(heard_s)
             jobs = self._core.plan(now)
             messages: list[tuple[int, ToMover]] = [
                 (tier, Drop(batch))
@@ -359,7 +359,7 @@ class Engine:
             messages += [(p.tier, Probe(p.id, p.keys, p.chain)) for p in self._core.plan_probes(now)]
             self._say_circuits()
             closing = [rows for storage in self._core.storage for rows in storage.take_closing()]
-            result = messages, self._core.overdue(now), self._core.busy
+            result = messages, self._core.overdue(heard_s), self._core.busy
         for rows in closing:
             rows.close()
         return result

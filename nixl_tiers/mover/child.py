@@ -6,9 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -34,8 +33,9 @@ class Child:
     """Nothing here waits for the process. After `kill` it is spoken to and listened to no more: what it still has to
     say is about jobs that have failed, and it may say it for as long as it cannot be reaped."""
 
-    def __init__(self, hello: Hello, region_fd: int) -> None:
+    def __init__(self, hello: Hello, region_fd: int, clock: Callable[[], float]) -> None:
         """Raises OSError if it cannot be started."""
+        self._clock = clock
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -62,7 +62,7 @@ class Child:
             ours.close()
             raise
         self.socket = ours
-        self.heard_s = time.monotonic()
+        self.heard_s = clock()
         self.killed_s: float | None = None
         self.ended = False  # no more will come from its socket
         self.stopping = False
@@ -117,13 +117,13 @@ class Child:
             if not packet:
                 self.ended = True
                 return
-            self.heard_s = time.monotonic()
+            self.heard_s = self._clock()
             self._talked = True
             yield _read(packet, fds)
 
     def kill(self) -> None:
         if self.killed_s is None:
-            self.killed_s = time.monotonic()
+            self.killed_s = self._clock()
             self._unsent.clear()
             self.process.kill()
 

@@ -13,7 +13,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -55,8 +55,10 @@ class Handler(Protocol):
     def on_lost(self, tier: int) -> None:
         """The tier's mover is dead and reaped."""
 
-    def on_tick(self) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
-        """(what to send now, tiers whose movers must be killed and why, whether deadlines are running)."""
+    def on_tick(self, heard_s: float) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
+        """What movers had said by `heard_s` has been told: later deadlines must not be judged yet.
+
+        Returns (what to send now, tiers whose movers must be killed and why, whether deadlines are running)."""
 
 
 class Supervisor:
@@ -66,11 +68,20 @@ class Supervisor:
     thread ends with `close` and for no other reason: whatever goes wrong about a mover costs that mover.
     """
 
-    def __init__(self, hellos: Sequence[Hello], names: Sequence[str], region_fd: int, handler: Handler) -> None:
+    def __init__(
+        self,
+        hellos: Sequence[Hello],
+        names: Sequence[str],
+        region_fd: int,
+        handler: Handler,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock`: the one by which the handler judges deadlines."""
         self._hellos = hellos
         self._names = names
         self._region_fd = region_fd
         self._handler = handler
+        self._clock = clock
         self._open: Open | None = None
         self._reopen = False
         self._movers: list[Child | None] = [None] * len(hellos)
@@ -85,7 +96,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._wake_lock = threading.RLock()  # a garbage collection inside of it may close this very supervisor
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="nixl-tiers-supervisor", daemon=True)
 
     def start(self, message: Open) -> None:
@@ -153,7 +164,12 @@ class Supervisor:
             self.turns += 1
             try:
                 self._wait(busy)
-                busy = self._step()
+                now = self._clock()
+                # Before anything is judged, for much may have come while this thread, or this process, did not run.
+                for tier, mover in enumerate(self._movers):
+                    if mover is not None:
+                        self._receive(tier, mover)
+                busy = self._step(now)
             except Exception as error:  # noqa: BLE001 (whatever it is: without this thread all tiers are lost)
                 self._tell("the supervisor", error)
                 busy = False
@@ -168,18 +184,16 @@ class Supervisor:
                 os.close(fd)
 
     def _wait(self, busy: bool) -> None:
-        now = time.monotonic()
+        now = self._clock()
         waits = [TICK_S] if busy else [HEARTBEAT_S]
         waits += [max(0.0, at - now) for at in self._spawn_at.values()]
         for key, _ in self._selector.select(min(waits)):
-            if key.data is None:
+            if key.fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-            else:
-                self._receive(*key.data)
 
-    def _step(self) -> bool:
-        now = time.monotonic()
+    def _step(self, now: float) -> bool:
+        """All that movers had said by `now` has been heard."""
         for tier, at in list(self._spawn_at.items()):
             if at <= now:
                 del self._spawn_at[tier]
@@ -190,7 +204,7 @@ class Supervisor:
             for mover in self._movers:
                 if mover is not None:
                     mover.send(self._open)
-        messages, overdue, busy = self._handler.on_tick()
+        messages, overdue, busy = self._handler.on_tick(now)
         for tier, message in messages:
             mover = self._movers[tier]
             if mover is not None:
@@ -219,25 +233,23 @@ class Supervisor:
         elif not mover.ended:
             events = selectors.EVENT_READ if everything else selectors.EVENT_READ | selectors.EVENT_WRITE
             if self._selector.get_key(mover.socket).events != events:
-                self._selector.modify(mover.socket, events, (tier, mover))
+                self._selector.modify(mover.socket, events)
 
     def _spawn(self, tier: int) -> None:
         if self._stopping or self._open is None:
             return
         try:
-            mover = Child(self._hellos[tier], self._region_fd)
+            mover = Child(self._hellos[tier], self._region_fd, self._clock)
         except OSError as error:
             self._say(tier, f"cannot be started: {error}")
-            self._spawn_at[tier] = self._respawn[tier].died(time.monotonic())
+            self._spawn_at[tier] = self._respawn[tier].died(self._clock())
             return
         mover.send(self._open)
         self._movers[tier] = mover
-        self._selector.register(mover.socket, selectors.EVENT_READ, (tier, mover))
-        self._selector.register(mover.pidfd, selectors.EVENT_READ, (tier, mover))
+        self._selector.register(mover.socket, selectors.EVENT_READ)
+        self._selector.register(mover.pidfd, selectors.EVENT_READ)
 
     def _receive(self, tier: int, mover: Child) -> None:
-        if self._movers[tier] is not mover:
-            return  # of another generation
         gone = mover.gone  # looked at first: what it said before it died counts
         try:
             for message, table in mover.receive():
@@ -264,7 +276,7 @@ class Supervisor:
             return
         log.warning("nixl_tiers: killing the %s tier's mover: %s", self._names[tier], why)
         mover.kill()
-        self._respawn[tier].killed(time.monotonic())
+        self._respawn[tier].killed(self._clock())
         self._deafen(mover)
         self._handler.on_killed(tier)
 
@@ -280,7 +292,7 @@ class Supervisor:
         self._movers[tier] = None
         if not self._stopping and tier not in self._refused:
             log.warning("nixl_tiers: the %s tier's mover ended (%s)", self._names[tier], mover.process.returncode)
-            self._spawn_at[tier] = self._respawn[tier].died(time.monotonic())
+            self._spawn_at[tier] = self._respawn[tier].died(self._clock())
         self._handler.on_lost(tier)
 
     def _say(self, tier: int, what: str) -> None:

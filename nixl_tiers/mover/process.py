@@ -6,6 +6,7 @@ socket does not take yet is kept. So a missing heartbeat means that this process
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
@@ -62,6 +63,8 @@ JOURNAL_S: Final = 60.0  # the same where the engine asked for it, and waits for
 STUCK_S: Final = 120.0  # longer than an engine that lives lets its mover be silent
 QUEUE_PACKETS: Final = 256  # more than this unsent, or not begun: nothing new is taken in
 SOCKET_BYTES: Final = 1 << 20
+
+_libc = ctypes.CDLL(None)
 
 
 class Mover:
@@ -283,7 +286,6 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
         return
     told, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGTERM, lambda *_: os.write(tell, b"."))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # see _end_after
     events = select.poll()
     for descriptor in (parent_fd, told, end.fileno()):
         events.register(descriptor, select.POLLIN)
@@ -292,7 +294,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     if hello is None:
         return
     _log_as(str(hello.tier.get("type", "?")))
-    _end_after(STUCK_S)
+    _end_if_stuck()
     region = HostRegion.attach(region_fd)
     try:
         mover = Mover(make_tier(hello, region), end, region, named=hello.named)
@@ -309,7 +311,7 @@ def _loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[int])
     while True:
         now = time.monotonic()
         if now >= alive_at_s:
-            _end_after(STUCK_S)
+            _end_if_stuck()
             alive_at_s = now + HEARTBEAT_S
         try:
             mover.step(now)
@@ -352,7 +354,8 @@ def _receive(mover: Mover, end: socket.socket) -> bool:
 
 def _leave(mover: Mover, *, hurry: bool) -> None:
     """Finish what runs and write the journal; without the engine, only as far as that is quick."""
-    _end_after(LEAVE_S if hurry else JOURNAL_S)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_S if hurry else JOURNAL_S)
     if hurry:
         mover.outbox.hang_up()
         # Results have nobody to go to, but what is written now is there after a restart.
@@ -364,10 +367,16 @@ def _leave(mover: Mover, *, hurry: bool) -> None:
         mover.close()
 
 
-def _end_after(seconds: float) -> None:
-    """Have the kernel end this process then, unless it is told again. When a call into NIXL does not return, and keeps
-    the interpreter's lock, no thread of ours can; and the engine that would do it may be dead."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def _end_if_stuck() -> None:
+    """Have the kernel end this process after STUCK_S, unless this is called again. When a call into NIXL does not
+    return, and keeps the interpreter's lock, no thread of ours can; and the engine that would do it may be dead.
+
+    The timer runs while this process is stopped (SIGSTOP, a frozen cgroup, a suspended machine), and would end it as
+    soon as it goes on. So the first alarm only sets another one: its handler is alarm(2) itself, called with the
+    signal's number, 14, and thus good for 14 s. It is called once, then SIGALRM is deadly again.
+    """
+    _libc.sysv_signal(signal.SIGALRM, ctypes.cast(_libc.alarm, ctypes.c_void_p))
+    signal.setitimer(signal.ITIMER_REAL, STUCK_S)
 
 
 def _first(end: socket.socket, events: select.poll, ends: set[int]) -> Hello | None:

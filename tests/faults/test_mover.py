@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from nixl_tiers.cascade.storage import Direction
 from nixl_tiers.engine import Engine
+from nixl_tiers.mover import child
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from nixl_tiers.testing.waiting import until
 from tests.faults.arena import KILLS, PATIENCE_S, Arena
@@ -129,4 +131,29 @@ def test_a_mover_that_stops_while_nobody_asks(on_tier: Callable[..., Arena], tie
         arena.replaced(old)
         until(lambda: arena.is_up() and loads.episode and loads.closed, "the circuit to close", PATIENCE_S)
         assert load.turns <= answered
+        arena.heals()
+
+
+@pytest.mark.parametrize(
+    ("frozen", "tier"), matrix(("engine", "node"), TIERS, ordinary={("engine", "s3"), ("node", "slabs")})
+)
+def test_a_pause_costs_no_mover(on_tier: Callable[..., Arena], frozen: str, tier: str) -> None:
+    """Nothing of the engine runs for longer than a mover may be silent, and a job may take; then all goes on. As after
+    a SIGSTOP of the engine, or of everything: a frozen container, a suspended machine."""
+    arena = on_tier(f"pause of the {frozen}", tier)
+    pause_s = int(max(child.SILENCE_S, arena.limits.overdue_most_s)) + 1
+    with arena.under_load() as load:
+        arena.go_on()
+        pid = arena.signal(signal.SIGSTOP, "load") if frozen == "node" else arena.a_mover()
+        ctypes.PyDLL(None).sleep(pause_s)  # with the interpreter's lock: no thread of this process runs
+        if frozen == "node":
+            os.kill(pid, signal.SIGCONT)
+        arena.over()
+        arena.go_on(40)
+        seen = load.seen  # the pause is not the store's
+        seen.longest_get_s, seen.longest_put_s = (
+            max(0.0, s - pause_s) for s in (seen.longest_get_s, seen.longest_put_s)
+        )
+        assert arena.mover() == pid
+        assert arena.stats()["kills"] == arena.stats()["deaths"] == 0
         arena.heals()

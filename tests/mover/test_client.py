@@ -12,11 +12,22 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.chunk import Geometry
+from nixl_tiers.clock import COUNTED_S, RunningClock
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.table import Table
 from nixl_tiers.mover import child
 from nixl_tiers.mover.client import Supervisor
-from nixl_tiers.mover.messages import AdoptTable, Drop, Heartbeat, Hello, Open, Opened, ToEngine, ToMover
+from nixl_tiers.mover.messages import (
+    HEARTBEAT_S,
+    AdoptTable,
+    Drop,
+    Heartbeat,
+    Hello,
+    Open,
+    Opened,
+    ToEngine,
+    ToMover,
+)
 from nixl_tiers.mover.respawn import KILLS_AN_HOUR, Respawn
 from nixl_tiers.testing.waiting import until
 from tests.mover.harness import NAMESPACE
@@ -29,11 +40,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.heard: list[ToEngine] = []
+        self.tiers: list[int] = []
         self.killed = self.lost = self.raises = 0
+        self.nap_s = 0.0  # how long it takes over the next message
         self.send: list[tuple[int, ToMover]] = []
 
     def on_message(self, tier: int, message: ToEngine) -> None:
         self.heard.append(message)
+        self.tiers.append(tier)
+        nap_s, self.nap_s = self.nap_s, 0.0
+        time.sleep(nap_s)
         if self.raises:
             self.raises -= 1
             raise ZeroDivisionError
@@ -47,7 +63,7 @@ class Recorder:
     def on_lost(self, tier: int) -> None:
         self.lost += 1
 
-    def on_tick(self) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
+    def on_tick(self, heard_s: float) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
         send, self.send = self.send, []
         return send, {}, False
 
@@ -56,13 +72,17 @@ class Recorder:
 
 
 @contextmanager
-def supervised(tmp_path: Path) -> Iterator[tuple[Supervisor, Recorder]]:
+def supervised(
+    tmp_path: Path, movers: int = 1, clock: Callable[[], float] | None = None
+) -> Iterator[tuple[Supervisor, Recorder]]:
     region, recorder = HostRegion.create(GEOMETRY, 4), Recorder()
     tier: dict[str, object] = {"type": "tests.mover.toys:Quick", "closed": str(tmp_path / "closed")}
-    supervisor = Supervisor([Hello(tier, 1, 60_000, 1, 4)], ["toy"], region.fd, recorder)
+    hellos = [Hello(tier, 1, 60_000, 1, 4)] * movers
+    names = [f"toy{number}" for number in range(movers)]
+    supervisor = Supervisor(hellos, names, region.fd, recorder, clock or time.monotonic)
     supervisor.start(Open(NAMESPACE, 0))
     try:
-        until(recorder.opened, "the mover", 60)
+        until(lambda: recorder.opened() == movers, "the movers", 60)
         yield supervisor, recorder
     finally:
         supervisor.close(10)
@@ -114,6 +134,50 @@ def test_a_mover_that_cannot_be_reaped_is_not_replaced_and_not_heard(
             really()
         until(lambda: recorder.opened() > 1, "another mover", 60)
         assert recorder.lost == 1
+
+
+class Jumping:
+    """A clock that can be put forward, as after a pause of this process."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def test_a_pause_of_the_engine_costs_no_mover(tmp_path: Path) -> None:
+    jumping = Jumping()
+    with supervised(tmp_path, clock=RunningClock(jumping)) as (supervisor, recorder):
+        pids = supervisor.pids
+        for _ in range(3):
+            heard = len(recorder.heard)
+            jumping.ahead_s += 3600.0
+            until(lambda: len(recorder.heard) > heard + 1, "heartbeats", 60)  # noqa: B023 - called in this turn only
+        assert (recorder.killed, recorder.lost) == (0, 0)
+        assert supervisor.pids == pids
+
+
+def test_what_a_mover_has_said_is_read_before_its_silence_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor is held up by one mover's message for longer than the other may be silent."""
+    with supervised(tmp_path, movers=2) as (supervisor, recorder):
+        pids = supervisor.pids
+        monkeypatch.setattr(child, "SILENCE_S", 3 * HEARTBEAT_S)
+        for _ in range(2):
+            recorder.nap_s = 4 * HEARTBEAT_S
+            until(lambda: not recorder.nap_s, "a message", 60)
+            heard = len(recorder.heard)
+            until(lambda: set(recorder.tiers[heard:]) == {0, 1}, "both movers", 60)  # noqa: B023 - as above
+        assert recorder.killed == 0
+        assert supervisor.pids == pids
+
+
+def test_time_in_which_nobody_ran_counts_for_next_to_nothing() -> None:
+    moments = [0.0, 1.0, 3601.0, 3602.0, 7200.0]
+    clock = RunningClock(iter(moments).__next__)
+    assert [clock() for _ in moments[1:]] == pytest.approx([1.0, 1.0 + COUNTED_S, 2.0 + COUNTED_S, 2.0 + 2 * COUNTED_S])
 
 
 def _hears_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,19 @@ def test_it_ends_without_an_engine_though_a_call_holds_the_interpreter_for_ever(
         assert mover.process.wait(120) == -signal.SIGALRM
 
 
+def test_it_survives_being_stopped_for_longer_than_it_may_be_stuck(tmp_path: Path) -> None:
+    with toy("Impatient", tmp_path) as mover:
+        mover.open()
+        for _ in range(2):  # so that the deadline is the short one; and it survives every time
+            beats = mover.heartbeats
+            while mover.heartbeats < beats + 3:
+                mover.expect(lambda m: isinstance(m, Heartbeat))
+            os.kill(mover.process.pid, signal.SIGSTOP)
+            time.sleep(5.0)  # nothing tells when the timer has expired
+            os.kill(mover.process.pid, signal.SIGCONT)
+        assert mover.store(range(2)) == [Outcome.OK] * 2
+
+
 PARENT = """
     import os, sys, time
     from pathlib import Path

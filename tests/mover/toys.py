@@ -109,6 +109,16 @@ class Endless(Quick):
         return bool(self._done)
 
 
+class Impatient(Quick):
+    """Its mover is ended soon when it is stuck."""
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        from nixl_tiers.mover import process
+
+        process.STUCK_S = 3.0  # type: ignore[misc]
+        return super().open(namespace, epoch)
+
+
 class Holding(Quick):
     """Some time after a store, and at its close, it is in a call that neither returns nor lets other threads run."""
 
@@ -133,7 +143,8 @@ class Holding(Quick):
 
     def _hang(self) -> None:
         Path(str(self.config["wake"])).touch()
-        ctypes.PyDLL(None).sleep(3600)
+        while True:  # a signal may end the call
+            ctypes.PyDLL(None).sleep(3600)
 
 
 class Hoard(Quick):
