@@ -17,6 +17,7 @@ _SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----B
 _POINTERS: Final = {"credentials_file", "access_key_env", "secret_key_env", "session_token_env"}
 
 
+MAX_VALUES: Final = 10_000  # a few lines of YAML can stand for billions: aliases of lists of aliases
 # What others call it.
 _OTHER_NAMES: Final = {
     "size": "capacity",
@@ -33,7 +34,10 @@ class ConfigError(ValueError):
 
 
 def refuse_secrets(raw: Mapping[str, Any]) -> None:
-    for place, field, value in _leaves(raw):
+    """Raises ConfigError for what looks like a secret, without repeating it."""
+    for number, (place, field, value) in enumerate(_leaves(raw)):
+        if number > MAX_VALUES:
+            raise ConfigError("tiers: has more values than a configuration can have")
         plain = re.sub(r"[^a-z]", "", field.lower())
         if (_SECRET_FIELD.search(plain) and field not in _POINTERS) or (
             isinstance(value, str) and _SECRET_VALUE.search(value)

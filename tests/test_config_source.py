@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from nixl_tiers import config
 from nixl_tiers.config import ConfigError
+from nixl_tiers.config_warnings import warnings_of
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
+# A few lines that stand for 10^12 values.
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
 FILE = {"type": "file", "path": "/mnt/nvme/kv", "capacity": "10GiB"}
 
 
@@ -60,6 +64,7 @@ def refusal(source: Any) -> str:
         ("a.yaml", "? {a: b}\n: c", "not valid YAML"),
         ("a.yaml", "7: 8", "tiers: this field is missing"),
         ("a.yaml", "tiers: &a [*a]", "tiers: is nested too deeply"),
+        ("a.yaml", BOMB, "tiers: has more values than"),
         ("a.json", '{"config": "b.json"}', "config: points to another file"),
         ("a.json", "#" * (1 << 20) + "#", "is larger than 1 MiB"),
         ("a.yaml", "tiers: [{type: cpu, capacity: 1XB}]", 'tiers[0].capacity: "1XB" has an unknown unit'),
@@ -145,3 +150,24 @@ def test_a_file_does_not_point_on(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(transfer(kv_connector_extra_config={"spec_name": "NixlTiersSpec", "config": str(path)})))
     assert refusal(path) == f"{path}: config: points to another file, and a file must hold the configuration itself"
+
+
+def test_what_the_documents_show_is_read_and_not_warned_of() -> None:
+    root = Path(__file__).parents[1]
+    readme, vllm, tiers = ((root / name).read_text() for name in ("README.md", "docs/vllm.md", "docs/tiers.md"))
+    shown = [
+        re.search(r"--kv-transfer-config '(.*?)'", readme, re.DOTALL)[1],
+        re.search(r"^tiers = ({.*})$", readme, re.MULTILINE)[1],
+        re.search(r"```json\n(.*?)```", vllm, re.DOTALL)[1],
+    ]
+    blocks = re.findall(r"```yaml\n(.*?)```", tiers + (root / "docs/object-tier.md").read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    for source in [*shown, *(json.dumps({"tiers": [CPU, *yaml.safe_load(block)]}) for block in blocks)]:
+        assert warnings_of(config.load(source)) == []
+
+
+def test_every_field_stands_in_the_readme() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", readme, re.MULTILINE))))
+    for model in (config.CpuTier, config.FileTier, config.S3Tier, config.TiersConfig):
+        assert set(model.model_fields) <= listed, set(model.model_fields) - listed

@@ -101,8 +101,7 @@ def _shown(
     shown = {}
     for kind, head in heads.items():
         lines = next(block for block in blocks if block.startswith(head)).splitlines()[1:]
-        fields = [line.strip().split(maxsplit=1) for line in lines]
-        shown[kind] = {name: text for name, text in fields if text}
+        shown[kind] = dict(line.strip().split(maxsplit=1) for line in lines)
     return shown
 
 
