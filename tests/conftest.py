@@ -20,6 +20,10 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("AWS_RETRY_MODE", "standard")
 os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
 
+# Movers import the tiers of these tests by name, and look for nothing in the working directory.
+_paths = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_paths))
+
 _numbers = itertools.count()
 
 

@@ -1,11 +1,17 @@
-"""`python -m nixl_tiers.mover`: started by the engine process for each storage tier, not by people."""
+"""The program of a mover process: started by the engine for each storage tier, not by people.
+
+The engine runs this very file (`python -P .../nixl_tiers/mover/__main__.py`, see child.py), so that nothing is imported
+from wherever the engine happens to be started: a mover has the engine's credentials.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -27,5 +33,27 @@ def main() -> None:
     run(arguments.socket, arguments.region, arguments.parent)
 
 
+def import_own_package() -> None:
+    """Have `nixl_tiers` be the package that this file belongs to, which is the engine's.
+
+    The engine may have it from a path that Python does not know by itself; then its dependencies may lie there too, and
+    that path is searched last. Another copy that Python does know (a checkout beside an installed version) would speak
+    another protocol.
+    """
+    package = Path(__file__).absolute().parents[1]
+    if importlib.util.find_spec(package.name) is None:
+        sys.path.append(str(package.parent))
+    spec = importlib.util.spec_from_file_location(
+        package.name, package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[package.name] = module
+    spec.loader.exec_module(module)
+
+
 if __name__ == "__main__":
+    if __spec__ is None:  # run as a file; with -m, Python has found the package
+        import_own_package()
     main()

@@ -42,11 +42,9 @@ class Child:
                 for end in (ours, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
                 ours.setblocking(False)
-                package_root = str(Path(__file__).parents[2])
-                path = os.environ.get("PYTHONPATH")
                 self.process = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "nixl_tiers.mover"),
+                        *(sys.executable, "-P", str(Path(__file__).absolute().with_name("__main__.py"))),
                         *("--socket", str(theirs.fileno())),
                         *("--region", str(region_fd)),
                         *("--parent", str(os.getpid())),
@@ -55,7 +53,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # NIXL logs there; what matters goes to stderr
                     start_new_session=True,
-                    env={**os.environ, "PYTHONPATH": f"{path}:{package_root}" if path else package_root},
+                    env=environment(),
                 )
             self.pidfd = os.pidfd_open(self.process.pid)
         except BaseException:
@@ -130,6 +128,16 @@ class Child:
     def close(self) -> None:
         self.socket.close()
         os.close(self.pidfd)
+
+
+def environment() -> dict[str, str]:
+    """The engine's, without those entries of PYTHONPATH that mean the working directory, or depend on it: whoever can
+    write there would have his code run with the engine's credentials. (-P keeps only Python's own entry out.)"""
+    variables = dict(os.environ)
+    paths = [path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if Path(path).is_absolute()]
+    if paths:
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    return variables
 
 
 def _read(packet: bytes, fds: list[int]) -> tuple[ToEngine, Table | None]:

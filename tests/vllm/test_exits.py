@@ -87,7 +87,7 @@ def test_a_server_whose_s3_does_not_answer_ends_as_without_tiers(
         server.ask(PROMPT, 4)
         until(lambda: proxy.struck[Kind.BLACK_HOLE], "an upload to be swallowed", timeout_s=PATIENCE_S)
         assert server._process is not None
-        assert any("nixl_tiers.mover" in line for line in family(server._process.pid).values())
+        assert any("nixl_tiers/mover" in line for line in family(server._process.pid).values())
         code, on_s, on_all_s = end(server, told)
         assert marked(mark) == {}
     print(f"{told.name}: off {off_s:.2f} s, all of it {off_all_s:.2f} s; on {on_s:.2f} s, all of it {on_all_s:.2f} s")

@@ -70,7 +70,7 @@ def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(se
 
     assert server._process is not None
     everyone = family(server._process.pid)
-    assert any("nixl_tiers.mover" in line for line in everyone.values())
+    assert any("nixl_tiers/mover" in line for line in everyone.values())
     # vLLM's processes spin for a while after the last step, and pages are still being supplied: wait for the quiet.
     deadline = time.monotonic() + 300
     share = 1.0

@@ -1,0 +1,141 @@
+"""Where a mover takes its modules from: from its own installation and never from the working directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.mover import child
+
+ROOT = Path(__file__).parents[2]
+# What a mover or Python itself imports early; also our own name, and one that the checkout's root could shadow.
+TRAPS = ("msgspec", "xxhash", "argparse", "numpy", "nixl_tiers", "sitecustomize", "nixl")
+
+# An engine whose modules are all loaded goes to work in a directory that others can write to.
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+path, python_path, first, last = json.loads(sys.argv[1])
+sys.path[:] = [*first, *sys.path, *last]
+import nixl_tiers
+from nixl_tiers.testing.waiting import until
+os.environ["PYTHONPATH"] = python_path
+tiers = [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": path, "capacity": "64MiB"}]
+with nixl_tiers.open({"tiers": tiers}, chunk_bytes=4096, namespace="n") as store:
+    until(lambda: store.stats()["file"]["up"], "the file tier", 60)
+    pid = store.engine.mover_pids[0]
+    command = Path(f"/proc/{pid}/cmdline").read_text().split(chr(0))
+print(json.dumps([command, nixl_tiers.__file__]))
+"""
+
+
+@pytest.fixture
+def trapped(tmp_path: Path) -> Path:
+    """A directory with modules that leave a mark when they are imported."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    for name in TRAPS:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'caught')!r}, 'a').write({name!r} + ' ')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked wheel, built from a copy of what git has, so that the checkout is left alone."""
+    place = tmp_path_factory.mktemp("wheel")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
+    if not names[0]:
+        pytest.skip("not a git checkout")
+    for name in filter(None, map(os.fsdecode, names)):
+        if (ROOT / name).is_file():
+            (place / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / "source" / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--wheel-dir", place, place / "source"], check=True, timeout=300)
+    with zipfile.ZipFile(next(place.glob("*.whl"))) as archive:
+        archive.extractall(place / "unpacked")
+    return place / "unpacked"
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., Path]:
+    """The interpreter of a new environment that has this one's packages, but of ours only what `lines` of a .pth add
+    and `links` bring."""
+
+    def make(*lines: Path, links: Path | None = None) -> Path:
+        home = tmp_path / "environment"
+        venv.create(home, with_pip=False, symlinks=True)
+        site = next((home / "lib").glob("python*/site-packages"))
+        for entry in links.iterdir() if links is not None else ():
+            (site / entry.name).symlink_to(entry)
+        # As plain lines, so that the .pth files of an editable installation there do not count.
+        others = [path for path in sys.path if path.endswith("site-packages")]
+        (site / "all.pth").write_text("".join(f"{line}\n" for line in [*map(str, lines), *others]))
+        return home / "bin" / "python"
+
+    return make
+
+
+def run_engine(
+    python: Path, trapped: Path, python_path: str, first: Sequence[Path] = (), last: Sequence[Path] = ()
+) -> tuple[list[str], Path]:
+    """The command line of a mover, and where the engine had the package from. `first` and `last` extend its path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments = json.dumps([str(trapped.parent / "kv"), python_path, [*map(str, first)], [*map(str, last)]])
+    ended = subprocess.run(
+        [python, "-P", "-c", PROGRAM, arguments],
+        cwd=trapped,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    command, package = json.loads(ended.stdout.splitlines()[-1])
+    assert not (trapped.parent / "caught").exists(), (trapped.parent / "caught").read_text()
+    return command, Path(package).parent
+
+
+@pytest.mark.parametrize("python_path", [":", ":/nowhere", ".:work"])
+def test_nothing_is_imported_from_the_working_directory(
+    python: Callable[..., Path], trapped: Path, python_path: str
+) -> None:
+    """With an editable installation."""
+    command, package = run_engine(python(ROOT), trapped, python_path)
+    assert package == ROOT / "nixl_tiers"
+    assert str(package / "mover" / "__main__.py") in command
+
+
+def test_nor_with_a_wheel(python: Callable[..., Path], trapped: Path, wheel: Path) -> None:
+    command, package = run_engine(python(links=wheel), trapped, ":")
+    assert package.parent.name == "site-packages"
+    assert str(package / "mover" / "__main__.py") in command
+
+
+def test_nor_where_only_the_engine_knows_the_package(python: Callable[..., Path], trapped: Path) -> None:
+    run_engine(python(), trapped, ":", last=[ROOT])
+
+
+def test_the_mover_is_the_engines_where_another_copy_is_installed(
+    python: Callable[..., Path], trapped: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / "nixl_tiers"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('another copy')\n")
+    run_engine(python(other.parent), trapped, "", first=[ROOT])
+
+
+def test_absolute_entries_of_the_path_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f":/one:relative:.:{os.pathsep}/two:")
+    assert child.environment()["PYTHONPATH"] == "/one:/two"
+    monkeypatch.setenv("PYTHONPATH", ":")
+    assert "PYTHONPATH" not in child.environment()
