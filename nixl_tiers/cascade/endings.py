@@ -83,7 +83,7 @@ class Endings(Queues):
                 storage.stay(move.key, self._tick)
             if not move.row.gone:
                 self.host.forget(move.row)
-                self._retry(move.key, move.row, now)
+                self._retry(storage, move.key, move.row, now)
 
     def _judge(self, storage: Storage, job: Job, good: bool, now: float) -> None:
         """A suspect that was tried alone says nothing about its tier unless it came through."""
@@ -133,7 +133,7 @@ class Endings(Queues):
             if not row.gone:
                 row.state = RowState.READY
                 row.sealed = True
-                if self._cleaner.held.get(move.key) is row:
+                if storage.staged.get(move.key) is row:
                     self._demote(tier, move.key)
                 else:
                     self._cascade(row, self.storage[:tier])
@@ -149,7 +149,7 @@ class Endings(Queues):
                 storage.forget(move.key, move.entry)
             if not row.gone:
                 self.host.forget(row)
-                self._retry(move.key, row, now)
+                self._retry(storage, move.key, row, now)
         self.host.settle(row)
 
     def _demote(self, tier: int, key: Key) -> None:
@@ -185,20 +185,20 @@ class Endings(Queues):
 
     def _let_go(self, tier: int, key: Key, written: bool) -> None:
         """A demotion out of a storage tier has ended: its host row is nobody's, its slot may be free."""
-        row = self._cleaner.held.pop(key, None)
+        storage = self.storage[tier]
+        row = storage.staged.pop(key, None)
         if row is not None:
             row.holds -= 1
-        storage = self.storage[tier]
         if key in storage.leaving:
             if written:
                 storage.release(key)
             else:
                 storage.stay(key, self._tick)
 
-    def _retry(self, key: Key, row: Row, now: float) -> None:
+    def _retry(self, storage: Storage, key: Key, row: Row, now: float) -> None:
         """A promotion failed: whoever waits for it asks the next tier that has the key."""
-        if self._cleaner.held.get(key) is row:
-            del self._cleaner.held[key]
+        if storage.staged.get(key) is row:
+            del storage.staged[key]
         for request in self._holding.values():
             if request.held.get(key) is row:
                 del request.held[key]

@@ -33,7 +33,7 @@ class Jobs(Endings):
         return jobs
 
     def _begin_stores(self, tier: int, storage: Storage, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
-        storage.make_room(len(rows))
+        self._lost_unwritten(tier, storage.make_room(len(rows)))
         moves: list[PlannedMove] = []
         for row, tick in rows:
             entry = storage.reserve(row.key, tick)

@@ -237,10 +237,11 @@ class TierManager(Traffic):
             if row.worker:
                 self._unflushed.append(row)
             self.host.forget(row)
-        self._cleaner.release()
         for storage in self.storage:
             storage.to_load.clear()
             storage.to_store.clear()
+            storage.to_demote.clear()
+            storage.staged.clear()
             for key in list(storage.leaving):
                 storage.stay(key, self._tick)
             if not keep_storage:

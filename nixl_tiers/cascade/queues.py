@@ -29,11 +29,13 @@ class Queues:
         self._job_id = 0
         self.probes = Probes(self.storage, limits)
         self._holding: dict[str, Request] = {}  # requests that wait, or for which rows were promoted
-        self._cleaner = Request("")  # in whose name rows come up only to be written further down
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
         tiers = max(1, len(self.storage))
         self._load_window = max(few, int(host.rows * limits.load_share) // tiers)
         self._store_window = max(few, int(host.rows * limits.store_share) // tiers)
+        # Of each tier, rows that have come up, or are coming, only to be written further down: they stay in the host
+        # until they are, however slow that is.
+        self._demote_window = max(1, min(self._store_window, self._load_window // 2))
 
     def demote_all(self) -> None:
         """Queue every row of the host that a tier written on eviction does not hold yet: the engine is leaving."""
@@ -56,7 +58,7 @@ class Queues:
             or self.probes.busy
             or any(
                 storage.jobs
-                or (storage.readable and (storage.to_load or storage.trials))
+                or (storage.readable and (storage.to_load or storage.trials or storage.to_demote))
                 or (storage.writable and (storage.to_store or self._to_clean(tier) > 0))
                 for tier, storage in enumerate(self.storage)
             )
@@ -111,9 +113,11 @@ class Queues:
         if above is None:
             return max(1, int(self.host.rows * share)) - self.host.free - len(self.host.leaving)
         source = self.storage[above]
-        if source.state is not TierState.UP:
+        if source.state is not TierState.UP or not source.readable:
             return 0
-        return max(1, int(source.slots.limit * share)) - source.slots.free - len(source.leaving)
+        # More than all of the host cannot come down at once.
+        reserve = max(1, min(int(source.slots.limit * share), self.host.rows))
+        return reserve - source.slots.free - len(source.leaving)
 
     def _make_room(self, count: int) -> int:
         """Free host rows for `count` chunks, as far as that goes; what is evicted unwritten is counted."""
@@ -125,6 +129,13 @@ class Queues:
                 target.to_store.pop(key, None)
                 target.counters.dropped += key not in target
         return min(count, self.host.free)
+
+    def _lost_unwritten(self, tier: int, evicted: Iterable[Key]) -> None:
+        """Count what a tier had to evict before it was written below, if that is what the tier below is for."""
+        below = self._below(tier)
+        if below is not None:
+            target = self.storage[below]
+            target.counters.dropped += sum(key not in target and key not in target.to_store for key in evicted)
 
     def _clean_all(self) -> None:
         for tier, storage in enumerate(self.storage):
@@ -146,13 +157,19 @@ class Queues:
             return
         source = self.storage[above]
         for key in source.choose(missing):
-            host_row = self.host.index.get(key)
-            if key in target:
-                source.release(key)
-            elif host_row is not None and host_row.state is RowState.READY:
-                target.to_store[key] = host_row.tick
-            else:
-                source.to_load.append((self._cleaner, key))
+            if not self._written_from_here(source, target, key):
+                source.to_demote.append(key)
+
+    def _written_from_here(self, source: Storage, target: Storage, key: Key) -> bool:
+        """Whether a row that leaves `source` need not come up to be written to `target`."""
+        host_row = self.host.index.get(key)
+        if key in target:
+            source.release(key)
+        elif host_row is not None and host_row.state is RowState.READY:
+            target.to_store[key] = host_row.tick
+        else:
+            return False
+        return True
 
     def _tick_of(self, request: Request) -> int:
         if request.tick is None:

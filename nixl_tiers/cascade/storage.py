@@ -10,6 +10,7 @@ from typing import Final
 
 from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
+from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.pace import Pace
 from nixl_tiers.cascade.policies import make_policy
@@ -43,6 +44,8 @@ class Storage:
     jobs: dict[int, Job] = field(default_factory=dict)
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first come first written
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
+    to_demote: deque[Key] = field(default_factory=deque)  # leaving, to be brought up and written below
+    staged: dict[Key, Row] = field(default_factory=dict)  # the host rows of those that were, until that has ended
     to_drop: list[tuple[int, Key]] = field(default_factory=list)
     to_drop_adopted: list[tuple[int, bytes]] = field(default_factory=list)  # (slot, digest of the key)
     trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that somebody asked for
@@ -118,17 +121,19 @@ class Storage:
         newest = islice(reversed(self.index.items()), SAMPLED)
         return next((key for key, e in newest if e.stored and not e.leaving and not self.suspects.accused(key)), None)
 
-    def make_room(self, count: int) -> None:
-        """Evict the least valuable rows until `count` slots are free, or until nothing more may go."""
+    def make_room(self, count: int) -> list[Key]:
+        """Evict the least valuable rows until `count` slots are free, or until nothing more may go; returns what had to
+        go (of rows whose keys nobody knows, their digests)."""
         missing = count - self.slots.free
-        if missing > 0:
-            # Those that leave were to go anyway, and are lost if they were not written below yet.
-            victims = [key for key in self.leaving if not self._spare(key)][:missing]
-            missing -= len(victims)
-            missing -= self._evict_adopted(missing)
-            victims += self.policy.evict(missing, self._spare)
-            for key in victims:
-                self._evicted(key)
+        if missing <= 0:
+            return []
+        # Those that leave were to go anyway, and are lost if they were not written below yet.
+        victims = [key for key in self.leaving if not self._spare(key)][:missing]
+        adopted = self._evict_adopted(missing - len(victims))
+        victims += self.policy.evict(missing - len(victims) - len(adopted), self._spare)
+        for key in victims:
+            self._evicted(key)
+        return victims + adopted
 
     def reserve(self, key: Key, tick: int) -> Entry | None:
         """A slot for a row about to be written, or None if there is none; call make_room first."""
@@ -259,6 +264,8 @@ class Storage:
         self.leaving.clear()
         self.to_store.clear()
         self.to_load.clear()
+        self.to_demote.clear()
+        self.staged.clear()
         self.to_drop.clear()
         self.to_drop_adopted.clear()
         self.trials.clear()
@@ -316,12 +323,13 @@ class Storage:
         else:
             self.slots.lend(-1)
 
-    def _evict_adopted(self, count: int) -> int:
-        """Evict up to `count` adopted rows, the coldest first; returns how many there were."""
-        evicted = 0
+    def _evict_adopted(self, count: int) -> list[bytes]:
+        """Evict up to `count` adopted rows, the coldest first; returns their keys, or digests where these are all that
+        is known."""
+        evicted: list[bytes] = []
         for rows in self.adopted:
-            victims = rows.coldest(count - evicted) if evicted < count else []
-            evicted += len(victims)
+            victims = rows.coldest(count - len(evicted)) if len(evicted) < count else []
+            evicted += (name for name, _ in victims)
             if self.spec.physical_slots:
                 for _, slot in victims:
                     self.slots.give(slot)
@@ -329,7 +337,7 @@ class Storage:
                 self.slots.lend(-len(victims))
             drops = self.to_drop if rows.named else self.to_drop_adopted
             drops += [(slot, name) for name, slot in victims]
-        self.counters.evictions += evicted
+        self.counters.evictions += len(evicted)
         self._close_emptied()
         return evicted
 

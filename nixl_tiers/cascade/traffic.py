@@ -112,7 +112,7 @@ class Traffic(Jobs):
         for tier, storage in enumerate(self.storage):
             for breaker in storage.breakers.values():
                 breaker.watch(now)
-            if storage.to_load and not storage.readable:
+            if (storage.to_load or storage.to_demote) and not storage.readable:
                 self._forget_loads(storage, now)
             if storage.to_store and not storage.breakers[Direction.STORE].closed:
                 self._forget_stores(tier)
@@ -120,12 +120,14 @@ class Traffic(Jobs):
     # --- jobs --------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> list[Job]:
-        """The jobs to start now, within every bound; promotions before cascades."""
+        """The jobs to start now, within every bound; promotions before demotions, and both before cascades."""
         jobs: list[Job] = []
         self._clean_all()
         for tier, storage in enumerate(self.storage):
             if storage.readable and storage.to_load:
                 jobs.extend(self._plan_loads(tier, storage, now))
+            if storage.readable and storage.to_demote:
+                jobs.extend(self._plan_demotions(tier, storage, now))
             if storage.writable and storage.to_store:
                 jobs.extend(self._plan_stores(tier, storage, now))
             if storage.trials or not (storage.readable and storage.writable):
@@ -184,20 +186,15 @@ class Traffic(Jobs):
             most = min(most, self.host.free)  # a promotion waits for the cleaner, rather than cost unwritten rows
         while storage.to_load and len(wanted) < most:
             request, key = storage.to_load.popleft()
-            if request is not self._cleaner and not (request.waiting and request.asked.get(key)):
+            if not (request.waiting and request.asked.get(key)):
                 continue  # it has loaded, given up or ended since it asked
             row = self.host.index.get(key)
             if row is not None:
-                if request is self._cleaner:
-                    storage.stay(key, self._tick)  # somebody else has wanted it meanwhile
-                else:
-                    request.hold(row)
+                request.hold(row)
             elif storage.fetch(key, now) is not None:
                 wanted.setdefault(key, []).append(request)
             else:
                 request.asked.pop(key, None)
-                if request is self._cleaner:
-                    storage.stay(key, self._tick)
         room = self._make_room(len(wanted))
         moves: list[PlannedMove] = []
         for key, requests in wanted.items():
@@ -205,17 +202,48 @@ class Traffic(Jobs):
                 # The host is full of rows that others count on: this prefix ends here.
                 for request in requests:
                     request.asked[key] = False
-                if self._cleaner in requests:
-                    self._cleaner.asked.clear()
-                    storage.stay(key, self._tick)
                 continue
-            tick = 0 if requests == [self._cleaner] else self._tick_of(requests[0])  # the first to go again
-            row = self.host.insert(key, RowState.LOADING, tick, self.generation)
+            row = self.host.insert(key, RowState.LOADING, self._tick_of(requests[0]), self.generation)
             row.source = storage.spec.name
             for request in requests:
                 request.hold(row)
             moves.append(self._begin_load(storage, row))
         return self._jobs(tier, storage, Direction.LOAD, moves, now)
+
+    def _plan_demotions(self, tier: int, storage: Storage, now: float) -> list[Job]:
+        """Bring up what leaves the tier, to write it below: in the room that requests have left in the windows."""
+        below = self._below(tier)
+        target = None if below is None else self.storage[below]
+        if target is None or not target.writable:
+            self._forget_demotions(storage)
+            return []
+        most = min(self._load_window - storage.rows_loading, self._demote_window - len(storage.staged))
+        if self._below(None) is not None:
+            most = min(most, self.host.free)  # not at the cost of the host's own unwritten rows
+        wanted: list[Key] = []
+        while storage.to_demote and len(wanted) < most:
+            key = storage.to_demote.popleft()
+            if key not in storage.leaving or self._written_from_here(storage, target, key):
+                continue
+            if key not in self.host.index and storage.fetch(key, now) is not None:
+                wanted.append(key)
+            else:
+                storage.stay(key, self._tick)  # somebody has wanted it meanwhile, or it cannot be had now
+        room = self._make_room(len(wanted))
+        for key in wanted[room:]:
+            storage.stay(key, self._tick)
+        moves: list[PlannedMove] = []
+        for key in wanted[:room]:
+            row = self.host.insert(key, RowState.LOADING, 0, self.generation)  # the first to go again
+            row.source = storage.spec.name
+            row.holds += 1
+            storage.staged[key] = row
+            moves.append(self._begin_load(storage, row))
+        return self._jobs(tier, storage, Direction.LOAD, moves, now)
+
+    def _forget_demotions(self, storage: Storage) -> None:
+        while storage.to_demote:
+            storage.stay(storage.to_demote.popleft(), self._tick)
 
     def _forget_stores(self, tier: int) -> None:
         storage = self.storage[tier]
@@ -225,9 +253,8 @@ class Traffic(Jobs):
     def _forget_loads(self, storage: Storage, now: float) -> None:
         """Whoever is in the queue asks the next tier."""
         storage.trials.clear()
+        self._forget_demotions(storage)
         queue, storage.to_load = storage.to_load, deque()
         for request, key in queue:
-            if request is self._cleaner:
-                storage.stay(key, self._tick)
-            elif request.waiting and request.asked.get(key):
+            if request.waiting and request.asked.get(key):
                 self._ask(key, request, now)

@@ -158,6 +158,7 @@ class World:
             probes=2,
             probe_keys=4,
             absent_s=8.0,
+            reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
             breaker=BreakerLimits(most_s=20.0),
         )
         self.rows = rows
@@ -442,6 +443,9 @@ class World:
             promise(used == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
             promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
+            staged = [row for row in storage.staged.values() if not row.gone]
+            promise(len(staged) <= max(1, self.rows // 4), "demotion takes over the host")
+            promise(all(row.holds for row in staged), "a row under demotion may be evicted")
             for job in storage.jobs.values():
                 patience_s = self.now - job.began_s
                 promise(mover.doomed or patience_s <= self.limits.overdue_most_s, "a job that never ends kills nobody")
@@ -468,6 +472,7 @@ class World:
         promise(not any(row.worker or row.mover or row.holds for row in rows), "a row stays pinned for ever")
         promise(self.core.host.used == len(rows), "a row is lost")
         promise(not self.core.probes.busy, "a probe never ends")
+        promise(not any(storage.staged for storage in self.core.storage), "a demotion never ends")
         promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
         self._recover()
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.tier import TierSpec, Write
+from nixl_tiers.cascade.tier import Job, TierSpec, Write
 from nixl_tiers.chunk import Key
 
 
@@ -120,3 +120,111 @@ def test_leaving_the_engine_can_write_all_that_is_dirty() -> None:
     core.demote_all()
     settle(core)
     assert set(core.storage[0].index) == set(keys(6))
+
+
+def test_what_requests_wait_for_comes_up_before_what_leaves() -> None:
+    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
+    core.adopt(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    assert core.lookup(keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
+    first, *others = core.plan(0.0)
+    assert [move.key for move in first.moves] == [keys(20)[-1]], "in a job of its own"
+    assert [move.key for job in others for move in job.moves] == keys(2), "of five that leave, a quarter of the host"
+
+
+def test_what_cannot_be_written_below_does_not_come_up() -> None:
+    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
+    core.adopt(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    (job,) = core.plan(0.0)
+    core.down(1, 0.0)
+    assert core.plan(0.0) == []
+    core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    storage = core.storage[0]
+    assert not any((storage.leaving, storage.to_demote, storage.staged))
+    assert not any(row.holds for row in core.host.index.values())
+    assert core.storage[1].counters.dropped == 0
+
+
+def test_what_a_tier_evicts_before_it_was_written_below_is_counted() -> None:
+    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (8, 100))
+    for key in keys(24):
+        put(core, key, 0.0)
+        for job in core.plan(0.0):  # of the tier below, no mover ever answers
+            if job.tier == 0:
+                core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    nowhere = [key for key in keys(24) if core.where(key, 0.0) is None]
+    assert nowhere
+    under_way = {move.key for job in core.storage[1].jobs.values() for move in job.moves}
+    lost = [key for key in keys(24) if key not in core.storage[0] and key not in under_way]
+    queued = [key for key in lost if key in core.storage[1].to_store]
+    assert core.storage[1].counters.dropped == len(lost) - len(queued)
+
+
+class SlowBelow:
+    """A small host over a file tier of 600 rows, whose evictions go to a server that takes 0.4 s for a PUT.
+
+    The file tier takes a millisecond a row. Media never fail; time passes by the millisecond.
+    """
+
+    def __init__(self, write: Write, put_s: float = 0.4, rows: int = 20) -> None:
+        specs = [TierSpec("file", Write.THROUGH, physical_slots=True), TierSpec("s3", write, physical_slots=False)]
+        self.core = TierManager(rows, 1 << 21, specs)
+        self.took_s = (0.001, put_s)
+        self.now = 0.0
+        self.ends: list[tuple[float, Job]] = []
+        self.most_pinned = 0
+        for tier, slots in enumerate((600, 100_000)):
+            self.core.opened(tier, slots)
+            self.core.adopt(tier, [], last=True)
+
+    def passes(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.001
+            for end in [end for end in self.ends if end[0] <= self.now]:
+                self.ends.remove(end)
+                job = end[1]
+                self.core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
+            self.core.expire(self.now)
+            for job in self.core.plan(self.now):
+                self.ends.append((self.now + self.took_s[job.tier] * len(job.moves), job))
+            pinned = sum(bool(row.holds or row.mover) for row in self.core.host.index.values())
+            self.most_pinned = max(self.most_pinned, pinned)
+
+    def put(self, chunks: Sequence[Key]) -> int:
+        plan = self.core.prepare_store(chunks, "put")
+        self.core.complete_store(self.core.filling(plan.keys), set())
+        self.core.finish_request("put")
+        self.core.end_step()
+        return len(plan.keys)
+
+    def get(self, chunks: Sequence[Key]) -> int:
+        while True:
+            answers = [self.core.lookup(key, "get", place, self.now) for place, key in enumerate(chunks)]
+            if Lookup.PENDING not in answers:
+                break
+            self.core.end_step()
+            self.passes(0.005)
+        self.core.end_step()
+        self.core.finish_request("get")
+        return answers.count(Lookup.HIT)
+
+    def life(self) -> tuple[int, int, float]:
+        """274 prompts of 8 chunks, and 27 times an older one again: chunks accepted, chunks hit, seconds."""
+        prompts = [[b"%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(274)]
+        accepted = hits = 0
+        for number, prompt in enumerate(prompts):
+            accepted += self.put(prompt)
+            self.passes(0.05)
+            if number % 10 == 9:
+                hits += self.get(prompts[number - min(number, 40)])
+        return accepted, hits, self.now
+
+
+@pytest.mark.parametrize("put_s", [0.4, 1e9], ids=["slow", "hanging"])
+def test_demotion_to_a_slow_tier_costs_puts_and_gets_nothing(put_s: float) -> None:
+    through, on_evict = SlowBelow(Write.THROUGH, put_s), SlowBelow(Write.ON_EVICT, put_s)
+    expected, found = through.life(), on_evict.life()
+    assert expected[:2] == (2192, 216)
+    assert found[:2] == expected[:2]
+    assert found[2] <= 1.1 * expected[2]
+    assert on_evict.most_pinned <= through.most_pinned

@@ -99,17 +99,31 @@ class DeadlineArmedAnewByARelease(TierManager):
 class DeadlineArmedAnewByARetry(TierManager):
     """A request whose promotion failed begins to wait for the next tier as if for the first time."""
 
-    def _retry(self, key: Key, row: Row, now: float) -> None:
+    def _retry(self, storage: Storage, key: Key, row: Row, now: float) -> None:
         for request in self._holding.values():
             if request.held.get(key) is row:
                 request.deadline_s = now + self.limits.wait_s
-        super()._retry(key, row, now)
+        super()._retry(storage, key, row, now)
 
 
 class DeadlineIgnoredForRowsBeingFilled(TierManager):
     def _gives_up(self, request: Request, now: float) -> bool:
         filling = any(row.state is RowState.FILLING for row in self.host.index.values())
         return not filling and super()._gives_up(request, now)
+
+
+class DemotionWithoutBounds(TierManager):
+    """What comes up to be written further down counts in no window."""
+
+    def _plan_demotions(self, tier: int, storage: Storage, now: float) -> list[Job]:
+        self._demote_window = self._load_window = self.host.rows
+        return super()._plan_demotions(tier, storage, now)
+
+
+class DemotedRowStaysPinned(TierManager):
+    def _let_go(self, tier: int, key: Key, written: bool) -> None:
+        self.storage[tier].staged.pop(key, None)
+        super()._let_go(tier, key, written)
 
 
 class PinForgotten(TierManager):
@@ -215,6 +229,8 @@ MUTANTS = [
     DeadlineArmedAnewByARelease,
     DeadlineArmedAnewByARetry,
     DeadlineIgnoredForRowsBeingFilled,
+    DemotedRowStaysPinned,
+    DemotionWithoutBounds,
     GenerationIgnored,
     LateIsWaitedFor,
     OverdueLivesOn,
