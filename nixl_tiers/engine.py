@@ -102,6 +102,7 @@ class Engine:
         self._refusals: dict[int, str] = {}  # by tier
         self._answered: set[int] = set()
         self._used_bytes = [0] * len(specs)
+        self._denials: list[dict[str, str]] = [{} for _ in specs]  # by tier and kind of request: a sentence
         self._circuits = {(tier, way): BreakerState.CLOSED for tier in range(len(specs)) for way in Direction}
         self._last_word = [""] * len(specs)
         hellos = hellos or [
@@ -262,6 +263,7 @@ class Engine:
         with self._lock:
             book = self._core.counters()
             used = dict(zip(self._names, self._used_bytes, strict=True))
+            denials = {name: len(each) for name, each in zip(self._names, self._denials, strict=True)}
             row_bytes = self.region.geometry.row_bytes
             capacity = {"cpu": self._config.cpu.capacity} | {
                 name: tier.capacity for name, tier in zip(self._names, self._config.storage, strict=True)
@@ -275,9 +277,19 @@ class Engine:
                     "up": float(tier.up),
                     "breaker": float(tier.circuit),
                     "quarantined": float(tier.quarantined),
+                    "denials": float(denials.get(name, 0)),
                 }
                 for name, tier in book.items()
             }
+
+    def problems(self) -> dict[str, str]:
+        """By tier: why it is down or what its medium denies, in words; empty where nothing is known to be wrong."""
+        with self._lock:
+            known = [
+                "; ".join([*filter(None, [word]), *denials.values()])
+                for word, denials in zip(self._last_word, self._denials, strict=True)
+            ]
+            return {"cpu": "", **dict(zip(self._names, known, strict=True))}
 
     # --- what the supervisor calls -----------------------------------------------------------------------------
 
@@ -290,6 +302,7 @@ class Engine:
                     self._core.finished(tier, message.job, outcomes, now, message.partial)
                 case Heartbeat():
                     self._used_bytes[tier] = message.used_bytes
+                    self._say_denials(tier, message.denials)
                     return
                 case Adopt():
                     if message.epoch == self.namespace.epoch:
@@ -337,6 +350,7 @@ class Engine:
 
     def on_lost(self, tier: int) -> None:
         with self.changed:
+            self._denials[tier] = {}  # the next mover finds out anew
             self._core.lost(tier, self._clock())
             self.changed.notify_all()
 
@@ -389,6 +403,14 @@ class Engine:
         else:
             log.warning("nixl_tiers: the %s tier is up again", self._names[tier])
         self._last_word[tier] = reason
+
+    def _say_denials(self, tier: int, denials: dict[str, str]) -> None:
+        """One line for each kind of request, when the medium begins to deny it and when it has ended."""
+        before, self._denials[tier] = self._denials[tier], denials
+        for kind in denials.keys() - before.keys():
+            log.warning("nixl_tiers: the %s tier: %s", self._names[tier], denials[kind])
+        for kind in before.keys() - denials.keys():
+            log.warning("nixl_tiers: the %s tier: %s is no longer denied", self._names[tier], kind)
 
     def _say_circuits(self) -> None:
         """One line when a circuit changes its state."""

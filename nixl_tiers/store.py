@@ -177,9 +177,11 @@ class TieredStore:
         """Wait until every cascade has finished or failed; False if that took longer than `timeout_s`."""
         return self._wait_for(lambda: self.engine.backlog() == 0, timeout_s)
 
-    def stats(self) -> dict[str, dict[str, float]]:
-        """Counters and gauges by tier: the same numbers as the metrics."""
-        return self.engine.counters()
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Counters and gauges by tier, the same numbers as the metrics; and as "problem" a sentence about what is
+        wrong with the tier, as far as it is known, else an empty one."""
+        problems = self.engine.problems()
+        return {name: {**numbers, "problem": problems[name]} for name, numbers in self.engine.counters().items()}
 
     def reset(self) -> None:
         """Forget everything: what was put before is never a hit again (see `on_reset`)."""

@@ -17,12 +17,18 @@ MAX_PACKET: Final = 64 << 10
 MAX_MOVES: Final = 256
 MAX_ENTRIES: Final = 256
 HEARTBEAT_S: Final = 1.0
+MAX_DENIALS: Final = 8
+MAX_KIND_CHARS: Final = 64
+MAX_SENTENCE_CHARS: Final = 1024
 GONE: Final = -1
 """As the slot of an Entry: somebody else has taken the row away."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0)]
 _Tick = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Kind = Annotated[str, msgspec.Meta(max_length=MAX_KIND_CHARS)]
+_Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]
+_Denials = Annotated[dict[_Kind, _Sentence], msgspec.Meta(max_length=MAX_DENIALS)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 
 
@@ -169,6 +175,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     """Mover -> engine, every HEARTBEAT_S from the loop that moves rows."""
 
     used_bytes: _Bytes  # what the tier takes on its medium now
+    denials: _Denials = {}  # StorageTier.denials
 
 
 ToMover = Hello | Open | Store | Load | Drop | DropAdopted | Probe | Stop

@@ -7,6 +7,7 @@ socket does not take yet is kept. So a missing heartbeat means that this process
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import select
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NoReturn
 
@@ -26,8 +27,11 @@ from nixl_tiers.memory.seal import missing_of
 from nixl_tiers.mover.adoption import Adoption
 from nixl_tiers.mover.messages import (
     HEARTBEAT_S,
+    MAX_DENIALS,
     MAX_ENTRIES,
+    MAX_KIND_CHARS,
     MAX_PACKET,
+    MAX_SENTENCE_CHARS,
     Adopt,
     Drop,
     DropAdopted,
@@ -91,6 +95,7 @@ class Mover:
         self._teller: Teller | None = None
         self._beat_at_s = 0.0
         self._used_bytes = 0
+        self._denials: dict[str, str] = {}
 
     def take(self, message: ToMover) -> None:
         self._inbox.append(message)
@@ -130,7 +135,8 @@ class Mover:
             if not self.outbox:  # an engine that does not read needs no more of them
                 if self._opening is None:  # while it opens, the tier belongs to the opener
                     self._used_bytes = self._tier.used_bytes
-                self.outbox.send(Heartbeat(self._used_bytes))
+                    self._denials = _bounded(self._tier.denials)
+                self.outbox.send(Heartbeat(self._used_bytes, self._denials))
 
     def close(self) -> None:
         """Let the tier write what it has pending."""
@@ -259,6 +265,12 @@ class Mover:
             if outcome is Outcome.OK
         )
         return [(place, count) for place, count in missing if count]
+
+
+def _bounded(denials: Mapping[str, str]) -> dict[str, str]:
+    """As much of it as a message may hold."""
+    some = itertools.islice(denials.items(), MAX_DENIALS)
+    return {kind[:MAX_KIND_CHARS]: sentence[:MAX_SENTENCE_CHARS] for kind, sentence in some}
 
 
 def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:

@@ -33,6 +33,7 @@ GAUGES: Final = {
     "rows": "Chunks that this tier holds, as far as the engine has heard: what a look-up can hit.",
     "up": "1 while the tier's medium is open, 0 while it is not.",
     "breaker": "The tier's circuit: 0 closed (it serves), 1 half-open (it is being tried), 2 open (it is left alone).",
+    "denials": "Kinds of requests that the tier's medium denies now, while it is up: the log says which, and why.",
     "quarantined": "Rows of the host that nobody may use until a mover of this tier is surely done with them.",
 }
 

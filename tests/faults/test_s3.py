@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,45 @@ def test_a_server_that_fails_from_the_start(on_s3: Callable[..., Arena], proxy: 
         proxy.clear()
         arena.over()
         arena.heals()
+
+
+DENIED = {
+    "put": "uploads are denied (AccessDenied; the right is s3:PutObject)",
+    "get": "downloads are denied (AccessDenied; the right is s3:GetObject)",
+    "delete": "deletes are denied (AccessDenied; the right is s3:DeleteObject)",
+    "list": "listings are denied (AccessDenied; the right is s3:ListBucket)",
+}
+
+
+@pytest.mark.parametrize("kind", ["put", *(pytest.param(each, marks=pytest.mark.faults) for each in list(DENIED)[1:])])
+def test_a_right_that_is_missing(
+    on_s3: Callable[..., Arena], proxy: FaultProxy, s3_prefix: str, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """It is told once, stands in the numbers while it lasts, and heals."""
+    no = partial(Trouble, Kind.STATUS, status=403, code="AccessDenied")
+    trouble = {
+        "put": no(methods=PUT),
+        "get": no(methods=GET, within=f"/{s3_prefix}/"),
+        "delete": no(methods=frozenset({"POST"})),
+        "list": no(methods=GET, within="list-type"),
+    }[kind]
+    arena = on_s3(f"{kind} denied (403)", fields={"capacity": 4 << 20})  # less than the load stores
+    before = Inventory.take()
+    if kind == "list":  # there is one at the start, and no more
+        proxy.disturb(trouble)
+    with arena.under_load(warm=kind != "list", before=before):
+        arena.go_on()
+        proxy.disturb(trouble)
+        until(lambda: DENIED[kind] in arena.stats()["problem"], "the reason", PATIENCE_S)
+        arena.go_on(30)
+        assert arena.stats()["denials"] == 1
+        proxy.clear()
+        arena.over()
+        arena.heals()
+        until(lambda: arena.stats()["problem"] == "", "the reason to go", PATIENCE_S)
+    assert caplog.text.count(DENIED[kind]) == 1
+    assert caplog.text.count("denied (") == 1
+    assert f"the s3 tier: {kind} is no longer denied" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Kind.TRICKLE, pytest.param(Kind.BLACK_HOLE, marks=pytest.mark.faults)])

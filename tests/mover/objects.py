@@ -176,8 +176,9 @@ class Request:
     session_token: str = ""
 
 
-Fault = Callable[[Request], int | bytes | None]
-"""Called before a request is served: an HTTP status to answer with, HANG_UP, bytes to send as the object, or None."""
+Fault = Callable[[Request], int | tuple[int, str] | bytes | None]
+"""Called before a request is served: an HTTP status to answer with (and S3's name of the error), HANG_UP, bytes to send
+as the answer's body, or None."""
 HANG_UP = 0
 LONG_AGO = "2024-01-01T00:00:00.000Z"
 
@@ -249,8 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if spoiled == HANG_UP:
                 self.close_connection = True
-            elif isinstance(spoiled, int):
-                self._answer(spoiled, b"<Error><Code>SlowDown</Code><Message>no</Message></Error>")
+            elif isinstance(spoiled, (int, tuple)):
+                status, code = (spoiled, "SlowDown") if isinstance(spoiled, int) else spoiled
+                self._answer(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
             elif isinstance(spoiled, bytes):
                 self._answer(200, spoiled)
             else:

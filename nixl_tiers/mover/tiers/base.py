@@ -7,7 +7,7 @@ and `load` and collected by `poll`; what blocks (listings, deletes) belongs on a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nixl_tiers.memory.region import HostRegion
@@ -84,6 +84,11 @@ class StorageTier(ABC):
     def answers(self) -> Sequence[Probe]:
         """The probes that have ended since the last call."""
         return ()
+
+    @property
+    def denials(self) -> Mapping[str, str]:
+        """What the medium does not let this tier do now, though it is up: one sentence for each kind of request."""
+        return {}
 
     @abstractmethod
     def store(self, moves: Sequence[Move]) -> int:

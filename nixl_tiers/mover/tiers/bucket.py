@@ -6,6 +6,7 @@ No message of this module repeats what a server said or what a credential holds:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import ssl
@@ -28,13 +29,15 @@ from botocore.httpsession import where
 
 from nixl_tiers.config import S3Tier
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+from nixl_tiers.mover.tiers.denials import Denials
 from nixl_tiers.mover.tiers.encryption import objection
-from nixl_tiers.mover.tiers.listing import Listing
+from nixl_tiers.mover.tiers.listing import PROBE_NAME, Listing
 
 PROBE_S: Final = 3.0
 FLUSH_S: Final = 2.0
 RENEW_S: Final = 60.0
 DOUBT_S: Final = 5.0  # the same while transfers fail
+CHECK_S: Final = 60.0  # between two uploads that are made to hear why others fail
 CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # what one DeleteObjects request may name
 BACKOFF_S: Final = (1.0, 30.0)
@@ -66,6 +69,7 @@ class Bucket:
         self._quick: Any = None  # for questions whose answer is of no use later
         self._source: Any = None  # botocore's credentials, which renew themselves where they can
         self.credentials: Credentials | None = None
+        self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}')
         self._wake = threading.Condition()
         self._probe: Future[None] | None = None
         self._listing: Listing | None = None
@@ -75,6 +79,8 @@ class Bucket:
         self._failures = 0
         self._waits_s = {"list": 0.0, "delete": 0.0}
         self._not_before = {"list": 0.0, "delete": 0.0}
+        self._doubted = False  # whether uploads fail, who knows why
+        self._check_at = float("-inf")
         self._renew_at = float("inf")
         self._renewed_at = 0.0
         self._closing = False
@@ -116,6 +122,13 @@ class Bucket:
             if self._renew_at < float("inf") and self._renew_at > self._renewed_at + DOUBT_S:
                 self._renew_at = self._renewed_at + DOUBT_S
                 self._wake.notify()
+
+    def doubt_uploads(self) -> None:
+        """An upload has failed: find out soon whether the server denies them."""
+        self.denials.failed("put")
+        with self._wake:
+            self._doubted = True
+            self._wake.notify()
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete these objects in the background, again and again until the server says that they are gone."""
@@ -195,6 +208,8 @@ class Bucket:
     def _next(self, now: float) -> Callable[[], None] | None:
         if self._probe is not None and not self._probe.done():
             return self._connect
+        if self._check_due and self._client is not None and now >= self._check_at:
+            return self._check_uploads
         if self._queued and self._client is not None and now >= self._not_before["delete"]:
             return self._delete_some
         if self._listing is not None and now >= self._not_before["list"]:
@@ -205,12 +220,28 @@ class Bucket:
 
     def _idle_s(self, now: float) -> float | None:
         times = [self._renew_at]
+        if self._check_due:
+            times.append(self._check_at)
         if self._queued:
             times.append(self._not_before["delete"])
         if self._listing is not None:
             times.append(self._not_before["list"])
         soonest = min(times)
         return None if soonest == float("inf") else max(0.0, soonest - now)
+
+    @property
+    def _check_due(self) -> bool:
+        # What was denied is asked for again and again: where nothing is stored meanwhile, who else finds out that it
+        # is allowed now?
+        return not self._closing and (self._doubted or "put" in self.denials.current())
+
+    def _check_uploads(self) -> None:
+        """Upload a small object, whose answer tells why uploads fail: NIXL does not."""
+        self._doubted = False
+        self._check_at = time.monotonic() + CHECK_S
+        with contextlib.suppress(BotoCoreError, ClientError):
+            name = f"{self._tier.prefix}/{PROBE_NAME}"
+            self._client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
 
     def _connect(self) -> None:
         assert self._probe is not None
@@ -292,7 +323,7 @@ class Bucket:
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
         assert self.credentials is not None
-        return self._session.client(
+        client = self._session.client(
             "s3",
             region_name=self._tier.region,
             endpoint_url=self._tier.endpoint,
@@ -311,6 +342,8 @@ class Bucket:
                 tcp_keepalive=True,
             ),
         )
+        self.denials.watch(client)
+        return client
 
     def _explained(self, error: Exception) -> Exception:
         place = self._tier.endpoint or f"AWS {self._tier.region}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import logging
 import threading
 import time
 import uuid
@@ -26,11 +25,10 @@ from typing import Any, Final, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-logger = logging.getLogger(__name__)
+from nixl_tiers.mover.tiers.listing import PROBE_NAME
 
 LEASE_NAME: Final = ".janitor"
 USAGE_NAME: Final = ".usage"
-PROBE_NAME: Final = ".probe"
 WINDOW_SHARE: Final = 64  # an upload window is the capacity divided by this, and at least a row
 MAX_VICTIMS: Final = 1 << 16  # what one round may delete: the names must be kept meanwhile
 DELETES_AT_ONCE: Final = 1000
@@ -145,9 +143,11 @@ class Janitor:
         allowance: Allowance,
         is_row: Callable[[str], bool],
         pace: Pace,
+        say: Callable[[str, str], None],
         max_age_s: float | None = None,
     ) -> None:
         """`client`: the present boto3 client. `is_row`: whether a name, below the prefix, is ours to count.
+        `say`: is told the kind of what the server does not do, and a sentence about it.
         `max_age_s`: what was last written longer ago is deleted, however much room there is."""
         self._client = client
         self._bucket = bucket
@@ -155,6 +155,7 @@ class Janitor:
         self._allowance = allowance
         self._is_row = is_row
         self._pace = pace
+        self._say = say
         self._max_age_s = float("inf") if max_age_s is None else max_age_s
         self._id = uuid.uuid4().hex
         self._lease: str | None = None  # the ETag that it was last renewed with
@@ -189,11 +190,10 @@ class Janitor:
                 if supported is None:
                     supported = self._probe()
                 if not supported:
-                    logger.warning(
-                        's3 bucket "%s": this server does not support conditional writes (If-None-Match, If-Match), '
-                        'so nothing is written below the shared prefix "%s"',
-                        self._bucket,
-                        self._prefix,
+                    self._say(
+                        "conditional writes",
+                        "this server does not support conditional writes (If-None-Match, If-Match), "
+                        f'so nothing is written below the shared prefix "{self._prefix}"',
                     )
                     return
                 self._turn()

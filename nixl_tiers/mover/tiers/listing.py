@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Final
 
 from nixl_tiers.chunk import Key, key_of_object
+
+PROBE_NAME: Final = ".probe"
+"""Below the prefix: what is written to find out whether, and under which conditions, something can be written. It is
+always overwritten and never deleted, because engines that share the prefix may be in the middle of finding out."""
 
 
 class Listing:

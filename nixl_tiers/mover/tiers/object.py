@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from nixl_tiers.chunk import Geometry, Key, object_name
@@ -99,6 +99,7 @@ class ObjectStorage(StorageTier):
                 allowance=self._allowance,
                 is_row=is_row,
                 pace=PACE,
+                say=self._bucket.denials.say,
                 max_age_s=self._config.max_age,
             )
             self._janitor.start()
@@ -223,6 +224,10 @@ class ObjectStorage(StorageTier):
         return bool(waiting) or self._transfers.busy or self._prober.busy
 
     @property
+    def denials(self) -> Mapping[str, str]:
+        return self._bucket.denials.current()
+
+    @property
     def used_bytes(self) -> int:
         self._reap_deletes()
         shared = None if self._allowance is None else self._allowance.used_bytes
@@ -322,7 +327,11 @@ class ObjectStorage(StorageTier):
         if state is not TransferState.DONE or key in self._dropped:
             self._dropped.discard(key)
             self._doom(key)
-        return Outcome.OK if state is TransferState.DONE else Outcome.FAILED
+        if state is not TransferState.DONE:
+            self._bucket.doubt_uploads()
+            return Outcome.FAILED
+        self._bucket.denials.worked("put")
+        return Outcome.OK
 
     def _downloaded(self, task: Task, state: TransferState) -> Outcome | None:
         """The outcome, or None to try again."""
@@ -330,6 +339,7 @@ class ObjectStorage(StorageTier):
         row = self._transfers.staged(task)
         if state is TransferState.FAILED:
             page = row[:ERROR_PAGE_BYTES].tobytes()
+            self._bucket.denials.page("get", page)
             if b"<Code>NoSuchKey</Code>" in page:
                 self._stock.lose(task.move.key, self._name(task.move.key))
                 return Outcome.MISSING
@@ -338,6 +348,7 @@ class ObjectStorage(StorageTier):
                 return Outcome.CORRUPT  # no byte of an empty object can be asked for
             answered = any(page)  # a server that is down is not worth another wait
             return None if answered and task.tries < TRIES else Outcome.FAILED
+        self._bucket.denials.worked("get")
         if self._sealer.verify(row, task.move.key) is Verdict.OK:
             if has_expired(self._sealer.sealed_at(row), time.time(), self._config.max_age):
                 self._spoiled.add(task.move.key)
