@@ -76,7 +76,6 @@ class Bucket:
         self._queued: dict[str, None] = {}
         self._leaving: frozenset[str] = frozenset()
         self._gone: list[str] = []
-        self._failures = 0
         self._waits_s = {"list": 0.0, "delete": 0.0}
         self._not_before = {"list": 0.0, "delete": 0.0}
         self._doubted = False  # whether uploads fail, who knows why
@@ -137,7 +136,7 @@ class Bucket:
             self._wake.notify()
 
     def keep(self, name: str) -> bool:
-        """Take a delete back. False if it is under way: wait for `gone` or `failures` before writing that name."""
+        """Take a delete back. False if it is under way: wait for `gone`, or give up while `deletes_back_off`."""
         with self._wake:
             self._queued.pop(name, None)
             return name not in self._leaving
@@ -178,9 +177,9 @@ class Bucket:
         return bool(self._queued or self._leaving)
 
     @property
-    def failures(self) -> int:
-        """How many delete requests have failed, ever. What they named is queued again, unless kept."""
-        return self._failures
+    def deletes_back_off(self) -> bool:
+        """Whether the last delete request has failed, and the next is put off. What it named is queued again."""
+        return self._waits_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
         """Send the deletes that are queued, as long as `timeout_s` and the server allow, and stop."""
@@ -278,7 +277,6 @@ class Bucket:
         with self._wake:
             self._leaving = frozenset()
             self._gone.extend(set(names).difference(stay))
-            self._failures += bool(stay)
             self._queued.update(dict.fromkeys(stay))
             self._pace("delete", failed=bool(stay))
 

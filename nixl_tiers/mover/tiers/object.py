@@ -292,9 +292,8 @@ class ObjectStorage(StorageTier):
             self._bucket.delete(victims)
             if not victims and not deleting:
                 return Outcome.NO_SPACE
-        if task.failures_seen < 0:
-            task.failures_seen = self._bucket.failures
-        return None if task.failures_seen == self._bucket.failures else Outcome.FAILED
+        # The next try may be half a minute away, and a job that waits so long costs the mover.
+        return Outcome.FAILED if self._bucket.deletes_back_off else None
 
     def _start_upload(self, task: Task) -> None:
         assert self._sealer is not None

@@ -53,7 +53,6 @@ class Task:
     transfer: Transfer | None = None
     staging: int = -1
     give_up_at: float = float("inf")
-    failures_seen: int = -1  # of the bucket's deletes, when this upload began to wait for one
 
 
 class Transfers:
