@@ -54,6 +54,7 @@ from nixl_tiers.mover.messages import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from nixl_tiers.cascade.host import Row
     from nixl_tiers.memory.region import HostRegion
     from nixl_tiers.memory.table import Table
 
@@ -171,10 +172,11 @@ class Engine:
         if work:
             self._movers.wake()
 
-    def prepare_load(self, keys: Sequence[Key], request: str) -> NDArray[np.int64]:
-        """Host rows of keys that this step's look-ups called hits, pinned until complete_load."""
+    def prepare_load(self, keys: Sequence[Key], request: str, *, call: bool = False) -> NDArray[np.int64]:
+        """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
+        the `call` of a thread, until end_call."""
         with self._lock:
-            return np.array(self._core.prepare_load(keys, request), np.int64)
+            return np.array(self._core.prepare_load(keys, request, call=call), np.int64)
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
         """Which rows of a load that was prepared lack sub-blocks: place in `keys` -> how many at the beginning."""
@@ -190,25 +192,30 @@ class Engine:
         with self._lock:
             self._core.fail_load(keys, request)
 
-    def prepare_store(self, keys: Sequence[Key], request: str) -> StorePlan:
-        """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full."""
+    def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
+        """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
+
+        They are the caller's until complete_store; or, where `request` is the `call` of a thread, until end_call.
+        """
         with self._lock:
-            return self._core.prepare_store(keys, request)
+            return self._core.prepare_store(keys, request, call=call)
 
     def complete_store(self, keys: Collection[Key]) -> None:
         """Every worker is done with the store job of `keys`; the region's control words say which rows are good."""
         with self._lock:
             rows = self._core.filling(keys)
-            failed: set[Key] = set()
-            if rows and self.region.geometry.sub_blocks > 1:
-                for row, missing in zip(rows, self.region.missing([row.index for row in rows]).tolist(), strict=True):
-                    row.missing = missing
-            for ticket in {row.ticket for row in rows}:
-                of_ticket = [row for row in rows if row.ticket == ticket]
-                written = self.region.written(np.array([row.index for row in of_ticket]), ticket)
-                failed.update(row.key for row, good in zip(of_ticket, written.tolist(), strict=True) if not good)
-            self._core.complete_store(rows, failed)
+            self._core.complete_store(rows, self._failed(rows))
             work = self._core.busy
+        if work:
+            self._movers.wake()
+
+    def end_call(self, call: str) -> None:
+        """A thread's call has ended, well or not, and touches no row any more; those that it was to fill are hits if
+        the region's control words say so. Nothing happens for a call that has no rows."""
+        with self.changed:
+            self._core.end_call(call, self._failed(self._core.filling_of_call(call)))
+            work = self._core.busy
+            self.changed.notify_all()
         if work:
             self._movers.wake()
 
@@ -385,6 +392,18 @@ class Engine:
         self._movers.leave_to_parent()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _failed(self, rows: Sequence[Row]) -> set[Key]:
+        """Which of these rows that were to be filled were not; of the others, notes which sub-blocks they lack."""
+        failed: set[Key] = set()
+        if rows and self.region.geometry.sub_blocks > 1:
+            for row, missing in zip(rows, self.region.missing([row.index for row in rows]).tolist(), strict=True):
+                row.missing = missing
+        for ticket in {row.ticket for row in rows}:
+            of_ticket = [row for row in rows if row.ticket == ticket]
+            written = self.region.written(np.array([row.index for row in of_ticket]), ticket)
+            failed.update(row.key for row, good in zip(of_ticket, written.tolist(), strict=True) if not good)
+        return failed
 
     def _check_slots(self, tier: int, slots: int) -> None:
         """Raises ValueError for more than any medium of this capacity has: each costs the book a byte."""

@@ -117,17 +117,15 @@ class TieredStore:
     def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]]) -> int:
         name = self._name()  # of its own: what came with an earlier part is older, and goes first
         try:
-            plan = self.engine.prepare_store(keys, name)
+            plan = self.engine.prepare_store(keys, name, call=True)
             chunk_of = dict(zip(keys, chunks, strict=True))
             for key, row in zip(plan.keys, plan.rows, strict=True):
                 self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
             if plan.keys:
                 self._region.mark(np.array(plan.rows), 0, plan.ticket, True)
-                self.engine.complete_store(plan.keys)
         finally:
-            self.engine.finish_request(name)
-        new = set(plan.keys)
-        missing = (i for i, key in enumerate(keys) if key not in new and self.engine.where(key) is None)
+            self.engine.end_call(name)
+        missing = (i for i, key in enumerate(keys) if self.engine.where(key) is None)
         return next(missing, len(keys))
 
     def get(self, keys: Sequence[Key], out: NDArray[np.uint8]) -> list[bool]:
@@ -149,24 +147,22 @@ class TieredStore:
         name = self._name()
         try:
             with self.engine.changed:  # held from the look-ups to the load, and while nothing is awaited
-                stall.begin()
-                while Lookup.PENDING in (answers := [self.engine.lookup(key, name) for key in keys]):
-                    if stall.over(answers.count(Lookup.HIT)):
-                        break  # what is pending is no hit
+                try:
+                    stall.begin()
+                    while Lookup.PENDING in (answers := [self.engine.lookup(key, name) for key in keys]):
+                        if stall.over(answers.count(Lookup.HIT)):
+                            break  # what is pending is no hit
+                        self.engine.end_step()
+                        stall.wait(self.engine.changed)
+                    stall.saw(answers.count(Lookup.HIT))
+                    hits = [answer is Lookup.HIT for answer in answers]
+                    rows = self.engine.prepare_load(list(itertools.compress(keys, hits)), name, call=True)
+                finally:
                     self.engine.end_step()
-                    stall.wait(self.engine.changed)
-                stall.saw(answers.count(Lookup.HIT))
-                hits = [answer is Lookup.HIT for answer in answers]
-                found = list(itertools.compress(keys, hits))
-                rows = self.engine.prepare_load(found, name)
-            try:
-                for i, row in zip(itertools.compress(range(len(keys)), hits), rows.tolist(), strict=True):
-                    out[i] = self._region.rows_view[row, : self.chunk_bytes]
-            finally:
-                self.engine.complete_load(found)
+            for i, row in zip(itertools.compress(range(len(keys)), hits), rows.tolist(), strict=True):
+                out[i] = self._region.rows_view[row, : self.chunk_bytes]
         finally:
-            self.engine.end_step()
-            self.engine.finish_request(name)
+            self.engine.end_call(name)
         return hits
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:

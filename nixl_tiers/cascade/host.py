@@ -21,9 +21,10 @@ class RowState(IntEnum):
 
 
 class Row(msgspec.Struct, gc=False, eq=False):
-    """One chunk in the host region. `worker`, `mover`: open jobs of either kind on its bytes; `holds`: requests
-    that wait and count on it. `leaving`: chosen for eviction, and to be written below first. `gone`: nobody can find
-    it any more, but somebody's job still has hands on it.
+    """One chunk in the host region. `worker`, `mover`: open jobs of either kind on its bytes; `calls`: the same of
+    threads that use the store without an engine; `holds`: requests that wait and count on it. `leaving`: chosen for
+    eviction, and to be written below first. `gone`: nobody can find it any more, but somebody's job still has hands
+    on it.
 
     Hidden from Python's garbage collector, which would otherwise walk hundreds of thousands of rows at a time in the
     scheduler's thread. So a row must never refer to anything that may refer to a row.
@@ -36,6 +37,7 @@ class Row(msgspec.Struct, gc=False, eq=False):
     generation: int
     worker: int = 0
     mover: int = 0
+    calls: int = 0
     holds: int = 0
     ticket: int = 0
     tick: int = 0  # of its last use: lower copies are as recent as that
@@ -46,6 +48,11 @@ class Row(msgspec.Struct, gc=False, eq=False):
     leaving: bool = False
     source: str = CPU
     missing: int = 0  # sub-blocks at its beginning that hold nothing
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody's job reads or writes it."""
+        return bool(self.worker or self.mover or self.calls)
 
 
 class HostTier:
@@ -140,7 +147,7 @@ class HostTier:
 
     def settle(self, row: Row) -> None:
         """Call when a job on `row` has ended: frees the place of a forgotten row after its last job."""
-        if row.gone and not row.worker and not row.mover and row.index >= 0:
+        if row.gone and not row.busy and row.index >= 0:
             self._slots.give(row.index)
             row.index = -1
 
@@ -153,4 +160,4 @@ class HostTier:
     def _spare(self, key: Key) -> bool:
         row = self.index[key]
         # A row that this step's look-ups called a hit must still be there when the same step prepares the load.
-        return bool(row.worker or row.mover or row.holds or row.state is not RowState.READY or row.step == self.step)
+        return bool(row.busy or row.holds or row.state is not RowState.READY or row.step == self.step)

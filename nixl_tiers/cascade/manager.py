@@ -54,6 +54,10 @@ class TierManager(Traffic):
     """The cascade over one host tier of `rows` rows of `row_bytes` bytes and any number of storage tiers, in order.
 
     Here stands the engine's side; the movers' side is Traffic.
+
+    A job on host rows ends in one of two ways. An engine's scheduler says which keys its workers are done with, and
+    says it never for jobs of before a reset. A thread that uses the store without an engine (`call`) has its job end
+    by the call's own name, whatever was reset meanwhile, and its rows are given away then and no sooner.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class TierManager(Traffic):
         self._requests: dict[str, Request] = {}
         self._allowed: dict[str, frozenset[int]] = {}  # of the requests that are not to load from every storage tier
         self._unflushed: list[Row] = []
+        self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
         self._ticket = 0
 
     def lookup(self, key: Key, name: str, position: int | None, now: float, first: int = 0) -> Lookup:
@@ -116,15 +121,18 @@ class TierManager(Traffic):
         self.host.step += 1
         self.probes.end_step()
 
-    def prepare_load(self, keys: Sequence[Key], name: str) -> list[int]:
-        """Pin the rows of `keys`, which this step's look-ups called hits; returns them in order."""
+    def prepare_load(self, keys: Sequence[Key], name: str, *, call: bool = False) -> list[int]:
+        """Pin the rows of `keys`, which this step's look-ups called hits; returns them in order.
+
+        Until complete_load or, where a `call` is to read them, end_call.
+        """
         request = self._request(name)
         tick = self._tick_of(request)
         rows = []
         for key in keys:
             row = self.host.index[key]
             assert row.state is RowState.READY, "load of a row that is not ready"
-            row.worker += 1
+            self._take(row, name, call)
             self.host.touch(key, tick)
             counters = self._counters(row.source)
             counters.hits += 1
@@ -162,8 +170,11 @@ class TierManager(Traffic):
                 self.cpu_counters.failed += 1
                 self.host.forget(row)
 
-    def prepare_store(self, keys: Sequence[Key], name: str) -> StorePlan:
-        """Rows for those of `keys` (in prefix order) that the host does not hold; for their prefix if it is full."""
+    def prepare_store(self, keys: Sequence[Key], name: str, *, call: bool = False) -> StorePlan:
+        """Rows for those of `keys` (in prefix order) that the host does not hold; for their prefix if it is full.
+
+        To be written until complete_store or, where a `call` is to write them, end_call.
+        """
         fresh = [key for key in keys if key not in self.host.index]
         tick = self._tick_of(self._request(name))
         for key in keys:
@@ -174,7 +185,7 @@ class TierManager(Traffic):
         plan = StorePlan(fresh[:room], [], self._ticket)
         for key in plan.keys:
             row = self.host.insert(key, RowState.FILLING, tick, self.generation)
-            row.worker = 1
+            self._take(row, name, call)
             row.ticket = self._ticket
             plan.rows.append(row.index)
         self.cpu_counters.misses += len(fresh)
@@ -185,22 +196,37 @@ class TierManager(Traffic):
         return plan
 
     def filling(self, keys: Iterable[Key]) -> list[Row]:
-        """The rows of `keys` that a store job fills now, in prefix order (`keys` may be a set)."""
+        """The rows of `keys` that workers fill now, in prefix order (`keys` may be a set)."""
         rows = (self.host.index.get(key) for key in keys)
-        return sorted((r for r in rows if r is not None and r.state is RowState.FILLING), key=lambda r: r.order)
+        filling = (r for r in rows if r is not None and r.worker and r.state is RowState.FILLING)
+        return sorted(filling, key=lambda r: r.order)
+
+    def filling_of_call(self, name: str) -> list[Row]:
+        """The rows that a call fills now and that somebody could find afterwards, in prefix order."""
+        return [row for row in self._calls.get(name, ()) if row.state is RowState.FILLING and not row.gone]
+
+    def end_call(self, name: str, failed: Collection[Key]) -> None:
+        """A call is over, well or not: from now on it neither reads nor writes any row, and is no request any more.
+        Of the rows that it was to fill, those of `failed` hold nothing usable."""
+        for row in self._calls.pop(name, ()):
+            row.calls -= 1
+            if row.gone:
+                self.host.settle(row)
+            elif row.state is RowState.FILLING:
+                self._filled(row, row.key not in failed)
+            else:
+                row.source = CPU
+        self._clean_all()
+        self.finish_request(name)
 
     def complete_store(self, rows: Iterable[Row], failed: Collection[Key]) -> None:
         """Workers are done writing these rows; those of `failed` hold nothing usable."""
         for row in rows:
             row.worker = 0
-            if row.key in failed:
-                self.cpu_counters.failed += 1
-                self.host.forget(row)
-                continue
-            row.state = RowState.READY
-            self.cpu_counters.bytes_written += self.row_bytes
-            self._cascade(row, self.storage)
-            self._flushed(row.generation)
+            good = row.key not in failed
+            self._filled(row, good)
+            if good:
+                self._flushed(row.generation)
         self._clean_all()
 
     def finish_request(self, name: str) -> None:
@@ -223,7 +249,8 @@ class TierManager(Traffic):
                 storage.touch(key, tick)
 
     def reset(self, keep_storage: bool) -> None:
-        """The bytes may no longer match the weights. Rows with open jobs are quarantined, all others are free.
+        """The bytes may no longer match the weights. Rows with open jobs are quarantined, all others are free: those of
+        workers until `flushed`, or until a job of after the reset completes; those of a call until it ends.
 
         Storage tiers are emptied (of this epoch) unless `keep_storage`; they come back through `opened`.
         """
@@ -296,6 +323,23 @@ class TierManager(Traffic):
         if request is None:
             request = self._requests[name] = Request(name, self._allowed.get(name))
         return request
+
+    def _take(self, row: Row, name: str, call: bool) -> None:
+        """Somebody is going to read or write this row."""
+        if call:
+            row.calls += 1
+            self._calls.setdefault(name, []).append(row)
+        else:
+            row.worker += 1
+
+    def _filled(self, row: Row, good: bool) -> None:
+        if not good:
+            self.cpu_counters.failed += 1
+            self.host.forget(row)
+            return
+        row.state = RowState.READY
+        self.cpu_counters.bytes_written += self.row_bytes
+        self._cascade(row, self.storage)
 
     def _counters(self, name: str) -> Counters:
         for storage in self.storage:

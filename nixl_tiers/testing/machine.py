@@ -48,6 +48,8 @@ class CascadeMachine(RuleBasedStateMachine):
     def catch_up(self) -> None:
         while self.world.workers:
             self.world.worker_finishes(0)
+        while self.world.calls:
+            self.world.call_ends(0)
         for _ in range(8):
             for tier in range(len(self.world.movers)):
                 self.world.mover_works(tier)
@@ -77,6 +79,39 @@ class CascadeMachine(RuleBasedStateMachine):
     def worker_finishes(self, pick: int, good: bool) -> None:
         if self.world.workers:
             self.world.worker_finishes(pick % len(self.world.workers), good)
+
+    @rule(prompt=PROMPTS, store=st.booleans())
+    def call(self, prompt: str, store: bool) -> None:
+        """A thread without an engine begins to put or get the chunks of a prompt."""
+        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
+        if store:
+            self.world.put(chain)
+        else:
+            self.world.get(chain)
+
+    @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
+    def call_ends(self, pick: int, good: bool) -> None:
+        if self.world.calls:
+            self.world.call_ends(pick % len(self.world.calls), good)
+
+    @rule(pick=PICK)
+    def call_comes_back(self, pick: int) -> None:
+        names = sorted(self.world.getting)
+        if names:
+            self.world.get_again(names[pick % len(names)])
+
+    @rule(before=st.lists(PROMPTS, min_size=1, max_size=2), after=st.lists(PROMPTS, min_size=1, max_size=2), ends=PICK)
+    def reset_among_calls(self, before: list[str], after: list[str], ends: int) -> None:
+        """Calls of before a reset end among those of after it, in any order."""
+        for prompt in before:
+            self.call(prompt, store=True)
+        self.world.reset()
+        for prompt in after:
+            self.call(prompt, store=True)
+        for _ in range(len(after)):
+            self.world.call_ends(ends % len(self.world.calls))
+        for prompt in after:
+            self.call(prompt, store=False)
 
     @rule(tier=TIERS, outcome=OUTCOMES, steps=st.integers(1, 4))
     def mover_works(self, tier: int, outcome: Outcome, steps: int) -> None:

@@ -81,6 +81,18 @@ class WorkerJob:
 
 
 @dataclass
+class Call:
+    """A put or get of a thread that uses the store without an engine. Whatever is reset meanwhile, it goes on with the
+    rows that it was given, and ends them itself."""
+
+    name: str
+    store: bool
+    keys: list[Key]
+    rows: list[int]
+    epoch: int
+
+
+@dataclass
 class MoverJob:
     """A job as it was sent: the mover knows numbers, whatever becomes of the core's objects meanwhile."""
 
@@ -177,6 +189,8 @@ class World:
         self.waiting: dict[str, Prompt] = {}
         self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
         self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
+        self.calls: list[Call] = []
+        self.getting: dict[str, Prompt] = {}  # calls that wait
         self._requests = 0
         self.core = self._start()
 
@@ -266,6 +280,8 @@ class World:
         self.waiting.clear()
         self.running.clear()
         self._since.clear()
+        self.calls.clear()
+        self.getting.clear()
         self.core = self._start()
 
     # --- workers -----------------------------------------------------------------------------------------------
@@ -294,6 +310,57 @@ class World:
             self.core.complete_load(set(job.keys))
         else:
             self.core.fail_load(set(job.keys), job.request)
+        self.tick()
+
+    # --- threads without an engine -----------------------------------------------------------------------------
+
+    def put(self, chain: Sequence[Key]) -> None:
+        """A thread begins to put `chain`; `call_ends` ends it."""
+        name = self._call()
+        plan = self.core.prepare_store(chain, name, call=True)
+        self._call_begins(Call(name, True, plan.keys, plan.rows, self.epoch))
+
+    def get(self, chain: Sequence[Key]) -> None:
+        """A thread begins to get `chain`; it waits (`get_again`), or reads what it has found until `call_ends`."""
+        self._get(self._call(), Prompt(list(chain), Scan.EACH, stays=False))
+
+    def get_again(self, name: str) -> None:
+        self._get(name, self.getting.pop(name))
+
+    def call_ends(self, number: int, good: bool = True) -> None:
+        """Or, where not `good`, is interrupted: of a put's rows only the first ones were filled."""
+        call = self.calls.pop(number)
+        filled = len(call.rows) if good else len(call.rows) // 2
+        for place, (key, row) in enumerate(zip(call.keys, call.rows, strict=True)):
+            if not call.store:
+                promise(self.region[row] == Content(key, call.epoch), f"a call reads {self.region[row]} as {key!r}")
+            elif place < filled:
+                self.region[row] = Content(key, call.epoch)
+        self.core.end_call(call.name, set() if good else set(call.keys))
+        self.tick()
+
+    def _call(self) -> str:
+        self._requests += 1
+        return f"call-{self._requests}"
+
+    def _get(self, name: str, prompt: Prompt) -> None:
+        found = self._look_up(name, prompt)
+        if found is None:
+            self.getting[name] = prompt
+            self.core.end_step()
+            self.tick()
+            return
+        self._since.pop(name, None)
+        rows = self.core.prepare_load(found, name, call=True)
+        self.core.end_step()
+        self._call_begins(Call(name, False, found, rows, self.epoch))
+
+    def _call_begins(self, call: Call) -> None:
+        for row in call.rows:
+            self._check_row(row, writing=call.store)
+            if call.store:
+                self.region[row] = GARBAGE
+        self.calls.append(call)
         self.tick()
 
     # --- movers ------------------------------------------------------------------------------------------------
@@ -469,7 +536,7 @@ class World:
         self.advance(max(self.limits.wait_s + self.limits.hold_s, self.limits.overdue_least_s) + 1)
         self._run_out()
         rows = self.core.host.index.values()
-        promise(not any(row.worker or row.mover or row.holds for row in rows), "a row stays pinned for ever")
+        promise(not any(row.busy or row.holds for row in rows), "a row stays pinned for ever")
         promise(self.core.host.used == len(rows), "a row is lost")
         promise(not self.core.probes.busy, "a probe never ends")
         promise(not any(storage.staged for storage in self.core.storage), "a demotion never ends")
@@ -491,14 +558,18 @@ class World:
         for _ in range(300):
             if self.workers:
                 self.worker_finishes(0)
+            if self.calls:
+                self.call_ends(0)
             for name in list(self.waiting):
                 self.again(name)
+            for name in list(self.getting):
+                self.get_again(name)
             self.end_step()
             for tier in range(len(self.movers)):
                 self.mover_works(tier)
                 self.deliver(tier)
             silent = not any(mover.inbox or mover.finished or mover.listing for mover in self.movers)
-            if silent and not self.workers and not self.waiting:
+            if silent and not (self.workers or self.waiting or self.calls or self.getting):
                 return
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -614,9 +685,10 @@ class World:
 
     def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
         """Nobody else writes this row; and if we are to write it, nobody else reads it either."""
-        for job in self.workers:
+        hands: list[WorkerJob | Call] = [*self.workers, *self.calls]
+        for job in hands:
             if row in job.rows:
-                promise(not job.store and not writing, "a row is given away while a worker has hands on it")
+                promise(not job.store and not writing, "a row is given away while a worker or a call has hands on it")
         for tier, open_job in self._open_moves():
             if (tier, open_job.job.id) == beside:
                 continue

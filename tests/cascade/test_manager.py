@@ -432,3 +432,33 @@ def test_a_request_that_gave_up_waits_again_only_after_a_load() -> None:
     core.storage[0].to_store.clear()
     assert core.plan(late + 2) == [], "what it asked for before is nobody's wish any more"
     assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]
+
+
+def test_an_engine_that_never_ends_jobs_of_before_a_reset_loses_no_row() -> None:
+    """vLLM up to 0.32: the first job of after a reset that ends says that all of before it have ended, too."""
+    core = manager(rows=12, tiers=())
+    for number in range(1000):
+        chain = [b"%d-%d" % (number, place) for place in range(8)]
+        put(core, chain[:3], f"ready-{number}")
+        assert scan(core, chain[:3], f"load-{number}") == [HIT] * 3
+        core.prepare_load(chain[:3], f"load-{number}")
+        assert core.prepare_store(chain[3:], f"store-{number}").rows
+        core.reset(keep_storage=False)
+        assert core.host.used == 8, "a row is given away before the engine can know that it is quiet"
+    put(core, CHAIN[:1])
+    assert core.host.used == 1
+
+
+def test_the_end_of_a_call_says_nothing_about_others() -> None:
+    core = manager(tiers=())
+    by_workers = core.prepare_store(CHAIN[:2], "workers")
+    by_call = core.prepare_store(CHAIN[2:4], "before", call=True)
+    core.reset(keep_storage=False)
+    core.prepare_store(CHAIN[2:3], "after", call=True)
+    core.end_call("after", set())
+    assert core.host.used == len(by_workers.rows) + len(by_call.rows) + 1
+    put(core, CHAIN[4:5])  # ends the workers' jobs
+    assert core.host.used == len(by_call.rows) + 2
+    core.end_call("before", set())
+    assert core.host.used == 2
+    assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]

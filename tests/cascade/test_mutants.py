@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -44,6 +44,30 @@ class RowReusedAfterReset(TierManager):
         for row in self.host.index.values():
             row.worker = 0
         super().reset(keep_storage)
+
+
+class CallsRowsFlushed(TierManager):
+    """What ends after a reset gives back the rows of all calls of before it, as it does those of workers."""
+
+    def end_call(self, name: str, failed: Collection[Key]) -> None:
+        super().end_call(name, failed)
+        for row in [row for rows in self._calls.values() for row in rows if row.gone]:
+            row.calls = 0
+            self.host.settle(row)
+
+
+class CallEndsByKey(TierManager):
+    """A call that was begun before a reset ends whoever has the same keys after it."""
+
+    def end_call(self, name: str, failed: Collection[Key]) -> None:
+        rows = self._calls.get(name, [])
+        rows[:] = [self.host.index.get(row.key, row) for row in rows]
+        super().end_call(name, failed)
+
+
+class InterruptedCallIsAHit(TierManager):
+    def end_call(self, name: str, failed: Collection[Key]) -> None:
+        super().end_call(name, set())
 
 
 class RowFreedWhileMoved(TierManager):
@@ -225,6 +249,8 @@ MUTANTS = [
     AsksForTheAbsentAgain,
     AsksForTheBadAgain,
     BudgetOffByOne,
+    CallEndsByKey,
+    CallsRowsFlushed,
     CircuitNeverCloses,
     DeadlineArmedAnewByARelease,
     DeadlineArmedAnewByARetry,
@@ -237,6 +263,7 @@ MUTANTS = [
     ReusedBeforeReap,
     FailedCopyIsAHit,
     FailedLoadIsAHit,
+    InterruptedCallIsAHit,
     OldEpochSurvives,
     PinForgotten,
     PinsIgnored,
