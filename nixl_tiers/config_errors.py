@@ -29,6 +29,30 @@ _OTHER_NAMES: Final = {
 }
 
 
+# What does the work of a field that we do not have.
+_INSTEAD: Final = {
+    "cpu_bytes_to_use": 'use the capacity of the "cpu" tier',
+    "num_cpu_blocks": 'use the capacity of the "cpu" tier',
+    "ssl": "write http: or https: in endpoint",
+    "use_ssl": "write http: or https: in endpoint",
+}
+# pydantic's kinds of error. The first name what was given, the others only the bound.
+_TYPES: Final = {
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+}
+_BOUNDS: Final = {
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "finite_number": "must be a finite number",
+}
+
+
 class ConfigError(ValueError):
     """A configuration that cannot work: one sentence that begins with the field's name."""
 
@@ -89,6 +113,10 @@ def sentence(errors: list[ErrorDetails], top: type[BaseModel], tiers: Mapping[st
         text = f"must be a table of fields, not {fields.shown(error['input'])}"
     elif kind in ("tuple_type", "list_type"):
         text = f"must be a list of tiers, not {fields.shown(error['input'])}"
+    elif kind in _TYPES:
+        text = f"{_TYPES[kind]}, not {fields.shown(error['input'])}"
+    elif kind in _BOUNDS:
+        text = _BOUNDS[kind].format(**context)
     else:
         text = error["msg"][0].lower() + error["msg"][1:]
     return f"{place}: {text}" if place else text
@@ -99,9 +127,11 @@ def _unknown(name: str, value: object, model: type[BaseModel], models: Mapping[s
     if fields.is_s3_url(value):
         return f"unknown field; use {fields.bucket_and_prefix(value)}"
     plain = name.lower().replace("-", "_")
+    if plain in _INSTEAD:
+        return f"unknown field; {_INSTEAD[plain]}"
     owners = [kind for kind, owner in models.items() if plain in owner.model_fields]
     if owners and plain not in model.model_fields:
-        at = "the top level" if owners == [""] else " and ".join(f'"{kind}"' for kind in owners if kind) + " tiers"
-        return f"unknown field here; it belongs to {at}"
+        at = " and ".join(f'"{kind}"' if kind else "the top level" for kind in owners)
+        return f"unknown field here; it belongs to {'each tier' if len(owners) == len(models) - 1 else at}"
     near = difflib.get_close_matches(_OTHER_NAMES.get(plain, plain), list(model.model_fields), n=1)
     return f'unknown field; did you mean "{near[0]}"?' if near else "unknown field"

@@ -32,11 +32,16 @@ VLLM_FIELDS: Final = frozenset(
 
 
 def ours(raw: object) -> Any:
-    """What in `raw` is for nixl_tiers: all of it, or a part if it is the value of vLLM's --kv-transfer-config.
+    """What in `raw` is for nixl_tiers: all of it, or a part if it is the value of vLLM's --kv-transfer-config, or the
+    kv_connector_extra_config in there.
 
     Raises ConfigError for a --kv-transfer-config with which vLLM would not use nixl_tiers.
     """
-    if not isinstance(raw, Mapping) or not {"kv_connector", _EXTRA} & set(raw):
+    if not isinstance(raw, Mapping):
+        return raw
+    if raw.get("spec_name") == SPEC:
+        return without_vllm(raw)
+    if not {"kv_connector", _EXTRA} & set(raw):
         return raw
     extra = raw.get(_EXTRA)
     if not isinstance(extra, Mapping):

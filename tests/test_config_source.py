@@ -81,6 +81,11 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
     assert refusal(tmp_path / "a.yaml") == f"{tmp_path / 'a.yaml'}: cannot be read (Is a directory)"
 
 
+def test_a_file_without_end_is_not_read_to_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").symlink_to("/dev/zero")
+    assert refusal(tmp_path / "a.yaml") == f"{tmp_path / 'a.yaml'}: is larger than 1 MiB, so it is no configuration"
+
+
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(full()), encoding="utf-8-sig")
     assert config.load(tmp_path / "a.json") == config.load(full())
@@ -123,7 +128,8 @@ def test_the_whole_kv_transfer_config_is_read(tmp_path: Path) -> None:
     pointing = {"spec_name": "NixlTiersSpec", "config": str(tmp_path / "tiers.yaml")}
     multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [
         {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, transfer()]}}  # fmt: skip
-    for whole in (transfer(), transfer(kv_connector_extra_config=pointing), multi):
+    extra = transfer()["kv_connector_extra_config"]
+    for whole in (transfer(), transfer(kv_connector_extra_config=pointing), multi, extra, pointing):
         (tmp_path / "transfer.json").write_text(json.dumps(whole))
         for source in (whole, json.dumps(whole), "\n " + json.dumps(whole), tmp_path / "transfer.json"):
             assert config.load(source) == expected
@@ -139,6 +145,7 @@ def test_the_whole_kv_transfer_config_is_read(tmp_path: Path) -> None:
         (transfer(kv_connector_extra_config={"connectors": [7, {}]}), "kv_connector_extra_config.connectors: none"),
         (transfer(kv_connector_extra_config={"spec_name": "NixlTiersSpec"}), "tiers: this field is missing"),
         ('{"tiers": [', "the configuration: not valid JSON in line 1"),
+        (json.dumps([CPU]), "tiers: this field is missing"),
         ('{"tiers": [], "tiers": []}', "the configuration: tiers: this field stands twice"),
     ],
 )
