@@ -64,11 +64,14 @@ class Arena:
         plan: FaultPlan | None = None,
         limits: Limits = LIMITS,
         chunk: int = CHUNK,
+        below: dict[str, object] | None = None,
     ) -> None:
+        """`below`: another storage tier under the one that is looked at."""
         self.line = line
         self.limits = limits
         self._plan = plan
-        fields = {"tiers": [{"type": "cpu", "capacity": HOST}, tier], "wait_s": limits.wait_s}
+        tiers = [{"type": "cpu", "capacity": HOST}, tier, *([below] if below else [])]
+        fields = {"tiers": tiers, "wait_s": limits.wait_s}
         self.config = configuration.load(fields)
         self.chunk = chunk
         self.name = self.config.names[0]

@@ -11,10 +11,11 @@ import pytest
 from botocore.exceptions import ClientError
 
 from nixl_tiers.testing.inventory import Inventory
+from nixl_tiers.testing.load import put
 from nixl_tiers.testing.proxy import FaultProxy, Kind, Trouble
 from nixl_tiers.testing.servers import SECRET_KEY, MotoServer
 from nixl_tiers.testing.waiting import until
-from tests.faults.arena import PATIENCE_S, Arena
+from tests.faults.arena import CAPACITY, PATIENCE_S, Arena
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -119,6 +120,32 @@ def test_one_poisonous_object(on_s3: Callable[..., Arena], proxy: FaultProxy, ki
         arena.go_on(30)
         arena.heals()
         proxy.clear()
+
+
+@pytest.mark.parametrize("fault", ["one byte a second", pytest.param("black hole", marks=pytest.mark.faults)])
+def test_a_server_that_gets_what_a_file_tier_evicts(
+    on_file: Callable[..., Arena], proxy: FaultProxy, bucket: str, s3_prefix: str, fault: str
+) -> None:
+    """The host and the file tier are as good as ever: nothing that cannot go down stands in anybody's way."""
+    evicted = {"type": "s3", "bucket": bucket, "prefix": s3_prefix, "endpoint": proxy.endpoint, "capacity": CAPACITY}
+    arena = on_file(f"s3 below, written on eviction: {fault}", "slabs", below=evicted | {"write": "on_evict"})
+    trouble, before = TROUBLES[fault], Inventory.take()
+    with arena.under_load(before=before) as load:
+        core = arena.store.engine._core
+        upper, lower = core.storage
+        prompts = [[b"prompt-%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(140)]
+        until(lambda: arena.store.stats()["s3"]["up"] == 1.0, "the server to be up", PATIENCE_S)
+        written = iter(prompts[:100])
+        until(lambda: put(arena.store, next(written, [])) >= 0 and len(lower.index), "rows to leave the file tier", 600)
+        proxy.disturb(trouble)
+        for prompt in prompts[100:]:
+            assert put(arena.store, prompt) == len(prompt)
+            assert len(upper.staged) <= core.host.rows // 4
+        arena.go_on(20)
+        assert load.seen.hits
+        proxy.clear()
+        arena.over()
+        arena.heals()
 
 
 @pytest.mark.faults
