@@ -81,7 +81,7 @@ class Boto:
         self._client = boto3.client(
             "s3",
             endpoint_url=config.endpoint,
-            region_name=config.region,
+            region_name=config.region or "us-east-1",
             config=Config(
                 max_pool_connections=THREADS,
                 s3={"addressing_style": "path"},

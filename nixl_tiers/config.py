@@ -99,7 +99,7 @@ class S3Tier(_Model):
     bucket: Annotated[str, BeforeValidator(fields.bucket)]
     prefix: Annotated[str, BeforeValidator(fields.prefix)] = "nixl-tiers"
     endpoint: Annotated[str | None, BeforeValidator(fields.endpoint)] = None
-    region: Annotated[str, BeforeValidator(fields.region)] = "us-east-1"
+    region: Annotated[str | None, BeforeValidator(fields.region)] = None
     capacity: Size
     shared: Annotated[bool, Field(strict=True)] = False
     write: WriteField = "through"

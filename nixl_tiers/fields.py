@@ -160,8 +160,8 @@ def prefix(value: object) -> str:
     return name
 
 
-def region(value: object) -> str:
-    return _text(value, "a region name", re.compile(r"[A-Za-z0-9-]+"), 64)
+def region(value: object) -> str | None:
+    return None if value is None else _text(value, "a region name", re.compile(r"[A-Za-z0-9-]+"), 64)
 
 
 def endpoint(value: object) -> str | None:

@@ -62,7 +62,7 @@ def test_what_is_left_out_has_a_sensible_value() -> None:
     assert (file.path, file.layout, file.backend, file.write) == (Path("/mnt/nvme/kv"), "slabs", "auto", "through")
     assert (s3.prefix, s3.region, s3.write, s3.shared, s3.profile, s3.ca_file) == (
         "nixl-tiers",
-        "us-east-1",
+        None,
         "through",
         False,
         None,

@@ -174,6 +174,7 @@ class Request:
     name: str
     access_key: str
     session_token: str = ""
+    region: str = field(default="", compare=False)
 
 
 Fault = Callable[[Request], int | tuple[int, str] | bytes | None]
@@ -189,6 +190,7 @@ class FaultyS3:
 
     objects: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda _: None
+    region: str = ""  # what the bucket says that it is in
     modified: dict[str, str] = field(default_factory=dict)  # what listings tell instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
     requests: list[Request] = field(default_factory=list)
@@ -239,9 +241,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         url = urlsplit(self.path)
         name = unquote(url.path.lstrip("/").partition("/")[2])
-        credential = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization", ""))
+        credential = re.search(r"Credential=([^/]+)/[^/]+/([^/]+)/", self.headers.get("Authorization", ""))
         token = self.headers.get("x-amz-security-token", "")
-        request = Request(self.command, name, credential.group(1) if credential else "", token)
+        access_key, region = credential.groups() if credential else ("", "")
+        request = Request(self.command, name, access_key, token, region)
         with self.s3.lock:
             self.s3.requests.append(request)
             self.s3.at_once += 1
@@ -272,6 +275,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        if self.s3.region:
+            self.send_header("x-amz-bucket-region", self.s3.region)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

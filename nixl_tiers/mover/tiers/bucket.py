@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import ssl
 import threading
@@ -28,10 +29,14 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.httpsession import where
 
 from nixl_tiers.config import S3Tier
+from nixl_tiers.mover.complaints import Complaints
+from nixl_tiers.mover.tiers.aws_region import configured_region, settled_region
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.mover.tiers.denials import Denials
 from nixl_tiers.mover.tiers.encryption import objection
 from nixl_tiers.mover.tiers.listing import PROBE_NAME, Listing
+
+logger = logging.getLogger(__name__)
 
 PROBE_S: Final = 3.0
 FLUSH_S: Final = 2.0
@@ -46,7 +51,7 @@ BACKOFF_S: Final = (1.0, 30.0)
 _MEANINGS: Final = {
     "400": "does not accept the request, as with expired credentials or a wrong region (HTTP 400)",
     "401": "refuses these credentials (HTTP 401)",
-    "403": "refuses these credentials (HTTP 403)",
+    "403": "refuses these credentials (HTTP 403), or they lack the right s3:ListBucket",
 }
 
 
@@ -69,6 +74,8 @@ class Bucket:
         self._quick: Any = None  # for questions whose answer is of no use later
         self._source: Any = None  # botocore's credentials, which renew themselves where they can
         self.credentials: Credentials | None = None
+        self.region = configured_region(tier)
+        self._complaints = Complaints(logger)
         self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}')
         self._wake = threading.Condition()
         self._probe: Future[None] | None = None
@@ -246,11 +253,17 @@ class Bucket:
         assert self._probe is not None
         try:
             self._source, self.credentials = find_credentials(self._tier)
+            self.region = configured_region(self._tier)
             client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
             answer = client.head_bucket(Bucket=self._tier.bucket)
-            region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._tier.region)
-            if self._tier.endpoint is None and region != self._tier.region:
-                raise TierRefused(f'region: bucket "{self._tier.bucket}" is in {region}, not in {self._tier.region}')
+            told = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+            configured, self.region = self.region, settled_region(self._tier, self.region, told)
+            if configured.source is not None and configured != self.region:
+                self._complaints.about(
+                    "region",
+                    f'region: bucket "{self._tier.bucket}" is in {self.region.name}, which is used, and not in '
+                    f"{configured.name}, as {configured.source} says",
+                )
             if (found := objection(client, self._tier)) is not None:
                 raise self._down(found)
             self._make_clients()
@@ -323,7 +336,7 @@ class Bucket:
         assert self.credentials is not None
         client = self._session.client(
             "s3",
-            region_name=self._tier.region,
+            region_name=self.region.name,
             endpoint_url=self._tier.endpoint,
             verify=trusted_certificates(self._tier),
             aws_access_key_id=self.credentials.access_key,
@@ -344,13 +357,12 @@ class Bucket:
         return client
 
     def _explained(self, error: Exception) -> Exception:
-        place = self._tier.endpoint or f"AWS {self._tier.region}"
         if isinstance(error, (TierDown, TierRefused)):
             return error
         if isinstance(error, ClientError):
             code = str(error.response.get("Error", {}).get("Code", "unknown"))
             if code in {"404", "NoSuchBucket"}:
-                return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {place}')
+                return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {self._place}')
             return self._down(_MEANINGS.get(code, f"answers with an error ({code})"))
         if isinstance(error, SSLError):
             return self._down("shows a certificate that is not trusted here (see ca_file)")
@@ -359,8 +371,11 @@ class Bucket:
         return self._down(f"cannot be used ({type(error).__name__})")
 
     def _down(self, what: str) -> TierDown:
-        place = self._tier.endpoint or f"AWS {self._tier.region}"
-        return TierDown(f's3 bucket "{self._tier.bucket}" at {place}: {what}')
+        return TierDown(f's3 bucket "{self._tier.bucket}" at {self._place}: {what}')
+
+    @property
+    def _place(self) -> str:
+        return self._tier.endpoint or f"AWS {self.region.name}"
 
 
 def find_credentials(tier: S3Tier, source: Any = None) -> tuple[Any, Credentials]:

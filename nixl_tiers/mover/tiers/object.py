@@ -77,7 +77,7 @@ class ObjectStorage(StorageTier):
 
     def open(self, namespace: bytes, epoch: int) -> int:
         credentials = self._bucket.connect()
-        self._transfers.renew(credentials)
+        self._transfers.renew(credentials, self._bucket.region.name)
         self._sealer = Sealer(self._geometry, namespace, epoch)
         self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
         self._prober.clear()
@@ -261,7 +261,7 @@ class ObjectStorage(StorageTier):
             if self._transfers.busy:
                 return  # an agent is let go when nothing of it runs, and nothing more may start on old credentials
             assert self._bucket.credentials is not None
-            self._transfers.renew(self._bucket.credentials)
+            self._transfers.renew(self._bucket.credentials, self._bucket.region.name)
         while self._downloads and self._transfers.free_staging:
             task = self._downloads.popleft()
             self._transfers.download(task, self._name(task.move.key))

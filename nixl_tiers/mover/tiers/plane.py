@@ -15,11 +15,19 @@ class Plane:
     """A NIXL agent with the region and the staging rows registered, for one set of credentials."""
 
     def __init__(
-        self, config: S3Tier, credentials: Credentials, region: HostRegion, staging: NDArray[np.uint8], threads: int
+        self,
+        config: S3Tier,
+        credentials: Credentials,
+        region: HostRegion,
+        staging: NDArray[np.uint8],
+        *,
+        aws_region: str,
+        threads: int,
     ) -> None:
         """`threads`: how many transfers may run side by side. Raises AgentError."""
         self.credentials = credentials
-        self.agent = Agent.obj(_parameters(config, credentials, threads))
+        self.aws_region = aws_region
+        self.agent = Agent.obj(_parameters(config, credentials, aws_region, threads))
         self._held = [self.agent.register_region(region)]
         self._held.append(self.agent.register_dram(staging.ctypes.data, staging.nbytes))
 
@@ -29,11 +37,11 @@ class Plane:
             self.agent.deregister(registration)
 
 
-def _parameters(config: S3Tier, credentials: Credentials, threads: int) -> dict[str, str]:
+def _parameters(config: S3Tier, credentials: Credentials, aws_region: str, threads: int) -> dict[str, str]:
     """What NIXL's object backend is created with. Holds secrets: never to be shown."""
     parameters = {
         "bucket": config.bucket,
-        "region": config.region,
+        "region": aws_region,
         "access_key": credentials.access_key,
         "secret_key": credentials.secret_key,
         # Private servers speak path-style addresses; AWS wants the bucket in the host name, where it can stand there.

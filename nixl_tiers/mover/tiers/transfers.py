@@ -81,9 +81,9 @@ class Transfers:
         """How many uploads run."""
         return sum(task.direction is Direction.UPLOAD for task in self.running)
 
-    def renew(self, credentials: Credentials) -> None:
-        """Work with these credentials from now on. Raises TierDown, TierRefused."""
-        if self.plane is not None and self.plane.credentials == credentials:
+    def renew(self, credentials: Credentials, aws_region: str) -> None:
+        """Work with these credentials, in this region, from now on. Raises TierDown, TierRefused."""
+        if self.plane is not None and (self.plane.credentials, self.plane.aws_region) == (credentials, aws_region):
             return
         if self.given_up:
             raise TierDown(f's3 bucket "{self._config.bucket}": a download that was given up has not ended yet')
@@ -91,7 +91,10 @@ class Transfers:
             self.plane.close()
             self.plane = None
         try:
-            self.plane = Plane(self._config, credentials, self._region, self._staging, MAX_UPLOADS + MAX_DOWNLOADS)
+            threads = MAX_UPLOADS + MAX_DOWNLOADS
+            self.plane = Plane(
+                self._config, credentials, self._region, self._staging, aws_region=aws_region, threads=threads
+            )
         except AgentError as error:
             raise TierRefused(f"type: {error}") from None
 
