@@ -28,6 +28,7 @@ from nixl_tiers.vllm.compat import (
 )
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.metrics import Reporter
+from nixl_tiers.vllm.store_gate import StoreGate
 from nixl_tiers.vllm.transfer import RowsSpec
 
 SHUTDOWN_S: Final = 0.3  # vLLM kills what has not left a few seconds after it asked, and others have to leave too
@@ -77,7 +78,10 @@ class NixlTiersManager(OffloadingManager):
         self._requests: set[str] = set()
         self._waiting: set[str] = set()  # those that this step's look-ups put off
         self._met: set[str] = set()  # requests whose own prefix was touched
+        self._looked_up: set[str] = set()  # in this step
+        self._loading: set[str] = set()  # requests with an open load
         self._failed: set[str] = set()  # requests of which a worker could not copy the load
+        self._gate = StoreGate(kept=config.on_reset == "keep", one_block=store.sub_blocks == 1)
         self._closed = False
 
     @override
@@ -91,6 +95,7 @@ class NixlTiersManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.discard(req_context.req_id)
         self._failed.discard(req_context.req_id)
+        self._gate.ended(req_context.req_id)
         if req_context.req_id in self._met:
             self._met.remove(req_context.req_id)
         else:
@@ -100,8 +105,11 @@ class NixlTiersManager(OffloadingManager):
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         position = position_of(key, req_context)
-        if req_context.req_id not in self._met:
-            self._meet(req_context, position)
+        if req_context.req_id not in self._looked_up:
+            self._looked_up.add(req_context.req_id)
+            self._gate.looked_up(req_context, position)
+            if req_context.req_id not in self._met:
+                self._meet(req_context, position)
         answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position, self._last_sub_block)]
         if answer is LookupResult.HIT_PENDING:
             self._waiting.add(req_context.req_id)
@@ -117,10 +125,12 @@ class NixlTiersManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         ordered = list(keys)
         rows = self._engine.prepare_load(ordered, req_context.req_id)
+        self._loading.add(req_context.req_id)
         return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered), missing=self._engine.partial(ordered))
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._loading.discard(req_context.req_id)
         if req_context.req_id in self._failed:
             self._failed.remove(req_context.req_id)
             self._engine.fail_load(keys, req_context.req_id)
@@ -138,7 +148,7 @@ class NixlTiersManager(OffloadingManager):
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Never None, which vLLM would try again at every step: what has no room is left out from the prefix's end."""
-        offered = list(keys)
+        offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
         plan = self._engine.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
         row_of = dict(zip(plan.keys, plan.rows, strict=True))
         # vLLM lists the blocks of a job in the order in which it offered the keys, whatever order they come back in.
@@ -163,6 +173,8 @@ class NixlTiersManager(OffloadingManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._engine.end_step()
+        self._looked_up.clear()
+        self._gate.end_step(context)
         if self._pause_s and self._waiting and self._waiting >= self._requests:
             with self._engine.changed:
                 self._engine.changed.wait(self._pause_s)
@@ -175,6 +187,9 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
+        self._gate.reset(self._requests, self._loading)
+        self._looked_up.clear()
+        self._loading.clear()  # vLLM completes no job of before a reset
         self._failed.clear()
         self._engine.reset()
         if self._events is not None:

@@ -31,9 +31,9 @@ STEP = ScheduleEndContext((), ())
 class Bench:
     """A manager over a real store with host memory only; the test plays the workers."""
 
-    def __init__(self, groups: tuple[int, ...] = (0,)) -> None:
-        config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}]})
-        self.region = HostRegion.create(GEOMETRY, ROWS)
+    def __init__(self, groups: tuple[int, ...] = (0,), geometry: Geometry = GEOMETRY, **fields: Any) -> None:
+        config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * geometry.row_bytes}], **fields})
+        self.region = HostRegion.create(geometry, ROWS)
         store = TieredStore.over(config, Namespace.of({"test": 1}), self.region)
         self.manager = NixlTiersManager(store, config, groups, EventLog(self.region))
 
@@ -159,6 +159,29 @@ def test_a_reset_forgets_everything(bench: Bench) -> None:
     bench.store(context, key)
     bench.manager.reset_cache()
     assert bench.manager.lookup(key, context) is LookupResult.MISS
+
+
+@pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
+def test_what_vllm_offers_again_after_a_reset_is_not_stored(on_reset: str) -> None:
+    """vLLM would have the chunks of live requests copied out of blocks that others may own by now."""
+    bench = Bench(geometry=Geometry(cells=2, cell_payload=8192), on_reset=on_reset)
+    one, two, three = keys_of(3)
+    old = bench.request("old", one, two, three)
+    assert bench.manager.lookup(one, old) is LookupResult.MISS
+    assert bench.store(old, one) == [one]
+    bench.manager.reset_cache()
+    assert bench.store(old, one, two) == []
+    stale = bench.request("new", one, two, three)  # hits a block of vLLM's own cache, which was not reset
+    assert bench.manager.lookup(two, stale) is LookupResult.MISS
+    bench.manager.on_schedule_end(ScheduleEndContext(["new"], ()))
+    assert bench.store(stale, one, two, three) == ([two, three] if on_reset == "keep" else [])
+    bench.manager.on_request_finished(old)
+    bench.manager.on_request_finished(stale)
+    bench.manager.reset_cache()
+    fresh = bench.request("fresh", one, two)
+    assert bench.manager.lookup(two, fresh) is LookupResult.MISS
+    assert bench.store(fresh, one, two) == [one, two]
+    bench.manager.shutdown()
 
 
 def test_stats_are_differences_and_storage_never_keeps_the_engine_awake(bench: Bench) -> None:
@@ -355,6 +378,7 @@ def test_a_failure_is_not_remembered_longer_than_its_load(bench: Bench, end: str
     bench.manager.load_failed("r")
     if end == "reset_cache":
         bench.manager.reset_cache()
+        assert bench.manager.lookup(key, context) is LookupResult.MISS
     else:
         bench.manager.on_request_finished(context)
         context = bench.request("r", key)

@@ -1,0 +1,126 @@
+"""What may be stored after vLLM has reset its connector while requests were running.
+
+`reset_prefix_cache(reset_connector=True)` goes wrong in two ways in vLLM 0.28 to 0.33 (docs/vllm-reset.md):
+
+- It has live requests offer all their chunks again, from the first on. Their lists still name blocks that a window has
+  freed and that others own by now, so other requests' KV would be stored under valid keys; and all of it was computed
+  before the reset, while keys name the weights of after it.
+- It resets the connector even where its own prefix cache could not be reset because requests held blocks. New requests
+  then hit what was computed before, offer that too, and compute the rest on top of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from nixl_tiers.vllm.compat import OffloadKey, ReqContext, ScheduleEndContext, position_of
+
+log = logging.getLogger(__name__)
+
+NOTHING: Final = -1  # in place of a position: no chunk of this request may be stored
+
+
+class StoreGate:
+    """Decides which of the chunks that vLLM offers are stored. One for a manager; told of every request's steps.
+
+    `kept`: the weights never change in place (`on_reset: keep`), so what is computed upon KV of before a reset is
+    right. `one_block`: a chunk is one block, so that a request whose look-up begins at its first chunk had no block in
+    vLLM's own cache.
+    """
+
+    def __init__(self, *, kept: bool, one_block: bool) -> None:
+        self._kept = kept
+        self._one_block = one_block
+        self._holding: set[str] = set()  # requests that may hold blocks: looked up or scheduled, and not ended
+        self._silent: set[str] = set()  # alive at a reset and not looked up since: they store nothing
+        self._doubtful = False  # vLLM's own prefix cache may hold KV of before a reset
+        self._unsettled: set[str] | None = None  # after a reset, until the next step tells who was preempted by it
+        # Only while doubtful: the position from which on a request's chunks may be stored. A look-up counts if the
+        # request is scheduled in the same step; if not, vLLM looks for its blocks again and need not tell.
+        self._from: dict[str, int] = {}
+        self._looked_up: dict[str, int] = {}
+        self._first_end: dict[str, int] = {}  # end token of a request's shortest first chunk
+
+    @property
+    def shut(self) -> bool:
+        """Whether anything may be kept from being stored now."""
+        return self._doubtful or bool(self._silent)
+
+    def looked_up(self, context: ReqContext, position: int | None) -> None:
+        """The first look-up of a request in a step, of the chunk that ends at `position`: its block lists are new."""
+        self._holding.add(context.req_id)
+        self._silent.discard(context.req_id)
+        if self._doubtful:
+            self._looked_up[context.req_id] = self._storable_from(context, position)
+
+    def allowed(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+        """Those of the offered `keys` that may be stored."""
+        if context.req_id in self._silent:
+            return []
+        if not self._doubtful:
+            return list(keys)
+        # Newer vLLM offers chunks before it ends the step, older after that.
+        begin = self._from.get(context.req_id, self._looked_up.get(context.req_id, NOTHING))
+        return [] if begin == NOTHING else [key for key in keys if (position_of(key, context) or 0) >= begin]
+
+    def end_step(self, context: ScheduleEndContext) -> None:
+        preempted = set(context.preempted_req_ids)
+        self._holding.update(context.new_req_ids)
+        if self._unsettled is not None:
+            self._settle(self._unsettled <= preempted)
+        if self._doubtful:
+            for request in preempted:
+                self._from.pop(request, None)
+            for request in context.new_req_ids:
+                self._from[request] = self._looked_up.get(request, NOTHING)
+        self._looked_up.clear()
+
+    def ended(self, request: str) -> None:
+        self._holding.discard(request)
+        self._silent.discard(request)
+        self._from.pop(request, None)
+        self._looked_up.pop(request, None)
+        self._first_end.pop(request, None)
+
+    def reset(self, alive: Collection[str], loading: Collection[str]) -> None:
+        """`alive`: all requests; `loading`: those with an open load, who hold blocks even if they have ended."""
+        self._silent.update(alive)
+        self._from.clear()
+        self._looked_up.clear()
+        holding = self._holding.union(loading)
+        if holding:
+            self._unsettled, self._doubtful = holding, True
+        else:
+            self._settle(True)
+
+    def _settle(self, emptied: bool) -> None:
+        """vLLM's own cache was empty when the connector was reset, or was not.
+
+        It preempts all requests first if it is told to, as it does to sleep and to pause, and nobody holds a block.
+        """
+        self._unsettled = None
+        if not emptied:
+            log.warning(
+                "nixl_tiers: vLLM reset the connector while requests held blocks, so its own prefix cache still has KV "
+                "of before; until a reset finds none (or preempts them: reset_running_requests), %s",
+                "only what is beyond a hit in that cache is stored"
+                if self._kept
+                else "only requests without a hit in that cache are stored"
+                if self._one_block
+                else "nothing is stored, as a hit in that cache that ends inside a chunk cannot be seen",
+            )
+        self._doubtful = not emptied
+        if emptied:
+            self._from.clear()
+
+    def _storable_from(self, context: ReqContext, position: int | None) -> int:
+        if position is None:  # before 0.31 vLLM does not tell
+            return NOTHING
+        if self._kept:
+            return position
+        if context.req_id not in self._first_end:
+            positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+            self._first_end[context.req_id] = min(positions.values(), default=position)
+        return 0 if self._one_block and position <= self._first_end[context.req_id] else NOTHING

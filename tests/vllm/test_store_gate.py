@@ -1,0 +1,206 @@
+"""What may be stored after a reset; the stress test shows the same on real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
+
+from nixl_tiers.vllm.store_gate import StoreGate
+
+TOKENS = 32
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
+
+
+def request(name: str, *, told: bool = True) -> ReqContext:
+    context = ReqContext(name)
+    if told:
+        for index, key in enumerate(KEYS):
+            context.set_offload_key_position(key, TOKENS * (index + 1))
+    return context
+
+
+class Engine:
+    """vLLM's part: the order in which it calls. `newer`: stores are offered before a step ends, as from 0.33 on."""
+
+    def __init__(self, *, kept: bool = False, one_block: bool = True, newer: bool = False) -> None:
+        self.gate = StoreGate(kept=kept, one_block=one_block)
+        self.alive: set[str] = set()
+        self._newer = newer
+
+    def step(
+        self,
+        looked_up: Sequence[tuple[ReqContext, int]] = (),
+        new: Sequence[ReqContext] = (),
+        preempted: Sequence[ReqContext] = (),
+        offer: ReqContext | None = None,
+    ) -> list[int]:
+        """One step: look-ups begin at those chunks; `offer` offers all of its chunks. Which of them are stored."""
+        for context, chunk in looked_up:
+            self.alive.add(context.req_id)
+            told = context.get_offload_key_position(KEYS[chunk])
+            self.gate.looked_up(context, told)
+        self.alive.update(context.req_id for context in new)
+        end = ScheduleEndContext([r.req_id for r in new], {r.req_id for r in preempted})
+        if not self._newer:
+            self.gate.end_step(end)
+        stored = [] if offer is None else self.gate.allowed(KEYS, offer)
+        if self._newer:
+            self.gate.end_step(end)
+        return [KEYS.index(key) for key in stored]
+
+    def begin(self, context: ReqContext, chunk: int = 0, preempted: Sequence[ReqContext] = ()) -> list[int]:
+        """A step in which a request is looked up from `chunk` on, scheduled for the first time, and offers all."""
+        return self.step([(context, chunk)], new=[context], preempted=preempted, offer=context)
+
+    def reset(self, loading: Sequence[str] = ()) -> None:
+        self.gate.reset(self.alive, loading)
+
+    def end(self, context: ReqContext) -> None:
+        self.alive.discard(context.req_id)
+        self.gate.ended(context.req_id)
+
+
+@pytest.fixture(params=[False, True], ids=["before 0.33", "0.33"])
+def newer(request: pytest.FixtureRequest) -> bool:
+    value: bool = request.param
+    return value
+
+
+ALL = [0, 1, 2, 3]
+
+
+def test_without_a_reset_everything_is_stored(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    assert engine.begin(request("a")) == ALL
+    assert engine.begin(request("b"), 2) == ALL
+    assert not engine.gate.shut
+
+
+def test_requests_alive_at_a_reset_store_nothing_until_they_end(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    old = request("old")
+    engine.begin(old)
+    engine.reset()
+    assert engine.step(offer=old) == []
+    assert engine.begin(request("new")) == ALL, "and keep nobody else from it"
+    assert engine.step(offer=old) == []
+    engine.end(old)
+    again = request("old")
+    assert engine.begin(again) == ALL
+
+
+def test_requests_that_were_preempted_by_the_reset_store_when_they_were_looked_up_anew(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    old, other = request("old"), request("other")
+    engine.begin(old)
+    engine.begin(other)
+    engine.reset()
+    assert engine.step([(old, 0)], preempted=[old, other], offer=old) == ALL
+    assert engine.step(offer=other) == [], "its blocks are still those of before"
+    assert engine.step([(other, 2)], offer=other) == ALL, "vLLM's own cache was empty after the reset"
+    assert not engine.gate.shut
+
+
+def test_waiting_requests_that_hold_no_blocks_leave_no_doubt(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    engine.alive.add("waiting")
+    engine.reset()
+    assert engine.begin(request("new"), 2) == ALL
+    assert engine.begin(request("waiting"), 2) == ALL
+
+
+def test_what_lies_upon_vllms_own_old_blocks_is_not_stored(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    old = request("old")
+    engine.begin(old)
+    engine.reset()
+    hit = request("hit")
+    assert engine.begin(hit, 1) == []
+    assert engine.step(offer=hit) == []
+    assert engine.begin(request("from nothing")) == ALL
+
+
+def test_weights_that_never_change_leave_only_the_hit_itself_in_doubt(newer: bool) -> None:
+    engine = Engine(kept=True, newer=newer)
+    old = request("old")
+    engine.begin(old)
+    engine.reset()
+    assert engine.step(offer=old) == []
+    assert engine.begin(request("hit"), 2) == [2, 3]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_where_a_hit_cannot_be_seen_nothing_is_stored(told: bool, newer: bool) -> None:
+    """A hit of less than a chunk of several blocks; and before 0.31 vLLM tells no positions."""
+    engine = Engine(one_block=not told, newer=newer)
+    engine.begin(request("old"))
+    engine.reset()
+    assert engine.begin(request("new", told=told)) == []
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_reset_that_finds_nobody_ends_the_doubt(late: bool, newer: bool) -> None:
+    engine = Engine(newer=newer)
+    old, hit = request("old"), request("hit")
+    engine.begin(old)
+    engine.reset()
+    if late:
+        assert engine.begin(hit, 2) == []
+        engine.end(hit)
+    engine.end(old)
+    engine.reset()
+    assert not engine.gate.shut
+    assert engine.begin(request("new"), 2) == ALL
+
+
+def test_a_request_that_ended_while_it_loaded_still_holds_its_blocks(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    old = request("old")
+    engine.begin(old)
+    engine.end(old)
+    engine.reset(loading=["old"])
+    assert engine.begin(request("new"), 2) == []
+
+
+def test_a_lookup_counts_only_if_the_request_is_scheduled_in_its_step(newer: bool) -> None:
+    """vLLM looks for its own blocks in every step, and does not look up what it has itself almost wholly."""
+    engine = Engine(newer=newer)
+    engine.begin(request("old"))
+    engine.reset()
+    late = request("late")
+    assert engine.step([(late, 0)]) == []
+    assert engine.step(new=[late], offer=late) == []
+    preempted = request("preempted")
+    assert engine.begin(preempted) == ALL
+    assert engine.step(preempted=[preempted]) == []
+    assert engine.step(offer=preempted) == []
+
+
+def test_a_preemption_that_is_not_the_resets_ends_no_doubt(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    one, two = request("one"), request("two")
+    engine.begin(one)
+    engine.begin(two)
+    engine.reset()
+    assert engine.step(preempted=[two]) == []
+    assert engine.step(preempted=[one, two]) == []
+    assert engine.begin(request("hit"), 1) == []
+
+
+def test_nothing_is_remembered_of_requests_that_ended() -> None:
+    engine = Engine()
+    contexts = [request(f"r{number}") for number in range(8)]
+    for context in contexts:
+        engine.begin(context)
+    engine.reset()
+    for context in contexts:
+        engine.step([(context, 0)], new=[context])
+        engine.end(context)
+    gate = engine.gate
+    kept = [gate._holding, gate._silent, gate._from, gate._looked_up, gate._first_end]
+    assert [len(things) for things in kept] == [0] * 5
