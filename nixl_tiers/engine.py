@@ -29,7 +29,6 @@ from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
 from nixl_tiers.lifetime import OfParent
 from nixl_tiers.mover.client import Supervisor
 from nixl_tiers.mover.messages import (
-    MAX_ENTRIES,
     Adopt,
     AdoptTable,
     Down,
@@ -361,22 +360,20 @@ class Engine:
             self._core.lost(tier, self._clock())
             self.changed.notify_all()
 
-    def on_tick(self, heard_s: float) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
+    def on_tick(self, heard_s: float, room: Sequence[int]) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
         with self._lock:
             now = self._clock()
             self._core.expire(heard_s)
+            for storage, packets in zip(self._core.storage, room, strict=True):
+                storage.room = packets
             jobs = self._core.plan(now)
-            messages: list[tuple[int, ToMover]] = [
-                (tier, Drop(batch))
-                for tier, storage in enumerate(self._core.storage)
-                for batch in storage.drops(MAX_ENTRIES)
-            ]
-            messages += [
-                (tier, DropAdopted(nameless))
-                for tier, storage in enumerate(self._core.storage)
-                for nameless in storage.adopted_drops(MAX_ENTRIES)
-            ]
-            messages += [(job.tier, _message(job)) for job in jobs]
+            messages: list[tuple[int, ToMover]] = []
+            messages += [(job.tier, _message(job)) for job in jobs if job.direction is Direction.LOAD]
+            most = self._core.limits.drops_per_batch
+            for tier, storage in enumerate(self._core.storage):
+                messages += [(tier, Drop(batch)) for batch in storage.drops(most)]
+                messages += [(tier, DropAdopted(nameless)) for nameless in storage.adopted_drops(most)]
+            messages += [(job.tier, _message(job)) for job in jobs if job.direction is Direction.STORE]
             messages += [(p.tier, Probe(p.id, p.keys, p.chain)) for p in self._core.plan_probes(now)]
             self._say_circuits()
             closing = [rows for storage in self._core.storage for rows in storage.take_closing()]

@@ -23,13 +23,14 @@ class Jobs(Endings):
         pace, limits = storage.paces[direction], self.limits
         late_s = now + pace.patience_s(nbytes, min(limits.late_least_s, limits.wait_s), limits.wait_s)
         overdue_s = now + pace.patience_s(4 * nbytes, limits.overdue_least_s, limits.overdue_most_s)
-        size = max(1, min(self.limits.moves_per_job, self.limits.job_bytes // self.row_bytes))
+        size = self._job_rows
         jobs = []
         for start in range(0, len(moves), size):
             self._job_id += 1
             part = moves[start : start + size]
             jobs.append(Job(self._job_id, tier, direction, part, nbytes, now, late_s, overdue_s))
         storage.jobs.update((job.id, job) for job in jobs)
+        storage.room -= len(jobs)
         return jobs
 
     def _begin_stores(self, tier: int, storage: Storage, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:

@@ -32,5 +32,6 @@ class Limits:
     quarantine_share: float = 0.75  # of the rows under promotion: how many may be stuck before the mover is killed
     reserve_share: float = 0.05  # of a tier whose evictions are written below: what is kept free ahead of need
     moves_per_job: int = 64
+    drops_per_batch: int = 256  # rows that a medium must forget, in one message; not fewer than moves_per_job
     job_bytes: int = 16 << 20  # small jobs keep a window full: rows are free, or hits, when their own job ends
     breaker: BreakerLimits = field(default_factory=BreakerLimits)

@@ -36,6 +36,7 @@ class Queues:
         # Of each tier, rows that have come up, or are coming, only to be written further down: they stay in the host
         # until they are, however slow that is.
         self._demote_window = max(1, min(self._store_window, self._load_window // 2))
+        self._job_rows = max(1, min(limits.moves_per_job, limits.job_bytes // row_bytes))
 
     def demote_all(self) -> None:
         """Queue every row of the host that a tier written on eviction does not hold yet: the engine is leaving."""
@@ -58,6 +59,8 @@ class Queues:
             or self.probes.busy
             or any(
                 storage.jobs
+                or storage.to_drop
+                or storage.to_drop_adopted
                 or (storage.readable and (storage.to_load or storage.trials or storage.to_demote))
                 or (storage.writable and (storage.to_store or self._to_clean(tier) > 0))
                 for tier, storage in enumerate(self.storage)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
@@ -22,6 +21,7 @@ from nixl_tiers.cascade.tier import Counters, Direction, Entry, Job, TierSpec, T
 from nixl_tiers.chunk import Key
 
 SAMPLED: Final = 64
+ENDLESS: Final = 1 << 62
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Storage:
     wanted: Key | None = None  # what was asked for last while its circuit was not closed
     leaving: set[Key] = field(default_factory=set)
     closing: list[AdoptedRows] = field(default_factory=list)
+    room: int = ENDLESS  # how many more messages its mover takes now
     rows_storing: int = 0
     rows_loading: int = 0
     counters: Counters = field(default_factory=Counters)
@@ -266,29 +267,43 @@ class Storage:
         self.to_load.clear()
         self.to_demote.clear()
         self.staged.clear()
-        self.to_drop.clear()
-        self.to_drop_adopted.clear()
+        self.forget_drops()
         self.trials.clear()
         self.suspects.clear()
         self.wanted = None
         self.state = TierState.DOWN
 
-    def drops(self, most: int) -> Iterator[list[tuple[int, Key]]]:
-        """What the medium must forget, in batches of at most `most`."""
-        pending, self.to_drop = self.to_drop, []
-        for start in range(0, len(pending), most):
-            yield pending[start : start + most]
+    def forget_drops(self) -> None:
+        """What stands on the medium is told anew when it is opened, and so is what was to go."""
+        self.to_drop.clear()
+        self.to_drop_adopted.clear()
 
-    def adopted_drops(self, most: int) -> Iterator[list[tuple[int, bytes]]]:
+    @property
+    def room_for_stores(self) -> int:
+        """How many store jobs may be planned now. A store must not overtake what goes before it, lest a row be
+        forgotten that has just been written; and each may cost as many rows as it writes."""
+        size = self.limits.drops_per_batch
+        return (self.room + len(self.to_drop) // -size + len(self.to_drop_adopted) // -size - 2) // 2 - 1
+
+    def drops(self, most: int) -> list[list[tuple[int, Key]]]:
+        """What the medium must forget, in batches of at most `most`, as many as there is room for. The rest stays."""
+        return self._batches(self.to_drop, most)
+
+    def adopted_drops(self, most: int) -> list[list[tuple[int, bytes]]]:
         """The same of adopted rows, by the digests of their keys, since nobody here knows these."""
-        pending, self.to_drop_adopted = self.to_drop_adopted, []
-        for start in range(0, len(pending), most):
-            yield pending[start : start + most]
+        return self._batches(self.to_drop_adopted, most)
 
     def take_closing(self) -> list[AdoptedRows]:
         """Adopted rows that are not used any more. Closing them gives much memory back: not while anybody waits."""
         closing, self.closing = self.closing, []
         return closing
+
+    def _batches(self, pending: list[Any], most: int) -> list[list[Any]]:
+        starts = range(0, len(pending), most)[: max(0, self.room)]
+        batches = [pending[start : start + most] for start in starts]
+        del pending[: most * len(batches)]
+        self.room -= len(batches)
+        return batches
 
     def _bring_over(self, key: Key) -> Entry | None:
         """The entry of a row that stood among the adopted until now; it is used, or is to be judged by itself."""

@@ -24,6 +24,7 @@ class Traffic(Jobs):
     def opened(self, tier: int, slots: int) -> None:
         """A mover serves this tier (again), with room for `slots` rows; what it already holds follows by `adopt`."""
         storage = self.storage[tier]
+        storage.forget_drops()
         storage.state = TierState.ADOPTING
         storage.resize(slots)
 
@@ -56,6 +57,7 @@ class Traffic(Jobs):
         """The tier's medium does not answer. Its rows are not lost, they are misses until it is opened again."""
         storage = self.storage[tier]
         storage.state = TierState.DOWN
+        storage.forget_drops()
         self.probes.lost(tier)
         self._forget_stores(tier)
         self._forget_loads(storage, now)
@@ -120,7 +122,10 @@ class Traffic(Jobs):
     # --- jobs --------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> list[Job]:
-        """The jobs to start now, within every bound; promotions before demotions, and both before cascades."""
+        """The jobs to start now, within every bound; promotions before demotions, and both before cascades.
+
+        Loads may be sent before what the medium must forget (`Storage.drops`), stores must be sent after it.
+        """
         jobs: list[Job] = []
         self._clean_all()
         for tier, storage in enumerate(self.storage):
@@ -130,7 +135,7 @@ class Traffic(Jobs):
                 jobs.extend(self._plan_demotions(tier, storage, now))
             if storage.writable and storage.to_store:
                 jobs.extend(self._plan_stores(tier, storage, now))
-            if storage.trials or not (storage.readable and storage.writable):
+            if (storage.trials or not (storage.readable and storage.writable)) and storage.room_for_stores > 0:
                 jobs.extend(self._plan_alone(tier, storage, now))
         return jobs
 
@@ -149,7 +154,8 @@ class Traffic(Jobs):
         wanted: list[tuple[Row, int]] = []
         put_off: dict[Key, int] = {}
         alone: tuple[Row, int] | None = None
-        while storage.to_store and storage.rows_storing + len(wanted) < self._store_window:
+        most = min(self._store_window - storage.rows_storing, storage.room_for_stores * self._job_rows)
+        while storage.to_store and len(wanted) < most:
             key, tick = storage.to_store.popitem(last=False)
             row = self.host.index.get(key)
             if key in storage:
@@ -181,7 +187,7 @@ class Traffic(Jobs):
 
     def _plan_loads(self, tier: int, storage: Storage, now: float) -> list[Job]:
         wanted: dict[Key, list[Request]] = {}
-        most = self._load_window - storage.rows_loading
+        most = min(self._load_window - storage.rows_loading, storage.room * self._job_rows)
         if self._below(None) is not None and (self.host.free or self.host.leaving):
             most = min(most, self.host.free)  # a promotion waits for the cleaner, rather than cost unwritten rows
         while storage.to_load and len(wanted) < most:
@@ -217,7 +223,11 @@ class Traffic(Jobs):
         if target is None or not target.writable:
             self._forget_demotions(storage)
             return []
-        most = min(self._load_window - storage.rows_loading, self._demote_window - len(storage.staged))
+        most = min(
+            self._load_window - storage.rows_loading,
+            self._demote_window - len(storage.staged),
+            storage.room * self._job_rows,
+        )
         if self._below(None) is not None:
             most = min(most, self.host.free)  # not at the cost of the host's own unwritten rows
         wanted: list[Key] = []

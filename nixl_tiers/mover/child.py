@@ -25,7 +25,10 @@ from nixl_tiers.mover.messages import (
 
 START_S: Final = 60.0  # a mover that imports, maps and opens for longer than this is hung
 SILENCE_S: Final = 20 * HEARTBEAT_S
-UNSENT_PACKETS: Final = 1024  # what is sent is bounded by windows of rows; only one that does not read has so many
+UNSENT_PACKETS: Final = 1024
+SPARE_PACKETS: Final = 16  # of these, for what cannot wait: probes, another namespace, the end
+UNREAD_S: Final = 120.0  # one that beats and takes nothing for so long is in disorder
+TURN_PACKETS: Final = 4096  # more than one socket's buffer has room for
 SOCKET_BYTES: Final = 1 << 20
 
 
@@ -65,6 +68,7 @@ class Child:
         self.ended = False  # no more will come from its socket
         self.stopping = False
         self._talked = False
+        self._took_s = self.heard_s  # when it last took something, or had nothing to take
         self._unsent: deque[bytes] = deque([encode(hello)])
 
     @property
@@ -77,35 +81,52 @@ class Child:
         return self.process.poll() is not None
 
     @property
-    def crowded(self) -> bool:
-        """Whether it has not read for so long that nothing more is kept for it."""
-        return len(self._unsent) >= UNSENT_PACKETS
+    def room(self) -> int:
+        """How many packets more it may be sent now."""
+        return 0 if self.killed else max(0, UNSENT_PACKETS - SPARE_PACKETS - len(self._unsent))
+
+    def deaf(self, now: float) -> bool:
+        """Whether it has not read for too long what waits for it."""
+        return bool(self._unsent) and now - self._took_s > UNREAD_S
 
     def silent(self, now: float) -> bool:
         return now - self.heard_s > (SILENCE_S if self._talked else START_S)
 
     def send(self, message: ToMover) -> None:
-        """Queue a message; `flush` sends it. To one that is killed or crowded it is lost."""
-        if not self.killed and not self.crowded:
-            self._unsent.append(encode(message))
+        """Queue a message; `flush` sends it. One that is killed has no use for it.
+
+        Raises if it cannot be kept, or is none: kill it then, for nothing else may come after what it has missed.
+        """
+        if self.killed:
+            return
+        if len(self._unsent) >= UNSENT_PACKETS:
+            raise BufferError("it does not read")
+        self._unsent.append(encode(message))
 
     def flush(self) -> bool:
-        """Send what the socket takes; True when nothing is left."""
+        """Send what the socket takes; True when nothing is left. Raises OSError for what can never be sent."""
         while self._unsent:
             try:
                 self.socket.send(self._unsent[0])
             except BlockingIOError:
                 return False
-            except OSError:  # it is gone; its pidfd tells
+            except ConnectionError:  # it is gone; its pidfd tells
                 self._unsent.clear()
-                return True
+                break
             self._unsent.popleft()
+            self._took_s = self._clock()
+        self._took_s = self._clock()
         return True
 
     def receive(self) -> Iterable[tuple[ToEngine, Table | None]]:
-        """Every message that has come, and the table that came with it; sets `ended` when there will be no more.
-        Raises msgspec.DecodeError, UnicodeDecodeError or TableError for what is no message."""
-        while not self.ended and not self.killed:
+        """The messages that have come, and the table that came with each; sets `ended` when there will be no more.
+        What comes in the meantime may be left for the next time.
+
+        Raises msgspec.DecodeError, UnicodeDecodeError or TableError for what is no message.
+        """
+        for _ in range(TURN_PACKETS):
+            if self.ended or self.killed:
+                return
             try:
                 packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:

@@ -55,8 +55,11 @@ class Handler(Protocol):
     def on_lost(self, tier: int) -> None:
         """The tier's mover is dead and reaped."""
 
-    def on_tick(self, heard_s: float) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
-        """What movers had said by `heard_s` has been told: later deadlines must not be judged yet.
+    def on_tick(
+        self, heard_s: float, room: Sequence[int]
+    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
+        """What movers had said by `heard_s` has been told: later deadlines must not be judged yet. `room`: how many
+        messages each mover takes now; one that is sent many more dies.
 
         Returns (what to send now, tiers whose movers must be killed and why, whether deadlines are running)."""
 
@@ -84,6 +87,7 @@ class Supervisor:
         self._clock = clock
         self._open: Open | None = None
         self._reopen = False
+        self._to_open: set[int] = set()  # tiers whose movers are still to be told of it
         self._movers: list[Child | None] = [None] * len(hellos)
         self._respawn = [Respawn() for _ in hellos]
         self._accepted: set[int] = set()  # tiers whose configuration was ever judged to be possible
@@ -199,16 +203,20 @@ class Supervisor:
                 del self._spawn_at[tier]
                 self._spawn(tier)
         # Before the handler plans: what it plans for the old namespace must not come after the new one's Open.
-        if self._reopen and self._open is not None:
+        if self._reopen:
             self._reopen = False
-            for mover in self._movers:
-                if mover is not None:
-                    mover.send(self._open)
-        messages, overdue, busy = self._handler.on_tick(now)
+            self._to_open.update(range(len(self._movers)))
+        for tier in list(self._to_open):
+            mover = self._movers[tier]
+            if mover is not None and mover.room and self._open is not None:
+                self._to_open.remove(tier)
+                self._send(tier, mover, self._open)
+        room = [mover.room if mover is not None else 0 for mover in self._movers]
+        messages, overdue, busy = self._handler.on_tick(now, room)
         for tier, message in messages:
             mover = self._movers[tier]
             if mover is not None:
-                mover.send(message)
+                self._send(tier, mover, message)
         for tier, mover in enumerate(self._movers):
             if mover is not None:
                 self._tend(tier, mover, overdue.get(tier), now)
@@ -220,13 +228,17 @@ class Supervisor:
             if now - mover.killed_s > UNREAPED_S:
                 self._say(tier, "was killed and does not die: the tier stays down until it does")
             return
-        if self._stopping and not mover.stopping:
-            mover.send(Stop())
+        if self._stopping and not mover.stopping and mover.room:
+            self._send(tier, mover, Stop())
             mover.stopping = True
-        everything = mover.flush()
+        try:
+            everything = mover.flush()
+        except OSError as error:
+            self._kill(tier, mover, f"it cannot be spoken to ({error})")
+            return
         if why is None and mover.silent(now):
             why = "it has been silent for too long"
-        if why is None and mover.crowded:
+        if why is None and mover.deaf(now):
             why = "it does not read"
         if why is not None:
             self._kill(tier, mover, why)
@@ -244,10 +256,18 @@ class Supervisor:
             self._say(tier, f"cannot be started: {error}")
             self._spawn_at[tier] = self._respawn[tier].died(self._clock())
             return
+        self._to_open.discard(tier)
         mover.send(self._open)
         self._movers[tier] = mover
         self._selector.register(mover.socket, selectors.EVENT_READ)
         self._selector.register(mover.pidfd, selectors.EVENT_READ)
+
+    def _send(self, tier: int, mover: Child, message: ToMover) -> None:
+        """Nothing is ever left out: a mover that cannot be told something dies."""
+        try:
+            mover.send(message)
+        except Exception as error:  # noqa: BLE001 (whatever an encoder raises costs this mover, and no other)
+            self._kill(tier, mover, f"it cannot be told everything ({error})")
 
     def _receive(self, tier: int, mover: Child) -> None:
         gone = mover.gone  # looked at first: what it said before it died counts

@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.outcome import Outcome
+from nixl_tiers.cascade.storage import ENDLESS
 from nixl_tiers.cascade.tier import Write
-from nixl_tiers.testing.simulation import Scan, World
+from nixl_tiers.testing.simulation import SOME_ROOM, Scan, World
 
 TIERS = st.integers(0, 1)
 PICK = st.integers(0, 31)
@@ -123,6 +124,11 @@ class CascadeMachine(RuleBasedStateMachine):
         """The front of a prompt, or, where `stale`, only its last chunk: the chain has a hole."""
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
         self.world.other_stores(chain[-1:] if stale else chain[:chunks])
+
+    @rule(room=st.sampled_from([0, 1, SOME_ROOM, ENDLESS]))
+    def movers_read(self, room: int) -> None:
+        """So many messages a turn from now on; all others must wait."""
+        self.world.room = room
 
     @rule(tier=TIERS)
     def deliver(self, tier: int) -> None:

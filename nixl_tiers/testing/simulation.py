@@ -20,11 +20,13 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.probes import Probe
+from nixl_tiers.cascade.storage import ENDLESS
 from nixl_tiers.cascade.tier import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key
 from nixl_tiers.testing.adopted import PlainRows, key_of
 
 ROW_BYTES = 4096
+SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
 
 
 class Content(NamedTuple):
@@ -158,6 +160,7 @@ class World:
     ) -> None:
         """`told`: of the rows that a tier held before, so many are told one by one; then, when `deliver` comes to it,
         the others without number, a few at a time. None: all at once."""
+        self.room = ENDLESS  # messages that a mover takes a turn
         self.limits = limits or Limits(
             wait_s=5.0,
             hold_s=10.0,
@@ -166,6 +169,7 @@ class World:
             overdue_most_s=20.0,
             retry_s=3.0,
             moves_per_job=3,
+            drops_per_batch=3,
             probe_s=0.5,
             probes=2,
             probe_keys=4,
@@ -230,24 +234,36 @@ class World:
         self.core.expire(self.now)
         for tier in self.core.overdue(self.now):
             self.doom(tier)
-        jobs = self.core.plan(self.now)
+        for storage in self.core.storage:
+            storage.room = self.room
+        jobs = sorted(self.core.plan(self.now), key=lambda job: job.direction is Direction.STORE)
+        loads = sum(job.direction is Direction.LOAD for job in jobs)
+        self._send_jobs(jobs[:loads])
         for tier, storage in enumerate(self.core.storage):
-            for batch in storage.drops(4):
+            for batch in storage.drops(self.limits.drops_per_batch):
                 self._send(tier, batch)
-            for nameless in storage.adopted_drops(4):
+            for nameless in storage.adopted_drops(self.limits.drops_per_batch):
                 self._send(tier, [(slot, key_of(digest)) for slot, digest in nameless])
             for rows in storage.take_closing():
                 rows.close()
+            promise(storage.room >= 0, "more is sent than there is room for")
+            stores = any(job.tier == tier for job in jobs[loads:])
+            promise(
+                not (stores and (storage.to_drop or storage.to_drop_adopted)), "a store overtakes what goes before it"
+            )
+        self._send_jobs(jobs[loads:])
+        for probe in self.core.plan_probes(self.now):
+            self._check_probe(probe)
+            self._send(probe.tier, probe)
+        self.check()
+
+    def _send_jobs(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             for move in job.moves:
                 reads = job.direction is Direction.STORE
                 self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
             self._check_slots(job)
             self._send(job.tier, MoverJob(job, self.movers[job.tier].epoch))
-        for probe in self.core.plan_probes(self.now):
-            self._check_probe(probe)
-            self._send(probe.tier, probe)
-        self.check()
 
     def reset(self) -> None:
         """Other weights from now on. What runs goes on running, as strangers."""
@@ -526,6 +542,7 @@ class World:
 
     def quiesce(self) -> None:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
+        self.room = max(self.room, SOME_ROOM)
         for tier in range(len(self.movers)):
             self.heal(tier)
             self.reap(tier)
@@ -540,6 +557,9 @@ class World:
         promise(self.core.host.used == len(rows), "a row is lost")
         promise(not self.core.probes.busy, "a probe never ends")
         promise(not any(storage.staged for storage in self.core.storage), "a demotion never ends")
+        promise(
+            not any(s.to_drop or s.to_drop_adopted for s in self.core.storage), "a medium is never told what to forget"
+        )
         promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
         self._recover()
 

@@ -243,6 +243,32 @@ class ProbesWithoutBounds(TierManager):
         return super().plan_probes(now)
 
 
+class PlansForThoseWhoDoNotRead(TierManager):
+    """A mover's queue is full, and it is given jobs."""
+
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        full = [storage for storage in self.storage if not storage.room]
+        for storage in full:
+            storage.room = 100
+        jobs = super().plan(now)
+        for storage in full:
+            storage.room -= 100
+        return jobs
+
+
+class StoresOvertakeDrops(TierManager):
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        hidden = [(s, s.to_drop, s.to_drop_adopted) for s in self.storage]
+        for storage in self.storage:
+            storage.to_drop, storage.to_drop_adopted, storage.room = [], [], storage.room + 6
+        jobs = super().plan(now)
+        for storage, drops, nameless in hidden:
+            storage.to_drop[:0] = drops
+            storage.to_drop_adopted[:0] = nameless
+            storage.room -= 6
+        return jobs
+
+
 MUTANTS = [
     AdoptedRowHasTwoOwners,
     AdoptedSlotsStayFree,
@@ -267,10 +293,12 @@ MUTANTS = [
     OldEpochSurvives,
     PinForgotten,
     PinsIgnored,
+    PlansForThoseWhoDoNotRead,
     ProbesWithoutBounds,
     RowFreedWhileMoved,
     RowReusedAfterReset,
     SlotFreedWhileWritten,
+    StoresOvertakeDrops,
     WaitsForEver,
     WaitsForLateAnswers,
 ]

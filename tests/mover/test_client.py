@@ -25,6 +25,8 @@ from nixl_tiers.mover.messages import (
     Hello,
     Open,
     Opened,
+    Probe,
+    Probed,
     ToEngine,
     ToMover,
 )
@@ -63,7 +65,9 @@ class Recorder:
     def on_lost(self, tier: int) -> None:
         self.lost += 1
 
-    def on_tick(self, heard_s: float) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
+    def on_tick(
+        self, heard_s: float, room: Sequence[int]
+    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
         send, self.send = self.send, []
         return send, {}, False
 
@@ -111,6 +115,33 @@ def test_a_mover_that_does_not_read_is_killed_at_a_bound(tmp_path: Path, monkeyp
         until(stuff, "its end", 60)
         assert recorder.killed == 1
         until(lambda: recorder.opened() > 1, "another mover", 60)
+
+
+def test_a_mover_that_takes_nothing_is_killed_though_its_heart_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with supervised(tmp_path) as (supervisor, recorder):
+        with monkeypatch.context() as patch:
+            patch.setattr(child, "UNREAD_S", 0.5)
+            patch.setattr(child.Child, "flush", lambda self: not self._unsent)
+            recorder.send = [(0, Drop([(0, b"key")]))]
+            supervisor.wake()
+            until(lambda: recorder.lost, "its end", 60)
+        until(lambda: recorder.opened() > 1, "another mover", 60)
+
+
+def test_a_message_that_cannot_be_sent_costs_its_mover_and_no_other(tmp_path: Path) -> None:
+    with supervised(tmp_path, movers=2) as (supervisor, recorder):
+        pids = supervisor.pids
+        too_long = Drop([(0, bytes(200))] * 20_000)
+        for unsendable in (Drop([(0, object())]), too_long):  # type: ignore[list-item]
+            lost = recorder.lost
+            until(lambda: recorder.opened() == 2 + lost, "the next mover", 60)  # noqa: B023 - called in this turn only
+            recorder.send = [(0, unsendable), (1, Probe(lost, [b"key"], chain=True))]
+            supervisor.wake()
+            until(lambda: recorder.lost > lost, "the mover's end", 60)  # noqa: B023 - as above
+            until(lambda: Probed(lost, []) in recorder.heard, "the other's answer", 60)  # noqa: B023 - as above
+        assert supervisor.pids[1] == pids[1]
 
 
 def test_a_mover_that_cannot_be_reaped_is_not_replaced_and_not_heard(

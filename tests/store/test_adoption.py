@@ -17,6 +17,7 @@ from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Key, Namespace
 from nixl_tiers.engine import Engine
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover import child
 from nixl_tiers.mover.adoption import TOLD_ROWS
 from nixl_tiers.mover.messages import Hello
 from nixl_tiers.testing.waiting import until
@@ -31,18 +32,25 @@ def key(number: int) -> Key:
 
 
 @contextmanager
-def over_a_hoard(tmp_path: Path, slots: int, named: bool = False) -> Iterator[Engine]:
+def over_a_hoard(tmp_path: Path, slots: int, named: bool = False, rows: int = ROWS, more: int = 0) -> Iterator[Engine]:
+    """`more`: so many others are found later, for which the oldest must go."""
     config = configuration.load(
         {
             "tiers": [
                 {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes},
-                {"type": "file", "path": str(tmp_path / "unused"), "capacity": slots * GEOMETRY.row_bytes},
+                {
+                    "type": "file",
+                    "layout": "files" if more else "slabs",
+                    "path": str(tmp_path / "unused"),
+                    "capacity": slots * GEOMETRY.row_bytes,
+                },
             ]
         }
     )
     tier: dict[str, object] = {
         "type": "tests.mover.toys:Hoard",
-        "rows": ROWS,
+        "rows": rows,
+        "more": more,
         "slots": slots,
         "dropped": str(tmp_path / "dropped"),
         "closed": str(tmp_path / "closed"),
@@ -52,15 +60,15 @@ def over_a_hoard(tmp_path: Path, slots: int, named: bool = False) -> Iterator[En
         engine = Engine(config, Namespace.of({"name": "hoard"}), region, hellos=[hello])
         try:
             engine.start(120.0)
-            told(engine)
+            told(engine, rows)
             yield engine
         finally:
             engine.close(10.0)
 
 
-def told(engine: Engine) -> None:
+def told(engine: Engine, rows: int = ROWS) -> None:
     until(
-        lambda: engine.counters()["file"]["up"] and engine.counters()["file"]["rows"] == ROWS, "all rows to be told of"
+        lambda: engine.counters()["file"]["up"] and engine.counters()["file"]["rows"] == rows, "all rows to be told of"
     )
 
 
@@ -109,6 +117,20 @@ def test_the_medium_is_told_by_key_what_to_forget(tmp_path: Path, named: bool) -
         assert dropped(tmp_path) == [f"{n} row-{n}" for n in (TOLD_ROWS, TOLD_ROWS + 1)]
         assert engine.where(key(TOLD_ROWS)) is None
         assert engine.counters()["file"]["rows"] == ROWS
+
+
+def test_however_many_rows_must_go_the_medium_is_told_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many times more than the queue of packets for a mover has room for; and nobody is taken for one that does not
+    read."""
+    monkeypatch.setattr(child, "UNSENT_PACKETS", child.SPARE_PACKETS + 8)
+    rows = TOLD_ROWS + 20_000
+    with over_a_hoard(tmp_path, slots=rows, rows=rows, more=20_000) as engine:
+        until(lambda: len(dropped(tmp_path)) == 20_000, "the drops")
+        assert dropped(tmp_path)[0] == f"{TOLD_ROWS} row-{TOLD_ROWS}"
+        store(engine, b"new", b"newer")
+        until(lambda: len(dropped(tmp_path)) == 20_002, "two more")
+        stats = engine.counters()["file"]
+        assert stats["kills"] == stats["dropped"] == 0
 
 
 def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_whatever_a_mover_says_no_row_is_lost_or_has_two_owners(events: list[Any
             else:
                 what, first, count = event
                 act(engine, region, what, [b"key-%d" % n for n in range(first, first + count)], f"request-{number}")
-            engine.on_tick(time.monotonic())
+            engine.on_tick(time.monotonic(), [1000])
         engine.on_lost(0)
         assert sorted(claim(engine, region)) == list(range(ROWS))
         assert all(value >= 0 for value in engine.counters()["file"].values())
