@@ -1,7 +1,8 @@
 """The host region: one memfd that every process of a node maps, holding the rows and what is said about them.
 
-Layout: a header page, one fingerprint record per cell, one control word per (row, cell), and from a 2 MiB boundary
-on the rows. The memory has no name in any file system: when the last process that maps it is gone, so is it.
+Layout: a header page, one fingerprint record per cell and one for all, one control word per (row, cell), and from a
+2 MiB boundary on the rows. The memory has no name in any file system: when the last process that maps it is gone, so
+is it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import secrets
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -59,7 +61,7 @@ class _Layout:
 
     def __init__(self, geometry: Geometry, rows: int) -> None:
         self.records = PAGE
-        self.control = self.records + align(geometry.cells * _RECORD_BYTES)
+        self.control = self.records + align((geometry.cells + 1) * _RECORD_BYTES)
         self.rows = align(self.control + rows * geometry.cells * 8, _ROWS_ALIGNMENT)
         self.total = self.rows + rows * geometry.row_bytes
 
@@ -174,18 +176,32 @@ class HostRegion:
 
     def publish(self, cell: int, digest: bytes, note: str = "") -> None:
         """Leave the fingerprint of this cell's rank (16 bytes) for the scheduler, with a note cut to 400 bytes."""
-        if len(digest) != NAMESPACE_BYTES:
-            raise ValueError(f"a fingerprint has {NAMESPACE_BYTES} bytes, this one has {len(digest)}")
-        text = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
-        record = _RECORD.pack(len(text), digest) + text
-        at = self._record(cell)
-        # The check word last: who reads a half-written record sees that it is none yet.
-        self._map[at + 8 : at + 8 + len(record)] = record
-        self._map[at : at + 8] = CHECK.pack(xxh3_64_intdigest(record))
+        self._write_record(self._record(cell), digest, note)
 
     def published(self) -> list[tuple[bytes, str] | None]:
         """(fingerprint, note) of each cell, None where its rank has not published yet."""
         return [self._read_record(self._record(cell)) for cell in range(self.geometry.cells)]
+
+    def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
+        """What `find` (a digest of 16 bytes, a note) says in whichever of the ranks comes first; the others wait for
+        it, and one of them takes over if that rank dies. RegionError if this takes longer than `timeout_s`."""
+        at = self._records + self.geometry.cells * _RECORD_BYTES
+        deadline = time.monotonic() + timeout_s
+        while (found := self._read_record(at)) is None:
+            # A POSIX lock, because the kernel takes it from a process that dies. Its byte is never written to.
+            try:
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RegionError(f"another rank was to tell within {timeout_s:g} s, and did not") from None
+                time.sleep(0.01)
+                continue
+            try:
+                if self._read_record(at) is None:
+                    self._write_record(at, *find())
+            finally:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1)
+        return found
 
     def prefault(self, threads: int = 4) -> Prefault:
         """Have the kernel supply all rows' pages now, in the background. Ends early when the region is closed."""
@@ -236,6 +252,15 @@ class HostRegion:
         if not 0 <= cell < self.geometry.cells:
             raise ValueError(f"cell {cell} is not one of the {self.geometry.cells} of a row")
         return self._records + cell * _RECORD_BYTES
+
+    def _write_record(self, at: int, digest: bytes, note: str) -> None:
+        if len(digest) != NAMESPACE_BYTES:
+            raise ValueError(f"a fingerprint has {NAMESPACE_BYTES} bytes, this one has {len(digest)}")
+        text = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
+        record = _RECORD.pack(len(text), digest) + text
+        # The check word last: who reads a half-written record sees that it is none yet.
+        self._map[at + 8 : at + 8 + len(record)] = record
+        self._map[at : at + 8] = CHECK.pack(xxh3_64_intdigest(record))
 
     def _read_record(self, at: int) -> tuple[bytes, str] | None:
         raw = self._map[at : at + _RECORD_BYTES]

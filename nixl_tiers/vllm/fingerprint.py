@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from nixl_tiers.chunk import NAMESPACE_BYTES, Geometry, Namespace
 from nixl_tiers.config import TiersConfig
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import CanonicalKVCaches, OffloadingConfig
-from nixl_tiers.vllm.weights import UnknownWeights, identify
+from nixl_tiers.vllm.weights import UnknownWeights, identify, resolved_commit
 
 FORMAT_VERSION: Final = 1
+_REFUSED_UNLESS: Final = "storage tiers are refused unless"
 # They say where the configuration came from, not what it is.
 _INCIDENTAL: Final = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
 
@@ -33,19 +35,37 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(
-    config: OffloadingConfig, tiers: TiersConfig, geometry: Geometry, kv_caches: CanonicalKVCaches, vllm_config: Any
+    config: OffloadingConfig,
+    tiers: TiersConfig,
+    geometry: Geometry,
+    kv_caches: CanonicalKVCaches,
+    vllm_config: Any,
+    *,
+    weights: Fingerprint,
 ) -> Fingerprint:
-    """What this worker publishes. `vllm_config` is vLLM's VllmConfig, or None where it is not known."""
-    note = ""
-    facts: dict[str, object] = {}
+    """What this worker publishes. `vllm_config` is vLLM's VllmConfig, or None where it is not known; `weights` comes
+    from `weights_of`, in this worker or in another of the same engine."""
+    facts: dict[str, object] = {"weights": weights.digest.hex()}
+    if vllm_config is not None:
+        facts |= model_facts(vllm_config, tiers)
+    facts |= layout_facts(config, geometry, kv_caches)
+    note = weights.note or (refusal(vllm_config, tiers) if vllm_config is not None else "")
+    return Fingerprint(Namespace.of(facts).digest, note)
+
+
+def weights_of(vllm_config: Any, tiers: TiersConfig) -> Fingerprint:
+    """Which weights the engine runs, and those of its draft model. May read some GB of files, for seconds."""
     try:
         if vllm_config is None:
             raise UnknownWeights("vLLM did not tell this worker its configuration")
-        facts |= model_facts(vllm_config, tiers)
+        model = vllm_config.model_config
+        facts: dict[str, object] = {"weights": _weights(model, vllm_config.load_config, tiers.model_id)}
+        draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+        if draft is not None and draft.model != model.model:
+            facts["draft_weights"] = _weights(draft, vllm_config.load_config, tiers.model_id)
     except UnknownWeights as unknown:
-        note = f"storage tiers are refused unless model_id is set, because {unknown}"
-    facts |= layout_facts(config, geometry, kv_caches)
-    return Fingerprint(Namespace.of(facts).digest, note or (refusal(vllm_config, tiers) if vllm_config else ""))
+        return Fingerprint(bytes(NAMESPACE_BYTES), f"{_REFUSED_UNLESS} model_id is set, because {unknown}")
+    return Fingerprint(Namespace.of(facts).digest, "")
 
 
 def current_vllm_config() -> Any:
@@ -60,24 +80,23 @@ def refusal(vllm_config: Any, tiers: TiersConfig) -> str:
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if compat.block_hash_seed(algorithm) is None:
         return (
-            f"storage tiers are refused unless PYTHONHASHSEED is set, because prefix_caching_hash_algo {algorithm} "
+            f"{_REFUSED_UNLESS} PYTHONHASHSEED is set, because prefix_caching_hash_algo {algorithm} "
             "of this vLLM hashes differently in every process without it"
         )
     if vllm_config.lora_config is not None and not tiers.lora_storage:
         return (
-            "storage tiers are refused unless lora_storage is true, because LoRA is enabled and a block's hash knows "
+            f"{_REFUSED_UNLESS} lora_storage is true, because LoRA is enabled and a block's hash knows "
             "an adapter's name but not its weights"
         )
     return ""
 
 
 def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
-    """Everything about the model and the engine's options that changes the KV bytes. Raises UnknownWeights."""
+    """Everything about the model, its weights aside, and the engine's options that changes the KV bytes."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     facts: dict[str, object] = {
-        "weights": _weights(model, vllm_config.load_config, tiers.model_id),
         "model_config": _digest(_plain(getattr(model, "hf_config", None))),
         "dtype": model.dtype,
         "quantization": model.quantization,
@@ -93,9 +112,6 @@ def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
     if "longrope" in json.dumps(_plain(getattr(model, "hf_config", None)), default=str):
         # Long RoPE takes its factors from the longest context that the engine was started for.
         facts["max_model_len"] = model.max_model_len
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    if draft is not None and draft.model != model.model:
-        facts["draft_weights"] = _weights(draft, vllm_config.load_config, tiers.model_id)
     return facts
 
 
@@ -128,8 +144,11 @@ def _weights(model: Any, load_config: Any, model_id: str | None) -> str:
         raise UnknownWeights("the weights are random (load_format dummy)")
     if getattr(model, "model_weights", ""):
         raise UnknownWeights(f"the weights are streamed from {model.model_weights}")
-    commit = getattr(model, "revision", None) or getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    return identify(str(model.model), commit)
+    name = str(model.model)
+    elsewhere = getattr(model, "hf_config_path", None) not in (None, name)
+    told = None if elsewhere else getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    revision, cache = getattr(model, "revision", None), getattr(load_config, "download_dir", None)
+    return identify(name, resolved_commit(name, revision, told, cache))
 
 
 def _attention(vllm_config: Any) -> list[str]:
@@ -156,5 +175,10 @@ def _plain(hf_config: Any) -> Mapping[str, Any]:
 
 
 def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
+    text = json.dumps(value, sort_keys=True, default=_text)
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES).hexdigest()
+
+
+def _text(value: object) -> object:
+    """What JSON has no word for. The order in which a set gives its members is another in every process."""
+    return sorted(map(str, value)) if isinstance(value, AbstractSet) else str(value)

@@ -31,6 +31,7 @@ from nixl_tiers.vllm.compat import (
 log = logging.getLogger(__name__)
 
 MEET_S: Final = 60.0
+WEIGHTS_S: Final = 600.0  # for the rank that reads the weight files
 
 
 class NixlTiersSpec(OffloadingSpec):
@@ -67,15 +68,16 @@ class NixlTiersSpec(OffloadingSpec):
         return join(self.config.engine_id, self.geometry, self.rows, parties, MEET_S)
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        from nixl_tiers.vllm.fingerprint import current_vllm_config, fingerprint
+        from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, weights_of
         from nixl_tiers.vllm.worker import worker_over
 
         vllm_config = current_vllm_config()
         refuse_nodes(vllm_config)
         rank = self.config.parallel.rank
-        digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config)
         region = self._join()
         try:
+            weights = Fingerprint(*region.shared_by_ranks(lambda: weights_of(vllm_config, self.tiers), WEIGHTS_S))
+            digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config, weights=weights)
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             region.publish(rank, digest, note)
         except BaseException:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
+import zipfile
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-SAMPLES: Final = 64
-SAMPLE_BYTES: Final = 16 << 10
+WHOLE_BYTES: Final = 256 << 10  # tensors of up to so many bytes go in whole
+SAMPLE_BYTES: Final = 4 << 10
+STRIDE_BYTES: Final = 1 << 20  # of anything larger, a sample at both ends and at least so often in between
+READ_BYTES: Final = 4 << 20
 MAX_HEADER_BYTES: Final = 64 << 20
+THREADS: Final = 8
 _SNAPSHOT: Final = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/*$")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
@@ -37,10 +45,32 @@ def identify(model: str, commit: str | None) -> str:
     raise UnknownWeights(f"neither a directory nor the commit of a hub snapshot is known for the model {model}")
 
 
-def digest_of_files(path: Path) -> str:
-    """A digest over config.json and every weight file's name, header, size and samples of its content.
+def resolved_commit(model: str, revision: str | None, config_commit: str | None, cache: str | None) -> str | None:
+    """The commit of a hub model that was loaded as `revision` (a commit, branch or tag; None is the default branch).
 
-    Costs about 1 MiB of reading a file, whatever the file's size. Raises UnknownWeights if there is no weight file.
+    `config_commit`: the commit that the model's configuration came from, if it is from the same repository as the
+    weights. `cache`: the folder that weights are downloaded to, None for the hub's own; for a folder of its own, what
+    it says of the revision goes first, because the configuration does not come from there.
+    """
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(cache or HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "refs"
+    try:
+        told = (folder / (revision or "main")).read_text().strip()
+    except (OSError, ValueError):
+        told = ""
+    return (told or config_commit) if cache else (config_commit or told)
+
+
+def digest_of_files(path: Path) -> str:
+    """A digest over config.json and every weight file's name, size, header and content, most of it sampled.
+
+    Of a safetensors file every tensor goes in: whole up to WHOLE_BYTES, of larger ones SAMPLE_BYTES in each
+    STRIDE_BYTES and at both ends. So a tensor in which everything has changed is always noticed, and so is a matrix of
+    two strides within a larger tensor. Zip archives (PyTorch's own format) tell a checksum of each tensor; what else
+    there is, is sampled every STRIDE_BYTES. Raises UnknownWeights if there is no weight file.
     """
     folder = path if path.is_dir() else path.parent
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
@@ -51,7 +81,7 @@ def digest_of_files(path: Path) -> str:
     if config.exists():
         digest.update(b"config.json" + hashlib.blake2b(config.read_bytes()).digest())
     try:
-        with ThreadPoolExecutor(max_workers=8, thread_name_prefix="nixl_tiers-weights") as pool:
+        with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="nixl_tiers-weights") as pool:
             for file, part in zip(files, pool.map(_digest_of_file, files), strict=True):
                 digest.update(file.name.encode() + b"\0" + part)
     except OSError as error:
@@ -61,18 +91,69 @@ def digest_of_files(path: Path) -> str:
 
 def _digest_of_file(file: Path) -> bytes:
     digest = hashlib.blake2b()
-    with file.open("rb") as opened:
-        size = opened.seek(0, 2)
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
         digest.update(size.to_bytes(8, "little"))
-        opened.seek(0)
-        start = opened.read(SAMPLE_BYTES)
-        digest.update(start)
         if file.suffix == ".safetensors":
-            # The header names every tensor with its type, shape and place.
-            header_bytes = int.from_bytes(start[:8], "little")
-            digest.update(opened.read(min(max(header_bytes + 8 - SAMPLE_BYTES, 0), MAX_HEADER_BYTES)))
-        last = max(size - SAMPLE_BYTES, 0)
-        for place in sorted({last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
-            opened.seek(place)
-            digest.update(opened.read(SAMPLE_BYTES))
+            header = _header(descriptor, size)
+            digest.update(header)  # names every tensor with its type, shape and place
+            places = _tensors(header, size)
+        else:
+            digest.update(_checksums(file))
+            places = [0, size]
+        for start, end in _extents(places):
+            digest.update(os.pread(descriptor, end - start, start))
+    finally:
+        os.close(descriptor)
     return digest.digest()
+
+
+def _header(descriptor: int, size: int) -> bytes:
+    """A safetensors file's header with its length; empty if it has none."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    return os.pread(descriptor, 8 + length, 0) if length <= min(size, MAX_HEADER_BYTES) else b""
+
+
+def _tensors(header: bytes, size: int) -> list[int]:
+    """Where the tensors of a safetensors file begin and end; without a header, the file."""
+    try:
+        fields = json.loads(header[8:])
+        offsets = [field["data_offsets"] for name, field in fields.items() if name != "__metadata__"]
+        places = {len(header) + int(at) for pair in offsets for at in pair}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        places = set()
+    return sorted(place for place in places | {len(header), size} if len(header) <= place <= size)
+
+
+def _checksums(file: Path) -> bytes:
+    """Name, size and CRC-32 of each member of a zip archive; nothing of another file."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return repr([(one.filename, one.file_size, one.CRC) for one in archive.infolist()]).encode()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return b""
+
+
+def _extents(places: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """What to read of pieces that follow each other: (start, end), none longer than READ_BYTES."""
+    begun = end = 0  # neighbours are read together: a file may have a hundred thousand small tensors
+    for start, stop in _wanted(places):
+        if start > end or stop - begun > READ_BYTES:
+            if end > begun:
+                yield begun, end
+            begun = start
+        end = stop
+    if end > begun:
+        yield begun, end
+
+
+def _wanted(places: Iterable[int]) -> Iterator[tuple[int, int]]:
+    for start, stop in pairwise(places):
+        if stop - start <= WHOLE_BYTES:
+            yield start, stop
+            continue
+        last = stop - SAMPLE_BYTES
+        for place in range(start, last, STRIDE_BYTES):
+            yield place, min(place + SAMPLE_BYTES, last)
+        yield last, stop

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +272,52 @@ def test_a_fingerprint_that_is_half_written_is_none_yet(made: HostRegion) -> Non
         assert made.published()[1] is None, offset
         made._map[at + offset] = byte
     assert made.published()[1] == (b"a" * 16, "a note")
+
+
+RANK = """
+import os, sys, time
+from nixl_tiers.memory.region import HostRegion
+
+def find():
+    print("reading", flush=True)
+    if sys.argv[2] == "hangs":
+        time.sleep(600)
+    return b"c" * 16, "of the child"
+
+with HostRegion.attach(int(sys.argv[1])) as region:
+    print(region.shared_by_ranks(find, 600)[1], flush=True)
+"""
+
+
+@contextmanager
+def other_rank(made: HostRegion, how: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", RANK, str(made.fd), how]
+    process = subprocess.Popen(command, pass_fds=[made.fd], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_one_rank_finds_out_for_all(made: HostRegion) -> None:
+    with other_rank(made, "reads") as child:
+        assert child.communicate(timeout=120)[0].split("\n")[:2] == ["reading", "of the child"]
+    assert made.shared_by_ranks(lambda: pytest.fail("read twice"), 60) == (b"c" * 16, "of the child")
+    assert made.published() == [None] * 3
+
+
+def test_a_rank_that_dies_over_it_is_followed_by_another(made: HostRegion) -> None:
+    with other_rank(made, "hangs") as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "reading\n"
+        with pytest.raises(RegionError, match=r"another rank was to tell within 0.1 s"):
+            made.shared_by_ranks(lambda: pytest.fail("read twice"), 0.1)
+    with pytest.raises(ZeroDivisionError):
+        made.shared_by_ranks(lambda: (bytes(1 // 0), ""), 60)
+    assert made.shared_by_ranks(lambda: (b"p" * 16, "ours"), 60) == (b"p" * 16, "ours")
 
 
 def resident_bytes(of: HostRegion) -> int:

@@ -21,7 +21,7 @@ from nixl_tiers.vllm.fingerprint import Fingerprint
 
 
 class HfConfig(dict[str, Any]):
-    _commit_hash = None
+    _commit_hash: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self)
@@ -35,6 +35,7 @@ def vllm_config(model: str, **changes: Any) -> Any:
             model=model,
             model_weights="",
             revision=None,
+            hf_config_path=None,
             dtype=torch.bfloat16,
             quantization=None,
             quantization_config=None,
@@ -44,7 +45,7 @@ def vllm_config(model: str, **changes: Any) -> Any:
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
         compilation_config=SimpleNamespace(static_forward_context={}),
         lora_config=None,
         speculative_config=None,
@@ -75,7 +76,9 @@ def make(
         blocks = config.cache.blocks_per_chunk
         geometry = Geometry(config.parallel.world_size, config.worker_kv_bytes_per_block * blocks, blocks)
         model = changes.pop("model", str(weights_folder))
-        return fingerprint.fingerprint(config, checked, geometry, caches, vllm_config(model, **changes))
+        engine = vllm_config(model, **changes)
+        weights = fingerprint.weights_of(engine, checked)
+        return fingerprint.fingerprint(config, checked, geometry, caches, engine, weights=weights)
 
     return make
 
@@ -141,6 +144,25 @@ def test_where_a_model_lies_does_not_matter(make: Callable[..., Fingerprint], we
     assert make(model=str(elsewhere)) == before
 
 
+def test_a_revision_goes_by_the_commit_that_it_resolved_to(make: Callable[..., Fingerprint]) -> None:
+    def of(revision: str | None, commit: str | None, **changes: Any) -> Fingerprint:
+        config = HfConfig(hidden_size=64)
+        config._commit_hash = commit
+        return make(model="org/name", model_config__hf_config=config, model_config__revision=revision, **changes)
+
+    old, new = "0" * 40, "1" * 40
+    assert of("main", old) == of("v1", old) == of(None, old) == of(old, None)
+    assert of("main", old).note == ""
+    assert of("main", new).digest != of("main", old).digest
+    assert "unless model_id is set" in of("main", old, model_config__hf_config_path="org/other").note
+
+
+def test_sets_in_a_configuration_are_digested_in_order() -> None:
+    names = [f"layer.{n}" for n in range(9)]
+    assert fingerprint._digest({"skip": set(names)}) == fingerprint._digest({"skip": names})
+    assert fingerprint._digest({"skip": frozenset(names)}) != fingerprint._digest({"skip": set(names[1:])})
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -183,5 +205,6 @@ def test_a_worker_without_vllms_configuration_refuses_storage(
         [CanonicalKVCacheTensor(torch.zeros(2, 8192, dtype=torch.int8), 8192)], [[CanonicalKVCacheRef(0, 8192)]]
     )
     tiers = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
-    made = fingerprint.fingerprint(offloading_config(), tiers, Geometry(1, 8192), caches, None)
+    weights = fingerprint.weights_of(None, tiers)
+    made = fingerprint.fingerprint(offloading_config(), tiers, Geometry(1, 8192), caches, None, weights=weights)
     assert "did not tell this worker its configuration" in made.note

@@ -122,12 +122,20 @@ def test_two_workers_and_a_scheduler_in_one_process(
     offloading_config: Build, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Workers first and in any order, as vLLM does it; a chunk goes out through all of them and comes back."""
-    monkeypatch.setattr(fingerprint, "model_facts", lambda *_: {"weights": "these"})
+    readings: list[int] = []
+
+    def read(*_: object) -> fingerprint.Fingerprint:
+        readings.append(1)
+        return fingerprint.Fingerprint(b"w" * 16, "")
+
+    monkeypatch.setattr(fingerprint, "model_facts", lambda *_: {"dtype": "bfloat16"})
+    monkeypatch.setattr(fingerprint, "weights_of", read)
     monkeypatch.setattr(fingerprint, "refusal", lambda *_: "")
     monkeypatch.setattr(fingerprint, "current_vllm_config", object)
     options: dict[str, Any] = {"world_size": 2, "engine_id": f"{request.node.name}-{id(request)}"}
     memory = [caches(), caches()]
     workers = [NixlTiersSpec(offloading_config(rank=r, **options)).get_worker(memory[r]) for r in (1, 0)][::-1]
+    assert len(readings) == 1  # by one of them for all
     spec = NixlTiersSpec(offloading_config(**options))
     manager = spec.get_manager()
     assert spec.get_manager() is manager

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.vllm.weights import UnknownWeights, digest_of_files, identify
+from nixl_tiers.vllm.weights import UnknownWeights, digest_of_files, identify, resolved_commit
 
 
 def test_equal_files_elsewhere_are_equal_weights(weights_folder: Path, tmp_path: Path) -> None:
@@ -57,6 +59,134 @@ def test_a_hub_snapshot_is_its_commit(tmp_path: Path) -> None:
     folder = tmp_path / "models--org--name" / "snapshots" / commit
     folder.mkdir(parents=True)
     assert identify(str(folder), None) == f"hub:org--name@{commit}" == identify("org/name", commit)
+
+
+MIB = 1 << 20
+COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
+
+
+def save(file: Path, tensors: Mapping[str, int]) -> dict[str, int]:
+    """A safetensors file of byte tensors of these sizes, zero but for the first byte of each, most of it a hole on the
+    disk. Returns where each begins."""
+    at, header = 0, {}
+    for name, size in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    starts = {name: 8 + len(raw) + int(fields["data_offsets"][0]) for name, fields in header.items()}
+    with file.open("wb") as opened:
+        opened.write(len(raw).to_bytes(8, "little") + raw)
+        for start in starts.values():
+            opened.seek(start)
+            opened.write(b"1")
+        opened.truncate(8 + len(raw) + at)
+    return starts
+
+
+def overwrite(file: Path, start: int, size: int, with_: bytes = b"x") -> None:
+    with file.open("r+b") as opened:
+        opened.seek(start)
+        opened.write(with_ * size)
+
+
+class TestWhatHasChangedIsNoticed:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        return tmp_path / "model.safetensors"
+
+    def differs(self, file: Path, start: int, size: int) -> bool:
+        before = digest_of_files(file)
+        with file.open("rb") as opened:
+            opened.seek(start)
+            old = opened.read(size)
+        overwrite(file, start, size)
+        after = digest_of_files(file)
+        overwrite(file, start, 1, old)
+        assert digest_of_files(file) == before
+        return after != before
+
+    def test_any_one_matrix_of_many(self, file: Path) -> None:
+        starts = save(file, {f"w{n}": 2 * MIB + 512 * n for n in range(128)})
+        assert all(self.differs(file, starts[f"w{n}"], 2 * MIB) for n in range(0, 128, 8))
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+    def test_any_matrix_of_2_mib_within_a_larger_tensor_or_a_file_without_a_header(
+        self, tmp_path: Path, name: str
+    ) -> None:
+        file = tmp_path / name
+        save(file, {"experts": 256 * MIB})
+        last = file.stat().st_size - 2 * MIB
+        assert all(self.differs(file, last * n // 20, 2 * MIB) for n in range(21))
+
+    def test_any_scale_and_any_norm(self, file: Path) -> None:
+        """Though they are a thousandth of the file."""
+        sizes = {"w": 3 * MIB, "w.weight_scale": 3584, "norm": 8192, "bias": 2}
+        starts = save(file, {f"{n}.{name}": size for n in range(60) for name, size in sizes.items()})
+        small = [name for name in starts if not name.endswith(".w")]
+        assert all(self.differs(file, starts[name] + 1, 1) for name in small[::9])
+
+    def test_any_byte_of_a_tensor_that_goes_in_whole_and_both_ends_of_the_next_larger(self, file: Path) -> None:
+        starts = save(file, {"a": MIB, "whole": 256 << 10, "larger": (256 << 10) + 1, "z": MIB})
+        assert all(self.differs(file, starts["whole"] + at, 1) for at in range(0, 256 << 10, 9973))
+        assert self.differs(file, starts["larger"], 1)
+        assert self.differs(file, starts["z"] - 1, 1)
+
+    def test_a_name_in_a_large_header(self, file: Path) -> None:
+        starts = save(file, {f"model.layers.{n}.self_attn.weight_scale": 4 for n in range(6_000)})
+        at = file.read_bytes().index(b"layers.5871.")
+        assert at > 256 << 10
+        assert self.differs(file, at + 7, 1)
+        assert self.differs(file, starts["model.layers.5999.self_attn.weight_scale"], 4)
+
+    @pytest.mark.parametrize("start", [b"", (1 << 62).to_bytes(8, "little"), (40).to_bytes(8, "little") + b"[" * 40])
+    def test_a_header_that_is_none(self, file: Path, start: bytes) -> None:
+        file.write_bytes(start)
+        with file.open("ab") as opened:
+            opened.truncate(8 * MIB + len(start))
+        assert self.differs(file, 3 * MIB, 2 * MIB)
+
+    def test_any_tensor_of_pytorchs_own_format(self, tmp_path: Path) -> None:
+        import torch
+
+        tensors = {f"{n}": torch.zeros(n % 7 * 100_000 + 50) for n in range(200)}
+        torch.save(tensors, tmp_path / "model.bin")
+        before = digest_of_files(tmp_path)
+        tensors["23"][199_234] = 1.0
+        torch.save(tensors, tmp_path / "model.bin")
+        assert digest_of_files(tmp_path) != before
+
+
+class TestRevision:
+    @pytest.fixture
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "none"))
+        folder = tmp_path / "cache" / "models--org--name" / "refs"
+        folder.mkdir(parents=True)
+        (folder / "main").write_text(COMMIT)
+        (folder / "v1").write_text(OTHER + "\n")
+        return tmp_path / "cache"
+
+    def test_a_commit_is_itself(self) -> None:
+        assert resolved_commit("org/name", COMMIT, OTHER, None) == COMMIT
+
+    @pytest.mark.parametrize("revision", [None, "main", "v1"])
+    def test_a_name_is_what_the_configuration_was_loaded_from(self, cache: Path, revision: str | None) -> None:
+        assert resolved_commit("org/name", revision, OTHER, None) == OTHER
+
+    def test_a_name_is_what_the_cache_says_where_weights_have_one_of_their_own(self, cache: Path) -> None:
+        assert resolved_commit("org/name", "main", OTHER, str(cache)) == COMMIT
+        assert resolved_commit("org/name", "v1", None, str(cache)) == OTHER
+        assert not resolved_commit("org/name", "v2", None, str(cache))
+
+    def test_the_hubs_own_cache_is_asked_where_the_configuration_does_not_tell(
+        self, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        assert resolved_commit("org/name", None, None, None) == COMMIT
 
 
 @pytest.mark.parametrize("commit", [None, "", "main"])
