@@ -32,8 +32,8 @@ class Server(ServerTime):
     def ask(self, directory: int) -> None:
         pass
 
-    def mark(self, path: Path) -> None:
-        os.utime(path, (self.clock(),) * 2)
+    def mark(self, name: str | Path, directory: int | None = None) -> None:
+        os.utime(name, (self.clock(),) * 2, dir_fd=directory)
 
     def now_s(self) -> float:
         return self.clock()

@@ -13,9 +13,9 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Final, NamedTuple, ParamSpec, TypeVar
 from nixl_tiers.chunk import PAGE, Key, align, key_of_object, object_name
 from nixl_tiers.memory.seal import read as read_seal
 from nixl_tiers.mover.tiers.age import has_expired
+from nixl_tiers.mover.tiers.folder import Folder, NotOurs
 from nixl_tiers.mover.tiers.server_time import ServerTime
 from nixl_tiers.mover.tiers.writer import Writer
 
@@ -101,6 +102,7 @@ class Account:
     ) -> None:
         """Without `writes`, only look: whoever reads has no say in what is kept."""
         self.path = path
+        self._uid: int | None = None
         self.server_time = server_time or ServerTime()
         self._writes = writes
         self.writer = Writer()
@@ -199,48 +201,106 @@ class Account:
 
     # --- on hands: they wait for the file system --------------------------------------------------------------------
 
+    def prepare(self, namespace: str) -> None:
+        """Make what is missing, and see whether it is ours and what time it is there. Raises NotOurs, OSError."""
+        self._uid = None  # the path may be on another file system now
+        with self._base() as base:
+            base.folder(namespace, make=True).close()
+            base.folder(INCOMING, make=True).close()
+        self.ask_time()
+
+    def trouble(self, namespace: str) -> str:
+        """What somebody has put in place of our directories, or "". Raises OSError."""
+        with self._base() as base:
+            for name in (INCOMING, namespace):
+                try:
+                    base.folder(name).close()
+                except NotOurs as error:
+                    return str(error)
+                except FileNotFoundError:  # it is made anew when it is needed
+                    pass
+        return ""
+
+    @contextmanager
+    def _base(self) -> Iterator[Folder]:
+        with Folder.base(self.path, self._uid) as base:
+            self._uid = base.uid
+            yield base
+
+    @contextmanager
+    def incoming(self) -> Iterator[Folder]:
+        """Where files stand that are being written."""
+        with self._base() as base, base.folder(INCOMING) as folder:
+            yield folder
+
+    @contextmanager
+    def _fan(self, place: Place) -> Iterator[Folder]:
+        with self._base() as base, base.folder(place.namespace) as home, home.folder(place.fan) as fan:
+            yield fan
+
     def ask_time(self) -> None:
         """See what time it is by the clock of the file server. Raises OSError."""
-        descriptor = os.open(self.path / INCOMING, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self.server_time.ask(descriptor)
-        finally:
-            os.close(descriptor)
+        with self.incoming() as incoming:
+            self.server_time.ask(incoming.descriptor)
 
     def fresh(self) -> tuple[Path, int]:
         """A file of its own to write a row into, and a descriptor of it that the caller closes. Raises OSError."""
-        path = self.path / INCOMING / self.writer.name()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            return path, os.open(path, flags, 0o600)
-        except FileNotFoundError:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            return path, os.open(path, flags, 0o600)
+        name, flags = self.writer.name(), os.O_RDWR | os.O_CREAT | os.O_EXCL
+        with self._base() as base:
+            try:
+                incoming = base.folder(INCOMING)
+            except FileNotFoundError:
+                incoming = base.folder(INCOMING, make=True)
+            with incoming:
+                return incoming.path / name, incoming.open(name, flags)
+
+    def discard(self, temporary: Path) -> None:
+        """Delete a file that holds no row. Raises OSError."""
+        with self.incoming() as incoming:
+            incoming.unlink(temporary.name)
 
     def take_in(self, temporary: Path, place: Place, sealed_at: int) -> None:
         """Give a written file its name, all at once; what stood there before is replaced. `sealed_at`: Unix seconds.
         Raises OSError."""
-        target = self.where(place)
         try:
-            temporary.rename(target)
+            status = self._name_it(temporary, place)
         except FileNotFoundError:
-            for directory in (target.parent.parent, target.parent):
-                with suppress(FileExistsError):
-                    directory.mkdir(mode=0o700)
-                    with self._lock:
-                        self._made_bytes += PAGE
-            temporary.rename(target)
-        with suppress(OSError):  # gone again: somebody was short of room
-            status = target.stat()
+            with self._base() as base:
+                made = int(base.make(place.namespace))
+                with base.folder(place.namespace) as home:
+                    made += home.make(place.fan)
+            with self._lock:
+                self._made_bytes += made * PAGE
+            status = self._name_it(temporary, place)
+        if status is not None:
             self._record(place, seen_as(status)._replace(sealed_at=counts_from(sealed_at, status)))
         with self._lock:
             self._reserved_bytes -= self._row_bytes
 
+    def _name_it(self, temporary: Path, place: Place) -> os.stat_result | None:
+        with self.incoming() as incoming, self._fan(place) as fan:
+            incoming.rename(temporary.name, fan, place.name)
+            try:
+                return fan.stat(place.name)
+            except OSError:  # gone again: somebody was short of room
+                return None
+
     def look(self, place: Place) -> os.stat_result | None:
         """The row's file, or None if it is not there. Raises OSError."""
         try:
-            return self.where(place).stat()
-        except (FileNotFoundError, NotADirectoryError):
+            with self._fan(place) as fan:
+                return fan.stat(place.name)
+        except FileNotFoundError:
+            self._record(place, None)
+            return None
+
+    def open_row(self, place: Place) -> int | None:
+        """A descriptor of the row's file, to read it, that the caller closes; None if it is not there. Raises
+        OSError."""
+        try:
+            with self._fan(place) as fan:
+                return fan.open(place.name, os.O_RDONLY)
+        except FileNotFoundError:
             self._record(place, None)
             return None
 
@@ -272,7 +332,10 @@ class Account:
         """On a hand."""
         path = self.where(place)
         try:
-            with path.open("rb") as file:
+            descriptor = self.open_row(place)
+            if descriptor is None:
+                return
+            with os.fdopen(descriptor, "rb") as file:
                 status = os.fstat(file.fileno())
                 seal = None
                 for tail in _TAILS:
@@ -285,17 +348,14 @@ class Account:
                 self.touch(place)
             else:
                 self._record(place, seen_as(status)._replace(sealed_at=sealed_at))
-        except FileNotFoundError:
-            self._record(place, None)
         except OSError as error:
             self._complain(f"{path} cannot be looked at ({error.strerror or error})")
 
     def touch(self, place: Place) -> None:
         """The row was used now, for everybody to see. Not before the server's time has reached its seal."""
-        path = self.where(place)
-        with suppress(OSError):
-            self.server_time.mark(path)
-            self._record(place, seen_as(path.stat()))
+        with suppress(OSError), self._fan(place) as fan:
+            self.server_time.mark(place.name, fan.descriptor)
+            self._record(place, seen_as(fan.stat(place.name)))
 
     def take_away(self, place: Place) -> None:
         """Delete a row that we need no longer, unless somebody else has used it since we last did."""
@@ -315,8 +375,8 @@ class Account:
                 self._unlink(place)
 
     def _unlink(self, place: Place) -> None:
-        with suppress(FileNotFoundError):
-            self.where(place).unlink()
+        with suppress(FileNotFoundError), self._fan(place) as fan:
+            fan.unlink(place.name)
         self._record(place, None)
 
     def _record(self, place: Place, seen: Seen | None) -> None:

@@ -25,4 +25,6 @@ def connect(config: FileTier, region: HostRegion) -> tuple[Agent, Registration]:
 
 def unopened(error: OSError) -> TierDown | TierRefused:
     """What to raise when a tier's directory cannot be opened: some errors do not go away by themselves."""
+    if isinstance(error, TierRefused):
+        return error
     return TierRefused(f"path: {describe(error)}") if error.errno in _NEVER else TierDown(describe(error))

@@ -8,6 +8,7 @@ and a row that does not verify was promised to nobody yet.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import time
 from collections import deque
@@ -102,10 +103,11 @@ class FileStorage(StorageTier):
             if trouble := self._mount.trouble():
                 raise TierDown(trouble)
             path.mkdir(mode=0o700, exist_ok=True)
-            if (path / INCOMING).exists():
+            if os.path.lexists(path / INCOMING):
                 raise TierRefused(
                     f'path: {path} holds rows as files, and a directory has one layout: "files" or "slabs"'
                 )
+            self._ledger.forget_user()
             with self._ledger.locked():
                 claim = self._ledger.claim(namespace)
                 try:
@@ -231,7 +233,9 @@ class FileStorage(StorageTier):
 
     def _start_more(self) -> None:
         """Neither direction waits for the other: requests wait for loads, and stores that starved would be overdue.
-        Stores that need a new extent wait for it, and for each other."""
+        Stores that need a new extent wait for it, and for each other. Nothing begins on what is no longer ours."""
+        if self._open is not None and self._open.watch.trouble:
+            return
         while self._loads and self._has_turn(writes=False):
             unit = self._loads.popleft()
             self._settle(unit, [not self._is_there(move.slot) for move in unit.moves], Outcome.MISSING)
@@ -277,8 +281,8 @@ class FileStorage(StorageTier):
                 spans.append((region.address + move.row * row_bytes, row_bytes, offset, device))
                 if move.seal and unit.writes:
                     seal_row(served.sealer, region, move, self._clock())
-        except AgentError as error:
-            self._complaints.about("agent", str(error))
+        except (AgentError, OSError) as error:
+            self._complaints.about("agent", describe(error) if isinstance(error, OSError) else str(error))
             served.watch.soon()
             self._settle(unit, [True] * len(unit.moves), Outcome.FAILED)
             return

@@ -9,6 +9,7 @@ renaming and deleting may take long on a network: threads do it, and this one po
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.agent import Registration, Transfer, TransferState
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry, Move, Outcome
-from nixl_tiers.mover.tiers.account import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES, Place, Room, counts_from
+from nixl_tiers.mover.tiers.account import FANS, MARGIN_BYTES, NAME_BYTES, Place, Room, counts_from
 from nixl_tiers.mover.tiers.age import has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
@@ -119,13 +120,13 @@ class FilesStorage(StorageTier):
             if trouble := self._mount.trouble():
                 raise TierDown(trouble)
             path.mkdir(mode=0o700, exist_ok=True)
-            if (path / ".ledger").exists():
+            if os.path.lexists(path / ".ledger"):
                 raise TierRefused(f'path: {path} holds slabs, and a directory has one layout: "slabs" or "files"')
-            for directory in (path / INCOMING, path / namespace.hex()):
-                directory.mkdir(mode=0o700, exist_ok=True)
-            self._files.direct = direct_works(path / INCOMING)
-            self._shelves.ask_time()
-            watch = Watch(Mark(path).trouble)
+            self._shelves.prepare(namespace.hex())
+            with self._shelves.incoming() as incoming:
+                self._files.direct = direct_works(incoming)
+            mark = Mark(path)
+            watch = Watch(lambda: mark.trouble() or self._shelves.trouble(namespace.hex()))
         except OSError as error:
             raise unopened(error) from error
         if not self._files.direct:
@@ -277,6 +278,8 @@ class FilesStorage(StorageTier):
             self._end(self._stores.popleft(), Outcome.FAILED, writes=True)
 
     def _start_more(self) -> None:
+        if self._open is not None and self._open.watch.trouble:
+            return
         while self._loads and len(self._loading) < self._most:
             task = self._loads.popleft()
             task.opening = self._shelves.on_hand(task.place, self._files.open_row, task.place)
@@ -356,7 +359,6 @@ class FilesStorage(StorageTier):
     def _end_read(self, task: _Task, good: bool) -> Outcome | None:
         file, place = task.file, task.place
         assert file is not None
-        assert file.status is not None
         if not good:
             task.ending = self._shelves.on_hand(place, self._files.explain, file, place)
             return None

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from typing import Any, Final
 
 from nixl_tiers.mover.tiers.age import has_expired
 from nixl_tiers.mover.tiers.base import TierDown
+from nixl_tiers.mover.tiers.folder import Folder, NotOurs
 from nixl_tiers.mover.tiers.watch import Mark
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,16 @@ _ROUNDING_BYTES: Final = 64 << 10  # what a file system adds to an extent of its
 class Claim:
     """A replica's directory that this process holds. `about` is what namespace.json says, empty if it is new."""
 
-    def __init__(self, directory: Path, descriptor: int, about: dict[str, Any]) -> None:
-        self.directory = directory
+    def __init__(self, folder: Folder, descriptor: int, about: dict[str, Any]) -> None:
+        """Takes over the folder and the descriptor of its lock."""
+        self.folder = folder
+        self.directory = folder.path
         self.about = about
         self._descriptor: int | None = descriptor
-        self._marks = Mark(directory), Mark(directory / _LOCK)
+        self._marks = (
+            Mark(folder.path, os.fstat(folder.descriptor)),
+            Mark(folder.path / _LOCK, os.fstat(descriptor)),
+        )
 
     def trouble(self) -> str:
         """What somebody has done to the directory, to our lock or to the description, or "". Raises OSError."""
@@ -60,19 +65,19 @@ class Claim:
     def describe(self, about: dict[str, Any]) -> None:
         """Replace namespace.json, whole or not at all."""
         self.about = about
-        fresh = self.directory / f"{ABOUT}.new"
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        fresh = f"{ABOUT}.new"
+        with os.fdopen(self.folder.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump(about, file)
-        fresh.rename(self.directory / ABOUT)
+        self.folder.rename(fresh, self.folder, ABOUT)
 
     def release(self) -> None:
         """Let another process have it; its age counts from now."""
         if self._descriptor is not None:
             with suppress(OSError):
-                os.utime(self.directory / ABOUT)
+                os.utime(ABOUT, dir_fd=self.folder.descriptor, follow_symlinks=False)
             os.close(self._descriptor)
             self._descriptor = None
+            self.folder.close()
 
 
 class Ledger:
@@ -81,45 +86,63 @@ class Ledger:
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         self.path = path
         self.capacity_bytes = capacity_bytes
+        self._uid: int | None = None
+        self._base: Folder | None = None  # while it is locked
         self.used_bytes = 0
         """Everything below path when it was last looked at; journals count with all that they may grow to."""
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else claims, allocates or forgets meanwhile, in any process. Not reentrant."""
-        descriptor = os.open(self.path / _LEDGER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+        with Folder.base(self.path, self._uid) as base:
+            self._uid = base.uid
+            descriptor = base.open(_LEDGER, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                self._base = base
+                yield
+            finally:
+                self._base = None
+                os.close(descriptor)
+
+    def forget_user(self) -> None:
+        """The path may be on another file system now: find out anew whom files belong to that are made there."""
+        self._uid = None
+
+    @property
+    def _locked(self) -> Folder:
+        if self._base is None:
+            raise RuntimeError("the ledger is not locked")
+        return self._base
 
     def claim(self, namespace: bytes) -> Claim:
         """Hold the namespace's lowest replica that nobody holds, for as long as the Claim is not released. Inside
-        `locked`. Raises TierDown if all that there may be are held, OSError."""
-        for leftover in self.path.glob(f"{_GONE}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        home = self.path / namespace.hex()
-        home.mkdir(mode=0o700, exist_ok=True)
-        for number in range(_MAX_REPLICAS):
-            directory = home / str(number)
-            directory.mkdir(mode=0o700, exist_ok=True)
-            descriptor = _hold(directory)
-            if descriptor is not None:
-                break
-        else:
-            raise TierDown(f"{home} is in use by {_MAX_REPLICAS} other movers")
+        `locked`. Raises TierDown if all that there may be are held, NotOurs if others can write to it, OSError."""
+        base = self._locked
+        for leftover in base.names():
+            if leftover.startswith(_GONE) and base.has_folder(leftover):
+                with suppress(OSError):
+                    base.remove(leftover)
+        with base.folder(namespace.hex(), make=True) as home:
+            for number in range(_MAX_REPLICAS):
+                folder = home.folder(str(number), make=True)
+                descriptor = _hold(folder)
+                if descriptor is not None:
+                    break
+                folder.close()
+            else:
+                raise TierDown(f"{home.path} is in use by {_MAX_REPLICAS} other movers")
         try:
-            about = json.loads((directory / ABOUT).read_bytes())
+            about = json.loads(folder.read(ABOUT))
         except (OSError, ValueError):
             about = {}
-        return Claim(directory, descriptor, about if isinstance(about, dict) else {})
+        return Claim(folder, descriptor, about if isinstance(about, dict) else {})
 
     def abandon(self, claim: Claim) -> None:
         """Let go of a replica that could not be served; a new one leaves nothing behind. Inside `locked`."""
         with suppress(OSError):
-            if [entry.name for entry in claim.directory.iterdir()] == [_LOCK]:
-                (claim.directory / _LOCK).unlink()
+            if claim.folder.names() == [_LOCK]:
+                claim.folder.unlink(_LOCK)
         claim.release()
         _remove_empty(claim.directory)
         _remove_empty(claim.directory.parent)
@@ -138,16 +161,21 @@ class Ledger:
 
     def _forget(self, directory: Path) -> bool:
         """Delete a replica, unless somebody holds it."""
-        descriptor = _hold(directory)
-        if descriptor is None:
-            return False
-        home = directory.parent
+        base, home = self._locked, directory.parent
         try:
-            # Renamed first: a crash in the middle leaves rubbish to sweep, not half a replica.
-            gone = directory.rename(self.path / f"{_GONE}{home.name}-{directory.name}")
-            shutil.rmtree(gone)
-        finally:
-            os.close(descriptor)
+            with base.folder(home.name) as above, above.folder(directory.name) as folder:
+                descriptor = _hold(folder)
+                if descriptor is None:
+                    return False
+                try:
+                    # Renamed first: a crash in the middle leaves rubbish to sweep, not half a replica.
+                    gone = f"{_GONE}{home.name}-{directory.name}"
+                    above.rename(directory.name, base, gone)
+                    base.remove(gone)
+                finally:
+                    os.close(descriptor)
+        except NotOurs:  # it has been exchanged for something that is not ours
+            return False
         _remove_empty(home)
         logger.info("forgot %s, which nobody uses", directory)
         self._look()
@@ -158,20 +186,22 @@ class Ledger:
         Inside `locked`."""
         share = self._part(newcomers=directory is None) - (0 if directory is None else _slab_bytes(directory))
         if share > 0:
-            with suppress(OSError), open(self.path / _WANTED, "w", opener=_private) as file:
-                json.dump({"bytes": min(nbytes, share), "newcomer": directory is None}, file)
+            wanted = {"bytes": min(nbytes, share), "newcomer": directory is None}
+            with suppress(OSError), os.fdopen(self._locked.open(_WANTED, os.O_WRONLY | os.O_CREAT), "w") as file:
+                file.truncate()  # not at once: only now it is known to be ours
+                json.dump(wanted, file)
 
     def asked_ns(self) -> int:
         """When somebody last asked for room; another number whenever somebody does."""
         try:
-            return (self.path / _WANTED).stat().st_mtime_ns
+            return (self.path / _WANTED).lstat().st_mtime_ns
         except OSError:
             return 0
 
     def asked_bytes(self, directory: Path) -> int:
         """What this replica should give of what was asked for: nothing that it would be short of. Inside `locked`."""
         try:
-            wanted = json.loads((self.path / _WANTED).read_bytes())
+            wanted = json.loads(self._locked.read(_WANTED))
             nbytes, newcomer = int(wanted["bytes"]), bool(wanted["newcomer"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0
@@ -190,12 +220,15 @@ class Ledger:
         taken, live = 0, int(newcomers)
         for directory in self._replicas():
             taken += _slab_bytes(directory)  # what nobody holds makes way
-            descriptor = _hold(directory)
-            if descriptor is None:
-                live += 1
-            else:
-                os.close(descriptor)
+            live += self._is_held(directory)
         return max(0, self.capacity_bytes - _ROUNDING_BYTES - (self.used_bytes - taken)) // max(1, live)
+
+    def _is_held(self, directory: Path) -> bool:
+        with self._locked.folder(directory.parent.name) as home, home.folder(directory.name) as folder:
+            descriptor = _hold(folder)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is None
 
     def forget_expired(self, max_age_s: float, now_s: float) -> None:
         """Delete every replica that nobody holds and in which nothing has been written for so long. Inside `locked`."""
@@ -206,15 +239,20 @@ class Ledger:
                     self._forget(directory)
 
     def _look(self) -> None:
-        self.used_bytes = sum(_weigh(entry) for entry in os.scandir(self.path))
+        base = self._locked
+        self.used_bytes = sum(
+            _weigh(entry, ours=bool(_NAMESPACE.fullmatch(entry.name)) and base.has_folder(entry.name))
+            for entry in os.scandir(self.path)
+        )
 
     def _replicas(self) -> list[Path]:
-        """The directory of every replica of every namespace, the longest unused first."""
-        aged = []
-        for home in self.path.iterdir():
-            if not _NAMESPACE.fullmatch(home.name) or not home.is_dir():
+        """The directory of every replica of every namespace, the longest unused first. Not those that others can write
+        to, or have made: they are not ours."""
+        aged, base = [], self._locked
+        for name in base.names():
+            if not _NAMESPACE.fullmatch(name) or not base.has_folder(name):
                 continue
-            for directory in home.iterdir():
+            for directory in (self.path / name).iterdir():
                 if _REPLICA.fullmatch(directory.name) and (directory / _LOCK).exists():
                     try:
                         used_at = (directory / ABOUT).stat().st_mtime_ns
@@ -245,18 +283,14 @@ def _slab_bytes(directory: Path) -> int:
     return total
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
 def _remove_empty(directory: Path) -> None:
     with suppress(OSError):
         directory.rmdir()
 
 
-def _hold(directory: Path) -> int | None:
+def _hold(folder: Folder) -> int | None:
     """A descriptor that locks the replica, or None if somebody else has it."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = folder.open(_LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -267,8 +301,9 @@ def _hold(directory: Path) -> int | None:
     return descriptor
 
 
-def _weigh(entry: os.DirEntry[str]) -> int:
-    """Bytes of a file, or of everything below a directory: what is taken or, where that is more, promised."""
+def _weigh(entry: os.DirEntry[str], *, ours: bool = False) -> int:
+    """Bytes of a file, or of everything below a directory: what is taken or, where that is more, promised. `ours`: it
+    is a namespace's directory, and not to be mistrusted."""
     try:
         status = entry.stat(follow_symlinks=False)
         taken = status.st_blocks * 512
@@ -277,11 +312,16 @@ def _weigh(entry: os.DirEntry[str]) -> int:
         inside = list(os.scandir(entry.path))
     except OSError:  # it went away
         return 0
-    if not (_NAMESPACE.fullmatch(Path(entry.path).parent.name) and _REPLICA.fullmatch(entry.name)):
-        return taken + sum(map(_weigh, inside))
-    journal = sum(_weigh(file) for file in inside if file.name.startswith("manifest."))
-    others = sum(_weigh(file) for file in inside if not file.name.startswith("manifest."))
-    return taken + others + max(journal, _promised(Path(entry.path)))
+    return taken + sum((_weigh_replica if ours and _REPLICA.fullmatch(each.name) else _weigh)(each) for each in inside)
+
+
+def _weigh_replica(entry: os.DirEntry[str]) -> int:
+    """As `_weigh`, with all that its journal may grow to."""
+    try:
+        journal = sum(_weigh(file) for file in os.scandir(entry.path) if file.name.startswith("manifest."))
+    except OSError:
+        return _weigh(entry)
+    return _weigh(entry) + max(0, _promised(Path(entry.path)) - journal)
 
 
 def _promised(directory: Path) -> int:

@@ -247,7 +247,8 @@ class Manifest:
             self._lock.notify()
 
     def _connect(self, slots: int) -> sqlite3.Connection:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # SQLite would make it 0644
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags, 0o600)  # SQLite would make it 0644, and follow a link
         os.close(descriptor)
         db = sqlite3.connect(self._path, timeout=5.0, isolation_level=None, check_same_thread=False)
         try:

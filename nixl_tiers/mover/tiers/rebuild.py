@@ -10,10 +10,10 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from nixl_tiers.memory.seal import MAGIC, Sealer, read
+from nixl_tiers.mover.tiers.folder import Folder
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ _READ_SLOTS: Final = 256  # between two looks at whether to stop
 class Stretch(NamedTuple):
     """Slots of one slab: `places` within the file, whose place 0 is the slot `first`."""
 
-    path: Path
+    folder: Folder
+    name: str
     first: int
     places: list[int]
 
@@ -62,9 +63,9 @@ class Scan:
     def _run(self, stretches: list[Stretch]) -> None:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="seals") as readers:
             pieces = (
-                Stretch(path, first, places[start : start + _READ_SLOTS])
-                for path, first, places in stretches
-                for start in range(0, len(places), _READ_SLOTS)
+                stretch._replace(places=stretch.places[start : start + _READ_SLOTS])
+                for stretch in stretches
+                for start in range(0, len(stretch.places), _READ_SLOTS)
             )
             for part in readers.map(self._read, pieces):
                 self.found += part
@@ -77,7 +78,8 @@ class Scan:
             return list(seals(stretch, self._sealer))
         except OSError as error:
             if not self.failed:
-                logger.warning("%s cannot be read (%s): its rows may stay unknown", stretch.path, error.strerror)
+                path = stretch.folder.path / stretch.name
+                logger.warning("%s cannot be read (%s): its rows may stay unknown", path, error.strerror)
             self.failed = True
             return []
 
@@ -85,7 +87,7 @@ class Scan:
 def seals(stretch: Stretch, sealer: Sealer) -> Iterator[Found]:
     """The seals of these slots that the sealer could have written. Raises OSError."""
     geometry = sealer.geometry
-    descriptor = os.open(stretch.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = stretch.folder.open(stretch.name, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # the payload in between stays where it is
         for place in stretch.places:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import GONE, MAX_ENTRIES, Entry
 from nixl_tiers.mover.tiers.age import expired, has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import TierDown
+from nixl_tiers.mover.tiers.folder import Folder
 from nixl_tiers.mover.tiers.ledger import Claim, Ledger
 from nixl_tiers.mover.tiers.manifest import Manifest, journal_bytes
 from nixl_tiers.mover.tiers.rebuild import Found, Scan, seals
@@ -59,24 +61,22 @@ class Replica:
         self._clock = clock
         plan = _plan(claim, sealer.geometry, slots)
         if not claim.about:
-            plan = guess_plan(claim.directory, sealer, slots)
+            plan = guess_plan(claim.folder, sealer, slots)
             if plan is not None:
                 logger.warning("%s had lost its description: going by its rows' seals", claim.directory)
                 # Its slot numbers may be those of another plan.
-                for file in claim.directory.glob("manifest.*"):
-                    file.unlink()
+                _unlink_all(claim.folder, "manifest.*")
             elif not ledger.make_room(journal_bytes(slots)):
                 ledger.ask(None, journal_bytes(slots) + _FIRST_BYTES)
                 raise TierDown(f"{ledger.path} is full: what live movers hold leaves no room for one more")
         if plan is None:
             # Nothing in it can be ours: rows of another shape, or a directory whose description is lost.
-            for file in claim.directory.glob("[sm]*.*"):
-                file.unlink()
+            _unlink_all(claim.folder, "[sm]*.*")
             plan = Plan.of(sealer.geometry.row_bytes, slots)
         about = _about(sealer.geometry, plan)
         if claim.about != about:  # a full medium must not keep the tier from serving what it holds
             claim.describe(about)
-        self.slabs = Slabs(claim.directory, plan, agent, ledger)
+        self.slabs = Slabs(claim.folder, plan, agent, ledger)
         self.manifest = Manifest(claim.directory, slots)
         self.listed = False
         """Whether `adopt` has told of all that was there, as far as it can be known."""
@@ -234,7 +234,7 @@ class Replica:
         trouble = self._claim.trouble() or self.manifest.trouble() or self.slabs.trouble()
         if self._stores_fail and not trouble:
             self._stores_fail = False
-            reason = _why_not_written(self._claim.directory)
+            reason = _why_not_written(self._claim.folder)
             self._complaints.about("store", f"{self._claim.directory}: rows cannot be written ({reason})")
         return trouble
 
@@ -266,11 +266,16 @@ def _plan(claim: Claim, geometry: Geometry, slots: int) -> Plan | None:
     return plan if same and plan.row_bytes == geometry.row_bytes and plan.slots_per_slab > 0 else None
 
 
-def _why_not_written(directory: Path) -> str:
+def _unlink_all(folder: Folder, pattern: str) -> None:
+    for name in fnmatch.filter(folder.names(), pattern):
+        folder.unlink(name)
+
+
+def _why_not_written(folder: Folder) -> str:
     """NIXL does not tell: what happens to a page that is written here."""
-    probe = directory / "probe.tmp"
+    name = f"probe-{secrets.token_hex(8)}.tmp"
     try:
-        with probe.open("wb") as file:
+        with os.fdopen(folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(bytes(PAGE))
             file.flush()
             os.fsync(file.fileno())
@@ -278,5 +283,5 @@ def _why_not_written(directory: Path) -> str:
         return describe(error)
     finally:
         with suppress(OSError):
-            probe.unlink()
+            folder.unlink(name)
     return "though other files can; the kernel's log may tell why"

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from nixl_tiers.mover.agent import Agent, AgentError, Registration
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.messages import Outcome
 from nixl_tiers.mover.tiers.account import Place, counts_from
+from nixl_tiers.mover.tiers.folder import through
 from nixl_tiers.mover.tiers.shelves import Shelves
 from nixl_tiers.mover.tiers.slabs import fallocate
 from nixl_tiers.mover.tiers.watch import describe
@@ -28,7 +29,7 @@ class RowFile:
 
     registration: Registration
     path: Path
-    status: os.stat_result | None = None  # of a row, when it was opened
+    status: os.stat_result  # when it was opened
 
 
 class RowFiles:
@@ -61,11 +62,11 @@ class RowFiles:
             path, descriptor = self._shelves.fresh()
             try:
                 failed = fallocate(descriptor, 0, self._row_bytes)
+                if failed and failed != errno.EOPNOTSUPP:
+                    raise OSError(failed, os.strerror(failed), str(path))
+                return RowFile(self._register(descriptor, "rw"), path, os.fstat(descriptor))
             finally:
                 os.close(descriptor)
-            if failed and failed != errno.EOPNOTSUPP:
-                raise OSError(failed, os.strerror(failed), str(path))
-            return RowFile(self._agent.register_file(str(path), self._row_bytes, direct=self.direct), path)
         except (OSError, AgentError) as error:
             self._failed("written", error)
             self._abandon(path)
@@ -77,7 +78,7 @@ class RowFiles:
             if good:
                 self._shelves.take_in(file.path, place, sealed_at)
                 return Outcome.OK
-            status = os.statvfs(file.path)
+            status = os.statvfs(self._shelves.path)
             full = status.f_bavail * status.f_frsize < self._row_bytes
         except OSError as error:
             self._failed("put in their places", error)
@@ -93,18 +94,24 @@ class RowFiles:
     def _abandon(self, path: Path | None) -> None:
         if path is not None:
             with suppress(OSError):
-                path.unlink()
+                self._shelves.discard(path)
         self._shelves.give_up()
+
+    def _register(self, descriptor: int, access: Literal["rw", "ro"]) -> Registration:
+        """Let NIXL open the very file that is open as this descriptor. Raises AgentError."""
+        return self._agent.register_file(through(descriptor), self._row_bytes, direct=self.direct, access=access)
 
     def open_row(self, place: Place) -> RowFile | Outcome:
         try:
-            status = self._shelves.look(place)
-            if status is None:
+            descriptor = self._shelves.open_row(place)
+            if descriptor is None:
                 return Outcome.MISSING
-            path = self._shelves.where(place)
-            if status.st_size == self._row_bytes:
-                registration = self._agent.register_file(str(path), self._row_bytes, direct=self.direct, access="ro")
-                return RowFile(registration, path, status)
+            try:
+                status, path = os.fstat(descriptor), self._shelves.where(place)
+                if status.st_size == self._row_bytes:
+                    return RowFile(self._register(descriptor, "ro"), path, status)
+            finally:
+                os.close(descriptor)
             self._complaints.about("spoilt", f"{path} has {status.st_size} bytes and no row")
             self._shelves.condemn(place, status)
             return Outcome.CORRUPT
@@ -135,7 +142,6 @@ class RowFiles:
     def let_go(self, file: RowFile, place: Place, good: bool, sealed_at: int) -> None:
         """A row has been read; one that is not good goes."""
         self._agent.deregister(file.registration)
-        assert file.status is not None
         now_s = self._shelves.server_time.now_s()
         if not good:
             self._shelves.condemn(place, file.status)

@@ -26,9 +26,9 @@ class ServerTime:
             os.utime(directory)  # as in `mark`
             self._known = os.fstat(directory).st_mtime, time.monotonic()
 
-    def mark(self, path: Path) -> None:
+    def mark(self, name: str | Path, directory: int | None = None) -> None:
         """Give a file the server's time. Raises OSError."""
-        os.utime(path)  # without a time: the server's now, not ours
+        os.utime(name, dir_fd=directory, follow_symlinks=False)  # without a time: the server's now, not ours
 
     def now_s(self) -> float:
         """Unix seconds, never ahead of the server but for its jumps. `ask` comes first."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.mover.tiers.account import INCOMING, Account, Place, Seen, Shelf, seen_as, taken_bytes, weigh
+from nixl_tiers.mover.tiers.folder import Folder, NotOurs, through
 from nixl_tiers.mover.tiers.server_time import ServerTime
 
 logger = logging.getLogger(__name__)
@@ -100,15 +101,16 @@ class Shelves(Account):
             self._unseen_bytes = 0
         problem, overhead, seen = "", 0, set[tuple[str, str]]()
         try:
-            overhead = taken_bytes(self.path.stat())
-            for entry in os.scandir(self.path):
-                if _NAMESPACE.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                    overhead += self._read_namespace(entry, seen, number)
-                elif entry.name == INCOMING:
-                    self.ask_time()
-                    overhead += self._sweep(entry)
-                else:
-                    overhead += weigh(entry)
+            with self._base() as base:
+                overhead = taken_bytes(os.fstat(base.descriptor))
+                for entry in os.scandir(self.path):
+                    if _NAMESPACE.fullmatch(entry.name) and base.has_folder(entry.name):
+                        overhead += self._read_namespace(base, entry, seen, number)
+                    elif entry.name == INCOMING:
+                        self.ask_time()
+                        overhead += self._sweep(base)
+                    else:  # also what others can write to
+                        overhead += weigh(entry)
         except OSError as error:  # what was known stays
             problem = f"{error.filename or self.path} cannot be looked through ({error.strerror or error})"
             self._complain(problem)
@@ -122,24 +124,24 @@ class Shelves(Account):
             self._scans_ended = number
             self._lock.notify_all()
 
-    def _read_namespace(self, entry: os.DirEntry[str], seen: set[tuple[str, str]], number: int) -> int:
+    def _read_namespace(self, base: Folder, entry: os.DirEntry[str], seen: set[tuple[str, str]], number: int) -> int:
         """Bytes of everything but the rows in it."""
         overhead = 0
-        with suppress(FileNotFoundError):
-            overhead += taken_bytes(entry.stat(follow_symlinks=False))
-            for inside in os.scandir(entry.path):
-                if not (_FAN.fullmatch(inside.name) and inside.is_dir(follow_symlinks=False)):
+        with suppress(FileNotFoundError, NotOurs), base.folder(entry.name) as home:
+            overhead += taken_bytes(os.fstat(home.descriptor))
+            for inside in os.scandir(through(home.descriptor)):
+                if not (_FAN.fullmatch(inside.name) and home.has_folder(inside.name)):
                     overhead += weigh(inside)
                     continue
                 place = (entry.name, inside.name)
-                with suppress(FileNotFoundError):
-                    overhead += self._read_shelf(place, Path(inside.path), trust=number % _TRUST_SCANS != 0)
+                with suppress(FileNotFoundError, NotOurs), home.folder(inside.name) as fan:
+                    overhead += self._read_shelf(place, fan, trust=number % _TRUST_SCANS != 0)
                     seen.add(place)
         return overhead
 
-    def _read_shelf(self, place: tuple[str, str], directory: Path, *, trust: bool) -> int:
+    def _read_shelf(self, place: tuple[str, str], fan: Folder, *, trust: bool) -> int:
         """Rows that we know already are not looked at again: only those that are new cost more than their name."""
-        status = directory.stat()
+        status = os.fstat(fan.descriptor)
         with self._lock:
             shelf = self._shelves.setdefault(place, Shelf())
             if trust and shelf.modified_ns == status.st_mtime_ns:
@@ -148,7 +150,7 @@ class Shelves(Account):
             shelf.changes = {}
         found, overhead = dict[str, Seen](), taken_bytes(status)
         try:
-            for entry in os.scandir(directory):
+            for entry in os.scandir(through(fan.descriptor)):
                 if not _ROW.fullmatch(entry.name):
                     overhead += weigh(entry)
                 elif entry.name in known:
@@ -173,19 +175,19 @@ class Shelves(Account):
             shelf.modified_ns = status.st_mtime_ns if settled else -1
         return overhead
 
-    def _sweep(self, incoming: os.DirEntry[str]) -> int:
+    def _sweep(self, base: Folder) -> int:
         """Delete what nobody writes any more; bytes of what others are writing."""
         total = 0
-        with suppress(FileNotFoundError):
-            total += taken_bytes(incoming.stat(follow_symlinks=False))
-            for entry in os.scandir(incoming.path):
-                if self.writer.is_mine(entry.name):
+        with suppress(FileNotFoundError), base.folder(INCOMING) as incoming:
+            total += taken_bytes(os.fstat(incoming.descriptor))
+            for name in incoming.names():
+                if self.writer.is_mine(name):
                     continue
                 with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if self.writer.is_gone(entry.name) or self.server_time.now_s() - status.st_mtime > OLD_S:
-                        Path(entry.path).unlink()
-                        logger.info("swept %s, which nobody writes any more", entry.path)
+                    status = incoming.stat(name)
+                    if self.writer.is_gone(name) or self.server_time.now_s() - status.st_mtime > OLD_S:
+                        incoming.unlink(name)
+                        logger.info("swept %s, which nobody writes any more", incoming.path / name)
                     else:
                         total += max(taken_bytes(status), status.st_size)
         return total
@@ -265,7 +267,8 @@ class Shelves(Account):
             shelf = self._shelves.get(place[:2])
             empty = shelf is not None and not shelf.rows
         if empty:
-            with suppress(OSError):  # not empty after all
-                self.where(place).parent.rmdir()
-                self.where(place).parent.parent.rmdir()
+            with suppress(OSError), self._base() as base:  # not empty after all
+                with base.folder(place.namespace) as home:
+                    home.rmdir(place.fan)
+                base.rmdir(place.namespace)
         return _End.GONE

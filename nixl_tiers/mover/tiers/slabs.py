@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from nixl_tiers.chunk import PAGE
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.agent import Agent, Registration
+from nixl_tiers.mover.tiers.folder import Folder, through
 from nixl_tiers.mover.tiers.ledger import Ledger
 from nixl_tiers.mover.tiers.rebuild import Stretch, seals
 from nixl_tiers.mover.tiers.watch import Mark
@@ -74,21 +76,23 @@ class Plan:
 class Slabs:
     """The open slab files of one namespace. `grow` belongs on a thread that may wait, the rest to the mover's own."""
 
-    def __init__(self, directory: Path, plan: Plan, agent: Agent, ledger: Ledger) -> None:
-        """Take over the files that are there; what the plan has no place for is given back. Raises OSError."""
+    def __init__(self, folder: Folder, plan: Plan, agent: Agent, ledger: Ledger) -> None:
+        """Take over the files that are there; what the plan has no place for is given back. The folder stays the
+        caller's. Raises OSError."""
         self.plan = plan
-        self._directory = directory
+        self._folder = folder
+        self._directory = directory = folder.path
         self._agent = agent
         self._ledger = ledger
-        self._direct = direct_works(directory)
+        self._direct = direct_works(folder)
         if not self._direct:
             logger.warning("%s does not support O_DIRECT: rows go through the page cache", directory)
         self._sparse = False
         self._allocated: dict[int, int] = {}  # slab -> slots that its file has room for
         self._files: dict[int, Registration] = {}
         self._marks: dict[int, Mark] = {}
-        for path in directory.iterdir():
-            if match := _NAME.fullmatch(path.name):
+        for name in folder.names():
+            if match := _NAME.fullmatch(name):
                 self._take_over(int(match[1]))
 
     def has_room(self, slot: int) -> bool:
@@ -97,12 +101,16 @@ class Slabs:
         return place < self._allocated.get(slab, 0)
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Device and offset in bytes of an allocated slot. Raises AgentError if its file cannot be opened."""
+        """Device and offset in bytes of an allocated slot. Raises AgentError, OSError if its file cannot be opened."""
         slab, place = divmod(slot, self.plan.slots_per_slab)
         file = self._files.get(slab)
         if file is None:
             nbytes = self.plan.slots_per_slab * self.plan.row_bytes
-            file = self._agent.register_file(str(self._path(slab)), nbytes, direct=self._direct)
+            descriptor = self._open(slab)
+            try:
+                file = self._agent.register_file(through(descriptor), nbytes, direct=self._direct)
+            finally:
+                os.close(descriptor)
             self._files[slab] = file
         return file.devices[0], place * self.plan.row_bytes
 
@@ -128,7 +136,7 @@ class Slabs:
             first = slab * self.plan.slots_per_slab
             places = np.flatnonzero(wanted[first : first + slots]).tolist()
             if places:
-                found.append(Stretch(self._path(slab), first, places))
+                found.append(Stretch(self._folder, _name(slab), first, places))
         return found
 
     def medium_is_full(self) -> bool:
@@ -136,7 +144,7 @@ class Slabs:
         if not self._sparse:
             return False
         try:
-            status = os.statvfs(self._directory)
+            status = os.fstatvfs(self._folder.descriptor)
         except OSError:  # it has gone
             return False
         return status.f_bavail * status.f_frsize < self.plan.row_bytes
@@ -166,18 +174,18 @@ class Slabs:
         """Return to the file system what `lower` told. On the thread that `grow` is called on. Raises OSError."""
         with self._ledger.locked():
             for slab, keep in cuts:
-                path, left = self._path(slab), keep * self.plan.row_bytes
-                self._ledger.used_bytes -= max(0, path.stat().st_size - left)
+                left = keep * self.plan.row_bytes
+                self._ledger.used_bytes -= max(0, self._folder.stat(_name(slab)).st_size - left)
                 if keep:
-                    os.truncate(path, left)
+                    self._cut(slab, left)
                 else:
-                    path.unlink()
+                    self._folder.unlink(_name(slab))
 
     def erase(self, slots: list[int]) -> None:
         """Make the bytes of these allocated slots unreadable. On a thread that may wait. Raises OSError."""
         row_bytes = self.plan.row_bytes
         for slab, places in _by_file(slots, self.plan.slots_per_slab):
-            descriptor = os.open(self._path(slab), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = self._open(slab)
             try:
                 for first, last in _runs(places):
                     _zero(descriptor, first * row_bytes, (last - first) * row_bytes)
@@ -201,25 +209,37 @@ class Slabs:
         self._files.clear()
 
     def _path(self, slab: int) -> Path:
-        return self._directory / f"slab-{slab:05d}.kv"
+        return self._directory / _name(slab)
+
+    def _open(self, slab: int, flags: int = 0) -> int:
+        """Raises OSError."""
+        return self._folder.open(_name(slab), os.O_RDWR | flags)
+
+    def _cut(self, slab: int, nbytes: int) -> None:
+        descriptor = self._open(slab)
+        try:
+            os.ftruncate(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
 
     def _take_over(self, slab: int) -> None:
-        path, limit = self._path(slab), self.plan.slots_of(slab)
-        size = path.stat().st_size
+        limit, status = self.plan.slots_of(slab), self._folder.stat(_name(slab))
+        size = status.st_size
         if not limit:
-            path.unlink()
+            self._folder.unlink(_name(slab))
         elif size > limit * self.plan.row_bytes:
-            os.truncate(path, limit * self.plan.row_bytes)
+            self._cut(slab, limit * self.plan.row_bytes)
         if limit:
-            self._marks[slab] = Mark(path)
+            self._marks[slab] = Mark(self._path(slab), status)
             self._allocated[slab] = min(size // self.plan.row_bytes, limit)
 
     def _allocate(self, slab: int, end: int) -> None:
         """Make the slab's file `end` slots long, with room behind them; unheld replicas make way on a full medium."""
         row_bytes = self.plan.row_bytes
-        descriptor = os.open(self._path(slab), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = self._open(slab, os.O_CREAT)
         try:
-            size = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            size = status.st_size
             while failed := fallocate(descriptor, size, end * row_bytes - size):
                 # What was taken before it failed is given back: it would be in the account and hold no row.
                 os.ftruncate(descriptor, size)
@@ -234,7 +254,7 @@ class Slabs:
         finally:
             os.close(descriptor)
         if slab not in self._marks:
-            self._marks[slab] = Mark(self._path(slab))
+            self._marks[slab] = Mark(self._path(slab), status)
         self._allocated[slab] = end
         self._ledger.used_bytes += end * row_bytes - size
 
@@ -242,6 +262,10 @@ class Slabs:
         if not self._sparse:
             self._sparse = True
             logger.warning("%s cannot allocate ahead: the disk may fill up below the tier's capacity", self._directory)
+
+
+def _name(slab: int) -> str:
+    return f"slab-{slab:05d}.kv"
 
 
 def _by_file(slots: list[int], slots_per_slab: int) -> Iterator[tuple[int, list[int]]]:
@@ -281,34 +305,35 @@ def fallocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
             return error
 
 
-def direct_works(directory: Path) -> bool:
+def direct_works(folder: Folder) -> bool:
     """Write and read one page with O_DIRECT: some file systems take the flag and then refuse every transfer."""
-    probe = directory / "probe.tmp"
+    name = f"probe-{secrets.token_hex(8)}.tmp"
     with mmap.mmap(-1, PAGE) as page:
         try:
-            descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+            descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             return False
+        finally:
+            with suppress(OSError):  # some make it and then refuse the flag
+                folder.unlink(name)
         try:
             return os.pwritev(descriptor, [page], 0) == PAGE and os.preadv(descriptor, [page], 0) == PAGE
         except OSError as error:
             return error.errno == errno.ENOSPC  # no verdict, and a full medium must still serve what it holds
         finally:
             os.close(descriptor)
-            with suppress(OSError):
-                probe.unlink()
 
 
-def guess_plan(directory: Path, sealer: Sealer, slots: int) -> Plan | None:
+def guess_plan(folder: Folder, sealer: Sealer, slots: int) -> Plan | None:
     """The plan of slab files whose description is lost, if a seal in them stands where rows of the sealer's geometry,
     namespace and epoch have theirs; None if there is none among some hundred looks. Raises OSError."""
     row_bytes = sealer.geometry.row_bytes
-    sizes = {path: path.stat().st_size // row_bytes for path in directory.iterdir() if _NAME.fullmatch(path.name)}
-    for path, places in sizes.items():
+    sizes = {name: folder.stat(name).st_size // row_bytes for name in folder.names() if _NAME.fullmatch(name)}
+    for name, places in sizes.items():
         looks = range(0, places, max(1, places // _LOOKS))
-        if next(seals(Stretch(path, 0, list(looks)), sealer), None) is not None:
+        if next(seals(Stretch(folder, name, 0, list(looks)), sealer), None) is not None:
             plan = Plan.of(row_bytes, slots)
             return replace(plan, slots_per_slab=max(plan.slots_per_slab, *sizes.values()))
     return None

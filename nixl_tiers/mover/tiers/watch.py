@@ -54,10 +54,10 @@ class Watch:
 class Mark:
     """One file or directory as it was when it was opened."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+    def __init__(self, path: Path, status: os.stat_result | None = None) -> None:
+        """`status`: of what was opened, where that may be something else than what has the name now. Raises OSError."""
         self.path = path
-        status = path.stat()
+        status = status or path.stat()
         self._identity = status.st_dev, status.st_ino
 
     def trouble(self, least_bytes: int = 0) -> str:
