@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from nixl_tiers import config_source, fields
 from nixl_tiers.config_errors import ConfigError, refuse_secrets, sentence
 from nixl_tiers.fields import MAX_CAPACITY_BYTES, format_seconds, format_size, parse_age, parse_seconds, parse_size
+from nixl_tiers.mounts import nearest, not_mounted
 
 __all__ = [
     "MAX_CAPACITY_BYTES",
@@ -75,6 +76,7 @@ class FileTier(_Model):
     """A directory: `capacity` bounds every byte below `path`, whatever has lived there.
 
     `layout`: "slabs" on a disk of this node; "files" where several engines share the directory.
+    `require_mount`: whether the tier is down while `path` lies on the file system of the root directory.
     `max_age`: seconds after which a row is no longer served, and is deleted; None keeps rows for as long as they fit.
     """
 
@@ -82,6 +84,7 @@ class FileTier(_Model):
     path: AbsolutePath
     capacity: Size
     layout: Literal["slabs", "files"] = "slabs"
+    require_mount: Annotated[bool, Field(strict=True)] = False
     backend: Literal["auto", "posix", "gds_mt"] = "auto"
     write: WriteField = "through"
     eviction: Eviction = "lru"
@@ -271,12 +274,13 @@ def tier_from_dict(raw: Mapping[str, Any]) -> StorageTier:
 def check_paths(config: TiersConfig, create: bool = True) -> None:
     """Refuse directories that cannot be written, files that cannot be read and environment variables that are unset.
 
-    With `create`, a missing directory of a file tier is made (mode 0700) and written to once; without it nothing is
-    changed, and its nearest existing parent is looked at instead. Raises ConfigError.
+    With `create`, a missing directory of a file tier is made (mode 0700) and written to once, if all else is well;
+    without it nothing is changed, and its nearest existing parent is looked at instead. Where `require_mount` is set and
+    nothing is mounted, nothing is made: the tier is down until something is. Raises ConfigError.
     """
     for i, tier in enumerate(config.tiers):
         if isinstance(tier, FileTier):
-            _check_directory(f"tiers[{i}].path", tier.path, create)
+            _check_directory(f"tiers[{i}].path", tier, create)
         elif isinstance(tier, S3Tier):
             for field in ("credentials_file", "ca_file"):
                 path = getattr(tier, field)
@@ -286,19 +290,34 @@ def check_paths(config: TiersConfig, create: bool = True) -> None:
                 name = getattr(tier, field)
                 if name is not None and not os.environ.get(name):
                     raise ConfigError(f"tiers[{i}].{field}: the environment variable {name} is not set")
+    for i, tier in enumerate(config.tiers):
+        if create and isinstance(tier, FileTier) and not (tier.require_mount and not_mounted(tier.path)):
+            _make_directory(f"tiers[{i}].path", tier.path)
 
 
-def _check_directory(field: str, path: Path, create: bool) -> None:
+def _check_directory(field: str, tier: FileTier, starting: bool) -> None:
+    """`starting`: a missing mount may come later."""
+    path = tier.path
     try:
-        if create:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                return
-        parent = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        missing = not_mounted(path) if tier.require_mount else ""
+        parent = nearest(path)
     except OSError as error:
         raise ConfigError(f"{field}: cannot write to {path} ({error.strerror})") from None
+    if missing and starting:
+        return
+    if missing:
+        raise ConfigError(f"{field}: {missing}")
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{field}: cannot write to {path} ({parent} is not a writable directory)")
+
+
+def _make_directory(field: str, path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot write to {path} ({error.strerror})") from None
 
 
 def check_rows(config: TiersConfig, row_bytes: int) -> None:

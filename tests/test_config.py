@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers import config
+from nixl_tiers import config, mounts
 from nixl_tiers.config import ConfigError, FileTier, S3Tier, TiersConfig
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
@@ -345,6 +345,30 @@ def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
     config.check_paths(read)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert list(path.iterdir()) == []
+
+
+def test_a_configuration_that_is_refused_makes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    tiers = full() | {"tiers": [CPU, FILE | {"path": str(path)}, S3 | {"ca_file": str(tmp_path / "missing.pem")}]}
+    with pytest.raises(ConfigError, match=r"^tiers\[2\]\.ca_file: "):
+        config.check_paths(config.load(tiers))
+    assert not path.exists()
+
+
+def test_a_missing_mount_is_told_and_never_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "ROOT", tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "nvme" / "kv")
+    for path in (tmp_path / "nvme" / "kv", tmp_path / "link"):
+        read = config.load(with_tier(FILE, path=str(path), require_mount=True))
+        with pytest.raises(ConfigError) as error:
+            config.check_paths(read, create=False)
+        assert str(error.value) == (
+            f"tiers[1].path: {path} lies on the file system of {tmp_path}, and require_mount wants another: mount it"
+        )
+        config.check_paths(read)  # the tier waits for the mount
+        assert not (tmp_path / "nvme").exists()
+    monkeypatch.setattr(mounts, "ROOT", Path("/proc"))  # as if the machine's own file system were elsewhere
+    config.check_paths(read, create=False)
 
 
 @pytest.mark.parametrize("create", [True, False])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import Final
 
 from nixl_tiers.config import FileTier
+from nixl_tiers.fields import format_size
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mounts import not_mounted
 from nixl_tiers.mover.agent import Agent, AgentError, Registration
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
-from nixl_tiers.mover.tiers.watch import describe
+from nixl_tiers.mover.tiers.watch import Mount, describe
 
 _NEVER: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 
@@ -21,6 +24,25 @@ def connect(config: FileTier, region: HostRegion) -> tuple[Agent, Registration]:
         return agent, agent.register_region(region)
     except AgentError as error:
         raise TierRefused(f"backend: {error}") from error
+
+
+def make_path(config: FileTier, mount: Mount) -> None:
+    """Make the tier's directory if it is missing, unless what it should stand on is missing too. Raises TierDown,
+    OSError."""
+    if trouble := mount.trouble() or (not_mounted(config.path) if config.require_mount else ""):
+        raise TierDown(trouble)
+    # Parents too, where they are not those of a medium that has gone.
+    config.path.mkdir(mode=0o700, parents=config.require_mount, exist_ok=True)
+
+
+def too_large(config: FileTier) -> str:
+    """What is wrong if the file system is smaller than the tier's capacity, or "". Raises OSError."""
+    status = os.statvfs(config.path)
+    size = status.f_blocks * status.f_frsize
+    if not size or config.capacity <= size:  # some network file systems do not tell
+        return ""
+    capacity = format_size(config.capacity)
+    return f"capacity: {capacity} is more than the file system at {config.path} has ({format_size(size)})"
 
 
 def unopened(error: OSError) -> TierDown | TierRefused:

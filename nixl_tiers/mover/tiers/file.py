@@ -28,7 +28,7 @@ from nixl_tiers.mover.tiers.account import INCOMING
 from nixl_tiers.mover.tiers.age import sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
-from nixl_tiers.mover.tiers.directory import connect, unopened
+from nixl_tiers.mover.tiers.directory import connect, make_path, too_large, unopened
 from nixl_tiers.mover.tiers.ledger import Ledger
 from nixl_tiers.mover.tiers.replica import Replica, slots_within
 from nixl_tiers.mover.tiers.share import TEND_S, Share
@@ -100,9 +100,9 @@ class FileStorage(StorageTier):
                 f"capacity: {self._config.capacity} bytes hold no row of {row_bytes} bytes beside the journal in {path}"
             )
         try:
-            if trouble := self._mount.trouble():
-                raise TierDown(trouble)
-            path.mkdir(mode=0o700, exist_ok=True)
+            make_path(self._config, self._mount)
+            if large := too_large(self._config):
+                self._complaints.about("capacity", large)
             if os.path.lexists(path / INCOMING):
                 raise TierRefused(
                     f'path: {path} holds rows as files, and a directory has one layout: "files" or "slabs"'

@@ -28,7 +28,7 @@ from nixl_tiers.mover.tiers.account import FANS, MARGIN_BYTES, NAME_BYTES, Place
 from nixl_tiers.mover.tiers.age import has_expired, sweep_s
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.mover.tiers.batches import Batch, Batches
-from nixl_tiers.mover.tiers.directory import connect, unopened
+from nixl_tiers.mover.tiers.directory import connect, make_path, too_large, unopened
 from nixl_tiers.mover.tiers.row_files import RowFile, RowFiles
 from nixl_tiers.mover.tiers.served import Served
 from nixl_tiers.mover.tiers.server_time import ServerTime
@@ -117,9 +117,9 @@ class FilesStorage(StorageTier):
                 f"directories in {path}"
             )
         try:
-            if trouble := self._mount.trouble():
-                raise TierDown(trouble)
-            path.mkdir(mode=0o700, exist_ok=True)
+            make_path(self._config, self._mount)
+            if large := too_large(self._config):
+                self._complaints.about("capacity", large)
             if os.path.lexists(path / ".ledger"):
                 raise TierRefused(f'path: {path} holds slabs, and a directory has one layout: "slabs" or "files"')
             self._shelves.prepare(namespace.hex())

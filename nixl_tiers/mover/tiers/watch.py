@@ -81,7 +81,8 @@ class Mount:
     def remember(self, path: Path) -> None:
         """It is served now."""
         if self._point is None:
-            self._point = next(place for place in (path, *path.parents) if os.path.ismount(place))
+            real = path.resolve()  # a link is no mount point, and its parents are not those of what it leads to
+            self._point = next(place for place in (real, *real.parents) if os.path.ismount(place))
 
     def trouble(self) -> str:
         """What is wrong, or "". May wait for the medium."""
