@@ -275,8 +275,8 @@ def check_paths(config: TiersConfig, create: bool = True) -> None:
     """Refuse directories that cannot be written, files that cannot be read and environment variables that are unset.
 
     With `create`, a missing directory of a file tier is made (mode 0700) and written to once, if all else is well;
-    without it nothing is changed, and its nearest existing parent is looked at instead. Where `require_mount` is set and
-    nothing is mounted, nothing is made: the tier is down until something is. Raises ConfigError.
+    without it nothing is changed, and its nearest existing parent is looked at instead. Where `require_mount` is set
+    and nothing is mounted, nothing is made: the tier is down until something is. Raises ConfigError.
     """
     for i, tier in enumerate(config.tiers):
         if isinstance(tier, FileTier):

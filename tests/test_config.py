@@ -349,8 +349,8 @@ def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
 
 def test_a_configuration_that_is_refused_makes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    tiers = full() | {"tiers": [CPU, FILE | {"path": str(path)}, S3 | {"ca_file": str(tmp_path / "missing.pem")}]}
-    with pytest.raises(ConfigError, match=r"^tiers\[2\]\.ca_file: "):
+    tiers = full() | {"tiers": [CPU, FILE | {"path": str(path)}, S3 | {"credentials_file": str(tmp_path / "missing")}]}
+    with pytest.raises(ConfigError, match=r"^tiers\[2\]\.credentials_file: "):
         config.check_paths(config.load(tiers))
     assert not path.exists()
 
