@@ -358,7 +358,7 @@ def test_a_configuration_that_is_refused_makes_nothing(tmp_path: Path) -> None:
 def test_a_missing_mount_is_told_and_never_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "ROOT", tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "nvme" / "kv")
-    for path in (tmp_path / "nvme" / "kv", tmp_path / "link"):
+    for path in (tmp_path / "link", tmp_path / "nvme" / "kv"):
         read = config.load(with_tier(FILE, path=str(path), require_mount=True))
         with pytest.raises(ConfigError) as error:
             config.check_paths(read, create=False)
