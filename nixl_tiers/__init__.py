@@ -9,13 +9,23 @@ if TYPE_CHECKING:
     from nixl_tiers.store import TieredStore as TieredStore
     from nixl_tiers.store import open as open  # noqa: A004
 
+    __version__: str
+
 _HOMES = {"ConfigError": "nixl_tiers.config", "TieredStore": "nixl_tiers.store", "open": "nixl_tiers.store"}
 
 
 def __getattr__(name: str) -> Any:
     # Lazily: engines import this package in processes that never use it.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("nixl-tiers")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOMES, "__version__"])

@@ -24,7 +24,9 @@ def align(size: int, to: int = PAGE) -> int:
 
 
 def check_key(key: Key) -> None:
-    """Raise ValueError unless `key` is 1 to MAX_KEY_BYTES bytes long."""
+    """Raise TypeError unless `key` is bytes, ValueError unless it has 1 to MAX_KEY_BYTES of them."""
+    if not isinstance(key, bytes):
+        raise TypeError(f"a key must be bytes, not {type(key).__name__}")
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, this one has {len(key)}")
 

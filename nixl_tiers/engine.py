@@ -23,7 +23,7 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.tier import Direction, Job, TierSpec, Write
-from nixl_tiers.chunk import Key, Namespace
+from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.clock import RunningClock
 from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
 from nixl_tiers.lifetime import OfParent
@@ -48,6 +48,7 @@ from nixl_tiers.mover.messages import (
     Store,
     ToEngine,
     ToMover,
+    sendable,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _OPEN = BreakerState.OPEN
+LOCATED_AT_ONCE: Final = 256  # keys, for which the lock is held
 MOST_SLOTS: Final = 2  # in capacities: what others store on a shared medium beyond it must be told of
 
 
@@ -148,8 +150,10 @@ class Engine:
     def lookup(self, key: Key, request: str, position: int | None = None, first: int = 0) -> Lookup:
         """Is `key` (the chunk that ends at token `position` of the request) a hit? PENDING ends within wait_s.
 
-        `first`: the first sub-block of the chunk that a load is going to read.
+        `first`: the first sub-block of the chunk that a load is going to read. Raises TypeError, ValueError for what
+        cannot be a key.
         """
+        check_key(key)
         with self._lock:
             return self._core.lookup(key, request, position, self._clock(), first)
 
@@ -195,7 +199,10 @@ class Engine:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
 
         They are the caller's until complete_store; or, where `request` is the `call` of a thread, until end_call.
+        Raises TypeError, ValueError for what cannot be a key.
         """
+        for key in keys:
+            check_key(key)
         with self._lock:
             return self._core.prepare_store(keys, request, call=call)
 
@@ -217,6 +224,11 @@ class Engine:
             self.changed.notify_all()
         if work:
             self._movers.wake()
+
+    def keep(self, keys: Sequence[Key], request: str) -> None:
+        """Spare the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
+        with self._lock:
+            self._core.keep(keys, request)
 
     def touch(self, keys: Iterable[Key], request: str) -> None:
         """The engine used these chunks (in prefix order) from its own memory; call it before anything deeper."""
@@ -249,9 +261,19 @@ class Engine:
             self._core.flushed()
 
     def where(self, key: Key) -> str | None:
-        """The first tier that holds `key` now, without asking for it."""
+        """The first tier that holds `key` now, without asking for it. Raises as `lookup`."""
+        check_key(key)
         with self._lock:
             return self._core.where(key, self._clock())
+
+    def locate(self, keys: Sequence[Key]) -> list[str | None]:
+        """The same for many keys."""
+        places: list[str | None] = []
+        for start in range(0, len(keys), LOCATED_AT_ONCE):
+            with self._lock:
+                now = self._clock()
+                places += [self._core.where(key, now) for key in keys[start : start + LOCATED_AT_ONCE]]
+        return places
 
     def demote_all(self) -> None:
         """Queue all that a tier written on eviction does not hold yet: the engine is leaving."""
@@ -367,14 +389,19 @@ class Engine:
             for storage, packets in zip(self._core.storage, room, strict=True):
                 storage.room = packets
             jobs = self._core.plan(now)
+            moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
             messages: list[tuple[int, ToMover]] = []
-            messages += [(job.tier, _message(job)) for job in jobs if job.direction is Direction.LOAD]
+            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.LOAD]
             most = self._core.limits.drops_per_batch
             for tier, storage in enumerate(self._core.storage):
                 messages += [(tier, Drop(batch)) for batch in storage.drops(most)]
                 messages += [(tier, DropAdopted(nameless)) for nameless in storage.adopted_drops(most)]
-            messages += [(job.tier, _message(job)) for job in jobs if job.direction is Direction.STORE]
-            messages += [(p.tier, Probe(p.id, p.keys, p.chain)) for p in self._core.plan_probes(now)]
+            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.STORE]
+            for probe in self._core.plan_probes(now):
+                if sendable(question := Probe(probe.id, probe.keys, probe.chain)):
+                    messages.append((probe.tier, question))
+                else:
+                    self._core.probed(probe.tier, probe.id, (), now)
             self._say_circuits()
             closing = [rows for storage in self._core.storage for rows in storage.take_closing()]
             result = messages, self._core.overdue(heard_s), self._core.busy
@@ -389,6 +416,14 @@ class Engine:
         self._movers.leave_to_parent()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _sendable(self, job: Job, now: float) -> Store | Load | None:
+        """The message for a job; None for one that no mover would take, which must cost no more than itself."""
+        message = _message(job)
+        if sendable(message):
+            return message
+        self._core.finished(job.tier, job.id, [Outcome.FAILED] * len(job.moves), now)
+        return None
 
     def _failed(self, rows: Sequence[Row]) -> set[Key]:
         """Which of these rows that were to be filled were not; of the others, notes which sub-blocks they lack."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from nixl_tiers import config as configuration
+from nixl_tiers.buffers import out_of, rows_of
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
 from nixl_tiers.config import ConfigError, TiersConfig
 from nixl_tiers.config_warnings import warnings_here, warnings_of
 from nixl_tiers.engine import Engine, TierRefusedError
+from nixl_tiers.fields import shown
+from nixl_tiers.interrupts import Interrupts
 from nixl_tiers.lifetime import at_end
 from nixl_tiers.memory.region import HostRegion
 
@@ -42,7 +46,9 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
 
     Raises ConfigError (one sentence), RegionError if the memory cannot be had.
     """
-    checked = config if isinstance(config, TiersConfig) else configuration.load(config)
+    checked = config if isinstance(config, TiersConfig) else configuration.load(_source(config))
+    chunk_bytes = _chunk_bytes(chunk_bytes)
+    _check_namespace(namespace)
     geometry = Geometry(cells=1, cell_payload=chunk_bytes)
     configuration.check_rows(checked, geometry.row_bytes)
     configuration.check_paths(checked)
@@ -56,6 +62,23 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
         raise
 
 
+def _source(config: object) -> Any:
+    if not isinstance(config, (Mapping, str, Path)):
+        raise ConfigError(f"config: must be a table of fields or the name of a file, not {shown(config)}")
+    return config
+
+
+def _check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigError(f"namespace: must be a text that is not empty, not {shown(namespace)}")
+
+
+def _chunk_bytes(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ConfigError(f"chunk_bytes: must be a whole number of bytes, at least 1, not {shown(value)}")
+    return int(value)
+
+
 class TieredStore:
     """Puts and gets chunks by key, over a host region and any number of storage tiers.
 
@@ -66,6 +89,7 @@ class TieredStore:
         """Not for callers: use nixl_tiers.open or TieredStore.over."""
         self._patience_s = config.wait_s
         self._flush_on_exit_s = config.flush_on_exit_s
+        self._tiers = ("cpu", *config.names)
         self.engine = engine
         self._region = region
         self._names = itertools.count()
@@ -94,56 +118,68 @@ class TieredStore:
                 raise ConfigError(str(error)) from None
             raise
 
-    def put(self, keys: Sequence[Key], rows: NDArray[np.uint8] | Sequence[Any]) -> int:
-        """Store chunk `rows[i]` under `keys[i]`; returns how many are in the store now, counted from the first.
+    def put(self, keys: Sequence[Key], rows: Any) -> int:
+        """Store chunk `rows[i]` under `keys[i]`; returns how many of them, counted from the first, can be found now.
 
-        rows: uint8 (n, chunk_bytes), or n buffers of chunk_bytes bytes each. Storage tiers are written to behind the
-        caller's back; who is faster than they are is held up before rows would be evicted unwritten, by at most
-        `wait_s` a batch, and not for longer than that in all unless something is written meanwhile. Fewer than n are
-        accepted only while the host tier is full of rows in use.
+        rows: n chunks of chunk_bytes bytes each: uint8 (n, chunk_bytes), an array or CPU tensor of any other type, or
+        a list of arrays, tensors or buffers. Storage tiers are written to behind the caller's back; who is faster than
+        they are is held up before rows would be evicted unwritten, by at most `wait_s` a batch, and not for longer than
+        that in all unless something is written meanwhile. Fewer than n are found where no tier has room for them: the
+        host tier is full of rows in use or of this put's own, and there is none below that could take them.
+
+        Raises TypeError, ValueError for keys and rows that cannot be stored. RuntimeError after `close`.
         """
-        chunks = self._chunks(keys, rows)
-        accepted = 0
-        stall = _Stall(self._patience_s)
-        for start in range(0, len(keys), self._batch):
-            self._wait_for_room(stall)
-            part = keys[start : start + self._batch]
-            number = self._put_part(list(part), chunks[start : start + self._batch])
-            accepted += number
-            if number < len(part):
-                break
-        return accepted
+        with self._call() as interrupts:
+            keys = _checked_keys(keys)
+            chunks = self._chunks(keys, rows)
+            whole = self._name()
+            stall = _Stall(self._patience_s)
+            try:
+                for start in range(0, len(keys), self._batch):
+                    self._wait_for_room(stall, interrupts)
+                    part = keys[start : start + self._batch]
+                    self._put_part(part, chunks[start : start + self._batch], interrupts)
+                    if None in self.engine.locate(part):
+                        break
+                    self.engine.keep(part, whole)
+                places = self.engine.locate(keys)
+            finally:
+                self.engine.finish_request(whole)
+            return next((i for i, place in enumerate(places) if place is None), len(keys))
 
-    def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]]) -> int:
+    def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]], interrupts: Interrupts) -> None:
         name = self._name()  # of its own: what came with an earlier part is older, and goes first
         try:
             plan = self.engine.prepare_store(keys, name, call=True)
             chunk_of = dict(zip(keys, chunks, strict=True))
             for key, row in zip(plan.keys, plan.rows, strict=True):
                 self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
+                interrupts.point()
             if plan.keys:
                 self._region.mark(np.array(plan.rows), 0, plan.ticket, True)
         finally:
-            self.engine.end_call(name)
-        missing = (i for i, key in enumerate(keys) if self.engine.where(key) is None)
-        return next(missing, len(keys))
+            self.engine.end_call(name)  # whatever has happened; what is not marked has failed
 
-    def get(self, keys: Sequence[Key], out: NDArray[np.uint8]) -> list[bool]:
-        """Fetch chunks into out, uint8 (n, chunk_bytes); True at i means that verified bytes of keys[i] are in out[i].
+    def get(self, keys: Sequence[Key], out: Any) -> list[bool]:
+        """Fetch chunks into `out`; True at i means that verified bytes of keys[i] are in out[i].
 
-        Waits for storage tiers, at most `wait_s` of the configuration for each part that fits the host tier; and where
-        none of them gives anything, at most that long in all.
+        out: uint8 (n, chunk_bytes), or a contiguous array or CPU tensor of any other type with as many bytes. Waits
+        for storage tiers, at most `wait_s` of the configuration for each part that fits the host tier; and where none
+        of them gives anything, at most that long in all.
+
+        Raises TypeError, ValueError for keys that cannot be and an `out` that does not fit. RuntimeError after `close`.
         """
-        if out.dtype != np.uint8 or out.shape != (len(keys), self.chunk_bytes):
-            raise ValueError(f"out must be uint8 of shape ({len(keys)}, {self.chunk_bytes})")
-        hits: list[bool] = []
-        stall = _Stall(self._patience_s)
-        for start in range(0, len(keys), self._batch):
-            part = list(keys[start : start + self._batch])
-            hits += self._get_part(part, out[start : start + len(part)], stall)
-        return hits
+        with self._call() as interrupts:
+            keys = _checked_keys(keys)
+            rows = out_of(out, len(keys), self.chunk_bytes)
+            hits: list[bool] = []
+            stall = _Stall(self._patience_s)
+            for start in range(0, len(keys), self._batch):
+                part = keys[start : start + self._batch]
+                hits += self._get_part(part, rows[start : start + len(part)], stall, interrupts)
+            return hits
 
-    def _get_part(self, keys: list[Key], out: NDArray[np.uint8], stall: _Stall) -> list[bool]:
+    def _get_part(self, keys: list[Key], out: NDArray[np.uint8], stall: _Stall, interrupts: Interrupts) -> list[bool]:
         name = self._name()
         try:
             with self.engine.changed:  # held from the look-ups to the load, and while nothing is awaited
@@ -153,7 +189,7 @@ class TieredStore:
                         if stall.over(answers.count(Lookup.HIT)):
                             break  # what is pending is no hit
                         self.engine.end_step()
-                        stall.wait(self.engine.changed)
+                        self._wait(stall, interrupts)
                     stall.saw(answers.count(Lookup.HIT))
                     hits = [answer is Lookup.HIT for answer in answers]
                     rows = self.engine.prepare_load(list(itertools.compress(keys, hits)), name, call=True)
@@ -161,26 +197,33 @@ class TieredStore:
                     self.engine.end_step()
             for i, row in zip(itertools.compress(range(len(keys)), hits), rows.tolist(), strict=True):
                 out[i] = self._region.rows_view[row, : self.chunk_bytes]
+                interrupts.point()
         finally:
             self.engine.end_call(name)
         return hits
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
         """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None."""
-        return [self.engine.where(key) for key in keys]
+        self._check_open()
+        return self.engine.locate(_checked_keys(keys))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every cascade has finished or failed; False if that took longer than `timeout_s`."""
-        return self._wait_for(lambda: self.engine.backlog() == 0, timeout_s)
+        self._check_open()
+        done = self._wait_for(lambda: self._closed or self.engine.backlog() == 0, timeout_s)
+        self._check_open()
+        return done
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Counters and gauges by tier, the same numbers as the metrics; and as "problem" a sentence about what is
         wrong with the tier, as far as it is known, else an empty one."""
+        self._check_open()
         problems = self.engine.problems()
         return {name: {**numbers, "problem": problems[name]} for name, numbers in self.engine.counters().items()}
 
     def reset(self) -> None:
         """Forget everything: what was put before is never a hit again (see `on_reset`)."""
+        self._check_open()
         self.engine.reset()
 
     def close(self, patience_s: float = LEAVE_S) -> None:
@@ -189,10 +232,12 @@ class TieredStore:
         if self._closed or os.getpid() != self._pid:  # a forked child leaves its parent's store alone
             return
         self._closed = True
+        with self.engine.changed:
+            self.engine.changed.notify_all()  # whoever waits is told
         try:
             if self._flush_on_exit_s:
                 self.engine.demote_all()
-                self.flush(self._flush_on_exit_s)
+                self._wait_for(lambda: self.engine.backlog() == 0, self._flush_on_exit_s)
         finally:
             self._end.detach()
             _end(self.engine, self._region, patience_s)
@@ -205,7 +250,12 @@ class TieredStore:
     def chunk_bytes(self) -> int:
         return self._region.geometry.payload_bytes
 
+    def __repr__(self) -> str:
+        tiers = ", ".join(self._tiers)
+        return f"<TieredStore {tiers}: chunks of {self.chunk_bytes} bytes{', closed' if self._closed else ''}>"
+
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(
@@ -213,7 +263,22 @@ class TieredStore:
     ) -> None:
         self.close()
 
-    def _wait_for_room(self, stall: _Stall) -> None:
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Interrupts]:
+        """One call that moves rows. Nobody can interrupt it between having rows and ending them."""
+        self._check_open()
+        try:
+            with Interrupts() as interrupts:
+                yield interrupts
+        except Exception:
+            self._check_open()  # whatever a close meanwhile has led to
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this store is closed")
+
+    def _wait_for_room(self, stall: _Stall, interrupts: Interrupts) -> None:
         """Hold up a put that is faster than the tiers are."""
         until_s = time.monotonic() + self._patience_s
         with self.engine.changed:
@@ -221,7 +286,12 @@ class TieredStore:
             while (backlog := self.engine.backlog()) > 2 * self._batch and time.monotonic() < until_s:
                 if stall.over(-backlog):
                     return
-                stall.wait(self.engine.changed)
+                self._wait(stall, interrupts)
+
+    def _wait(self, stall: _Stall, interrupts: Interrupts) -> None:
+        stall.wait(self.engine.changed)
+        self._check_open()
+        interrupts.point()
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         with self.engine.changed:
@@ -230,21 +300,23 @@ class TieredStore:
     def _name(self) -> str:
         return f"api-{next(self._names)}"
 
-    def _chunks(self, keys: Sequence[Key], rows: NDArray[np.uint8] | Sequence[Any]) -> Sequence[NDArray[np.uint8]]:
+    def _chunks(self, keys: list[Key], rows: Any) -> Sequence[NDArray[np.uint8]]:
+        if not hasattr(rows, "__len__"):
+            raise TypeError(f"rows must be an array, a tensor or a list, not {type(rows).__name__}")
         if len(keys) != len(rows):
             raise ValueError(f"{len(keys)} keys but {len(rows)} rows")
         if len(set(keys)) != len(keys):
             raise ValueError("the keys of one put must differ from each other")
-        for key in keys:
-            check_key(key)
-        chunks = [
-            row.reshape(-1) if isinstance(row, np.ndarray) and row.dtype == np.uint8 else np.frombuffer(row, np.uint8)
-            for row in rows
-        ]
-        for i, chunk in enumerate(chunks):
-            if chunk.nbytes != self.chunk_bytes:
-                raise ValueError(f"rows[{i}] has {chunk.nbytes} bytes, but this store's chunks have {self.chunk_bytes}")
-        return chunks
+        return rows_of(rows, self.chunk_bytes)
+
+
+def _checked_keys(keys: Any) -> list[Key]:
+    if isinstance(keys, (str, bytes, bytearray)):
+        raise TypeError(f"keys must be a list of keys, not {type(keys).__name__}")
+    checked = list[Key](keys)
+    for key in checked:
+        check_key(key)
+    return checked
 
 
 class _Stall:

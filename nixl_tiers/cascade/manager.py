@@ -17,7 +17,7 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.storage import Storage
-from nixl_tiers.cascade.tier import Counters, Direction, TierSpec, TierState
+from nixl_tiers.cascade.tier import Counters, Direction, TierSpec, TierState, Write
 from nixl_tiers.cascade.traffic import Traffic
 from nixl_tiers.chunk import Key
 
@@ -228,6 +228,16 @@ class TierManager(Traffic):
             if good:
                 self._flushed(row.generation)
         self._clean_all()
+
+    def keep(self, keys: Iterable[Key], name: str) -> None:
+        """Spare the rows of `keys` from eviction until request `name` ends, if no tier below could take them: a put of
+        more than the host holds would otherwise throw out its own beginning, without which the rest is worth little."""
+        if any(storage.writable and storage.spec.write is not Write.OFF for storage in self.storage):
+            return
+        request = self._request(name)
+        for key in keys:
+            if (row := self.host.index.get(key)) is not None:
+                request.hold(row)
 
     def finish_request(self, name: str) -> None:
         self._allowed.pop(name, None)

@@ -101,7 +101,8 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):
-    """Mover -> engine: the tier is up (again). `slots`: how many rows it may hold."""
+    """Mover -> engine: the tier is up (again). `slots`: how many rows it may hold. A Heartbeat
+    goes before it, so that the engine knows what the tier takes when it hears that it is up."""
 
     epoch: int
     slots: _Count
@@ -184,3 +185,13 @@ ToEngine = Opened | Slots | Down | Refused | Adopt | AdoptTable | Probed | Finis
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+
+
+def sendable(message: ToMover) -> bool:
+    """Whether a mover would take this for a message. What is none costs whoever sent it, so it is better not sent."""
+    try:
+        packet = encode(message)
+        decode_to_mover(packet)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
+        return False
+    return len(packet) <= MAX_PACKET

@@ -133,16 +133,19 @@ class Mover:
         if now >= self._beat_at_s:
             self._beat_at_s = now + HEARTBEAT_S
             if not self.outbox:  # an engine that does not read needs no more of them
-                if self._opening is None:  # while it opens, the tier belongs to the opener
-                    self._used_bytes = self._tier.used_bytes
-                    self._denials = _bounded(self._tier.denials)
-                self.outbox.send(Heartbeat(self._used_bytes, self._denials))
+                self._beat()
 
     def close(self) -> None:
         """Let the tier write what it has pending."""
         if self._opening is not None:
             self._opening[1].exception()  # wait for it
         self._tier.close()
+
+    def _beat(self) -> None:
+        if self._opening is None:  # while it opens, the tier belongs to the opener
+            self._used_bytes = self._tier.used_bytes
+            self._denials = _bounded(self._tier.denials)
+        self.outbox.send(Heartbeat(self._used_bytes, self._denials))
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -195,8 +198,10 @@ class Mover:
             self._up_at_s = now
             self._last_word = ""
             self._slots_told = slots
+            self._beat()
             self.outbox.send(Opened(message.epoch, slots))
-            self._teller = Teller(self._tier, self.outbox, message.epoch, Adoption(slots, named=self._named))
+            adoption = Adoption(slots, named=self._named)
+            self._teller = Teller(self._tier, self.outbox, message.epoch, adoption, self._beat)
 
     def _serve_nothing(self) -> None:
         self._served = None

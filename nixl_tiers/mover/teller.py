@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.chunk import Key
@@ -23,11 +23,15 @@ STEP_S: Final = 0.002  # rows for a table are collected for so long at a time
 class Teller:
     """The listings of one opening. `step` does what can be done now, and never waits for the medium."""
 
-    def __init__(self, tier: StorageTier, outbox: Outbox, epoch: int, adoption: Adoption) -> None:
+    def __init__(
+        self, tier: StorageTier, outbox: Outbox, epoch: int, adoption: Adoption, beat: Callable[[], None]
+    ) -> None:
+        """`beat` tells the engine what the tier takes: what that is may be known only when all is listed."""
         self._tier = tier
         self._outbox = outbox
         self._epoch = epoch
         self._adoption = adoption
+        self._beat = beat
         self._listing: Iterator[list[Entry]] | None = tier.adopt()
         self._first = True
         self._look_at_s = 0.0
@@ -74,6 +78,7 @@ class Teller:
         self._listing = None
         if self._first:
             self._first = False
+            self._beat()
             self._outbox.send(Adopt(self._epoch, [], last=True))
         if (relist_s := self._tier.relist_s) is not None:
             self._relist_at_s = now + relist_s

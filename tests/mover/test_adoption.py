@@ -141,7 +141,7 @@ class Line:
         self.theirs = theirs
         self.outbox = Outbox(theirs)
         self.adoption = Adoption(slots, named=False)
-        self.teller = Teller(tier, self.outbox, 7, self.adoption)
+        self.teller = Teller(tier, self.outbox, 7, self.adoption, lambda: None)
         self.now = 100.0
 
     def hear(self, patience_s: float = 0.0) -> list[ToEngine | Table]:
