@@ -252,8 +252,8 @@ class Engine:
             if not keep:
                 # Epoch 0 is for weights as they were loaded; those of after a reset are nobody else's.
                 self.namespace = replace(self.namespace, epoch=secrets.randbits(63) | 1)
-        if not keep and self._config.storage:
-            self._movers.reopen(self._open_message())
+                if self._config.storage:  # with the lock: of two resets, movers must hear of the last one last
+                    self._movers.reopen(self._open_message())
 
     def flushed(self) -> None:
         """Workers have ended every job of before the last reset (vLLM 0.33 tells; before, the engine finds out)."""

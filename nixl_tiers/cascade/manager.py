@@ -265,10 +265,8 @@ class TierManager(Traffic):
         Storage tiers are emptied (of this epoch) unless `keep_storage`; they come back through `opened`.
         """
         self.generation += 1
-        for request in list(self._requests.values()):
-            request.given_up = True
+        for request in self._requests.values():  # they live on, with the deadlines that they have
             self._release(request)
-        self._requests.clear()
         self.probes.reset()
         for row in list(self.host.index.values()):
             if row.worker:

@@ -266,14 +266,11 @@ class World:
             self._send(job.tier, MoverJob(job, self.movers[job.tier].epoch))
 
     def reset(self) -> None:
-        """Other weights from now on. What runs goes on running, as strangers."""
+        """Other weights from now on. What runs goes on running, as strangers; who waits comes back, and has waited."""
         self._epochs += 1
         self.epoch = self._epochs
         for job in self.workers:
             job.stale = True
-        self.waiting.clear()
-        self.running.clear()
-        self._since.clear()
         for mover in self.movers:
             mover.told_absent.clear()
         self.core.reset(keep_storage=False)

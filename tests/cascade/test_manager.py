@@ -401,6 +401,20 @@ def test_keys_that_are_given_up_one_after_the_other_hold_nobody_beyond_the_deadl
         assert now <= 2.5
 
 
+@pytest.mark.parametrize("keep_storage", [True, False])
+def test_resets_arm_no_deadline_again(keep_storage: bool) -> None:
+    core = manager(wait_s=2.0)
+    for half_second in range(6):
+        core.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+        late = half_second > 4
+        assert scan(core, CHAIN[:1], "reader", now=half_second / 2) == [MISS if late else PENDING]
+        core.end_step()
+        core.reset(keep_storage)
+    core.finish_request("reader")
+    core.prepare_store(CHAIN[:1], "writer")
+    assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
+
+
 def test_a_request_that_was_preempted_after_its_load_may_wait_again() -> None:
     core = only_stored(CHAIN)
     assert scan(core, CHAIN[:2], "r") == [PENDING, PENDING]

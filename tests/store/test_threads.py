@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.client import Supervisor
+from nixl_tiers.mover.messages import Open
+from nixl_tiers.testing.waiting import until_up
 
 SIZE = 4 << 10
 ROWS = 32
@@ -147,3 +151,28 @@ def test_whoever_resets_while_others_put_and_get_there_is_no_wrong_byte_and_no_l
     keys = [b"after-%d" % n for n in range(ROWS)]
     assert sum(put(store, key) for key in keys) == ROWS
     assert all(holds(store, key) for key in keys)
+
+
+def test_of_two_resets_at_once_movers_hear_of_the_last_one_last(
+    tmp_path: Path, others: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they serve an epoch that the store does not know, and the tier stays down for good."""
+    first, second_done = threading.Event(), threading.Event()
+    reopen = Supervisor.reopen
+
+    def held_up(self: Supervisor, message: Open) -> None:
+        if not first.is_set():
+            first.set()
+            second_done.wait(0.5)  # it cannot be done before this one is, or overtakes it
+        reopen(self, message)
+
+    tiers = [{"type": "cpu", "capacity": ROWS * 2 * SIZE}, {"type": "file", "path": str(tmp_path), "capacity": "8MiB"}]
+    with nixl_tiers.open({"tiers": tiers}, SIZE, "threads") as store:
+        until_up(store)
+        monkeypatch.setattr(Supervisor, "reopen", held_up)
+        resets = [others.submit(store.reset)]
+        assert first.wait(PATIENCE_S)
+        resets.append(others.submit(lambda: (store.reset(), second_done.set())))
+        for reset in resets:
+            reset.result(PATIENCE_S)
+        until_up(store)
