@@ -19,7 +19,7 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import Outcome
 from nixl_tiers.mover.tiers import bucket, plane, transfers
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
-from nixl_tiers.mover.tiers.bucket import Credentials
+from nixl_tiers.mover.tiers.credentials import Credentials
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from tests.mover.objects import (
     HANG_UP,
@@ -166,7 +166,27 @@ class TestCredentials:
         with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
             driver.open()
         with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:
-            driver.fails_to_open(TierDown, "ProfileNotFound")
+            driver.fails_to_open(TierDown, r'^profile: there is no profile "nobody" in ')
+
+    def test_a_profile_of_the_environment(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """One that is nowhere takes the tier down, and no process; the one of `credentials_file` is looked up there."""
+        monkeypatch.setenv("AWS_PROFILE", "elsewhere")
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint}
+        with Driver(SMALL, 4, **place) as driver:
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            driver.fails_to_open(TierDown, r'^profile: there is no profile "elsewhere" in ')
+        path = tmp_path / "credentials"
+        path.write_text(_credentials_file("a-key", "elsewhere"))
+        with Driver(SMALL, 4, **place, credentials_file=path) as driver:
+            driver.open()
+            assert driver.store([1]) == [Outcome.OK]
+        monkeypatch.setenv("KV_ACCESS", "another-key")
+        names = {"access_key_env": "KV_ACCESS", "secret_key_env": "AWS_SECRET_ACCESS_KEY"}
+        with Driver(SMALL, 4, **place, **names) as driver:
+            driver.open()
+        assert {request.access_key for request in faulty.requests} == {"a-key", "another-key"}
 
     def test_none_at_all(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -254,6 +274,21 @@ class TestTls:
                 driver.open()
                 assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
                 assert driver.load([1, 2]) == [Outcome.OK, Outcome.OK]
+
+    def test_an_endpoint_of_the_other_scheme_says_so(self, tmp_path: Path, faulty: FaultyS3) -> None:
+        with moto_server(certificate=_self_signed(tmp_path)) as server:
+            for endpoint, speaks in (
+                (server.endpoint.replace("https:", "http:"), "speaks https, not http"),
+                (faulty.endpoint.replace("http:", "https:"), "speaks http, not https"),
+            ):
+                with Driver(SMALL, 4, bucket="kv-faults", endpoint=endpoint) as driver:
+                    caught = driver.fails_to_open(TierDown, f" at {endpoint}: {speaks}")
+                assert "endpoint" in str(caught)
+
+    def test_a_bad_request_is_no_sign_of_tls(self, faulty: FaultyS3) -> None:
+        faulty.fault = failing("HEAD", status=400)
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+            driver.fails_to_open(TierDown, "does not accept the request")
 
     def test_nixl_checks_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trusted, other = tmp_path / "trusted", tmp_path / "other"

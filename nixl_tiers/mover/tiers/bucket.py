@@ -9,32 +9,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any, Final
 
-import boto3
 from botocore.config import Config
-from botocore.credentials import SharedCredentialProvider
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
 from botocore.exceptions import ConnectionError as BotoConnectionError
-from botocore.httpsession import where
 
 from nixl_tiers.config import S3Tier
 from nixl_tiers.mover.complaints import Complaints
 from nixl_tiers.mover.tiers.aws_region import configured_region, settled_region
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
+from nixl_tiers.mover.tiers.credentials import Credentials, find_credentials, session_of
 from nixl_tiers.mover.tiers.denials import Denials
 from nixl_tiers.mover.tiers.encryption import objection
 from nixl_tiers.mover.tiers.listing import PROBE_NAME, Listing
+from nixl_tiers.mover.tiers.tls import speaks_tls_only, trusted_certificates
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +48,8 @@ _MEANINGS: Final = {
     "401": "refuses these credentials (HTTP 401)",
     "403": "refuses these credentials (HTTP 403), or they lack the right s3:ListBucket",
 }
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """What signs requests. Shows nothing of itself."""
-
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
-    session_token: str = field(default="", repr=False)
+# What OpenSSL, as its version has it, calls an answer that is no TLS.
+_PLAIN_HTTP: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 
 class Bucket:
@@ -69,7 +57,7 @@ class Bucket:
 
     def __init__(self, tier: S3Tier) -> None:
         self._tier = tier
-        self._session = boto3.session.Session()
+        self._session: Any = None
         self._client: Any = None
         self._quick: Any = None  # for questions whose answer is of no use later
         self._source: Any = None  # botocore's credentials, which renew themselves where they can
@@ -254,6 +242,8 @@ class Bucket:
         try:
             self._source, self.credentials = find_credentials(self._tier)
             self.region = configured_region(self._tier)
+            if self._session is None:
+                self._session = session_of(self._tier)
             client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
             answer = client.head_bucket(Bucket=self._tier.bucket)
             told = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
@@ -359,13 +349,18 @@ class Bucket:
     def _explained(self, error: Exception) -> Exception:
         if isinstance(error, (TierDown, TierRefused)):
             return error
+        if speaks_tls_only(self._tier, error):
+            return self._down("speaks https, not http (see endpoint)")
         if isinstance(error, ClientError):
             code = str(error.response.get("Error", {}).get("Code", "unknown"))
             if code in {"404", "NoSuchBucket"}:
                 return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {self._place}')
             return self._down(_MEANINGS.get(code, f"answers with an error ({code})"))
-        if isinstance(error, SSLError):
+        if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
             return self._down("shows a certificate that is not trusted here (see ca_file)")
+        if isinstance(error, SSLError):
+            plain = any(sign in str(error).upper().replace(" ", "_") for sign in _PLAIN_HTTP)
+            return self._down("speaks http, not https (see endpoint)" if plain else "agrees on no TLS (see endpoint)")
         if isinstance(error, (BotoConnectionError, HTTPClientError, OSError)):
             return self._down(f"does not answer ({type(error).__name__})")
         return self._down(f"cannot be used ({type(error).__name__})")
@@ -376,54 +371,3 @@ class Bucket:
     @property
     def _place(self) -> str:
         return self._tier.endpoint or f"AWS {self.region.name}"
-
-
-def find_credentials(tier: S3Tier, source: Any = None) -> tuple[Any, Credentials]:
-    """Where `tier` says that they are: (botocore's credentials object or None, their present value).
-
-    `source`: the object that an earlier call returned; one that renews itself is asked again, not looked up again.
-    Raises TierRefused for an environment variable that is not set (it never will be), TierDown for what may still come.
-    """
-    if tier.access_key_env is not None:
-        assert tier.secret_key_env is not None
-        access, secret = _variable(tier, "access_key_env"), _variable(tier, "secret_key_env")
-        return None, Credentials(access, secret, _variable(tier, "session_token_env") if tier.session_token_env else "")
-    if source is None or not hasattr(source, "refresh_needed"):
-        try:
-            source = _look_up(tier)
-        except (BotoCoreError, OSError) as error:
-            kind = type(error).__name__
-            raise TierDown(f'credentials for s3 bucket "{tier.bucket}" cannot be read ({kind})') from None
-    if source is None:
-        where = f"in {tier.credentials_file}" if tier.credentials_file else "in the AWS credential chain"
-        raise TierDown(f'there are no credentials for s3 bucket "{tier.bucket}" {where}')
-    frozen = source.get_frozen_credentials()
-    if not frozen.access_key or not frozen.secret_key:
-        raise TierDown(f'the credentials for s3 bucket "{tier.bucket}" are incomplete')
-    return source, Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
-
-
-def trusted_certificates(tier: S3Tier) -> str | None:
-    """The bundle of certificates that an https endpoint is checked with; None for http.
-
-    The AWS library inside NIXL's wheel looks where its builder kept them, which on other distributions is nowhere.
-    """
-    if tier.endpoint is not None and tier.endpoint.startswith("http:"):
-        return None
-    candidates = (tier.ca_file, os.environ.get("AWS_CA_BUNDLE"), ssl.get_default_verify_paths().cafile)
-    return next((str(path) for path in candidates if path and Path(path).is_file()), str(where()))
-
-
-def _look_up(tier: S3Tier) -> Any:
-    if tier.credentials_file is not None:
-        profile = os.environ.get("AWS_PROFILE", "default")
-        return SharedCredentialProvider(creds_filename=str(tier.credentials_file), profile_name=profile).load()
-    return boto3.session.Session(profile_name=tier.profile).get_credentials()
-
-
-def _variable(tier: S3Tier, field_name: str) -> str:
-    name = getattr(tier, field_name)
-    value = os.environ.get(name, "")
-    if not value:
-        raise TierRefused(f"{field_name}: the environment variable {name} is not set")
-    return value

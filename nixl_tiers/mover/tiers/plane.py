@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from nixl_tiers.config import S3Tier
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.agent import Agent
-from nixl_tiers.mover.tiers.bucket import Credentials, trusted_certificates
+from nixl_tiers.mover.tiers.credentials import Credentials
+from nixl_tiers.mover.tiers.tls import trusted_certificates
 
 
 class Plane:

@@ -23,7 +23,7 @@ from nixl_tiers.mover.agent import AgentError, Registration, Transfer, TransferS
 from nixl_tiers.mover.messages import Move
 from nixl_tiers.mover.tiers.base import TierDown, TierRefused
 from nixl_tiers.mover.tiers.batches import Batch
-from nixl_tiers.mover.tiers.bucket import Credentials
+from nixl_tiers.mover.tiers.credentials import Credentials
 from nixl_tiers.mover.tiers.plane import Plane
 
 MAX_UPLOADS: Final = 16
