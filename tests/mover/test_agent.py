@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.agent import Agent, AgentError, Transfer, TransferState
+from nixl_tiers.mover.tiers.folder import through
 
 GEOMETRY = Geometry(1, 8192 - 1024)
 ROW = GEOMETRY.row_bytes
@@ -82,6 +84,26 @@ def test_a_pending_transfer_is_not_released(agent: Agent, region: HostRegion, pa
         transfer.release()
     assert end(transfer) is TransferState.DONE
     agent.deregister(file)
+
+
+def test_files_that_were_opened_by_the_same_name_stay_apart(agent: Agent, region: HostRegion, tmp_path: Path) -> None:
+    """A tier names the file that it holds open by its descriptor, whose number the next one gets."""
+    paths, files, names = [tmp_path / f"file-{n}" for n in range(4)], [], set()
+    for path in paths:
+        path.write_bytes(bytes(ROW))
+        descriptor = os.open(path, os.O_RDWR)
+        names.add(through(descriptor))
+        files.append(agent.register_file(through(descriptor), ROW, direct=True))
+        os.close(descriptor)
+    assert len(names) == 1
+    transfers = []
+    for number, file in enumerate(files):
+        region.rows_view[number] = number + 1
+        transfers.append(agent.write([(region.address + number * ROW, ROW, 0, file.devices[0])]))
+    assert {end(transfer) for transfer in transfers} == {TransferState.DONE}
+    for file in files:
+        agent.deregister(file)
+    assert [path.read_bytes() for path in paths] == [bytes([number + 1]) * ROW for number in range(4)]
 
 
 def test_what_cannot_be_had_is_one_sentence(agent: Agent, tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1  # a late call fails: its number may soon be another's
+        os.close(descriptor)
 
     def folder(self, name: str, *, make: bool = False) -> Folder:
         """A directory in this one, which the caller closes. Raises NotOurs if others can write to it."""
