@@ -204,6 +204,8 @@ class Engine:
         for key in keys:
             check_key(key)
         with self._lock:
+            if self._core.host.free < len(keys):
+                self._look_for_ended()
             return self._core.prepare_store(keys, request, call=call)
 
     def complete_store(self, keys: Collection[Key]) -> None:
@@ -424,6 +426,15 @@ class Engine:
             return message
         self._core.finished(job.tier, job.id, [Outcome.FAILED] * len(job.moves), now)
         return None
+
+    def _look_for_ended(self) -> None:
+        """Take back rows of stores of before a reset that workers have ended by their own words. An engine that says
+        nothing of such jobs, and finds all rows in their hands, would never have a job again that could end for them.
+        """
+        rows = self._core.unflushed_stores()
+        if rows:
+            ended = self.region.ended([row.index for row in rows], [row.ticket for row in rows])
+            self._core.filled_in_vain([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
 
     def _failed(self, rows: Sequence[Row]) -> set[Key]:
         """Which of these rows that were to be filled were not; of the others, notes which sub-blocks they lack."""

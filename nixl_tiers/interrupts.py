@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -26,13 +27,11 @@ class Interrupts:
             self._handler(*waiting)
 
     def __enter__(self) -> Self:
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            try:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
                 signal.signal(signal.SIGINT, self._note)
-            except ValueError:  # not the main thread
-                return self
-            self._handler = handler
+                self._handler = handler
         return self
 
     def __exit__(

@@ -289,6 +289,17 @@ class TierManager(Traffic):
             self.host.settle(row)
         self._unflushed.clear()
 
+    def unflushed_stores(self) -> list[Row]:
+        """Rows that workers filled at the last reset, as far as is known."""
+        return [row for row in self._unflushed if row.state is RowState.FILLING]
+
+    def filled_in_vain(self, rows: Collection[Row]) -> None:
+        """Of these, workers have turned out to be done."""
+        for row in rows:
+            row.worker = 0
+            self.host.settle(row)
+        self._unflushed = [row for row in self._unflushed if row.worker]
+
     def expire(self, now: float) -> None:
         """Let go of late jobs and answers, and of rows that were promoted for requests that never came for them."""
         self.watch(now)

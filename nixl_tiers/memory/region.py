@@ -168,6 +168,13 @@ class HostRegion:
         good: NDArray[np.bool_] = (words == word).all(axis=1)
         return good
 
+    def ended(self, rows: NDArray[np.integer[Any]] | Sequence[int], tickets: Sequence[int]) -> NDArray[np.bool_]:
+        """bool (len(rows),): True where every cell's word says that its row's job has ended, well or not."""
+        words = self._control[rows]
+        of_job = words >> np.uint64(_TICKET_AT) == np.asarray(tickets, np.uint64)[:, None]
+        done: NDArray[np.bool_] = (of_job & (words & np.uint64((1 << _MISSING_AT) - 1) != 0)).all(axis=1)
+        return done
+
     def missing(self, rows: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.uint64]:
         """(len(rows),): how many sub-blocks at the beginning some cell of a written row lacks."""
         words: NDArray[np.uint64] = self._control[rows] >> np.uint64(_MISSING_AT) & np.uint64(MAX_MISSING)

@@ -176,3 +176,25 @@ def test_of_two_resets_at_once_movers_hear_of_the_last_one_last(
         for reset in resets:
             reset.result(PATIENCE_S)
         until_up(store)
+
+
+def test_a_reset_when_all_rows_are_in_workers_hands_does_not_cost_them_for_good(
+    store: nixl_tiers.TieredStore,
+) -> None:
+    """vLLM up to 0.32 never completes jobs of before a reset, and gets no row for another one while none is free."""
+    engine = store.engine
+    keys = [b"%d" % n for n in range(ROWS + 4)]
+    for number in range(50):
+        plan = engine.prepare_store(keys, f"before-{number}")
+        rows = len(plan.rows)
+        assert rows == used(store) >= ROWS
+        engine.reset()
+        assert engine.prepare_store(keys[:1], "too early").rows == []
+        engine.region.mark(np.array(plan.rows[:-1]), 0, plan.ticket, np.arange(rows - 1) % 2 == 0)  # half of them fail
+        after = engine.prepare_store(keys, f"after-{number}")
+        assert sorted(after.rows) == sorted(plan.rows[:-1])
+        engine.region.mark(np.array(after.rows), 0, after.ticket, True)
+        engine.complete_store(after.keys)
+        assert used(store) == rows - 1
+        engine.reset()
+        assert used(store) == 0
