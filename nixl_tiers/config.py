@@ -143,8 +143,9 @@ class TiersConfig(_Model):
 
     `wait_s` is the longest that a request waits for promotions; `probe_s` the longest that it waits to hear whether
     another engine has stored its chunks to a shared tier (0: nobody is asked); `flush_on_exit_s` the longest that
-    closing a store waits for rows that a tier with `write: on_evict` does not hold yet; `replicas` how many engines of
-    this node share the capacity of the cpu tier.
+    closing a store waits for rows that a tier with `write: on_evict` does not hold yet; `ready_s` the longest that
+    opening waits for tiers to tell what they hold (0: not at all; None: as the one who opens it thinks best);
+    `replicas` how many engines of this node share the capacity of the cpu tier.
     """
 
     tiers: tuple[Tier, ...]
@@ -154,6 +155,7 @@ class TiersConfig(_Model):
     on_reset: Literal["new_epoch", "keep"] = "new_epoch"
     wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = 10.0
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = 0.25
+    ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = None
     flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = 0.0
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
 

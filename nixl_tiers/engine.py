@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.tier import Direction, Job, TierSpec, Write
+from nixl_tiers.cascade.tier import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.clock import RunningClock
 from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
@@ -62,6 +63,7 @@ log = logging.getLogger(__name__)
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _OPEN = BreakerState.OPEN
+LISTING_S: Final = 10.0  # between two lines about a listing that takes so long
 LOCATED_AT_ONCE: Final = 256  # keys, for which the lock is held
 MOST_SLOTS: Final = 2  # in capacities: what others store on a shared medium beyond it must be told of
 
@@ -105,6 +107,8 @@ class Engine:
         self._answered: set[int] = set()
         self._used_bytes = [0] * len(specs)
         self._denials: list[dict[str, str]] = [{} for _ in specs]  # by tier and kind of request: a sentence
+        self._listed = [0] * len(specs)
+        self._say_listing_at = [0.0] * len(specs)
         self._circuits = {(tier, way): BreakerState.CLOSED for tier in range(len(specs)) for way in Direction}
         self._last_word = [""] * len(specs)
         hellos = hellos or [
@@ -122,20 +126,37 @@ class Engine:
         self._pid = os.getpid()
         _engines.add(self)
 
-    def start(self, patience_s: float = 3.0) -> None:
-        """Start the movers and give each tier `patience_s` to say what it thinks of its configuration.
+    def start(self, patience_s: float = 3.0, ready_s: float = 0.0) -> None:
+        """Start the movers and give the tiers `patience_s` to say what they think of their configuration, and
+        `ready_s`, counted from the start too, to say what they hold (see wait_ready).
 
         Raises TierRefusedError if one can never work. One that is down, or slow to answer, starts as a miss and heals.
         """
         if not self._config.storage:
             return
+        began_s = time.monotonic()
         self._movers.start(self._open_message())
         with self.changed:
-            self.changed.wait_for(lambda: len(self._answered) == len(self._names), patience_s)
+            self.changed.wait_for(lambda: len(self._answered) == len(self._names), max(patience_s, ready_s))
             refusals = [f"tiers[{tier + 1}].{reason}" for tier, reason in sorted(self._refusals.items())]
         if refusals:
             self.close(1.0)
             raise TierRefusedError(refusals[0])
+        self.wait_ready(max(0.0, began_s + ready_s - time.monotonic()))
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until each tier has told all that it holds, or that it is down; False if that took longer."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.ready, timeout_s)
+
+    @property
+    def ready(self) -> bool:
+        """Whether each tier has told all that it holds, or that it is down."""
+        with self._lock:
+            return all(
+                storage.state is TierState.UP or (storage.state is TierState.DOWN and tier in self._answered)
+                for tier, storage in enumerate(self._core.storage)
+            )
 
     def close(self, patience_s: float) -> None:
         """Let the movers write their journals and leave; with a patience of 0 without looking back."""
@@ -156,6 +177,11 @@ class Engine:
         check_key(key)
         with self._lock:
             return self._core.lookup(key, request, position, self._clock(), first)
+
+    def be_patient(self, request: str) -> None:
+        """Have a request wait for keys that nobody knows yet while a tier tells what it holds. Call it first."""
+        with self._lock:
+            self._core.be_patient(request)
 
     def restrict(self, request: str, tiers: Iterable[int]) -> None:
         """Have a new request load from these storage tiers only (numbered as configured, from 0), until it is
@@ -252,6 +278,7 @@ class Engine:
         with self._lock:
             self._core.reset(keep_storage=keep)
             if not keep:
+                self._answered.clear()
                 # Epoch 0 is for weights as they were loaded; those of after a reset are nobody else's.
                 self.namespace = replace(self.namespace, epoch=secrets.randbits(63) | 1)
                 if self._config.storage:  # with the lock: of two resets, movers must hear of the last one last
@@ -294,6 +321,7 @@ class Engine:
             book = self._core.counters()
             used = dict(zip(self._names, self._used_bytes, strict=True))
             denials = {name: len(each) for name, each in zip(self._names, self._denials, strict=True)}
+            listed = dict(zip(self._names, self._listed, strict=True))
             row_bytes = self.region.geometry.row_bytes
             capacity = {"cpu": self._config.cpu.capacity} | {
                 name: tier.capacity for name, tier in zip(self._names, self._config.storage, strict=True)
@@ -308,6 +336,7 @@ class Engine:
                     "breaker": float(tier.circuit),
                     "quarantined": float(tier.quarantined),
                     "denials": float(denials.get(name, 0)),
+                    "listed_rows": float(listed.get(name, 0)),
                 }
                 for name, tier in book.items()
             }
@@ -332,6 +361,8 @@ class Engine:
                     self._core.finished(tier, message.job, outcomes, now, message.partial)
                 case Heartbeat():
                     self._used_bytes[tier] = message.used_bytes
+                    self._listed[tier] = message.listed
+                    self._say_listing(tier, now)
                     self._say_denials(tier, message.denials)
                     return
                 case Adopt():
@@ -342,8 +373,9 @@ class Engine:
                     self._core.probed(tier, message.probe, message.absent, now)
                 case Opened():
                     self._check_slots(tier, message.slots)
-                    self._answered.add(tier)
                     if message.epoch == self.namespace.epoch:
+                        self._answered.add(tier)
+                        self._say_listing_at[tier] = now + LISTING_S
                         self._core.opened(tier, message.slots)
                         self._say(tier, "")
                 case Slots():
@@ -473,6 +505,13 @@ class Engine:
             log.warning("nixl_tiers: the %s tier: %s", self._names[tier], denials[kind])
         for kind in before.keys() - denials.keys():
             log.warning("nixl_tiers: the %s tier: %s is no longer denied", self._names[tier], kind)
+
+    def _say_listing(self, tier: int, now: float) -> None:
+        """One line now and then while a tier takes long to tell what it holds."""
+        if self._core.storage[tier].state is TierState.ADOPTING and now >= self._say_listing_at[tier]:
+            self._say_listing_at[tier] = now + LISTING_S
+            what = f"{self._listed[tier]:,} rows so far; what it has not told of yet is a miss"
+            log.info("nixl_tiers: the %s tier is still being listed: %s", self._names[tier], what)
 
     def _say_circuits(self) -> None:
         """One line when a circuit changes its state."""

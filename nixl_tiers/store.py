@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 3.0
+READY_S: Final = 10.0  # of `open`, unless the configuration says otherwise
 LEAVE_S: Final = 10.0
 POLL_S: Final = 0.25  # deadlines pass without anybody saying so
 UNASKED_S: Final = 1.0  # for a store that nobody closed: its process may be about to end
@@ -43,6 +44,9 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     config: Mapping[str, Any] | str | Path | TiersConfig, chunk_bytes: int, namespace: str
 ) -> TieredStore:
     """A store of chunks of `chunk_bytes` bytes. Chunks put under another `namespace` are never found in this one.
+
+    Returns when each tier has told what it holds, or is down, at the latest after `ready_s` of the configuration (10 s
+    by default); see `TieredStore.wait_ready`.
 
     Raises ConfigError (one sentence), RegionError if the memory cannot be had.
     """
@@ -56,7 +60,7 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes)
     region.prefault()
     try:
-        return TieredStore.over(checked, Namespace.of(facts), region)
+        return TieredStore.over(checked, Namespace.of(facts), region, ready_s=READY_S)
     except BaseException:
         region.close()
         raise
@@ -100,9 +104,17 @@ class TieredStore:
 
     @classmethod
     def over(
-        cls, config: TiersConfig, namespace: Namespace, region: HostRegion, patience_s: float = PATIENCE_S
+        cls,
+        config: TiersConfig,
+        namespace: Namespace,
+        region: HostRegion,
+        patience_s: float = PATIENCE_S,
+        ready_s: float | None = None,
     ) -> Self:
         """A store over a region that the caller made or joined; closing the store closes the region too.
+
+        Waits at most `patience_s` for the tiers' word on their configuration. For what they hold: at most `ready_s` of
+        the configuration, else `ready_s`, else `patience_s`.
 
         Raises ConfigError if a tier can never work (no such bucket); a tier that is down heals by itself.
         """
@@ -110,7 +122,8 @@ class TieredStore:
             log.warning("nixl_tiers: %s", warning)
         engine = Engine(config, namespace, region)
         try:
-            engine.start(patience_s)
+            given_s = patience_s if ready_s is None else ready_s
+            engine.start(patience_s, given_s if config.ready_s is None else config.ready_s)
             return cls(engine, region, config)
         except BaseException as error:
             engine.close(UNASKED_S)
@@ -165,7 +178,7 @@ class TieredStore:
 
         out: uint8 (n, chunk_bytes), or a contiguous array or CPU tensor of any other type with as many bytes. Waits
         for storage tiers, at most `wait_s` of the configuration for each part that fits the host tier; and where none
-        of them gives anything, at most that long in all.
+        of them gives anything, at most that long in all. A tier that is still being listed may hold any key.
 
         Raises TypeError, ValueError for keys that cannot be and an `out` that does not fit. RuntimeError after `close`.
         """
@@ -184,6 +197,7 @@ class TieredStore:
         try:
             with self.engine.changed:  # held from the look-ups to the load, and while nothing is awaited
                 try:
+                    self.engine.be_patient(name)
                     stall.begin()
                     while Lookup.PENDING in (answers := [self.engine.lookup(key, name) for key in keys]):
                         if stall.over(answers.count(Lookup.HIT)):
@@ -206,6 +220,15 @@ class TieredStore:
         """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None."""
         self._check_open()
         return self.engine.locate(_checked_keys(keys))
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until each tier has told all that it held, or that it is down; False if that took longer than
+        `timeout_s`. Until then `get` waits for keys that nobody knows (within `wait_s`), `locate` does not find them,
+        and nothing is written to the tier."""
+        self._check_open()
+        ready = self._wait_for(lambda: self._closed or self.engine.ready, timeout_s)
+        self._check_open()
+        return ready
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every cascade has finished or failed; False if that took longer than `timeout_s`."""

@@ -101,7 +101,7 @@ class TierManager(Traffic):
             return Lookup.MISS
         if row is not None or request.asked.get(key, False) or self._ask(key, request, now):
             return self._wait(request, now)
-        if self.probes.waits(key, request, now):
+        if self.probes.waits(key, request, now) or (request.patient and self._may_be_told(key, request, now)):
             return self._wait(request, now)
         if request.waiting and not request.held and not request.asked:
             self._release(request)  # it has waited for an answer, and nothing came of it
@@ -110,6 +110,10 @@ class TierManager(Traffic):
     def restrict(self, name: str, tiers: Iterable[int]) -> None:
         """Have a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
         self._allowed[name] = frozenset(tiers)
+
+    def be_patient(self, name: str) -> None:
+        """Have this request wait for keys that nobody knows yet, while a tier is being listed that may hold them."""
+        self._request(name).patient = True
 
     def source(self, key: Key) -> str:
         """The tier that the bytes of a hit came from."""
@@ -377,6 +381,16 @@ class TierManager(Traffic):
                     request.hold(row)
         request.stopped = not request.first_scan and request.ascending
         return Lookup.PENDING
+
+    def _may_be_told(self, key: Key, request: Request, now: float) -> bool:
+        return any(
+            storage.state is TierState.ADOPTING
+            and storage.readable
+            and key not in storage
+            and (request.allowed is None or tier in request.allowed)
+            and not self.probes.surely_absent(tier, key, now)
+            for tier, storage in enumerate(self.storage)
+        )
 
     def _gives_up(self, request: Request, now: float) -> bool:
         """Whether the request's deadline has passed. What is held for it stays so: it may come for that."""

@@ -136,6 +136,10 @@ class Probes:
         request.unknown[key] = None
         return True
 
+    def surely_absent(self, tier: int, key: Key, now: float) -> bool:
+        """Whether the tier's medium has said a moment ago that it does not hold `key`."""
+        return tier in self.tiers and self.tiers[tier].is_absent(key, now)
+
     def end_step(self) -> None:
         """This step's scans have met all that they will."""
         self._asking += self._scanning

@@ -24,6 +24,7 @@ class Request:
         "given_up",
         "held",
         "name",
+        "patient",
         "position",
         "probe_until_s",
         "probes",
@@ -45,6 +46,7 @@ class Request:
         self.deadline_s: float | None = None
         self.waits = False  # it counts on what was asked for or is held on its behalf
         self.given_up = False  # the deadline has passed: nothing is asked for on its behalf any more
+        self.patient = False  # it waits for tiers that are still being listed
         self.barred = False  # a load of it failed: it computes everything itself, whatever is stored
         # Keys queued for promotion on its behalf: True while that may still come true, False once it was declined.
         self.asked: dict[Key, bool] = {}

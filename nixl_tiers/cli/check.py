@@ -19,6 +19,7 @@ _MEANINGS: Final = {
     ("lora_storage", True): "chunks of LoRA adapters are stored too",
     ("wait_s", None): "the longest that a request waits for chunks to come up",
     ("probe_s", None): "the longest that a request waits to hear of other engines' chunks",
+    ("ready_s", None): "the longest that opening waits for tiers to tell what they hold",
     ("flush_on_exit_s", None): "the longest that closing waits for chunks that no tier holds yet",
 }
 # What holds where nothing stands; fields that are not named here are left out until they are set.
@@ -28,6 +29,7 @@ _UNSET: Final = {
     "endpoint": "AWS",
     "region": "AWS_REGION, AWS_DEFAULT_REGION, the profile's, or the bucket's own",
     "replicas": "as vLLM says",
+    "ready_s": "10 s in nixl_tiers.open, 3 s in vLLM",
 }
 _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
 

@@ -177,6 +177,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
 
     used_bytes: _Bytes  # what the tier takes on its medium now
     denials: _Denials = {}  # StorageTier.denials
+    listed: _Bytes = 0  # how many rows it has found since it was opened
 
 
 ToMover = Hello | Open | Store | Load | Drop | DropAdopted | Probe | Stop

@@ -145,7 +145,8 @@ class Mover:
         if self._opening is None:  # while it opens, the tier belongs to the opener
             self._used_bytes = self._tier.used_bytes
             self._denials = _bounded(self._tier.denials)
-        self.outbox.send(Heartbeat(self._used_bytes, self._denials))
+        listed = 0 if self._teller is None else self._teller.listed
+        self.outbox.send(Heartbeat(self._used_bytes, self._denials, listed))
 
     # --- opening --------------------------------------------------------------------------------------------------
 

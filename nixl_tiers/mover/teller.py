@@ -34,6 +34,8 @@ class Teller:
         self._beat = beat
         self._listing: Iterator[list[Entry]] | None = tier.adopt()
         self._first = True
+        self.listed = 0
+        """How many rows the first listing has found so far."""
         self._look_at_s = 0.0
         self._relist_at_s = float("inf")
         self._heard_s: float | None = None  # when the listing last brought rows for a table
@@ -65,6 +67,7 @@ class Teller:
                 self._look_at_s = now + LOOK_S
                 self._pause(now)
                 return
+            self.listed += len(batch) if self._first else 0
             told = self._adoption.take(batch) if self._first else batch
             if told:
                 self._outbox.send(Adopt(self._epoch, told, last=False))

@@ -196,6 +196,7 @@ class World:
         self.calls: list[Call] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._requests = 0
+        self._barred: set[str] = set()  # requests a load of which has failed: everything is a miss to them
         self.core = self._start()
 
     # --- the engine --------------------------------------------------------------------------------------------
@@ -322,6 +323,7 @@ class World:
         elif good:
             self.core.complete_load(set(job.keys))
         else:
+            self._barred.add(job.request)
             self.core.fail_load(set(job.keys), job.request)
         self.tick()
 
@@ -630,6 +632,8 @@ class World:
         hits: list[Key] = []
         put_off = False
         places = list(enumerate(prompt.chain))
+        if prompt.scan is Scan.EACH:
+            self.core.be_patient(name)
         for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
             answer = self.core.lookup(key, name, None if prompt.scan is Scan.EACH else position, self.now)
             if answer is Lookup.PENDING:
@@ -637,14 +641,31 @@ class World:
                 since = self._since.setdefault(name, self.now)
                 promise(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
                 known = key in self.core.host.index or any(key in storage for storage in self.core.storage)
+                known |= prompt.scan is Scan.EACH and self._listing()
                 promise(known or self.now <= since + self.limits.probe_s, "a request waits too long for an answer")
             elif answer is Lookup.HIT:
                 row = self.core.host.index[key].index
                 promise(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
                 hits.append(key)
-            elif prompt.scan is Scan.PREFIX:
-                break
+            else:
+                given_up = self.now > self._since.get(name, self.now) + self.limits.wait_s
+                patient = prompt.scan is Scan.EACH and not given_up and name not in self._barred
+                promise(not (patient and self._yet_to_be_told(key)), "a miss while a tier is about to tell of the key")
+                if prompt.scan is Scan.PREFIX:
+                    break
         return None if put_off else hits
+
+    def _listing(self) -> bool:
+        return any(storage.state is TierState.ADOPTING for storage in self.core.storage)
+
+    def _yet_to_be_told(self, key: Key) -> bool:
+        """Whether a tier that serves is still to tell of `key`. A shared one may have said that it is absent."""
+        return any(
+            key in {row[1] for row in piece} if isinstance(piece, list) else piece.find(key) is not None
+            for storage, mover in zip(self.core.storage, self.movers, strict=True)
+            if storage.readable and storage.state is TierState.ADOPTING and not storage.spec.shared
+            for piece in (mover.listing if key not in storage else ())
+        )
 
     def _run(self, name: str, prompt: Prompt) -> None:
         hits = self._look_up(name, prompt)

@@ -31,6 +31,7 @@ GAUGES: Final = {
     "used_bytes": "Bytes that this tier takes on its medium now.",
     "capacity_bytes": "Bytes that this tier may take.",
     "rows": "Chunks that this tier holds, as far as the engine has heard: what a look-up can hit.",
+    "listed_rows": "Chunks that the tier's medium has listed since it was opened: how far a long listing has come.",
     "up": "1 while the tier's medium is open, 0 while it is not.",
     "breaker": "The tier's circuit: 0 closed (it serves), 1 half-open (it is being tried), 2 open (it is left alone).",
     "denials": "Kinds of requests that the tier's medium denies now, while it is up: the log says which, and why.",

@@ -269,6 +269,11 @@ class StoresOvertakeDrops(TierManager):
         return jobs
 
 
+class MissesWhatAListingMayBring(TierManager):
+    def be_patient(self, name: str) -> None:
+        pass
+
+
 MUTANTS = [
     AdoptedRowHasTwoOwners,
     AdoptedSlotsStayFree,
@@ -285,6 +290,7 @@ MUTANTS = [
     DemotionWithoutBounds,
     GenerationIgnored,
     LateIsWaitedFor,
+    MissesWhatAListingMayBring,
     OverdueLivesOn,
     ReusedBeforeReap,
     FailedCopyIsAHit,

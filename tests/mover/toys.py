@@ -16,6 +16,24 @@ from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
 from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
 
 
+def held_up_files(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
+    """The file tier `config["inner"]`, whose listing has half of its rows, and the others when a file appears."""
+    from nixl_tiers.config import FileTier
+    from nixl_tiers.mover.tiers.file import FileStorage
+
+    class HeldUp(FileStorage):
+        def adopt(self) -> Iterator[list[Entry]]:
+            found = [entry for batch in super().adopt() for entry in batch]
+            yield found[: len(found) // 2]
+            while not Path(config["listed"]).exists():
+                yield []
+            yield found[len(found) // 2 :]
+
+    tier = tier_from_dict(config["inner"])
+    assert isinstance(tier, FileTier)
+    return HeldUp(tier, geometry, region)
+
+
 def brisk_objects(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
     """The object tier `config["inner"]`, whose janitor does not keep anybody waiting for long."""
     from nixl_tiers.mover.tiers import janitor
