@@ -80,8 +80,8 @@ class NixlTiersConnector(OffloadingConnector):
             manager = self.scheduler.manager
             assert isinstance(manager, NixlTiersManager)
             for request in connector_output.failed_recving:
-                log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
-                manager.load_failed(request)
+                if manager.load_failed(request):
+                    log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
         super().update_connector_output(connector_output)
 
     def _worker(self) -> NixlTiersWorker:

@@ -137,13 +137,17 @@ class NixlTiersManager(OffloadingManager):
         else:
             self._engine.complete_load(keys)
 
-    def load_failed(self, request: str) -> None:
+    def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for (NixlTiersConnector tells, before complete_load).
 
         Its chunks are misses from then on, and the request finds nothing else either: it computes what it needs.
+        False, and without consequence, if the request has no open load here: vLLM's MultiConnector tells each of its
+        connectors which requests failed in any of them.
         """
-        if request in self._requests:
-            self._failed.add(request)
+        if request not in self._loading:
+            return False
+        self._failed.add(request)
+        return True
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from functools import partial, reduce
+from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple, Protocol
 
@@ -237,16 +237,23 @@ class NixlTiersWorker(OffloadingWorker):
         lane.put(end)
 
     def _store(self, engine: GPULoadStoreSpec, rows: RowsSpec) -> Finish:
-        """A store never fails: what could not be copied is marked so, and becomes no hit."""
+        """A store never fails: a row that is not marked as written becomes no hit."""
         copies: list[Finish] = []
         try:
-            copies.extend(
-                self._store_part(part, rows.ticket) for part in split_store(rows, engine, self._blocks_per_chunk)
-            )
+            copies = [self._store_part(part, rows.ticket) for part in split_store(rows, engine, self._blocks_per_chunk)]
         except Exception:
             log.exception("nixl_tiers: blocks and rows of a store do not match; its chunks are dropped")
-            self._region.mark(rows.rows, self._cell, rows.ticket, False)
-        return lambda: reduce(Moved.plus, (copy() for copy in copies), Moved())
+
+        def finish() -> Moved:
+            moved = Moved()
+            for copy in copies:
+                try:
+                    moved = moved.plus(copy())
+                except Exception:
+                    log.exception("nixl_tiers: what a store wrote could not be marked; its chunks are dropped")
+            return moved
+
+        return finish
 
     def _store_part(self, part: Part, ticket: int) -> Finish:
         def finish() -> Moved:

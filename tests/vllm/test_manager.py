@@ -359,8 +359,7 @@ def test_a_load_that_vllm_calls_complete_but_a_worker_could_not_copy_is_forgotte
     bench.store(context, one, two)
     assert bench.manager.lookup(one, context) is LookupResult.HIT
     bench.manager.prepare_load([one], context)
-    bench.manager.load_failed("r")
-    bench.manager.load_failed("a request of another connector")
+    assert bench.manager.load_failed("r")
     bench.manager.complete_load({one}, context)
     bench.manager.on_schedule_end(STEP)
     assert bench.manager.lookup(two, context) is LookupResult.MISS
@@ -370,19 +369,39 @@ def test_a_load_that_vllm_calls_complete_but_a_worker_could_not_copy_is_forgotte
     assert (True, [one]) in bench.events()
 
 
+def test_a_failure_of_another_connector_is_none_of_ours(bench: Bench) -> None:
+    """vLLM's MultiConnector tells each of its connectors which requests failed in any of them."""
+    (key,) = keys_of(1)
+    context = bench.request("r", key)
+    bench.store(context, key)
+    assert not bench.manager.load_failed("r"), "it has no open load here"
+    assert bench.manager.lookup(key, context) is LookupResult.HIT
+    bench.manager.prepare_load([key], context)
+    bench.manager.complete_load({key}, context)
+    assert not bench.manager.load_failed("r")
+    assert bench.manager.lookup(key, context) is LookupResult.HIT
+    assert bench.manager.lookup(key, bench.request("other", key)) is LookupResult.HIT
+
+
 @pytest.mark.parametrize("end", ["reset_cache", "on_request_finished"])
 def test_a_failure_is_not_remembered_longer_than_its_load(bench: Bench, end: str) -> None:
     (key,) = keys_of(1)
     context = bench.request("r", key)
     bench.store(context, key)
-    bench.manager.load_failed("r")
+    assert bench.manager.lookup(key, context) is LookupResult.HIT
+    bench.manager.prepare_load([key], context)
+    assert bench.manager.load_failed("r")
     if end == "reset_cache":
         bench.manager.reset_cache()
+        assert not bench.manager.load_failed("r"), "vLLM completes no load of before a reset"
         assert bench.manager.lookup(key, context) is LookupResult.MISS
+        bench.manager.on_schedule_end(ScheduleEndContext((), ["r"]))
     else:
+        bench.manager.complete_load({key}, context)
         bench.manager.on_request_finished(context)
+        bench.manager.on_schedule_end(STEP)
         context = bench.request("r", key)
-    bench.store(context, key)
+    assert bench.store(context, key) == [key]
     assert bench.manager.lookup(key, context) is LookupResult.HIT
     bench.manager.prepare_load([key], context)
     bench.manager.complete_load({key}, context)

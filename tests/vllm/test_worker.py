@@ -223,6 +223,26 @@ def test_failed_loads_can_be_kept_apart(rank: Rank) -> None:
     assert rank.worker.take_failed_loads() == set()
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["stock connector", "NixlTiersConnector"])
+@pytest.mark.parametrize(
+    "engine", [GPULoadStoreSpec([1], [1], [0]), GPULoadStoreSpec([BLOCKS], [1], [0])], ids=["copied", "not copied"]
+)
+def test_a_store_that_cannot_even_be_marked_is_no_failed_load(
+    rank: Rank, kept: bool, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kept:
+        rank.worker.keep_failed_loads()
+
+    def broken(*_: object) -> None:
+        raise OSError("broken by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.region, "mark", broken)
+        assert rank.store(rows_of(0, counts=(1,)), engine).success, "vLLM would end the engine"
+    assert rank.worker.take_failed_loads() == set()
+    assert not rank.region.written([0], 1).any()
+
+
 class Slow:
     """A swap on a device: starts copies, and ends them when the test says so."""
 
