@@ -166,21 +166,34 @@ def test_a_server_that_is_busy_denies_nothing(driver: Driver, faulty: FaultyS3, 
     assert driver.tier.denials == {}
 
 
+def knows_conditions(request: Request, count: list[int]) -> tuple[int, str] | None:
+    """What a server that knows conditions does with the janitor's three probes."""
+    if request.name != PROBE:
+        return None
+    count[0] += 1
+    return None if count[0] % 3 == 1 else (412, "PreconditionFailed")
+
+
+@pytest.mark.usefixtures("brisk", "soon")
+def test_a_server_whose_answers_lack_something_does_not_end_the_janitor(faulty: FaultyS3) -> None:
+    """This one sends no ETag."""
+    count = [0]
+    faulty.fault = lambda request: knows_conditions(request, count)
+    with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+        driver.open()
+        assert wait_until(lambda: "shared prefix" in driver.tier.denials)
+        asked = len(faulty.requests)
+        assert wait_until(lambda: len(faulty.requests) > asked + 4)
+        assert driver.store([1]) == [Outcome.NO_SPACE]
+
+
 @pytest.mark.parametrize("kind", ["put", "get", "list"])
 @pytest.mark.usefixtures("brisk", "soon")
 def test_on_a_shared_prefix_the_janitor_hears_of_it(faulty: FaultyS3, kind: str) -> None:
     """Nothing is ever uploaded by NIXL there, because there is no record of what the prefix holds."""
-    conditions = {"count": 0}
-
-    def fault(request: Request) -> tuple[int, str] | None:
-        if KINDS[kind](request):
-            return 403, "AccessDenied"
-        if request.name == PROBE:  # a server that knows conditions
-            conditions["count"] += 1
-            return None if conditions["count"] % 3 == 1 else (412, "PreconditionFailed")
-        return None
-
-    faulty.fault = fault
+    count = [0]
+    denied = denying(KINDS[kind])
+    faulty.fault = lambda request: denied(request) or knows_conditions(request, count)
     with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.tier.open(NAMESPACE, 0)
         assert wait_until(lambda: kind in driver.tier.denials)

@@ -25,6 +25,7 @@ from typing import Any, Final, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from nixl_tiers.mover.tiers.denials import Denials
 from nixl_tiers.mover.tiers.listing import PROBE_NAME
 
 LEASE_NAME: Final = ".janitor"
@@ -143,11 +144,11 @@ class Janitor:
         allowance: Allowance,
         is_row: Callable[[str], bool],
         pace: Pace,
-        say: Callable[[str, str], None],
+        denials: Denials,
         max_age_s: float | None = None,
     ) -> None:
         """`client`: the present boto3 client. `is_row`: whether a name, below the prefix, is ours to count.
-        `say`: is told the kind of what the server does not do, and a sentence about it.
+        `denials`: is told what the server does not do.
         `max_age_s`: what was last written longer ago is deleted, however much room there is."""
         self._client = client
         self._bucket = bucket
@@ -155,7 +156,7 @@ class Janitor:
         self._allowance = allowance
         self._is_row = is_row
         self._pace = pace
-        self._say = say
+        self._denials = denials
         self._max_age_s = float("inf") if max_age_s is None else max_age_s
         self._id = uuid.uuid4().hex
         self._lease: str | None = None  # the ETag that it was last renewed with
@@ -190,7 +191,7 @@ class Janitor:
                 if supported is None:
                     supported = self._probe()
                 if not supported:
-                    self._say(
+                    self._denials.say(
                         "conditional writes",
                         "this server does not support conditional writes (If-None-Match, If-Match), "
                         f'so nothing is written below the shared prefix "{self._prefix}"',
@@ -199,8 +200,16 @@ class Janitor:
                 self._turn()
                 if self._lease is not None and time.monotonic() >= self._round_at:
                     self._round()
+                self._denials.worked("shared prefix")
             except (BotoCoreError, ClientError):
                 self._lease = None  # what was put may have arrived, under an unknown ETag: look for it
+            except (KeyError, ValueError):
+                self._lease = None
+                self._denials.say(
+                    "shared prefix",
+                    "answers lack an ETag, a Date or a Last-Modified, "
+                    f'so nothing is written below the shared prefix "{self._prefix}"',
+                )
             self._stop.wait(self._pace.turn_s)
         if self._lease is not None:
             with contextlib.suppress(BotoCoreError, ClientError):

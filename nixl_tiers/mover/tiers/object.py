@@ -99,7 +99,7 @@ class ObjectStorage(StorageTier):
                 allowance=self._allowance,
                 is_row=is_row,
                 pace=PACE,
-                say=self._bucket.denials.say,
+                denials=self._bucket.denials,
                 max_age_s=self._config.max_age,
             )
             self._janitor.start()
