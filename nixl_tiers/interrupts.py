@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
+
+SAME_S: Final = 1.0
+"""A shell, a launcher and a notebook each pass a Ctrl-C on: what comes so soon after the first is no second one."""
 
 
 class Interrupts:
-    """Within this context a SIGINT waits for the next `point`, or the end. A second one waits for nothing.
+    """Within this context a SIGINT waits for the next `point`, or the end. A second one, SAME_S later, waits for
+    nothing.
 
     Python raises KeyboardInterrupt between any two of its instructions, but only in the main thread: elsewhere, and
     where SIGINT has no handler in Python, nothing is changed.
@@ -19,6 +24,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._waiting: tuple[int, FrameType | None] | None = None
+        self._since_s = 0.0
 
     def point(self) -> None:
         """Whoever wants to interrupt may do it here. Raises what the handler raises."""
@@ -42,6 +48,8 @@ class Interrupts:
             self.point()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again, self._waiting = self._waiting is not None, (number, frame)
-        if again:
+        if self._waiting is None:
+            self._since_s = time.monotonic()
+            self._waiting = number, frame
+        elif time.monotonic() - self._since_s > SAME_S:
             self.point()

@@ -246,8 +246,8 @@ class TieredStore:
 
     def reset(self) -> None:
         """Forget everything: what was put before is never a hit again (see `on_reset`)."""
-        self._check_open()
-        self.engine.reset()
+        with self._call():
+            self.engine.reset()
 
     def close(self, patience_s: float = LEAVE_S) -> None:
         """Let movers finish what runs and leave. What was not written below yet is lost: `flush` first, or configure
@@ -288,7 +288,7 @@ class TieredStore:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Interrupts]:
-        """One call that moves rows. Nobody can interrupt it between having rows and ending them."""
+        """One call that changes the books. Nobody can interrupt it between having rows and ending them."""
         self._check_open()
         try:
             with Interrupts() as interrupts:
@@ -317,8 +317,14 @@ class TieredStore:
         interrupts.point()
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        with self.engine.changed:
-            return self.engine.changed.wait_for(condition, timeout_s)
+        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        with Interrupts() as interrupts, self.engine.changed:
+            while not condition():
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    return False
+                self.engine.changed.wait(min(POLL_S, left_s))
+                interrupts.point()
+        return True
 
     def _name(self) -> str:
         return f"api-{next(self._names)}"

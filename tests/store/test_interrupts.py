@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.interrupts import Interrupts
+from nixl_tiers.interrupts import SAME_S, Interrupts
 
 SIZE = 4 << 10
 ROWS = 8
@@ -85,6 +87,30 @@ def test_a_put_or_get_that_is_interrupted_at_any_line_loses_no_row(store: nixl_t
     assert store.stats()["cpu"]["rows"] == 0
 
 
+def test_a_reset_that_is_interrupted_at_any_line_is_done(store: nixl_tiers.TieredStore) -> None:
+    rows = np.zeros((ROWS // 2, SIZE), np.uint8)
+    line, ends = 0, False
+    while not ends:
+        line += 1
+        assert store.put([b"%d-%d" % (line, n) for n in range(len(rows))], rows) == len(rows)
+        ends = not interrupted_at(line, store.reset)
+        left = store.stats()["cpu"]["rows"]
+        assert left in {0, len(rows)}, f"half of a reset at line {line}"
+        store.reset()
+        assert store.stats()["cpu"]["rows"] == 0
+    assert line > 20
+
+
+def test_whoever_waits_for_a_flush_may_interrupt_it(
+    store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store.engine, "backlog", lambda: 1)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        store.flush(120)
+    assert not store.flush(0.01)
+
+
 def test_rows_that_were_not_all_filled_are_no_hits(store: nixl_tiers.TieredStore) -> None:
     put_part = store._put_part
 
@@ -98,7 +124,11 @@ def test_rows_that_were_not_all_filled_are_no_hits(store: nixl_tiers.TieredStore
     assert store.stats()["cpu"]["rows"] == 0
 
 
-def test_an_interrupt_waits_for_a_point_and_a_second_one_for_nothing() -> None:
+def test_an_interrupt_waits_for_a_point_and_a_second_one_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def passes(seconds: float) -> None:
+        later = time.monotonic() + seconds
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+
     with Interrupts() as interrupts:
         interrupts.point()
         signal.raise_signal(signal.SIGINT)
@@ -106,6 +136,8 @@ def test_an_interrupt_waits_for_a_point_and_a_second_one_for_nothing() -> None:
             interrupts.point()
         interrupts.point()
         signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a launcher has passed it on, too
+        passes(SAME_S + 0.1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interrupts():
