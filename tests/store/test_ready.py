@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.messages import Hello
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.load import get, put
+from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.testing.waiting import until
 
 SIZE = 60_000
@@ -42,6 +43,21 @@ def test_what_was_stored_is_a_hit_right_after_opening(tmp_path: Path, ready_s: f
                 assert store.locate(KEYS) == ["file"] * len(KEYS)
             else:
                 until(lambda: store.engine._answered, "the mover to have started")
+            assert get(store, KEYS) == ([True] * len(KEYS), [])
+
+
+def test_what_stands_in_a_bucket_is_a_hit_right_after_opening(
+    moto: S3Server, s3_credentials: Callable[[S3Server], None], s3_bucket: Callable[[S3Server], str], s3_prefix: str
+) -> None:
+    s3_credentials(moto)
+    objects = {"type": "s3", "bucket": s3_bucket(moto), "endpoint": moto.endpoint, "prefix": s3_prefix}
+    tiers = [{"type": "cpu", "capacity": 4 << 20}, {**objects, "capacity": 64 << 20}]
+    with nixl_tiers.open({"tiers": tiers, "ready_s": 120}, SIZE, "n") as store:
+        put(store, KEYS)
+        assert store.flush(120)
+    for _ in range(3):
+        with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, SIZE, "n") as store:
+            assert store.locate(KEYS) == ["s3"] * len(KEYS)
             assert get(store, KEYS) == ([True] * len(KEYS), [])
 
 
