@@ -238,7 +238,7 @@ class Engine:
         """Every worker is done with the store job of `keys`; the region's control words say which rows are good."""
         with self._lock:
             rows = self._core.filling(keys)
-            self._core.complete_store(rows, self._failed(rows))
+            self._core.complete_store(rows, *self._failed(rows))
             work = self._core.busy
         if work:
             self._movers.wake()
@@ -247,7 +247,7 @@ class Engine:
         """A thread's call has ended, well or not, and touches no row any more; those that it was to fill are hits if
         the region's control words say so. Nothing happens for a call that has no rows."""
         with self.changed:
-            self._core.end_call(call, self._failed(self._core.filling_of_call(call)))
+            self._core.end_call(call, *self._failed(self._core.filling_of_call(call)))
             work = self._core.busy
             self.changed.notify_all()
         if work:
@@ -329,7 +329,7 @@ class Engine:
             return {
                 name: {
                     **asdict(tier.counters),
-                    "used_bytes": used.get(name, tier.rows * row_bytes),
+                    "used_bytes": used.get(name, tier.used * row_bytes),
                     "capacity_bytes": capacity[name],
                     "rows": tier.rows,
                     "up": float(tier.up),
@@ -468,17 +468,23 @@ class Engine:
             ended = self.region.ended([row.index for row in rows], [row.ticket for row in rows])
             self._core.filled_in_vain([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
 
-    def _failed(self, rows: Sequence[Row]) -> set[Key]:
-        """Which of these rows that were to be filled were not; of the others, notes which sub-blocks they lack."""
-        failed: set[Key] = set()
+    def _failed(self, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:
+        """Which of these rows that were to be filled were not, and which lack sub-blocks that a load may want; of the
+        others, notes which sub-blocks they lack."""
+        failed, incomplete = set[Key](), set[Key]()
         if rows and self.region.geometry.sub_blocks > 1:
             for row, missing in zip(rows, self.region.missing([row.index for row in rows]).tolist(), strict=True):
                 row.missing = missing
         for ticket in {row.ticket for row in rows}:
             of_ticket = [row for row in rows if row.ticket == ticket]
-            written = self.region.written(np.array([row.index for row in of_ticket]), ticket)
-            failed.update(row.key for row, good in zip(of_ticket, written.tolist(), strict=True) if not good)
-        return failed
+            places = np.array([row.index for row in of_ticket])
+            if (written := self.region.written(places, ticket)).all():
+                continue
+            words = zip(of_ticket, written.tolist(), self.region.copied(places, ticket).tolist(), strict=True)
+            for row, good, copied in words:
+                if not good:
+                    (incomplete if copied else failed).add(row.key)
+        return failed, incomplete
 
     def _check_slots(self, tier: int, slots: int) -> None:
         """Raises ValueError for more than any medium of this capacity has: each costs the book a byte."""

@@ -115,6 +115,7 @@ class Endings(Queues):
             move.entry.stored = True
             storage.counters.bytes_written += self.row_bytes
             if ours:
+                storage.counters.stored += 1
                 self._written(tier, move.key)
         else:
             storage.counters.failed += 1
@@ -133,6 +134,7 @@ class Endings(Queues):
             if not row.gone:
                 row.state = RowState.READY
                 row.sealed = True
+                self.host.counters.promoted += 1
                 if storage.staged.get(move.key) is row:
                     self._demote(tier, move.key)
                 else:
@@ -142,11 +144,10 @@ class Endings(Queues):
                 storage.counters.failed += 1
                 if storage.index.get(move.key) is move.entry:
                     storage.stay(move.key, self._tick)
-            else:
+            elif storage.forget(move.key, move.entry):
                 storage.counters.corrupt += outcome is Outcome.CORRUPT
-                if storage.index.get(move.key) is move.entry:
-                    self.probes.was_bad(tier, move.key, now)
-                storage.forget(move.key, move.entry)
+                storage.counters.missing += outcome is Outcome.MISSING
+                self.probes.was_bad(tier, move.key, now)
             if not row.gone:
                 self.host.forget(row)
                 self._retry(storage, move.key, row, now)

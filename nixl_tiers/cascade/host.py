@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import msgspec
 
+from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.policies.base import EvictionPolicy
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
@@ -62,6 +63,7 @@ class HostTier:
         self.rows = rows
         self.index: dict[Key, Row] = {}
         # For whoever publishes events; bounded, since there may be nobody who takes them.
+        self.counters = Counters()
         self.evicted: deque[Key] = deque(maxlen=4 * rows)
         self.leaving: dict[Key, Row] = {}
         self.step = 0
@@ -155,6 +157,7 @@ class HostTier:
         del self.index[row.key]
         self.leaving.pop(row.key, None)
         self._slots.give(row.index)
+        self.counters.evictions += 1
         self.evicted.append(row.key)
 
     def _spare(self, key: Key) -> bool:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from nixl_tiers.cascade.breaker import BreakerState
+from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.storage import Storage
-from nixl_tiers.cascade.tier import Counters, Direction, TierSpec, TierState, Write
+from nixl_tiers.cascade.tier import Direction, TierSpec, TierState, Write
 from nixl_tiers.cascade.traffic import Traffic
 from nixl_tiers.chunk import Key
 
@@ -40,11 +41,12 @@ class StorePlan:
 
 @dataclass(frozen=True)
 class TierBook:
-    """A tier's numbers: running totals; rows in use; whether it serves; the state of its circuit; host rows that its
-    mover may still write to although nobody waits for them."""
+    """A tier's numbers: running totals; rows that can be hit; places in use, those too that are being written; whether
+    it serves; the state of its circuit; host rows that its mover may still write to although nobody waits for them."""
 
     counters: Counters
     rows: int
+    used: int
     up: bool
     circuit: BreakerState
     quarantined: int
@@ -71,7 +73,7 @@ class TierManager(Traffic):
         host = HostTier(rows, make_policy(policy, rows))
         limits = limits or Limits()
         super().__init__(host, [Storage(spec, limits) for spec in tiers], limits, row_bytes)
-        self.cpu_counters = Counters()
+        self.cpu_counters = host.counters
         self._requests: dict[str, Request] = {}
         self._allowed: dict[str, frozenset[int]] = {}  # of the requests that are not to load from every storage tier
         self._unflushed: list[Row] = []
@@ -158,7 +160,7 @@ class TierManager(Traffic):
             row = self.host.index.get(key)
             if row is not None and row.worker:
                 row.worker -= 1
-                row.source = CPU
+                self._read(row)
                 self._flushed(row.generation)
 
     def fail_load(self, keys: Collection[Key], name: str) -> None:
@@ -167,11 +169,16 @@ class TierManager(Traffic):
         request = self._requests.get(name)
         if request is not None:
             request.barred = True
-        rows = [row for key in keys if (row := self.host.index.get(key)) is not None and row.worker]
-        self.complete_load(keys)
-        for row in rows:
-            if not row.gone and not row.worker:  # another load may still count on it, and has its own end
-                self.cpu_counters.failed += 1
+        for key in keys:
+            row = self.host.index.get(key)
+            if row is None or not row.worker:
+                continue
+            row.worker -= 1
+            row.source = CPU
+            self._flushed(row.generation)
+            self.cpu_counters.failed += 1
+            if not row.worker:  # another load may still count on it, and has its own end
+                self.cpu_counters.unreadable += row.state is RowState.READY
                 self.host.forget(row)
 
     def prepare_store(self, keys: Sequence[Key], name: str, *, call: bool = False) -> StorePlan:
@@ -209,27 +216,26 @@ class TierManager(Traffic):
         """The rows that a call fills now and that somebody could find afterwards, in prefix order."""
         return [row for row in self._calls.get(name, ()) if row.state is RowState.FILLING and not row.gone]
 
-    def end_call(self, name: str, failed: Collection[Key]) -> None:
+    def end_call(self, name: str, failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
         """A call is over, well or not: from now on it neither reads nor writes any row, and is no request any more.
-        Of the rows that it was to fill, those of `failed` hold nothing usable."""
+        Of the rows that it was to fill, those of `failed` and `incomplete` are as complete_store says."""
         for row in self._calls.pop(name, ()):
             row.calls -= 1
             if row.gone:
                 self.host.settle(row)
             elif row.state is RowState.FILLING:
-                self._filled(row, row.key not in failed)
+                self._filled(row, failed, incomplete)
             else:
-                row.source = CPU
+                self._read(row)
         self._clean_all()
         self.finish_request(name)
 
-    def complete_store(self, rows: Iterable[Row], failed: Collection[Key]) -> None:
-        """Workers are done writing these rows; those of `failed` hold nothing usable."""
+    def complete_store(self, rows: Iterable[Row], failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
+        """Workers are done writing these rows. Those of `failed` hold nothing usable; in those of `incomplete` there is
+        something missing from the first, so that no load could do with them."""
         for row in rows:
             row.worker = 0
-            good = row.key not in failed
-            self._filled(row, good)
-            if good:
+            if self._filled(row, failed, incomplete):
                 self._flushed(row.generation)
         self._clean_all()
 
@@ -275,6 +281,7 @@ class TierManager(Traffic):
         for row in list(self.host.index.values()):
             if row.worker:
                 self._unflushed.append(row)
+            self.cpu_counters.reset += row.state is RowState.READY
             self.host.forget(row)
         for storage in self.storage:
             storage.to_load.clear()
@@ -328,10 +335,12 @@ class TierManager(Traffic):
 
     def counters(self) -> Mapping[str, TierBook]:
         """By tier, the host's too."""
-        book = {CPU: TierBook(self.cpu_counters, self.host.used, True, BreakerState.CLOSED, 0)}
+        cpu = self.cpu_counters
+        book = {CPU: TierBook(cpu, cpu.rows, self.host.used, True, BreakerState.CLOSED, 0)}
         for storage in self.storage:
             book[storage.spec.name] = TierBook(
                 storage.counters,
+                storage.counters.rows,
                 len(storage.slots),
                 storage.state is TierState.UP,
                 storage.circuit,
@@ -355,14 +364,21 @@ class TierManager(Traffic):
         else:
             row.worker += 1
 
-    def _filled(self, row: Row, good: bool) -> None:
-        if not good:
-            self.cpu_counters.failed += 1
+    def _filled(self, row: Row, failed: Collection[Key], incomplete: Collection[Key]) -> bool:
+        if row.key in failed or row.key in incomplete:
+            self.cpu_counters.failed += row.key in failed
+            self.cpu_counters.incomplete += row.key not in failed
             self.host.forget(row)
-            return
+            return False
         row.state = RowState.READY
+        self.cpu_counters.stored += 1
         self.cpu_counters.bytes_written += self.row_bytes
         self._cascade(row, self.storage)
+        return True
+
+    def _read(self, row: Row) -> None:
+        row.source = CPU
+        self.cpu_counters.bytes_read += self.row_bytes
 
     def _counters(self, name: str) -> Counters:
         for storage in self.storage:

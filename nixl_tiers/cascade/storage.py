@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
+from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.pace import Pace
@@ -17,7 +18,7 @@ from nixl_tiers.cascade.policies.base import EvictionPolicy
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.cascade.suspects import Suspects
-from nixl_tiers.cascade.tier import Counters, Direction, Entry, Job, TierSpec, TierState
+from nixl_tiers.cascade.tier import Direction, Entry, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key
 
 SAMPLED: Final = 64
@@ -152,6 +153,7 @@ class Storage:
         if slot < 0:
             if entry is not None and not self._spare(key):
                 self.forget(key, entry)
+                self.counters.removed += 1
             return
         if entry is not None:
             if entry.slot != slot and self.spec.physical_slots:
@@ -168,6 +170,7 @@ class Storage:
             return
         self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
+        self.counters.found += 1
 
     def adopt_rows(self, rows: AdoptedRows) -> None:
         """Many rows that the medium held before we came, colder than any that was adopted or used since."""
@@ -175,9 +178,11 @@ class Storage:
         self.adopted.append(rows)
         if self.spec.physical_slots:
             self.slots.admit(rows)
+            self.counters.found += len(rows)
             self._close_emptied()
         else:
             self.slots.lend(len(rows))
+            self.counters.found += len(rows)
             self._evict_adopted(-self.slots.free)
 
     def forget_told_before(self) -> None:
@@ -247,15 +252,18 @@ class Storage:
                 self.policy.remove(key)
             self._evicted(key)
 
-    def forget(self, key: Key, entry: Entry) -> None:
-        """This row is no good (any more). Does nothing if the key has another entry by now."""
-        if self.index.get(key) is entry:
-            if not entry.leaving:
-                self.policy.remove(key)
-            self._give_back(key)
+    def forget(self, key: Key, entry: Entry) -> bool:
+        """This row is no good (any more). Does nothing, and returns False, if the key has another entry by now."""
+        if self.index.get(key) is not entry:
+            return False
+        if not entry.leaving:
+            self.policy.remove(key)
+        self._give_back(key)
+        return True
 
     def clear(self) -> None:
         """Another epoch: nothing that was here may be found. Jobs under way end as strangers."""
+        self.counters.reset += self.counters.rows
         self.index = {}
         self.closing += self.adopted
         self.adopted = []
@@ -325,6 +333,7 @@ class Storage:
             number = self.slots.take()
             if number is None:
                 self.to_drop.append((slot, key))
+                self.counters.evictions += 1
                 return None
             slot = number
         entry = self.index[key] = Entry(slot, stored=True)
@@ -332,6 +341,7 @@ class Storage:
 
     def _told_twice(self, key: Key, slot: int) -> None:
         """A row that is no longer among the adopted has an entry of its own, which is the one that counts."""
+        self.counters.relisted += 1
         if self.spec.physical_slots:
             self.slots.give(slot)
             self.to_drop.append((slot, key))
@@ -364,6 +374,7 @@ class Storage:
     def _close_adopted(self, number: int) -> None:
         rows = self.adopted.pop(number)
         self.told_before -= number < self.told_before
+        self.counters.relisted += len(rows)
         if self.spec.physical_slots:
             self.slots.dismiss(rows)
         else:

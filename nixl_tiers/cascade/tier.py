@@ -76,22 +76,3 @@ class Job:
     alone: bool = False  # of one row, for nobody: to try a suspect, or a tier that failed
     episode: int | None = None  # of the breaker, if it is that one's probe
     late: bool = False
-
-
-@dataclass
-class Counters:
-    """Monotonic, in rows unless the name says bytes; `dropped` counts rows that were never written below, `late` those
-    whose load nobody waited for any longer, `kills` and `deaths` the tier's movers."""
-
-    hits: int = 0
-    misses: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    evictions: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    dropped: int = 0
-    late: int = 0
-    kills: int = 0
-    deaths: int = 0
-    probes: int = 0

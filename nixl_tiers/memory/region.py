@@ -42,6 +42,7 @@ MAX_NOTE_BYTES: Final = 400
 
 WRITTEN: Final = 1
 FAILED: Final = 2
+INCOMPLETE: Final = 3  # copied, but what was not there to be copied may be wanted
 # A control word: the job's ticket in the upper 40 bits, how many sub-blocks are missing at the cell's beginning in the
 # next 16, and the state.
 _TICKET_AT: Final = 24
@@ -148,16 +149,19 @@ class HostRegion:
             raise RegionError(f"cannot map the region behind descriptor {fd}: {error.strerror}") from error
 
     def mark(self, rows: NDArray[np.integer[Any]] | Sequence[int], cell: int, ticket: int,
-             ok: NDArray[np.bool_] | bool, missing: NDArray[np.integer[Any]] | int = 0) -> None:  # fmt: skip
+             ok: NDArray[np.bool_] | bool, missing: NDArray[np.integer[Any]] | int = 0, *,
+             whole: NDArray[np.bool_] | bool = True) -> None:  # fmt: skip
         """Say that copying job `ticket` has written its cell of these rows, or failed to; `ok` for all or one a row.
 
-        `missing`: how many sub-blocks at the cell's beginning were not written, for all or one a row; more than
-        MAX_MISSING is a failure. Called by the rank that owns the cell, after its bytes are in memory (streaming
-        stores fenced). A late word of an older job cannot pass for a newer one's: tickets (0 to 2**40 - 1) are never
-        used twice in a region.
+        `missing`: how many sub-blocks at the cell's beginning were not written, for all or one a row; `whole`: False
+        where a load may want them (as is taken for granted of more than MAX_MISSING), so that the row is of no use.
+
+        Called by the rank that owns the cell, after its bytes are in memory (streaming stores fenced). A late word of
+        an older job cannot pass for a newer one's: tickets (0 to 2**40 - 1) are never used twice in a region.
         """
         counts = np.asarray(missing, np.uint64)
-        states = np.where(np.logical_and(ok, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(FAILED))
+        good = np.where(np.logical_and(whole, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(INCOMPLETE))
+        states = np.where(ok, good, np.uint64(FAILED))
         counts = np.minimum(counts, MAX_MISSING) << np.uint64(_MISSING_AT)
         self._control[rows, cell] = np.uint64(ticket << _TICKET_AT) | counts | states
 
@@ -174,6 +178,14 @@ class HostRegion:
         of_job = words >> np.uint64(_TICKET_AT) == np.asarray(tickets, np.uint64)[:, None]
         done: NDArray[np.bool_] = (of_job & (words & np.uint64((1 << _MISSING_AT) - 1) != 0)).all(axis=1)
         return done
+
+    def copied(self, rows: NDArray[np.integer[Any]] | Sequence[int], ticket: int) -> NDArray[np.bool_]:
+        """bool (len(rows),): True where every cell's word says that job `ticket` has copied what was there to copy,
+        whole or not."""
+        words = self._control[rows] & ~np.uint64(MAX_MISSING << _MISSING_AT)
+        known = np.array([ticket << _TICKET_AT | WRITTEN, ticket << _TICKET_AT | INCOMPLETE], np.uint64)
+        good: NDArray[np.bool_] = np.isin(words, known)
+        return np.asarray(good.all(axis=1))
 
     def missing(self, rows: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.uint64]:
         """(len(rows),): how many sub-blocks at the beginning some cell of a written row lacks."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from nixl_tiers.cascade.adopted import AdoptedRows
 from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
+from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.outcome import Outcome
@@ -516,7 +517,11 @@ class World:
         promise(core.host.used <= self.rows, "more rows in use than there are")
         indices = [row.index for row in core.host.index.values()]
         promise(len(set(indices)) == len(indices), "two keys in one row")
+        ready = sum(row.state is RowState.READY for row in core.host.index.values())
+        promise(core.cpu_counters.rows == ready, f"the host holds {ready} rows, and {core.cpu_counters} say otherwise")
         for storage, mover in zip(core.storage, self.movers, strict=True):
+            held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.adopted))
+            promise(storage.counters.rows == held, f"a tier holds {held} rows, and {storage.counters} say otherwise")
             slots = [entry.slot for entry in storage.index.values()]
             if mover.physical:
                 slots += [slot for rows in storage.adopted for slot in _slots_of(rows)]

@@ -257,7 +257,7 @@ class NixlTiersWorker(OffloadingWorker):
 
     def _store_part(self, part: Part, ticket: int) -> Finish:
         def finish() -> Moved:
-            copied, moved = False, Moved()
+            copied, moved = not part.known, Moved()  # what is not known is nobody's failure
             if started is not None:
                 try:
                     moved = started()
@@ -267,8 +267,8 @@ class NixlTiersWorker(OffloadingWorker):
             missing = np.zeros(len(part.rows), np.int64)
             missing[0] = part.first
             # Elsewhere nobody can tell at a look-up whether the load would read what is missing.
-            usable = (missing == 0) | (part.group in self._last_block_only)
-            self._region.mark(part.rows, self._cell, ticket, usable & copied, missing)
+            whole = part.known & ((missing == 0) | (part.group in self._last_block_only))
+            self._region.mark(part.rows, self._cell, ticket, copied, missing, whole=whole)
             return moved
 
         started: Finish | None = None

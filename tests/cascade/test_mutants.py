@@ -150,6 +150,28 @@ class DemotedRowStaysPinned(TierManager):
         super()._let_go(tier, key, written)
 
 
+class EvictionsOfTheHostUncounted(TierManager):
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        self.host.counters.evictions = 0
+        return super().plan(now)
+
+
+class BadRowCountedTwice(TierManager):
+    """A row that a late load, and then another one, found to be bad has left the tier once."""
+
+    def _load_ended(self, tier: int, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        before = self.storage[tier].counters.corrupt
+        super()._load_ended(tier, move, outcome, now)
+        self.storage[tier].counters.corrupt = before + (outcome is Outcome.CORRUPT)
+
+
+class ResetUncounted(TierManager):
+    def reset(self, keep_storage: bool) -> None:
+        super().reset(keep_storage)
+        for storage in self.storage:
+            storage.counters.reset = 0
+
+
 class PinForgotten(TierManager):
     def complete_load(self, keys) -> None:  # type: ignore[no-untyped-def]
         super().complete_load(list(keys)[1:])
@@ -279,6 +301,7 @@ MUTANTS = [
     AdoptedSlotsStayFree,
     AsksForTheAbsentAgain,
     AsksForTheBadAgain,
+    BadRowCountedTwice,
     BudgetOffByOne,
     CallEndsByKey,
     CallsRowsFlushed,
@@ -288,6 +311,7 @@ MUTANTS = [
     DeadlineIgnoredForRowsBeingFilled,
     DemotedRowStaysPinned,
     DemotionWithoutBounds,
+    EvictionsOfTheHostUncounted,
     GenerationIgnored,
     LateIsWaitedFor,
     MissesWhatAListingMayBring,
@@ -301,6 +325,7 @@ MUTANTS = [
     PinsIgnored,
     PlansForThoseWhoDoNotRead,
     ProbesWithoutBounds,
+    ResetUncounted,
     RowFreedWhileMoved,
     RowReusedAfterReset,
     SlotFreedWhileWritten,

@@ -245,6 +245,8 @@ class Arena:
         assert (storage.rows_storing, storage.rows_loading) == (0, 0)
         until(self._every_row_can_be_had, "host rows to be free again", PATIENCE_S)
         stats = self.stats()
+        assert stats["rows"] == storage.counters.rows == len(storage.slots)
+        assert self.store.stats()["cpu"]["rows"] == core.host.used == len(core.host.index)
         assert 0 <= stats["used_bytes"] <= self.tier.capacity
         assert 0 <= stats["rows"] * self.store._region.geometry.row_bytes <= self.tier.capacity
         path = getattr(self.tier, "path", None)

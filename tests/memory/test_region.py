@@ -214,6 +214,17 @@ def test_a_late_word_of_an_old_job_never_passes_for_the_new_one(made: HostRegion
     assert made.written([0, 1], 8).tolist() == [False, False]
 
 
+def test_a_row_that_was_copied_and_is_not_whole_is_neither_written_nor_failed(made: HostRegion) -> None:
+    rows = np.array([4, 1, 2])
+    for cell in range(2):
+        made.mark(rows, cell, 7, ok=True)
+    assert not made.copied(rows, 7).any()
+    made.mark(rows, 2, 7, np.array([True, False, True]), missing=[1, 1, 0], whole=np.array([False, False, True]))
+    assert made.written(rows, 7).tolist() == [False, False, True]
+    assert made.copied(rows, 7).tolist() == [True, False, True]
+    assert not made.copied(rows, 8).any()
+
+
 def test_tickets_of_40_bits_are_kept_apart_and_larger_ones_refused(made: HostRegion) -> None:
     largest = (1 << 40) - 1
     for cell in range(3):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -446,3 +447,14 @@ def test_reset_and_shutdown_wait_for_no_server_that_never_answers(monkeypatch: p
         assert waits, "shutdown gives movers a moment"
         assert None not in waits
         assert sum(filter(None, waits)) <= 0.5
+
+
+def test_a_chunk_that_the_engine_has_not_all_of_is_counted_as_such_and_not_as_a_failure(bench: Bench) -> None:
+    first, second, third = keys_of(3)
+    context = bench.request("r", first, second, third)
+    spec = bench.manager.prepare_store([first, second, third], context).store_spec
+    for cell in (0, 1):
+        bench.region.mark(spec.rows, cell, spec.ticket, [True, True, cell == 0], whole=np.array([True, False, True]))
+    bench.manager.complete_store({first, second, third}, context)
+    stats = bench.manager._engine.counters()["cpu"]
+    assert [stats[name] for name in ("stored", "incomplete", "failed", "rows")] == [1, 1, 1, 1]

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 pytest.importorskip("vllm")
 
+from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.vllm.metrics import COUNTERS, GAUGES, PREFIX, Reporter, definitions
 
 
@@ -28,6 +31,10 @@ def test_a_series_exists_from_the_start_at_zero() -> None:
         "nixl_tiers:corrupt": {("s3",): 0},
         "nixl_tiers:up": {("s3",): 0},
     }
+
+
+def test_every_counter_of_a_tier_is_declared() -> None:
+    assert set(COUNTERS) == {field.name for field in fields(Counters)}
 
 
 def test_what_vllm_was_not_told_of_is_not_reported() -> None:
