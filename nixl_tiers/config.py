@@ -90,6 +90,11 @@ class FileTier(_Model):
     eviction: Eviction = "lru"
     max_age: Age = None
 
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return str(self.path)
+
 
 class S3Tier(_Model):
     """A prefix of a bucket. Without `endpoint`: AWS. Without any credential field: the usual AWS chain.
@@ -116,6 +121,11 @@ class S3Tier(_Model):
     ca_file: AbsolutePath | None = None
     sse: Sse | None = None
     sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return f"s3://{self.bucket}/{self.prefix}" + (f" on {self.endpoint}" if self.endpoint else "")
 
     @model_validator(mode="after")
     def _agree(self) -> S3Tier:

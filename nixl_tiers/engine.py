@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.tier import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.clock import RunningClock
-from nixl_tiers.config import StorageTier, TiersConfig, tier_to_dict
+from nixl_tiers.config import StorageTier, TiersConfig, format_size, tier_to_dict
 from nixl_tiers.lifetime import OfParent
 from nixl_tiers.mover.client import Supervisor
 from nixl_tiers.mover.messages import (
@@ -51,6 +50,7 @@ from nixl_tiers.mover.messages import (
     ToMover,
     sendable,
 )
+from nixl_tiers.tier_log import TierLog
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_OPEN = BreakerState.OPEN
 LISTING_S: Final = 10.0  # between two lines about a listing that takes so long
 LOCATED_AT_ONCE: Final = 256  # keys, for which the lock is held
 MOST_SLOTS: Final = 2  # in capacities: what others store on a shared medium beyond it must be told of
@@ -109,7 +108,10 @@ class Engine:
         self._denials: list[dict[str, str]] = [{} for _ in specs]  # by tier and kind of request: a sentence
         self._listed = [0] * len(specs)
         self._say_listing_at = [0.0] * len(specs)
-        self._circuits = {(tier, way): BreakerState.CLOSED for tier in range(len(specs)) for way in Direction}
+        self._logs = [
+            TierLog(name, tier.place, format_size(tier.capacity))
+            for name, tier in zip(config.names, config.storage, strict=True)
+        ]
         self._last_word = [""] * len(specs)
         hellos = hellos or [
             Hello(
@@ -132,6 +134,14 @@ class Engine:
 
         Raises TierRefusedError if one can never work. One that is down, or slow to answer, starts as a miss and heals.
         """
+        log.info(
+            "nixl_tiers: cpu tier, %s: %d rows of %s; storage tiers: %s; namespace %s",
+            format_size(self.region.nbytes),
+            self.region.rows,
+            format_size(self.region.geometry.row_bytes),
+            ", ".join(self._names) or "none",
+            self.namespace.digest.hex(),
+        )
         if not self._config.storage:
             return
         began_s = time.monotonic()
@@ -369,6 +379,8 @@ class Engine:
                     if message.epoch == self.namespace.epoch:
                         entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
                         self._core.adopt(tier, entries, message.last)
+                        if message.last:
+                            self._logs[tier].listed(len(self._core.storage[tier].slots))
                 case Probed():
                     self._core.probed(tier, message.probe, message.absent, now)
                 case Opened():
@@ -377,7 +389,8 @@ class Engine:
                         self._answered.add(tier)
                         self._say_listing_at[tier] = now + LISTING_S
                         self._core.opened(tier, message.slots)
-                        self._say(tier, "")
+                        self._last_word[tier] = ""
+                        self._logs[tier].up(now)
                 case Slots():
                     self._check_slots(tier, message.slots)
                     if message.epoch == self.namespace.epoch:
@@ -385,12 +398,12 @@ class Engine:
                 case Down():
                     self._answered.add(tier)
                     self._core.down(tier, now)
-                    self._say(tier, message.reason)
+                    self.on_trouble(tier, message.reason)
                 case Refused():
                     self._answered.add(tier)
                     self._core.down(tier, now)
                     self._refusals[tier] = message.reason
-                    self._say(tier, message.reason)
+                    self.on_trouble(tier, message.reason)
             self.changed.notify_all()
 
     def on_table(self, tier: int, message: AdoptTable, table: Table) -> None:
@@ -404,6 +417,15 @@ class Engine:
                 self.changed.notify_all()
                 return
         table.close()
+
+    def on_trouble(self, tier: int, reason: str) -> None:
+        with self._lock:
+            self._last_word[tier] = reason
+            self._logs[tier].down(reason, self._clock())
+
+    def on_line(self, tier: int, level: int, text: str) -> None:
+        with self._lock:
+            self._logs[tier].line(level, text)
 
     def on_killed(self, tier: int) -> None:
         with self.changed:
@@ -436,7 +458,8 @@ class Engine:
                     messages.append((probe.tier, question))
                 else:
                     self._core.probed(probe.tier, probe.id, (), now)
-            self._say_circuits()
+            for tier_log, storage in zip(self._logs, self._core.storage, strict=True):
+                tier_log.watch(storage.breakers, now)
             closing = [rows for storage in self._core.storage for rows in storage.take_closing()]
             result = messages, self._core.overdue(heard_s), self._core.busy
         for rows in closing:
@@ -494,16 +517,6 @@ class Engine:
     def _open_message(self) -> Open:
         return Open(self.namespace.digest, self.namespace.epoch)
 
-    def _say(self, tier: int, reason: str) -> None:
-        """One line when a tier changes its mind, not one for every try."""
-        if reason == self._last_word[tier]:
-            return
-        if reason:
-            log.warning("nixl_tiers: the %s tier is down: %s", self._names[tier], reason)
-        else:
-            log.warning("nixl_tiers: the %s tier is up again", self._names[tier])
-        self._last_word[tier] = reason
-
     def _say_denials(self, tier: int, denials: dict[str, str]) -> None:
         """One line for each kind of request, when the medium begins to deny it and when it has ended."""
         before, self._denials[tier] = self._denials[tier], denials
@@ -518,17 +531,6 @@ class Engine:
             self._say_listing_at[tier] = now + LISTING_S
             what = f"{self._listed[tier]:,} rows so far; what it has not told of yet is a miss"
             log.info("nixl_tiers: the %s tier is still being listed: %s", self._names[tier], what)
-
-    def _say_circuits(self) -> None:
-        """One line when a circuit changes its state."""
-        for tier, storage in enumerate(self._core.storage):
-            for way, breaker in storage.breakers.items():
-                if breaker.state is not self._circuits[tier, way]:
-                    self._circuits[tier, way] = breaker.state
-                    again = f", to be tried again in {breaker.backoff_s:g} s" if breaker.state is _OPEN else ""
-                    word = breaker.state.name.lower().replace("_", "-")
-                    name = self._names[tier]
-                    log.warning("nixl_tiers: the circuit of %ss to the %s tier is %s%s", way.value, name, word, again)
 
 
 def _has_places(tier: StorageTier) -> bool:

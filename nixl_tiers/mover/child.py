@@ -22,6 +22,7 @@ from nixl_tiers.mover.messages import (
     decode_to_engine,
     encode,
 )
+from nixl_tiers.mover.stderr import Stderr, secrets_of
 
 START_S: Final = 60.0  # a mover that imports, maps and opens for longer than this is hung
 SILENCE_S: Final = 20 * HEARTBEAT_S
@@ -40,7 +41,10 @@ class Child:
         """Raises OSError if it cannot be started."""
         self._clock = clock
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pipe: tuple[int, ...] = ()
         try:
+            pipe = os.pipe2(os.O_CLOEXEC)
+            self.stderr = Stderr(pipe[0], secrets_of(os.environ, _secret_names(hello)))
             with theirs:
                 for end in (ours, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -54,13 +58,17 @@ class Child:
                     ],
                     pass_fds=(theirs.fileno(), region_fd),
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # NIXL logs there; what matters goes to stderr
+                    stdout=subprocess.DEVNULL,
+                    stderr=pipe[1],
                     start_new_session=True,
                     env=environment(),
                 )
             self.pidfd = os.pidfd_open(self.process.pid)
+            os.close(pipe[1])
         except BaseException:
             ours.close()
+            for fd in pipe:
+                os.close(fd)
             raise
         self.socket = ours
         self.heard_s = clock()
@@ -149,6 +157,12 @@ class Child:
     def close(self) -> None:
         self.socket.close()
         os.close(self.pidfd)
+        os.close(self.stderr.fd)
+
+
+def _secret_names(hello: Hello) -> list[str]:
+    """Environment variables that a tier's configuration names, all of which hold credentials."""
+    return [str(value) for field, value in hello.tier.items() if field.endswith("_env") and value]
 
 
 def environment() -> dict[str, str]:

@@ -49,6 +49,12 @@ class Handler(Protocol):
     def on_table(self, tier: int, message: AdoptTable, table: Table) -> None:
         """`table` is the handler's."""
 
+    def on_trouble(self, tier: int, reason: str) -> None:
+        """The tier has no mover that can serve, and why; comes again while that lasts."""
+
+    def on_line(self, tier: int, level: int, text: str) -> None:
+        """The tier's mover has logged something."""
+
     def on_killed(self, tier: int) -> None:
         """The tier's mover is being killed. It will not be heard again; its rows are not quiet yet."""
 
@@ -226,7 +232,7 @@ class Supervisor:
         """Kill it if it must be, else send it what it takes."""
         if mover.killed_s is not None:
             if now - mover.killed_s > UNREAPED_S:
-                self._say(tier, "was killed and does not die: the tier stays down until it does")
+                self._handler.on_trouble(tier, "its mover was killed and does not die")
             return
         if self._stopping and not mover.stopping and mover.room:
             self._send(tier, mover, Stop())
@@ -253,7 +259,7 @@ class Supervisor:
         try:
             mover = Child(self._hellos[tier], self._region_fd, self._clock)
         except OSError as error:
-            self._say(tier, f"cannot be started: {error}")
+            self._handler.on_trouble(tier, f"its mover cannot be started: {error}")
             self._spawn_at[tier] = self._respawn[tier].died(self._clock())
             return
         self._to_open.discard(tier)
@@ -261,6 +267,7 @@ class Supervisor:
         self._movers[tier] = mover
         self._selector.register(mover.socket, selectors.EVENT_READ)
         self._selector.register(mover.pidfd, selectors.EVENT_READ)
+        self._selector.register(mover.stderr.fd, selectors.EVENT_READ)
 
     def _send(self, tier: int, mover: Child, message: ToMover) -> None:
         """Nothing is ever left out: a mover that cannot be told something dies."""
@@ -271,6 +278,7 @@ class Supervisor:
 
     def _receive(self, tier: int, mover: Child) -> None:
         gone = mover.gone  # looked at first: what it said before it died counts
+        self._relay(tier, mover)
         try:
             for message, table in mover.receive():
                 if isinstance(message, (Opened, Down)):
@@ -294,11 +302,18 @@ class Supervisor:
     def _kill(self, tier: int, mover: Child, why: str) -> None:
         if mover.killed:
             return
-        log.warning("nixl_tiers: killing the %s tier's mover: %s", self._names[tier], why)
+        self._handler.on_trouble(tier, f"its mover is killed: {why}")
         mover.kill()
         self._respawn[tier].killed(self._clock())
         self._deafen(mover)
         self._handler.on_killed(tier)
+
+    def _relay(self, tier: int, mover: Child) -> None:
+        """Hand on what it has written to its standard error."""
+        for level, text in mover.stderr.read():
+            self._handler.on_line(tier, level, text)
+        if mover.stderr.ended and mover.stderr.fd in self._selector.get_map():
+            self._selector.unregister(mover.stderr.fd)
 
     def _deafen(self, mover: Child) -> None:
         mover.ended = True
@@ -308,19 +323,16 @@ class Supervisor:
     def _bury(self, tier: int, mover: Child) -> None:
         self._deafen(mover)
         self._selector.unregister(mover.pidfd)
+        if mover.stderr.fd in self._selector.get_map():  # somebody that it has started holds the other end
+            self._selector.unregister(mover.stderr.fd)
         mover.close()
         self._movers[tier] = None
         if not self._stopping and tier not in self._refused:
-            log.warning("nixl_tiers: the %s tier's mover ended (%s)", self._names[tier], mover.process.returncode)
+            if not mover.killed:
+                last = "; its last lines: " + " | ".join(mover.stderr.last) if mover.stderr.last else ""
+                self._handler.on_trouble(tier, f"its mover ended with {mover.process.returncode}{last}")
             self._spawn_at[tier] = self._respawn[tier].died(self._clock())
         self._handler.on_lost(tier)
-
-    def _say(self, tier: int, what: str) -> None:
-        """Once, however often it is found to be so."""
-        line = f"nixl_tiers: the {self._names[tier]} tier's mover {what}"
-        if line not in self._told:
-            self._told.add(line)
-            log.warning("%s", line)
 
     def _tell(self, where: str, error: Exception) -> None:
         """Once for each place and kind of error."""

@@ -6,6 +6,7 @@ socket does not take yet is kept. So a missing heartbeat means that this process
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -53,6 +54,7 @@ from nixl_tiers.mover.messages import (
 )
 from nixl_tiers.mover.messages import Down as TierIsDown
 from nixl_tiers.mover.outbox import Outbox
+from nixl_tiers.mover.stderr import FORMAT
 from nixl_tiers.mover.teller import Teller
 from nixl_tiers.mover.tiers.base import StorageTier, TierDown, TierRefused
 from nixl_tiers.mover.tiers.make import make_tier
@@ -91,7 +93,6 @@ class Mover:
         self._served: Open | None = None
         self._slots_told = 0
         self._up_at_s = 0.0
-        self._last_word = ""
         self._teller: Teller | None = None
         self._beat_at_s = 0.0
         self._used_bytes = 0
@@ -197,7 +198,6 @@ class Mover:
             self._answered = True
             self._served = message
             self._up_at_s = now
-            self._last_word = ""
             self._slots_told = slots
             self._beat()
             self.outbox.send(Opened(message.epoch, slots))
@@ -215,9 +215,6 @@ class Mover:
         self._serve_nothing()
         self._again = (now + self._backoff_s, message)
         self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
-        if str(error) != self._last_word:  # tries to come up again fail as the first one did
-            self._last_word = str(error)
-            logger.warning("%s; trying again until it works", error)
         self.outbox.send(TierIsDown(str(error)))
 
     # --- rows -----------------------------------------------------------------------------------------------------
@@ -289,7 +286,8 @@ def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
     except BaseException:
         logger.exception("the mover failed")
     finally:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the engine, which reads it, may be gone
+            sys.stderr.flush()
         os._exit(status)
 
 
@@ -419,7 +417,7 @@ def _first(end: socket.socket, events: select.poll, ends: set[int]) -> Hello | N
 
 def _log_as(name: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(f"nixl_tiers mover[{name}] %(levelname)s: %(message)s"))
+    handler.setFormatter(_OneLine(FORMAT % name))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells at every look where it found credentials
 

@@ -27,6 +27,7 @@ from nixl_tiers.vllm.compat import (
     OffloadingSpec,
     OffloadingWorker,
 )
+from nixl_tiers.vllm.logs import log_as_vllm
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class NixlTiersSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        log_as_vllm()
         refuse_layout(config)
         self.tiers = parse(config)
         self.geometry = geometry_of(config)
@@ -97,13 +99,6 @@ class NixlTiersSpec(OffloadingSpec):
         except BaseException:
             region.close()
             raise
-        log.info(
-            "nixl_tiers: namespace %s, %d host rows of %s, storage tiers: %s",
-            namespace.digest.hex(),
-            region.rows,
-            tiers_config.format_size(self.geometry.row_bytes),
-            ", ".join(self.tiers.names) or "none",
-        )
         events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
         pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -42,6 +43,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.heard: list[ToEngine] = []
+        self.troubles: list[str] = []
+        self.lines: list[tuple[int, str]] = []
         self.tiers: list[int] = []
         self.killed = self.lost = self.raises = 0
         self.nap_s = 0.0  # how long it takes over the next message
@@ -58,6 +61,12 @@ class Recorder:
 
     def on_table(self, tier: int, message: AdoptTable, table: Table) -> None:
         table.close()
+
+    def on_trouble(self, tier: int, reason: str) -> None:
+        self.troubles.append(reason)
+
+    def on_line(self, tier: int, level: int, text: str) -> None:
+        self.lines.append((level, text))
 
     def on_killed(self, tier: int) -> None:
         self.killed += 1
@@ -209,6 +218,26 @@ def test_time_in_which_nobody_ran_counts_for_next_to_nothing() -> None:
     moments = [0.0, 1.0, 3601.0, 3602.0, 7200.0]
     clock = RunningClock(iter(moments).__next__)
     assert [clock() for _ in moments[1:]] == pytest.approx([1.0, 1.0 + COUNTED_S, 2.0 + COUNTED_S, 2.0 + 2 * COUNTED_S])
+
+
+def test_a_mover_that_dies_at_its_start_shows_its_last_lines_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789abcdef")
+    recorder = Recorder()
+    with HostRegion.create(GEOMETRY, 4) as region:
+        hello = Hello({"type": "tests.mover.toys:dying"}, 1, 60_000, 1, 4)
+        supervisor = Supervisor([hello], ["toy"], region.fd, recorder, time.monotonic)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        supervisor.start(Open(NAMESPACE, 0))
+        try:
+            until(lambda: len(recorder.troubles) > 1, "two deaths", 120)
+        finally:
+            supervisor.close(10)
+        assert len(list(Path("/proc/self/fd").iterdir())) < before
+    reason = "its mover ended with 127; its last lines: lib.so: undefined symbol: foo, key ***"
+    assert set(recorder.troubles) == {reason}
+    assert (logging.DEBUG, "lib.so: undefined symbol: foo, key ***") in recorder.lines
 
 
 def _hears_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,12 @@ def brisk_objects(config: dict[str, Any], geometry: Geometry, region: HostRegion
     tier = tier_from_dict(config["inner"])
     assert isinstance(tier, S3Tier)
     return object_tier.ObjectStorage(tier, geometry, region)
+
+
+def dying(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
+    """Ends its mover as a library does that cannot be loaded."""
+    os.write(2, b"lib.so: undefined symbol: foo, key " + os.environ["AWS_SECRET_ACCESS_KEY"].encode() + b"\n")
+    os._exit(127)
 
 
 class Quick(StorageTier):

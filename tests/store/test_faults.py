@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -208,3 +209,31 @@ def test_one_put_that_nobody_writes_below_waits_once_however_many_parts_it_has(
         monkeypatch.setattr(store.engine, "backlog", lambda: next(backlog))
         store.put(keys[: 2 * store._batch], rows_of(keys[: 2 * store._batch]))
         assert 1.1 < sum(waited) < 2.1, "what makes progress is waited for, part by part"
+
+
+def test_the_log_has_a_line_for_the_start_for_each_outage_and_for_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "nixl_tiers")
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name != "nixl_tiers.store"]
+
+    where = f"the file tier ({tmp_path}, 64 MiB)"
+    with nixl_tiers.open(with_file(tmp_path), SIZE, "n") as store:
+        until(lambda: len(lines()) == 2, "the start")
+        os.kill(mover_pid(store), signal.SIGKILL)
+        until(lambda: len(lines()) == 4, "the end of the outage")
+        until_up(store)
+        assert lines()[0].startswith("nixl_tiers: cpu tier, 1.992 MiB: 30 rows")
+        assert lines()[1] == f"nixl_tiers: {where} is up, 0 rows found"
+        assert lines()[2] == f"nixl_tiers: {where} is down: its mover ended with -9"
+        assert lines()[3].startswith("nixl_tiers: the file tier is up again after ")
+        # Soon after that it has not been mended: told once more, and no more until it has been up for a while.
+        for _ in range(2):
+            os.kill(mover_pid(store), signal.SIGKILL)
+            until(lambda: store.engine.mover_pids == [None], "its end")
+            until(lambda: store.engine.mover_pids != [None], "another mover")
+            until_up(store)
+        assert len(lines()) == 5
+        assert "said no more until it has worked for 60 s" in lines()[4]

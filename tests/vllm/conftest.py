@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +17,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from nixl_tiers.testing import vllm_cpu
 from tests.models import save_random
+
+
+@pytest.fixture(autouse=True)
+def ordinary_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spec hands our log lines to vLLM's logger. Here pytest is to see them, and other tests theirs afterwards."""
+    monkeypatch.setattr(logging.getLogger("nixl_tiers"), "parent", logging.root)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +113,34 @@ def test_the_configuration_may_stand_in_a_file(offloading_config: Build, tmp_pat
     file.write_text("tiers: [{type: cpu, capacity: 2MiB}]\n")
     spec = NixlTiersSpec(offloading_config({"config": str(file), "spec_name": "NixlTiersSpec"}))
     assert spec.tiers.cpu.capacity == 2 << 20
+
+
+def test_lines_go_where_vllms_own_go(offloading_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vLLM configures its logger only later."""
+    ours, theirs = logging.getLogger("nixl_tiers.engine"), logging.getLogger("vllm")
+    assert not ours.isEnabledFor(logging.INFO)
+    NixlTiersSpec(offloading_config({"tiers": [CPU]}))
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("theirs: %(levelname)s %(message)s"))
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    before = theirs.level
+    try:
+        for level in (logging.INFO, logging.WARNING):
+            theirs.setLevel(level)
+            ours.info("at %d", level)
+    finally:
+        theirs.setLevel(before)
+    assert stream.getvalue() == "theirs: INFO at 20\n"
+
+
+def test_a_logger_that_the_user_has_configured_is_left_alone(
+    offloading_config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = logging.getLogger("nixl_tiers")
+    monkeypatch.setattr(ours, "handlers", [logging.NullHandler()])
+    NixlTiersSpec(offloading_config({"tiers": [CPU]}))
+    assert ours.parent is logging.root
 
 
 def caches(block_bytes: int = 8192) -> CanonicalKVCaches:

@@ -1,0 +1,17 @@
+"""Under vLLM our lines go where vLLM's own go: same handlers, same format, same level."""
+
+from __future__ import annotations
+
+import logging
+
+
+def log_as_vllm() -> None:
+    """Make our loggers descend from vLLM's, which it configures by itself and keeps apart from the root logger.
+
+    Left alone, our INFO lines would be swallowed, and warnings come without time and level. Who has given the logger
+    `nixl_tiers` handlers or a level of its own is obeyed.
+    """
+    ours = logging.getLogger("nixl_tiers")
+    if not ours.handlers and ours.propagate:
+        ours.parent = logging.getLogger("vllm")
+        ours.setLevel(ours.level)  # loggers remember which levels are enabled; this has them look again

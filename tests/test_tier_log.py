@@ -1,0 +1,134 @@
+"""What the log says of a tier: each outage once, whatever goes to and fro within it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from nixl_tiers.cascade.breaker import Breaker
+from nixl_tiers.cascade.tier import Direction
+from nixl_tiers.tier_log import LINES, REASONS, STEADY_S, TierLog
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "nixl_tiers")
+    return caplog
+
+
+@pytest.fixture
+def tier() -> TierLog:
+    return TierLog("s3", "s3://bucket/prefix", "10TiB")
+
+
+def test_a_start_is_one_line(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    tier.up(1.0)
+    for _ in range(3):
+        tier.listed(7)
+    assert told.messages == ["nixl_tiers: the s3 tier (s3://bucket/prefix, 10TiB) is up, 7 rows found"]
+
+
+def test_an_outage_is_told_when_it_begins_and_when_it_ends(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    for now in range(100):
+        tier.down("no route", float(now))
+    tier.up(100.0)
+    tier.up(101.0)
+    assert told.messages == [
+        "nixl_tiers: the s3 tier (s3://bucket/prefix, 10TiB) is down: no route",
+        "nixl_tiers: the s3 tier is up again after 100 s",
+    ]
+
+
+def test_other_reasons_in_it_are_few_and_less_urgent(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    for now in range(100):
+        tier.down(f"reason {now}", float(now))
+    assert [record.levelname for record in told.records] == ["WARNING", *["INFO"] * REASONS]
+
+
+def test_what_crashes_again_and_again_is_one_outage(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    """A mover that comes up and dies with its first job, once a minute, for a day."""
+    for minute in range(24 * 60):
+        now = 60.0 * minute
+        tier.down("its mover ended with -6", now)
+        tier.up(now + 1)
+        for second in range(2, 50):
+            tier.watch({}, now + second)
+    assert len(told.records) == 3  # down, up again, down again
+    end = 60.0 * 24 * 60
+    tier.watch({}, end + STEADY_S)
+    assert told.messages[-1].startswith("nixl_tiers: the s3 tier is up again after")
+
+
+def test_a_return_that_lasts_is_told_at_once_again(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    for start in (0.0, 10_000.0, 20_000.0):
+        tier.down("no route", start)
+        tier.up(start + 5)
+    assert len(told.records) == 6
+
+
+def test_what_fails_every_few_minutes_is_told_ever_more_seldom(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    for start in range(0, 86_400, 120):
+        tier.down("no route", float(start))
+        tier.up(start + 5.0)
+        for now in range(start + 5, start + 120, 5):
+            tier.watch({}, float(now))
+    assert len(told.records) < 10
+
+
+def test_a_circuit_is_told_once_however_often_it_is_tried(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    breakers = {way: Breaker() for way in Direction}
+    load = breakers[Direction.LOAD]
+    load.trip(0.0)
+    for now in range(1000):
+        load.watch(float(now))
+        tier.watch(breakers, float(now))
+        if load.wants_probe:
+            load.end_probe(load.begin_probe(), False, float(now))
+        tier.watch(breakers, float(now))
+    assert len(told.records) == 1
+    assert "loads from the s3 tier fail" in told.text
+    while not load.closed:
+        now += 1
+        load.watch(float(now))
+        if load.wants_probe:
+            load.end_probe(load.begin_probe(), True, float(now))
+        tier.watch(breakers, float(now))
+    assert [record.message.split(" after")[0] for record in told.records][1:] == [
+        "nixl_tiers: loads from the s3 tier work again"
+    ]
+
+
+def test_circuits_that_a_dead_mover_opens_are_no_news_of_their_own(
+    tier: TierLog, told: pytest.LogCaptureFixture
+) -> None:
+    breakers = {way: Breaker() for way in Direction}
+    tier.down("its mover is killed", 0.0)
+    for breaker in breakers.values():
+        breaker.trip(0.0)
+    tier.watch(breakers, 0.0)
+    tier.up(0.5)
+    assert len(told.records) == 2
+    now = 0.5
+    while breakers[Direction.STORE].episode == 1:  # it is up, and still its stores fail
+        now += 0.5
+        for breaker in breakers.values():
+            breaker.watch(now)
+            if breaker.wants_probe:
+                breaker.end_probe(breaker.begin_probe(), breaker is breakers[Direction.LOAD], now)
+        tier.watch(breakers, now)
+    assert len(told.records) == 3
+    assert "stores to the s3 tier fail" in told.messages[-1]
+
+
+def test_a_mover_started_again_and_again_does_not_repeat_itself(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+    for now in range(50):
+        tier.line(logging.ERROR, "the mover failed | ZeroDivisionError")
+        tier.down("its mover ended with 1", float(now))
+    tier.up(50.0)
+    assert len(told.records) == 3
+    tier.line(logging.ERROR, "the mover failed | ZeroDivisionError")
+    assert len(told.records) == 4
+    for number in range(3 * LINES):
+        tier.line(logging.INFO, str(number))
+    assert len(tier._lines) == LINES
