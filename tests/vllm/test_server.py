@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -52,7 +53,9 @@ def processor_s(pids: Iterable[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(server: VllmServer) -> None:
+def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(
+    server: VllmServer, tmp_path: Path
+) -> None:
     prompt = [(17 * i) % 3000 + 100 for i in range(600)]
     cold = server.ask(prompt, 4)
     assert server.reset_prefix_cache()
@@ -67,6 +70,13 @@ def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(se
     assert page.total("nixl_tiers:up", tier="file") == 1
     assert page.total("nixl_tiers:capacity_bytes", tier="cpu") == 128 << 20
     assert page.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 512
+
+    log = server._log.read_text()
+    # Of each tier one line, in vLLM's format, and nothing else while all is well.
+    said = re.findall(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] nixl_tiers: (\w+ tier|the \w+ tier)", log)
+    assert said == ["cpu tier", "the file tier"]
+    assert f"the file tier ({tmp_path / 'kv'}, 256 MiB) is up, 0 rows found" in log
+    assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
 
     assert server._process is not None
     everyone = family(server._process.pid)
