@@ -28,6 +28,7 @@ class Queues:
         self._tick = 0
         self._job_id = 0
         self.probes = Probes(self.storage, limits)
+        self._short_since_s: float | None = None  # when promotions began to wait for a row that is written below
         self._holding: dict[str, Request] = {}  # requests that wait, or for which rows were promoted
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
         tiers = max(1, len(self.storage))

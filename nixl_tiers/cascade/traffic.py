@@ -188,8 +188,8 @@ class Traffic(Jobs):
     def _plan_loads(self, tier: int, storage: Storage, now: float) -> list[Job]:
         wanted: dict[Key, list[Request]] = {}
         most = min(self._load_window - storage.rows_loading, storage.room * self._job_rows)
-        if self._below(None) is not None and (self.host.free or self.host.leaving):
-            most = min(most, self.host.free)  # a promotion waits for the cleaner, rather than cost unwritten rows
+        if self._cleaner_helps(now):
+            most = min(most, self.host.free)
         while storage.to_load and len(wanted) < most:
             request, key = storage.to_load.popleft()
             if not (request.waiting and request.asked.get(key)):
@@ -215,6 +215,18 @@ class Traffic(Jobs):
                 request.hold(row)
             moves.append(self._begin_load(storage, row))
         return self._jobs(tier, storage, Direction.LOAD, moves, now)
+
+    def _cleaner_helps(self, now: float) -> bool:
+        """Whether a promotion waits for rows that the cleaner frees, rather than cost unwritten ones: only for so long
+        that a tier below which is slow, or hangs, is in nobody's way."""
+        if self._below(None) is None or not (self.host.free or self.host.leaving):
+            return False
+        if self.host.free:
+            self._short_since_s = None
+            return True
+        if self._short_since_s is None:
+            self._short_since_s = now
+        return now - self._short_since_s < self.limits.clean_s
 
     def _plan_demotions(self, tier: int, storage: Storage, now: float) -> list[Job]:
         """Bring up what leaves the tier, to write it below: in the room that requests have left in the windows."""

@@ -165,8 +165,8 @@ class SlowBelow:
     The file tier takes a millisecond a row. Media never fail; time passes by the millisecond.
     """
 
-    def __init__(self, write: Write, put_s: float = 0.4, rows: int = 20) -> None:
-        specs = [TierSpec("file", Write.THROUGH, physical_slots=True), TierSpec("s3", write, physical_slots=False)]
+    def __init__(self, write: Write, put_s: float = 0.4, rows: int = 20, file: Write = Write.THROUGH) -> None:
+        specs = [TierSpec("file", file, physical_slots=True), TierSpec("s3", write, physical_slots=False)]
         self.core = TierManager(rows, 1 << 21, specs)
         self.took_s = (0.001, put_s)
         self.now = 0.0
@@ -228,3 +228,23 @@ def test_demotion_to_a_slow_tier_costs_puts_and_gets_nothing(put_s: float) -> No
     assert found[:2] == expected[:2]
     assert found[2] <= 1.1 * expected[2]
     assert on_evict.most_pinned <= through.most_pinned
+
+
+@pytest.mark.parametrize("put_s", [0.01, 2.0, 1e9], ids=["quick", "slow", "hanging"])
+def test_what_comes_up_waits_only_a_moment_for_what_a_slow_tier_takes(put_s: float) -> None:
+    """The host's own rows are written when they go, and a tier that is only read is in good health."""
+    life = SlowBelow(Write.ON_EVICT, put_s, file=Write.OFF)
+    old = [b"old-%d" % number for number in range(100)]
+    life.core.adopt(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
+    hits, waited_s = 0, 0.0
+    for number in range(0, len(old), 2):
+        assert life.put([b"new-%d" % number]) == 1
+        life.passes(0.25)
+        began_s = life.now
+        hits += life.get(old[number : number + 2])
+        waited_s = max(waited_s, life.now - began_s)
+        life.passes(0.05)
+    assert hits == len(old)
+    assert waited_s < 2 * life.core.limits.clean_s
+    lost = life.core.storage[1].counters.dropped
+    assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"
