@@ -325,6 +325,11 @@ class Engine:
         with self._lock:
             return self._core.backlog()
 
+    def pressure(self) -> int:
+        """The same of the tiers that are written to now: of one that is still being listed, rows wait for that."""
+        with self._lock:
+            return self._core.pressure()
+
     def counters(self) -> dict[str, dict[str, float]]:
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges."""
         with self._lock:

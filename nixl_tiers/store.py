@@ -306,7 +306,7 @@ class TieredStore:
         until_s = time.monotonic() + self._patience_s
         with self.engine.changed:
             stall.begin()
-            while (backlog := self.engine.backlog()) > 2 * self._batch and time.monotonic() < until_s:
+            while (backlog := self.engine.pressure()) > 2 * self._batch and time.monotonic() < until_s:
                 if stall.over(-backlog):
                     return
                 self._wait(stall, interrupts)

@@ -52,6 +52,10 @@ class Queues:
         """Rows queued for or being written to the tier that is furthest behind."""
         return max((len(storage.to_store) + storage.rows_storing for storage in self.storage), default=0)
 
+    def pressure(self) -> int:
+        """The backlog of the tiers that are written to now: to wait for any other is in vain."""
+        return max((len(s.to_store) + s.rows_storing for s in self.storage if s.writable), default=0)
+
     @property
     def busy(self) -> bool:
         """Whether deadlines run or jobs could be planned without anything else happening."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
+from nixl_tiers.cascade.tier import TierState
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
 from nixl_tiers.testing.waiting import until, until_up
@@ -200,13 +201,13 @@ def test_one_put_that_nobody_writes_below_waits_once_however_many_parts_it_has(
 ) -> None:
     keys = keys_of(0, 64)
     with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}], "wait_s": 1.0}, SIZE, "n") as store:
-        monkeypatch.setattr(store.engine, "backlog", lambda: 1000)
+        monkeypatch.setattr(store.engine, "pressure", lambda: 1000)
         waited.clear()
         store.put(keys, rows_of(keys))
         assert 0 < sum(waited) < 1.1
         waited.clear()
         backlog = itertools.count(1000, -1)
-        monkeypatch.setattr(store.engine, "backlog", lambda: next(backlog))
+        monkeypatch.setattr(store.engine, "pressure", lambda: next(backlog))
         store.put(keys[: 2 * store._batch], rows_of(keys[: 2 * store._batch]))
         assert 1.1 < sum(waited) < 2.1, "what makes progress is waited for, part by part"
 
@@ -237,3 +238,15 @@ def test_the_log_has_a_line_for_the_start_for_each_outage_and_for_its_end(
             until_up(store)
         assert len(lines()) == 5
         assert "said no more until it has worked for 60 s" in lines()[4]
+
+
+def test_no_put_waits_for_a_tier_that_is_still_listed(tmp_path: Path, waited: list[float]) -> None:
+    keys = keys_of(0, 64)
+    with nixl_tiers.open(with_file(tmp_path, wait_s=1.0), SIZE, "n") as store:
+        until_up(store)
+        store.engine._core.storage[0].state = TierState.ADOPTING
+        waited.clear()
+        for start in range(0, len(keys), 4):
+            assert store.put(keys[start : start + 4], rows_of(keys[start : start + 4])) == 4
+        assert store.engine.backlog() > 2 * store._batch
+        assert waited == []
