@@ -90,6 +90,7 @@ class Traffic(Jobs):
             if job.episode is not None:
                 storage.breakers[job.direction].end_probe(job.episode, False, now)
             self._end(tier, job, [Outcome.FAILED] * len(job.moves), now)
+        storage.forget_drops()  # nobody is there to be told, and the next mover tells what stands there
 
     def probed(self, tier: int, probe: int, absent: Collection[Key], now: float) -> None:
         """A probe has been answered: what it found has been adopted, `absent` is not there."""

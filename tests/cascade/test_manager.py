@@ -476,3 +476,12 @@ def test_the_end_of_a_call_says_nothing_about_others() -> None:
     core.end_call("before", set())
     assert core.host.used == 2
     assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]
+
+
+def test_a_tier_that_stays_down_after_its_mover_died_keeps_nobody_awake() -> None:
+    core = manager()
+    put(core, CHAIN[:4])
+    assert core.plan(0.0)
+    core.killed(0, 1.0)
+    core.lost(0, 1.0)
+    assert not core.busy
