@@ -24,7 +24,6 @@ import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
 from nixl_tiers.engine import TierManager
-from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.waiting import until
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
@@ -35,8 +34,8 @@ CPU = {"type": "cpu", "capacity": "4MiB"}
 FILE = {"type": "file", "path": path, "capacity": "64MiB"}
 S3 = {"type": "s3", "bucket": "bucket", "endpoint": endpoint, "capacity": "64MiB"}
 
-def opened(*tiers):
-    store = nixl_tiers.open({"tiers": [CPU, *(tiers or (FILE,))]}, 65536, "n")
+def opened(*tiers, **fields):
+    store = nixl_tiers.open({"tiers": [CPU, *(tiers or (FILE,))], **fields}, 65536, "n")
     if not tiers:
         until(lambda: store.stats()["file"]["up"], "the file tier")
     assert store.put(KEYS, ROWS) == 8
@@ -88,10 +87,9 @@ CASES = [
     Case(
         "Ctrl-C while the movers start",
         """
-        TieredStore.over.__func__.__defaults__ = (100.0,)  # the patience with tiers that do not answer
         TierManager.opened = lambda *_: os.kill(os.getpid(), signal.SIGINT)
         try:
-            opened(FILE, S3)
+            opened(FILE, S3, ready_s=100)
         except KeyboardInterrupt:
             until(lambda: state() == before, "everything to be let go")
         else:
@@ -102,9 +100,8 @@ CASES = [
         "refused when the movers have started",
         """
         opened().close()  # leaves slabs in that directory
-        TieredStore.over.__func__.__defaults__ = (100.0,)  # the patience with tiers that do not answer
         try:
-            opened({**FILE, "layout": "files"}, {**FILE, "path": path + "-other"})
+            opened({**FILE, "layout": "files"}, {**FILE, "path": path + "-other"}, ready_s=100)
         except nixl_tiers.ConfigError as error:
             assert "slabs" in str(error), error
         else:

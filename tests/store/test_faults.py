@@ -17,7 +17,6 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.cascade.tier import TierState
-from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
 from nixl_tiers.testing.waiting import until, until_up
 
@@ -141,13 +140,12 @@ def test_s3_that_is_down_at_the_start_is_no_obstacle_and_heals(tmp_path: Path, m
 
 
 def test_a_bucket_that_is_not_there_is_one_clear_sentence(
-    moto: S3Server, s3_credentials: Callable[[S3Server], None], monkeypatch: pytest.MonkeyPatch
+    moto: S3Server, s3_credentials: Callable[[S3Server], None]
 ) -> None:
     s3_credentials(moto)
-    monkeypatch.setattr(TieredStore.over.__func__, "__defaults__", (120.0,))  # what comes later is only logged
     objects = {"type": "s3", "bucket": "no-such-bucket", "endpoint": moto.endpoint, "capacity": "64MiB"}
     with pytest.raises(nixl_tiers.ConfigError, match=r"^tiers\[1\]\.bucket: there is no") as caught:
-        nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}, objects]}, SIZE, "n")
+        nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}, objects], "ready_s": 120}, SIZE, "n")
     assert "\n" not in str(caught.value)
 
 
