@@ -19,7 +19,7 @@ from nixl_tiers.config import CpuTier, FileTier, S3Tier, TiersConfig, format_siz
 
 # Fewer bytes than a chunk of any model that is served with such tiers.
 LEAST_BYTES: Final = 1 << 20
-_MEMORY_PATHS: Final = (Path("/dev/shm"), Path("/run"))  # noqa: S108 - to be warned of
+_MEMORY_PATHS: Final = (Path("/dev/shm"),)  # noqa: S108 - to be warned of
 _KERNEL_PATHS: Final = (Path("/proc"), Path("/sys"), Path("/dev"))
 _MEMORY_FILE_SYSTEMS: Final = {"tmpfs", "ramfs", "devtmpfs"}
 _LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
@@ -183,9 +183,13 @@ def _file_systems() -> dict[str, str]:
 
 def _aws_files() -> tuple[Path, Path]:
     return (
-        Path(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser(),
-        Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser(),
+        _expanded(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"),
+        _expanded(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"),
     )
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - a user without a home is no error here, as in AWS's libraries
 
 
 def _profiles() -> set[str]:

@@ -118,7 +118,7 @@ def absolute(value: object) -> Path:
     if is_s3_url(value):
         raise ValueError(f'is no path but an s3:// URL; use a tier of type "s3" with {bucket_and_prefix(value)}')
     if not Path(value).is_absolute():
-        raise ValueError(f'must be an absolute path, and "{value}" is relative')
+        raise ValueError(f"must be an absolute path, and {shown(str(value))} is relative")
     return Path(os.path.normpath(value))
 
 

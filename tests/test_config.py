@@ -175,6 +175,7 @@ def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
          'tiers[1].capcity: unknown field; did you mean "capacity"?'),
         ({"tiers": [CPU, {"type": "file", "path": "/a"}]}, "tiers[1].capacity: this field is missing"),
         (with_tier(FILE, path="kv"), 'tiers[1].path: must be an absolute path, and "kv" is relative'),
+        (with_tier(FILE, path="k/" * 17), "tiers[1].path: must be an absolute path, and that value is relative"),
         (with_tier(FILE, path=7), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "gds"'),

@@ -58,7 +58,6 @@ def test_what_may_be_meant_is_not_warned_of(tiers: tuple[dict[str, Any], ...]) -
         ((CPU, AT, FILE), ["tiers[1]: this s3 tier is asked before the file tier tiers[2]"]),
         ((CPU, FILE, AT, FILE | {"path": "/b"}), ["tiers[2]: this s3 tier is asked before the file tier tiers[3]"]),
         ((CPU, FILE | {"path": "/dev/shm/kv"}), ["tiers[1].path: /dev/shm/kv is memory of this machine, not a disk"]),
-        ((CPU, FILE | {"path": "/run/kv"}), ["tiers[1].path: /run/kv is memory of this machine"]),
         ((CPU, FILE | {"path": "/proc/kv"}), ["tiers[1].path: /proc/kv is the kernel's, and no place for files"]),
         ((CPU, FILE | {"path": "/mnt/../sys/kv"}), ["tiers[1].path: /sys/kv is the kernel's"]),
         ((CPU, S3 | {"endpoint": "https://kv-cache.s3.eu-west-1.amazonaws.com"}),
@@ -128,6 +127,10 @@ def test_a_path_in_memory_is_seen_through_links_and_before_it_is_made(
     assert [path.name for path in tmp_path.iterdir()] == ["link"], "nothing was made"
 
 
+def test_a_disk_that_is_mounted_in_memory_is_a_disk() -> None:
+    assert warned(CPU, FILE | {"path": "/run/media/disk/kv"}) == []
+
+
 def test_the_file_systems_of_this_machine_are_known() -> None:
     status = Path("/proc").stat()
     assert config_warnings._file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
@@ -161,6 +164,17 @@ def test_a_profile_that_does_not_exist_is_warned_of(
     }  # fmt: skip
     secrets.write_text("no section = here\n")
     assert here(S3 | {"profile": "two"}) != []
+
+
+def test_who_has_no_home_has_no_profile(monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("as for a user that only its container knows")
+
+    for variable in ("HOME", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    sentence = 'tiers[1].profile: there is no profile "kv" in ~/.aws/config nor ~/.aws/credentials'
+    assert here(S3 | {"profile": "kv"}) == [sentence]
 
 
 def test_a_store_logs_them_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

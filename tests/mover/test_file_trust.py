@@ -289,3 +289,16 @@ def test_where_rows_are_written_is_exchanged_under_a_running_tier(path: Path, re
     assert wait_until(down)
     assert "is no directory" in reasons[0]
     tier.close()
+
+
+def test_a_replica_that_cannot_be_locked_costs_no_descriptor(path: Path, region: HostRegion) -> None:
+    lock = path / HOME / "0" / ".lock"
+    for place in (lock.parent.parent, lock.parent, lock):
+        place.mkdir(mode=0o700)
+    tier = made("slabs", path, region)
+    refused(tier)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        refused(tier)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    tier.close()

@@ -278,7 +278,12 @@ class Account:
             self._reserved_bytes -= self._row_bytes
 
     def _name_it(self, temporary: Path, place: Place) -> os.stat_result | None:
-        with self.incoming() as incoming, self._fan(place) as fan:
+        with (
+            self._base() as base,
+            base.folder(INCOMING) as incoming,
+            base.folder(place.namespace) as home,
+            home.folder(place.fan) as fan,
+        ):
             incoming.rename(temporary.name, fan, place.name)
             try:
                 return fan.stat(place.name)

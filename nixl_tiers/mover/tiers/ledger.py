@@ -126,7 +126,11 @@ class Ledger:
         with base.folder(namespace.hex(), make=True) as home:
             for number in range(_MAX_REPLICAS):
                 folder = home.folder(str(number), make=True)
-                descriptor = _hold(folder)
+                try:
+                    descriptor = _hold(folder)
+                except BaseException:
+                    folder.close()
+                    raise
                 if descriptor is not None:
                     break
                 folder.close()
