@@ -126,6 +126,7 @@ class NixlTiersManager(OffloadingManager):
         ordered = list(keys)
         rows = self._engine.prepare_load(ordered, req_context.req_id)
         self._loading.add(req_context.req_id)
+        self._gate.loads(req_context.req_id)
         return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered), missing=self._engine.partial(ordered))
 
     @override

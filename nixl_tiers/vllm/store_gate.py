@@ -35,8 +35,13 @@ class StoreGate:
         self._one_block = one_block
         self._holding: set[str] = set()  # requests that may hold blocks: looked up or scheduled, and not ended
         self._silent: set[str] = set()  # alive at a reset and not looked up since: they store nothing
+        self._allotted: set[str] = set()  # of these, those that surely do: loaded or scheduled, not preempted since
         self._doubtful = False  # vLLM's own prefix cache may hold KV of before a reset
-        self._unsettled: set[str] | None = None  # after a reset, until the next step tells who was preempted by it
+        # After a reset, until it is known whether it found that cache empty: who may have held blocks then, who surely
+        # did unless the reset preempted them, and whether the step that tells who was preempted is still to come.
+        self._unsettled: set[str] | None = None
+        self._certain: set[str] = set()
+        self._first_step = False
         # Only while doubtful: the position from which on a request's chunks may be stored. A look-up counts if the
         # request is scheduled in the same step; if not, vLLM looks for its blocks again and need not tell.
         self._from: dict[str, int] = {}
@@ -52,8 +57,15 @@ class StoreGate:
         """The first look-up of a request in a step, of the chunk that ends at `position`: its block lists are new."""
         self._holding.add(context.req_id)
         self._silent.discard(context.req_id)
+        if self._unsettled is not None and context.req_id not in self._certain:
+            self._unsettled.discard(context.req_id)  # it waits, and was not preempted since: it held nothing
         if self._doubtful:
             self._looked_up[context.req_id] = self._storable_from(context, position)
+
+    def loads(self, request: str) -> None:
+        """Blocks were allotted to a request, to load into."""
+        self._holding.add(request)
+        self._allotted.add(request)
 
     def allowed(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Those of the offered `keys` that may be stored."""
@@ -68,8 +80,10 @@ class StoreGate:
     def end_step(self, context: ScheduleEndContext) -> None:
         preempted = set(context.preempted_req_ids)
         self._holding.update(context.new_req_ids)
+        self._allotted -= preempted
+        self._allotted.update(context.new_req_ids)
         if self._unsettled is not None:
-            self._settle(self._unsettled <= preempted)
+            self._judge(self._unsettled, preempted, begun=bool(self._looked_up or context.new_req_ids))
         if self._doubtful:
             for request in preempted:
                 self._from.pop(request, None)
@@ -79,6 +93,7 @@ class StoreGate:
 
     def ended(self, request: str) -> None:
         self._holding.discard(request)
+        self._allotted.discard(request)
         self._silent.discard(request)
         self._from.pop(request, None)
         self._looked_up.pop(request, None)
@@ -92,8 +107,22 @@ class StoreGate:
         holding = self._holding.union(loading)
         if holding:
             self._unsettled, self._doubtful = holding, True
+            self._certain, self._first_step = self._allotted.union(loading), True
         else:
             self._settle(True)
+
+    def _judge(self, unsettled: set[str], preempted: set[str], *, begun: bool) -> None:
+        """After a step that preempted these requests, and has `begun` to look up or run others or not."""
+        left = unsettled - preempted if self._first_step else unsettled
+        # vLLM begins nothing in a step in which it preempts for want of blocks, so in a step that does both, a reset
+        # preempted: all that ran.
+        by_reset = self._first_step and begun and bool(preempted) and left.isdisjoint(self._certain)
+        if not left or by_reset:
+            self._settle(True)
+        elif left & (self._certain | preempted) or left - self._holding:
+            self._settle(False)  # somebody held blocks, or will never tell whether he did
+        else:  # requests that waited for storage or for room, as far as is known: their next look-ups tell
+            self._unsettled, self._first_step = left, False
 
     def _settle(self, emptied: bool) -> None:
         """vLLM's own cache was empty when the connector was reset, or was not.

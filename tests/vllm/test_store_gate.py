@@ -192,6 +192,73 @@ def test_a_preemption_that_is_not_the_resets_ends_no_doubt(newer: bool) -> None:
     assert engine.begin(request("hit"), 1) == []
 
 
+@pytest.mark.parametrize("one_block", [True, False])
+def test_waiting_requests_leave_no_doubt_after_a_reset_that_preempts(one_block: bool, newer: bool) -> None:
+    """A server under load always has requests that wait, for storage or for room, or again since a preemption."""
+    engine = Engine(one_block=one_block, newer=newer)
+    old, waiting, waits_again = request("old"), request("waiting"), request("waits again")
+    engine.begin(waits_again)
+    engine.begin(old)
+    engine.step(preempted=[waits_again])
+    engine.step([(waiting, 0)])
+    engine.reset()
+    engine.step([(old, 0)], preempted=[old])
+    assert not engine.gate._doubtful
+    assert engine.begin(request("hit"), 2) == ALL
+    assert engine.step([(waiting, 0)], new=[waiting], offer=waiting) == ALL
+
+
+def test_requests_that_only_waited_tell_so_when_they_are_looked_up(newer: bool) -> None:
+    engine = Engine(newer=newer)
+    one, two = request("one"), request("two")
+    engine.step([(one, 0), (two, 0)])
+    engine.reset()
+    engine.step([(one, 0)])
+    assert engine.begin(request("hit"), 2) == [], "who knows about the other"
+    engine.step([(two, 0)])
+    assert engine.begin(request("late hit"), 2) == ALL
+
+
+@pytest.mark.parametrize("end", ["preempted", "ended"])
+def test_one_that_ran_again_unseen_leaves_the_doubt(end: str, newer: bool) -> None:
+    """vLLM does not tell of requests that it resumes, and the next step may preempt others for want of blocks."""
+    engine = Engine(newer=newer)
+    old, again = request("old"), request("again")
+    engine.begin(again)
+    engine.step(preempted=[again])
+    engine.begin(old)
+    engine.reset()
+    engine.step(preempted=[old])
+    assert engine.begin(request("hit"), 2) == []
+    if end == "preempted":
+        engine.step(preempted=[again])
+        engine.step([(again, 0)])
+    else:
+        engine.end(again)
+        engine.step()
+    engine.step([(old, 0)])
+    assert engine.begin(request("late hit"), 2) == []
+    assert engine.gate._unsettled is None, "and that is told"
+
+
+@pytest.mark.parametrize("how", ["loads", "has loaded", "runs"])
+def test_one_that_surely_held_blocks_leaves_the_doubt(how: str, newer: bool) -> None:
+    """A reset that should preempt all fails while a request loads; another one may follow that preempts nobody."""
+    engine = Engine(newer=newer)
+    old, holder = request("old"), request("holder")
+    engine.begin(old)
+    engine.step([(holder, 0)])
+    if how == "runs":
+        engine.step(new=[holder])
+    else:
+        engine.gate.loads("holder")
+    engine.reset(["holder"] if how == "loads" else [])
+    engine.step([(old, 0)], preempted=[old])
+    assert engine.begin(request("hit"), 2) == []
+    engine.step([(holder, 0)])  # its load failed
+    assert engine.begin(request("late hit"), 2) == []
+
+
 def test_nothing_is_remembered_of_requests_that_ended() -> None:
     engine = Engine()
     contexts = [request(f"r{number}") for number in range(8)]
@@ -202,5 +269,5 @@ def test_nothing_is_remembered_of_requests_that_ended() -> None:
         engine.step([(context, 0)], new=[context])
         engine.end(context)
     gate = engine.gate
-    kept = [gate._holding, gate._silent, gate._from, gate._looked_up, gate._first_end]
-    assert [len(things) for things in kept] == [0] * 5
+    kept = [gate._holding, gate._allotted, gate._silent, gate._from, gate._looked_up, gate._first_end]
+    assert [len(things) for things in kept] == [0] * 6
