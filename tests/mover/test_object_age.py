@@ -9,6 +9,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.mover.messages import GONE, Outcome
+from nixl_tiers.mover.tiers import object as object_module
 from nixl_tiers.testing.servers import S3Server
 from tests.mover.objects import (
     NAMESPACE,
@@ -62,6 +63,43 @@ class TestTheSealTells:
             assert driver.store_sealed(1, 1) is Outcome.OK
             assert driver.load([1]) == [Outcome.OK]
             assert driver.tier.relist_s is None
+
+
+class TestClocksApart:
+    """Engines share a prefix, and one of them has another time of day than the server."""
+
+    @pytest.mark.parametrize("ahead_s", [2 * HOUR, -2 * HOUR])
+    def test_nothing_is_too_old_for_a_wrong_clock_or_because_of_one(
+        self, place: dict[str, Any], s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+    ) -> None:
+        with Driver(SMALL, 8, **place, max_age=HOUR, shared=True) as right:
+            right.open()
+            assert wait_until(lambda: right.store([1]) == [Outcome.OK])
+            with monkeypatch.context() as wrong_clock, Driver(SMALL, 8, **place, max_age=HOUR, shared=True) as wrong:
+                wrong_clock.setattr(object_module, "time", Shifted(ahead_s))
+                wrong.open()
+                assert wait_until(lambda: wrong.store([2]) == [Outcome.OK])
+                assert wrong.load([1, 2]) == [Outcome.OK] * 2
+            assert right.load([1, 2]) == [Outcome.OK] * 2
+
+    def test_a_row_ages_by_the_servers_clock(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        with Driver(SMALL, 8, **place, max_age=HOUR) as driver:
+            driver.open()
+            assert driver.store_sealed(1, int(time.time()) - 2 * HOUR) is Outcome.OK
+            monkeypatch.setattr(object_module, "time", Shifted(-2 * HOUR))
+            assert driver.load([1]) == [Outcome.MISSING]
+
+
+class Shifted:
+    """The module `time`, with another time of day."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self, ahead_s: int) -> None:
+        self._ahead_s = ahead_s
+
+    def time(self) -> float:
+        return time.time() + self._ahead_s
 
 
 class TestTheListingTells:

@@ -79,6 +79,7 @@ class Bucket:
         self._renewed_at = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._time: tuple[float, float] | None = None  # what an answer told last, and when, by the monotonic clock
 
     # The mover's side
 
@@ -160,6 +161,11 @@ class Bucket:
             age_s = parsedate_to_datetime(date).timestamp() - found["LastModified"].timestamp()
             return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
         return bool(found["ContentLength"] == nbytes)
+
+    def now_s(self) -> float:
+        """Unix seconds by the server's clock, a second late at most; by this machine's while the server tells none."""
+        known = self._time
+        return time.time() if known is None else known[0] + time.monotonic() - known[1]
 
     @property
     def client(self) -> Any:
@@ -344,7 +350,13 @@ class Bucket:
             ),
         )
         self.denials.watch(client)
+        client.meta.events.register("after-call.s3", self._answered)
         return client
+
+    def _answered(self, http_response: Any, **_: object) -> None:
+        """Called by botocore with each answer."""
+        with contextlib.suppress(TypeError, ValueError):
+            self._time = parsedate_to_datetime(http_response.headers.get("date")).timestamp(), time.monotonic()
 
     def _explained(self, error: Exception) -> Exception:
         if isinstance(error, (TierDown, TierRefused)):

@@ -299,7 +299,8 @@ class ObjectStorage(StorageTier):
         assert self._sealer is not None
         move = task.move
         if move.seal:
-            seal_row(self._sealer, self._region, move, time.time())
+            # Whichever clock it is judged by, it is not older than it is.
+            seal_row(self._sealer, self._region, move, max(time.time(), self._bucket.now_s()))
         self._dropped.discard(move.key)
         if self._listing is not None:
             self._since.add(move.key)
@@ -349,7 +350,7 @@ class ObjectStorage(StorageTier):
             return None if answered and task.tries < TRIES else Outcome.FAILED
         self._bucket.denials.worked("get")
         if self._sealer.verify(row, task.move.key) is Verdict.OK:
-            if has_expired(self._sealer.sealed_at(row), time.time(), self._config.max_age):
+            if has_expired(self._sealer.sealed_at(row), self._bucket.now_s(), self._config.max_age):
                 self._spoiled.add(task.move.key)
                 return Outcome.MISSING
             self._region.rows_view[task.move.row] = row
