@@ -3,6 +3,7 @@
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes the table in docs/faults.md
+#   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make fuzz MINUTES=10            other random examples of the property tests; SEED=n has those of before again
 #   make soak MINUTES=10            random load and random faults, every byte checked
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
@@ -22,7 +23,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: all setup lint format test test-all faults fuzz soak demo bench clean distclean
+.PHONY: all setup lint format test test-all faults stress fuzz soak demo bench clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -62,7 +63,7 @@ format: $(VENV)/.ready
 	$(PY) -m ruff format .
 
 test: $(VENV)/.ready
-	$(PY) -m pytest -m 'not slow and not faults' $(PYTEST_ARGS)
+	$(PY) -m pytest -m 'not slow and not faults and not stress' $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready
 	$(PY) -m pytest $(PYTEST_ARGS)
@@ -70,6 +71,10 @@ test-all: $(VENV)/.ready
 # Half an hour, and more on a slow machine.
 faults: $(VENV)/.ready
 	NIXL_TIERS_FAULTS_TABLE=docs/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
+
+# All cells of the stress test, 500 requests each, twice. STRESS_SEED=n has those of before again.
+stress: $(VENV)/.ready
+	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
 
 # Other random examples of the state machines and of the formats than `make test` tries, until the time is up.
 fuzz: $(VENV)/.ready

@@ -1,0 +1,146 @@
+"""One cell of the stress test: a real engine under random load, and every finished answer checked.
+
+    python stress.py PLAN RESULT        both JSON files
+
+Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
+"aborts", "resets": how likely before a step}. Result: counts, and what is wrong of which request.
+
+Requests are short, go on where others began, and have far too little KV space, so that they preempt one another. What
+a finished one said is checked by an engine without tiers, which sees prompt and answer at once, alone: each token must
+be the likeliest one after those before it, or within 1e-4 of it (a tie: with another batch, sums are made in another
+order). Its log-probability must be the same, too, which shows wrong KV that changes no token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.testing.waiting import until_up
+
+TIE = 1e-4
+SAME = 1e-4  # without tiers it is some 1e-6
+ALIVE = 12  # requests at a time
+ANSWER = 24  # tokens at most
+
+
+class Load:
+    """Conversations that several requests go on with at once, each in its own way."""
+
+    def __init__(self, rng: random.Random, longest: int) -> None:
+        self._rng = rng
+        self._longest = longest
+        self._conversations: list[list[int]] = [[] for _ in range(3)]
+
+    def prompt(self) -> list[int]:
+        place = self._rng.randrange(len(self._conversations))
+        prompt = self._conversations[place] + self._tokens(self._rng.randint(4, 120))
+        if len(prompt) > self._longest:
+            prompt = self._tokens(self._rng.randint(4, 200))
+        if self._rng.random() < 0.3:
+            self._conversations[place] = prompt
+        return prompt
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randint(1, 500) for _ in range(count)]
+
+
+def main(plan: dict[str, Any]) -> dict[str, Any]:
+    settings = {"dtype": "float32", "skip_tokenizer_init": True, **plan["settings"]}
+    llm = vllm_cpu.in_process_llm(Path(plan["model"]), plan["transfer"], **settings)
+    try:
+        manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+        until_up(manager._store)
+        answers, counts = drive(llm.llm_engine, plan)
+        counts["hits"] = int(sum(tier["hits"] for tier in manager._store.stats().values()))
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    alone = {**settings, "max_num_seqs": 1, "enable_prefix_caching": False, "num_gpu_blocks_override": None}
+    judge = vllm_cpu.in_process_llm(Path(plan["model"]), None, **alone)
+    try:
+        return {**counts, **check(judge, answers)}
+    finally:
+        judge.llm_engine.engine_core.shutdown()
+
+
+def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
+    """Run the load to its end: prompt and output of each request that finished, and what happened."""
+    from vllm import SamplingParams
+
+    rng = random.Random(plan["seed"])
+    load = Load(rng, plan["settings"]["max_model_len"] - ANSWER)
+    counts = Counter(dict.fromkeys(("requests", "finished", "aborts", "resets", "uncleared", "steps"), 0))
+    scheduler = engine.engine_core.engine_core.scheduler
+    requests: dict[str, Any] = {}
+    prompts: dict[str, list[int]] = {}
+    answers: dict[str, Any] = {}
+    alive: list[str] = []
+    while counts["requests"] < plan["requests"] or alive:
+        while len(alive) < ALIVE and counts["requests"] < plan["requests"] and rng.random() < 0.5:
+            name = f"r{counts['requests']}"
+            counts["requests"] += 1
+            prompts[name] = load.prompt()
+            answer = rng.randint(1, ANSWER)
+            sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, logprobs=0, detokenize=False)
+            engine.add_request(name, {"prompt_token_ids": prompts[name]}, sampling)
+            alive.append(name)
+        requests.update(scheduler.requests)
+        if alive and rng.random() < plan["aborts"]:
+            counts["aborts"] += 1
+            engine.abort_request([alive.pop(rng.randrange(len(alive)))])
+        if rng.random() < plan["resets"]:
+            reset(engine, scheduler, rng, counts)
+        counts["steps"] += 1
+        for output in engine.step():
+            if output.finished and output.request_id in alive:
+                counts["finished"] += 1
+                alive.remove(output.request_id)
+                answers[output.request_id] = (prompts[output.request_id], output.outputs[0])
+    counts["preempted"] = sum(request.num_preemptions > 0 for request in requests.values())
+    return answers, counts
+
+
+def reset(engine: Any, scheduler: Any, rng: random.Random, counts: Counter[str]) -> None:
+    """As vLLM does it to sleep, where all requests are preempted, or as its users may at any time.
+
+    vLLM cannot preempt requests that load, and raises, having preempted the others without a reset; when these come
+    back and hit in the very next step, an assertion of its own ends the engine.
+    """
+    running = {request.request_id for request in scheduler.running}
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    loads = any(not running.issuperset(manager.req_to_blocks) for manager in managers)
+    counts["resets"] += 1
+    if not engine.reset_prefix_cache(reset_running_requests=not loads and rng.random() < 0.75, reset_connector=True):
+        counts["uncleared"] += 1
+
+
+def check(judge: Any, answers: dict[str, Any]) -> dict[str, Any]:
+    """`off`: by how much the log-probabilities of right answers differ at most."""
+    from vllm import SamplingParams
+
+    wrong, ties, off = [], 0, 0.0
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    for name, (prompt, output) in answers.items():
+        tokens = list(output.token_ids)
+        (judged,) = judge.generate([{"prompt_token_ids": prompt + tokens}], sampling, use_tqdm=False)
+        known = judged.prompt_logprobs[len(prompt) :]
+        right = [step[token].logprob for step, token in zip(known, tokens, strict=True)]
+        behind = [max(entry.logprob for entry in step.values()) - p for step, p in zip(known, right, strict=True)]
+        said = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+        differs = max(abs(p - q) for p, q in zip(right, said, strict=True))
+        if max(behind) > TIE or differs > SAME:
+            wrong.append({"request": name, "prompt": len(prompt), "behind": max(behind), "differs": differs})
+        else:
+            ties += any(gap > 0 for gap in behind)
+            off = max(off, differs)
+    return {"wrong": wrong, "ties": ties, "off": off}
+
+
+if __name__ == "__main__":
+    result = main(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))

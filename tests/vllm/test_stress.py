@@ -1,0 +1,113 @@
+"""Random load, aborts, resets and preemptions on real engines: no answer may differ from that of the model alone.
+
+`make test` runs a few cells that a seed chooses, `make stress` runs all of them for long. STRESS_SEED=n has the cells
+and the load of a run again, though not the times at which copies end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.testing import vllm_cpu
+from tests.models import save_random
+
+pytestmark = [pytest.mark.vllm]
+
+SEED = int(os.environ.get("STRESS_SEED", random.SystemRandom().randrange(1 << 32)))
+CELLS = list(product(("full", "windowed"), (1, 2)))
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("LlamaForCausalLM", {}),
+    # Windows that a request soon leaves behind, so that its first blocks are others' while it still runs.
+    "windowed": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("stress-models")
+    tiny = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "initializer_range": 0.3,
+    }
+    return {name: save_random(kind, place / name, **tiny, **fields) for name, (kind, fields) in MODELS.items()}
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("number", range(2))
+def test_answers_are_those_of_the_model_alone(number: int, models: dict[str, Path], tmp_path: Path) -> None:
+    model, blocks = random.Random(SEED).sample(CELLS, 2)[number]
+    run_cell(models[model], blocks, 150, SEED + number, tmp_path)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("model", "blocks"), CELLS)
+@pytest.mark.parametrize("number", range(2))
+def test_all_answers_are_those_of_the_model_alone(
+    number: int, model: str, blocks: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_cell(models[model], blocks, 500, SEED + number, tmp_path)
+
+
+def run_cell(model: Path, blocks: int, requests: int, seed: int, place: Path) -> None:
+    rng = random.Random(seed)
+    tiers = [
+        {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
+        {"type": "file", "path": str(place / "kv"), "capacity": "64MiB"},
+    ]
+    options = {"offload_prompt_only": rng.random() < 0.5, "on_reset": rng.choice(["new_epoch", "new_epoch", "keep"])}
+    plan = {
+        "model": str(model),
+        "transfer": vllm_cpu.kv_transfer(tiers, blocks_per_chunk=blocks, **options),
+        "settings": {
+            "max_model_len": 512,
+            "block_size": 32,
+            "num_gpu_blocks_override": {"full": 28, "windowed": 48}[model.name],
+            "max_num_batched_tokens": 128,
+            "max_num_seqs": 8,
+        },
+        "seed": seed,
+        "requests": requests,
+        "aborts": 0.02,
+        "resets": 0.02,
+    }
+    print(f"STRESS_SEED={SEED}: {model.name}, chunks of {blocks}, {options}, host of {tiers[0]['capacity']}")
+    (place / "plan.json").write_text(json.dumps(plan))
+    runner = Path(__file__).with_name("stress.py")
+    root = str(runner.parents[2])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    # One core: this model's sums are so small that threads would only wait for each other.
+    env = {**os.environ, "PYTHONPATH": paths, "VLLM_CPU_OMP_THREADS_BIND": str(vllm_cpu.cores()[-1])}
+    ended = subprocess.run(
+        [sys.executable, str(runner), str(place / "plan.json"), str(place / "result.json")],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=12 * requests,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    result = json.loads((place / "result.json").read_text())
+    print(result)
+    assert result["wrong"] == []
+    missing = [name for name in ("finished", "hits", "aborts", "resets", "preempted") if not result[name]]
+    assert not missing, "a load without these shows nothing"
