@@ -302,3 +302,25 @@ def test_a_replica_that_cannot_be_locked_costs_no_descriptor(path: Path, region:
         refused(tier)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     tier.close()
+
+
+def test_a_file_system_whose_modes_are_the_mounts_is_told_from_what_others_have_put_there(
+    path: Path, tier: FileStorage | FilesStorage, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an SMB share is with file_mode=0777: to remove what is refused would not help."""
+    plain = os.open
+
+    def for_all(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        descriptor = plain(name, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_CREAT:
+            os.fchmod(descriptor, 0o777)
+        return descriptor
+
+    with monkeypatch.context() as share:
+        share.setattr(os, "open", for_all)
+        sentence = refused(tier)
+    assert sentence.startswith(f"path: at {path} others can write to whatever is made (mode 0777")
+    assert "remove" not in sentence
+    assert list(path.iterdir()) == []
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)

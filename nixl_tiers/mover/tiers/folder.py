@@ -41,7 +41,7 @@ class Folder:
         """The path of a tier, whoever owns it. `uid` as it was found out before; None: find out."""
         descriptor = os.open(path, _DIRECTORY)
         try:
-            return cls(path, descriptor, _uid_of_files(descriptor) if uid is None else uid, public=True)
+            return cls(path, descriptor, _uid_of_files(path, descriptor) if uid is None else uid, public=True)
         except BaseException:
             os.close(descriptor)
             raise
@@ -159,8 +159,9 @@ def through(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
 
 
-def _uid_of_files(directory: int) -> int:
-    """File servers may give what we make to somebody else: root's files to nobody, for one."""
+def _uid_of_files(path: Path, directory: int) -> int:
+    """File servers may give what we make to somebody else: root's files to nobody, for one. Raises NotOurs where they
+    let everybody write to it."""
     name = f".probe-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -170,7 +171,14 @@ def _uid_of_files(directory: int) -> int:
             return os.geteuid()
         raise
     try:
-        return os.fstat(descriptor).st_uid
+        status = os.fstat(descriptor)
+        if status.st_mode & _OTHERS_WRITE:
+            mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+            raise NotOurs(
+                f"path: at {path} others can write to whatever is made ({mode}, and 0600 was asked for): mount that "
+                "file system with such modes as dir_mode=0700 and file_mode=0600"
+            )
+        return status.st_uid
     finally:
         os.close(descriptor)
         with suppress(OSError):
