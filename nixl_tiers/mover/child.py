@@ -51,7 +51,7 @@ class Child:
                 ours.setblocking(False)
                 self.process = subprocess.Popen(
                     [
-                        *(sys.executable, "-P", str(Path(__file__).absolute().with_name("__main__.py"))),
+                        *(sys.executable, *options(), str(Path(__file__).absolute().with_name("__main__.py"))),
                         *("--socket", str(theirs.fileno())),
                         *("--region", str(region_fd)),
                         *("--parent", str(os.getpid())),
@@ -163,6 +163,12 @@ class Child:
 def _secret_names(hello: Hello) -> list[str]:
     """Environment variables that a tier's configuration names, all of which hold credentials."""
     return [str(value) for field, value in hello.tier.items() if field.endswith("_env") and value]
+
+
+def options() -> list[str]:
+    """Python's own: what the engine was told not to take modules from (-E, -s or -I), a mover does not, either."""
+    ignored = [("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)]
+    return ["-P", *(option for option, given in ignored if given)]
 
 
 def environment() -> dict[str, str]:

@@ -85,13 +85,19 @@ def python(tmp_path: Path) -> Callable[..., Path]:
 
 
 def run_engine(
-    python: Path, trapped: Path, python_path: str, first: Sequence[Path] = (), last: Sequence[Path] = ()
+    python: Path,
+    trapped: Path,
+    python_path: str,
+    first: Sequence[Path] = (),
+    last: Sequence[Path] = (),
+    *,
+    option: str = "-P",
 ) -> tuple[list[str], Path]:
     """The command line of a mover, and where the engine had the package from. `first` and `last` extend its path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     arguments = json.dumps([str(trapped.parent / "kv"), python_path, [*map(str, first)], [*map(str, last)]])
     ended = subprocess.run(
-        [python, "-P", "-c", PROGRAM, arguments],
+        [python, option, "-c", PROGRAM, arguments],
         cwd=trapped,
         env=environment,
         capture_output=True,
@@ -132,6 +138,10 @@ def test_the_mover_is_the_engines_where_another_copy_is_installed(
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise SystemExit('another copy')\n")
     run_engine(python(other.parent), trapped, "", first=[ROOT])
+
+
+def test_an_isolated_engine_has_isolated_movers(python: Callable[..., Path], trapped: Path) -> None:
+    run_engine(python(ROOT), trapped, str(trapped), option="-I")
 
 
 def test_absolute_entries_of_the_path_stay(monkeypatch: pytest.MonkeyPatch) -> None:
