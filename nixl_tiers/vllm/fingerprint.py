@@ -23,6 +23,12 @@ from nixl_tiers.vllm.weights import UnknownWeights, identify, resolved_commit
 
 FORMAT_VERSION: Final = 1
 _REFUSED_UNLESS: Final = "storage tiers are refused unless"
+# How vLLM names the loaders that read the weight files of the model's folder or snapshot, and of several sets of files
+# that may lie there the same one; and those that read one of their own. Any other may take weights from anywhere.
+_USUAL_FORMATS: Final = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
+_OTHER_FORMATS: Final = {
+    *("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded")
+}
 # They say where the configuration came from, not what it is.
 _INCIDENTAL: Final = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
 
@@ -54,7 +60,10 @@ def fingerprint(
 
 
 def weights_of(vllm_config: Any, tiers: TiersConfig) -> Fingerprint:
-    """Which weights the engine runs, and those of its draft model. May read some GB of files, for seconds."""
+    """Which weights the engine runs, and those of its draft model. May read some GB of files, for seconds; nothing if
+    there is no storage tier, because host memory is not shared with any other engine."""
+    if not tiers.storage:
+        return Fingerprint(bytes(NAMESPACE_BYTES), "")
     try:
         if vllm_config is None:
             raise UnknownWeights("vLLM did not tell this worker its configuration")
@@ -140,15 +149,19 @@ def layout_facts(config: OffloadingConfig, geometry: Geometry, kv_caches: Canoni
 def _weights(model: Any, load_config: Any, model_id: str | None) -> str:
     if model_id is not None:
         return f"id:{model_id}"
-    if str(load_config.load_format) == "dummy":
+    load_format = str(load_config.load_format)
+    if load_format == "dummy":
         raise UnknownWeights("the weights are random (load_format dummy)")
+    if load_format not in _USUAL_FORMATS | _OTHER_FORMATS:
+        raise UnknownWeights(f"load_format {load_format} may take the weights from elsewhere than the model's files")
     if getattr(model, "model_weights", ""):
         raise UnknownWeights(f"the weights are streamed from {model.model_weights}")
     name = str(model.model)
     elsewhere = getattr(model, "hf_config_path", None) not in (None, name)
     told = None if elsewhere else getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     revision, cache = getattr(model, "revision", None), getattr(load_config, "download_dir", None)
-    return identify(name, resolved_commit(name, revision, told, cache))
+    known = identify(name, resolved_commit(name, revision, told, cache))
+    return known if load_format in _USUAL_FORMATS else f"{load_format}:{known}"
 
 
 def _attention(vllm_config: Any) -> list[str]:

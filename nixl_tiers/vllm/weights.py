@@ -21,6 +21,7 @@ READ_BYTES: Final = 4 << 20
 MAX_HEADER_BYTES: Final = 64 << 20
 THREADS: Final = 8
 _SNAPSHOT: Final = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/*$")
+_SPLIT: Final = re.compile(r"(.*)-\d{5}(-of-\d{5}\.\w+)")  # one of several files that are named by any of them
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
@@ -73,7 +74,14 @@ def digest_of_files(path: Path) -> str:
     there is, is sampled every STRIDE_BYTES. Raises UnknownWeights if there is no weight file.
     """
     folder = path if path.is_dir() else path.parent
-    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
+    split = _SPLIT.fullmatch(path.name)
+    if path.is_dir():
+        files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    elif split:
+        others = ((_SPLIT.fullmatch(file.name), file) for file in folder.iterdir())
+        files = sorted(file for match, file in others if match and match.groups() == split.groups())
+    else:
+        files = [path]
     if not files:
         raise UnknownWeights(f"there is no weight file ({', '.join(SUFFIXES)}) in {folder}")
     digest = hashlib.blake2b(digest_size=16)

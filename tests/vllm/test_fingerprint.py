@@ -19,6 +19,9 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.fingerprint import Fingerprint
 
+CPU = {"type": "cpu", "capacity": "1MiB"}
+TIERS = {"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}]}
+
 
 class HfConfig(dict[str, Any]):
     _commit_hash: str | None = None
@@ -69,7 +72,7 @@ def make(
         tiers: dict[str, Any] | None = None, offloading: dict[str, Any] | None = None, page: int = 8192, **changes: Any
     ) -> Fingerprint:
         config = offloading_config(**(offloading or {}))
-        checked = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}], **(tiers or {})})
+        checked = tiers_config.load({**TIERS, **(tiers or {})})
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(torch.zeros(2, page, dtype=torch.int8), page)], [[CanonicalKVCacheRef(0, page)]]
         )
@@ -157,6 +160,24 @@ def test_a_revision_goes_by_the_commit_that_it_resolved_to(make: Callable[..., F
     assert "unless model_id is set" in of("main", old, model_config__hf_config_path="org/other").note
 
 
+def test_a_loader_with_files_of_its_own_is_told_apart(make: Callable[..., Fingerprint]) -> None:
+    """A snapshot often has the weights several times, and conversions differ."""
+    usual = make()
+    assert make(load_config__load_format="safetensors") == usual
+    others = [make(load_config__load_format=name) for name in ("pt", "mistral")]
+    assert [other.note for other in others] == ["", ""]
+    assert len({usual.digest, *(other.digest for other in others)}) == 3
+
+
+def test_without_storage_tiers_no_weights_are_read(
+    make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "identify", lambda *_: pytest.fail("read"))
+    made = make(tiers={"tiers": [CPU]})
+    assert made.note == ""
+    assert make(tiers={"tiers": [CPU]}, load_config__load_format="dummy") == made
+
+
 def test_sets_in_a_configuration_are_digested_in_order() -> None:
     names = [f"layer.{n}" for n in range(9)]
     assert fingerprint._digest({"skip": set(names)}) == fingerprint._digest({"skip": names})
@@ -168,6 +189,8 @@ def test_sets_in_a_configuration_are_digested_in_order() -> None:
     [
         ({"model": "org/name"}, "unless model_id is set, because neither a directory nor the commit"),
         ({"load_config__load_format": "dummy"}, "unless model_id is set, because the weights are random"),
+        ({"load_config__load_format": "tensorizer"}, "because load_format tensorizer may take the weights from else"),
+        ({"load_config__load_format": "of_a_plugin"}, "because load_format of_a_plugin may take the weights from else"),
         ({"model_config__model_weights": "s3://b/m"}, "unless model_id is set, because the weights are streamed"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "unless PYTHONHASHSEED is set"),
         ({"lora_config": object()}, "unless lora_storage is true"),
@@ -204,7 +227,7 @@ def test_a_worker_without_vllms_configuration_refuses_storage(
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(torch.zeros(2, 8192, dtype=torch.int8), 8192)], [[CanonicalKVCacheRef(0, 8192)]]
     )
-    tiers = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    tiers = tiers_config.load(TIERS)
     weights = fingerprint.weights_of(None, tiers)
     made = fingerprint.fingerprint(offloading_config(), tiers, Geometry(1, 8192), caches, None, weights=weights)
     assert "did not tell this worker its configuration" in made.note

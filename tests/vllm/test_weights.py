@@ -54,6 +54,18 @@ def test_other_weights_are_told_apart(weights_folder: Path, change: object) -> N
     assert digest_of_files(weights_folder) != before
 
 
+def test_a_model_in_several_files_is_all_of_them(tmp_path: Path) -> None:
+    """It is named by one of them, as it is for GGUF."""
+    first, second = (tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
+    for file in (first, second, tmp_path / "other-00002-of-00002.gguf"):
+        file.write_bytes(b"before")
+    before = identify(str(first), None)
+    (tmp_path / "other-00002-of-00002.gguf").write_bytes(b"after!")
+    assert identify(str(first), None) == before == identify(str(second), None)
+    second.write_bytes(b"after!")
+    assert identify(str(first), None) != before
+
+
 def test_a_hub_snapshot_is_its_commit(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     folder = tmp_path / "models--org--name" / "snapshots" / commit
