@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -35,9 +36,11 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                signal.signal(signal.SIGINT, self._note)
-                self._handler = handler
+            # ValueError: a program that embeds Python may have made threading take another thread for the main one.
+            with contextlib.suppress(ValueError):
+                if callable(handler):
+                    signal.signal(signal.SIGINT, self._note)
+                    self._handler = handler
         return self
 
     def __exit__(

@@ -259,8 +259,10 @@ class TieredStore:
             self.engine.changed.notify_all()  # whoever waits is told
         try:
             if self._flush_on_exit_s:
+                until_s = time.monotonic() + self._flush_on_exit_s
+                self.engine.wait_ready(self._flush_on_exit_s)  # nothing is written to a tier that is still listed
                 self.engine.demote_all()
-                self._wait_for(lambda: self.engine.backlog() == 0, self._flush_on_exit_s)
+                self._wait_for(lambda: self.engine.backlog() == 0, max(0.0, until_s - time.monotonic()))
         finally:
             self._end.detach()
             _end(self.engine, self._region, patience_s)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ SIZE = 60_000
 KEYS: list[Key] = [b"key-%d" % number for number in range(8)]
 
 
-def settings(tmp_path: Path, **fields: object) -> dict[str, object]:
+def settings(tmp_path: Path, **fields: object) -> dict[str, Any]:
     tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20}
     return {"tiers": [{"type": "cpu", "capacity": 4 << 20}, tier], **fields}
 
@@ -62,9 +63,13 @@ def test_what_stands_in_a_bucket_is_a_hit_right_after_opening(
 
 
 @contextmanager
-def held_up(tmp_path: Path, wait_s: float = 120.0) -> Iterator[tuple[Engine, TieredStore, Path]]:
+def held_up(
+    tmp_path: Path, wait_s: float = 120.0, write: str = "through", flush_on_exit_s: float = 0.0
+) -> Iterator[tuple[Engine, TieredStore, Path]]:
     """A store over a tier that holds KEYS, and tells of the second half of them when the path appears. Not started."""
-    config = configuration.load(settings(tmp_path, wait_s=wait_s))
+    setting = settings(tmp_path, wait_s=wait_s, flush_on_exit_s=flush_on_exit_s)
+    setting["tiers"][1]["write"] = write
+    config = configuration.load(setting)
     geometry, namespace = Geometry(1, SIZE), Namespace.of({"of": "ready"})
     with HostRegion.create(geometry, 32) as region, TieredStore.over(config, namespace, region, 120.0) as store:
         put(store, KEYS)
@@ -135,3 +140,16 @@ def test_a_tier_that_is_down_is_not_waited_for(tmp_path: Path) -> None:
         engine._core.down(0, 0.0)
         assert store.wait_ready(0.0)
         assert get(store, KEYS) == ([False] * len(KEYS), [])
+
+
+def test_closing_writes_to_a_tier_once_it_has_been_listed(tmp_path: Path) -> None:
+    with held_up(tmp_path, write="on_evict", flush_on_exit_s=120) as (engine, store, listed):
+        engine.start(120.0)
+        put(store, [b"new"])
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        until(lambda: store._closed, "the end to begin")
+        listed.touch()
+        closing.join(120.0)
+        assert not closing.is_alive()
+        assert engine.counters()["file"]["stored"] == 1
