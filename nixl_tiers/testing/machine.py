@@ -152,10 +152,17 @@ class CascadeMachine(RuleBasedStateMachine):
         if really:
             self.world.hang(tier)
 
-    @rule(tier=TIERS, prompts=st.lists(PROMPTS, min_size=1, max_size=2), seconds=st.sampled_from([1.0, 6.0, 12.0]))
-    def medium_stalls(self, tier: int, prompts: list[str], seconds: float) -> None:
+    @rule(
+        tier=TIERS,
+        prompts=st.lists(PROMPTS, min_size=1, max_size=2),
+        seconds=st.sampled_from([1.0, 6.0, 12.0]),
+        rots=RARELY,
+    )
+    def medium_stalls(self, tier: int, prompts: list[str], seconds: float, rots: bool) -> None:
         """What is asked of it meanwhile does not come, and then perhaps it does."""
         self.world.hang(tier)
+        if rots:
+            self.world.rot_all(tier)
         for prompt in prompts:
             self.request(prompt)
         self.world.advance(seconds)
@@ -200,6 +207,17 @@ class CascadeMachine(RuleBasedStateMachine):
     @rule(tier=TIERS)
     def medium_heals(self, tier: int) -> None:
         self.world.heal(tier)
+
+    @rule(tier=TIERS, prompt=PROMPTS)
+    def what_rots_is_asked_for(self, tier: int, prompt: str) -> None:
+        """Another engine's row, too, that is found to be bad on its way up: it is asked for again."""
+        self.another_engine_stores(prompt, len(prompt), stale=False)
+        self.world.rot_all(tier)
+        self.request(prompt)
+        self.catch_up()
+        for name in sorted(self.world.waiting):
+            self.world.again(name)
+        self.request(prompt)
 
     @rule(tier=TIERS, pick=PICK)
     def medium_rots(self, tier: int, pick: int) -> None:

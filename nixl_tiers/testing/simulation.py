@@ -509,6 +509,11 @@ class World:
             place = sorted(held, key=repr)[pick % len(held)]
             held[place] = (held[place][0], GARBAGE)
 
+    def rot_all(self, tier: int) -> None:
+        """The whole medium goes bad."""
+        held = self.movers[tier].here
+        held.update({place: (key, GARBAGE) for place, (key, _) in held.items()})
+
     # --- promises ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
