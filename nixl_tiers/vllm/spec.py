@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from typing_extensions import override
@@ -17,7 +18,7 @@ from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import ConfigError, TiersConfig
 from nixl_tiers.config_source import without_vllm
 from nixl_tiers.memory.join import join
-from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.region import HostRegion, RegionError
 from nixl_tiers.vllm import compat, metrics
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
@@ -78,7 +79,7 @@ class NixlTiersSpec(OffloadingSpec):
         rank = self.config.parallel.rank
         region = self._join()
         try:
-            weights = Fingerprint(*region.shared_by_ranks(lambda: weights_of(vllm_config, self.tiers), WEIGHTS_S))
+            weights = Fingerprint(*self._of_one_rank(region, lambda: weights_of(vllm_config, self.tiers)))
             digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config, weights=weights)
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             region.publish(rank, digest, note)
@@ -86,6 +87,12 @@ class NixlTiersSpec(OffloadingSpec):
             region.close()
             raise
         return worker
+
+    def _of_one_rank(self, region: HostRegion, find: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
+        try:
+            return region.shared_by_ranks(find, WEIGHTS_S)
+        except RegionError as error:
+            raise RegionError(f"the weights' identity: {error}; with model_id set, no weight file is read") from None
 
     def _make_manager(self) -> OffloadingManager:
         from nixl_tiers.store import TieredStore

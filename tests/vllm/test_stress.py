@@ -88,7 +88,7 @@ def run_cell(model: Path, blocks: int, requests: int, seed: int, place: Path) ->
         "seed": seed,
         "requests": requests,
         "aborts": 0.02,
-        "resets": 0.02,
+        "resets": 0.02 if blocks == 1 else 0.015,  # in doubt, no chunks of several blocks are stored
     }
     print(f"STRESS_SEED={SEED}: {model.name}, chunks of {blocks}, {options}, host of {tiers[0]['capacity']}")
     (place / "plan.json").write_text(json.dumps(plan))
