@@ -3,7 +3,8 @@
     python stress.py PLAN RESULT        both JSON files
 
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
-"aborts", "resets": how likely before a step}. Result: counts, and what is wrong of which request.
+"aborts", "resets": how likely before a step, "storm": resets in the end}. Result: counts, how many host rows are lost,
+and what is wrong of which request.
 
 Requests are short, go on where others began, and have far too little KV space, so that they preempt one another. What
 a finished one said is checked by an engine without tiers, which sees prompt and answer at once, alone: each token must
@@ -57,6 +58,9 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
         until_up(manager._store)
         answers, counts = drive(llm.llm_engine, plan)
+        storm(llm.llm_engine, plan["storm"])
+        host = manager._store.engine._core.host
+        counts["lost"] = host.used - len(host.index)
         counts["hits"] = int(sum(tier["hits"] for tier in manager._store.stats().values()))
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -111,12 +115,36 @@ def reset(engine: Any, scheduler: Any, rng: random.Random, counts: Counter[str])
     vLLM cannot preempt requests that load, and raises, having preempted the others without a reset; when these come
     back and hit in the very next step, an assertion of its own ends the engine.
     """
+    counts["resets"] += 1
+    if not engine.reset_prefix_cache(
+        reset_running_requests=not loading(scheduler) and rng.random() < 0.75, reset_connector=True
+    ):
+        counts["uncleared"] += 1
+
+
+def loading(scheduler: Any) -> bool:
+    """Whether a request holds blocks that it does not run in."""
     running = {request.request_id for request in scheduler.running}
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    loads = any(not running.issuperset(manager.req_to_blocks) for manager in managers)
-    counts["resets"] += 1
-    if not engine.reset_prefix_cache(reset_running_requests=not loads and rng.random() < 0.75, reset_connector=True):
-        counts["uncleared"] += 1
+    return any(not running.issuperset(manager.req_to_blocks) for manager in managers)
+
+
+def storm(engine: Any, resets: int) -> None:
+    """Resets while a request's copies are under way, which vLLM up to 0.32 never says the end of."""
+    from vllm import SamplingParams
+
+    scheduler = engine.engine_core.engine_core.scheduler
+    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    for number in range(resets + 2):  # the last two, without a reset, end what the others left
+        tokens = [1 + (number + place) % 500 for place in range(70)]
+        engine.add_request(f"storm{number}", {"prompt_token_ids": tokens}, sampling)
+        for step in range(100):
+            engine.step()
+            if step == number % 3 and number < resets:
+                engine.reset_prefix_cache(reset_running_requests=not loading(scheduler), reset_connector=True)
+            if not engine.has_unfinished_requests():
+                break
+    engine.step()
 
 
 def check(judge: Any, answers: dict[str, Any]) -> dict[str, Any]:

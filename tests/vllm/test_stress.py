@@ -65,10 +65,10 @@ def test_answers_are_those_of_the_model_alone(number: int, models: dict[str, Pat
 def test_all_answers_are_those_of_the_model_alone(
     number: int, model: str, blocks: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    run_cell(models[model], blocks, 500, SEED + number, tmp_path)
+    run_cell(models[model], blocks, 500, SEED + number, tmp_path, storm=1000)
 
 
-def run_cell(model: Path, blocks: int, requests: int, seed: int, place: Path) -> None:
+def run_cell(model: Path, blocks: int, requests: int, seed: int, place: Path, *, storm: int = 50) -> None:
     rng = random.Random(seed)
     tiers = [
         {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
@@ -87,6 +87,7 @@ def run_cell(model: Path, blocks: int, requests: int, seed: int, place: Path) ->
         },
         "seed": seed,
         "requests": requests,
+        "storm": storm,
         "aborts": 0.02,
         "resets": 0.02 if blocks == 1 else 0.015,  # in doubt, no chunks of several blocks are stored
     }
@@ -109,5 +110,6 @@ def run_cell(model: Path, blocks: int, requests: int, seed: int, place: Path) ->
     result = json.loads((place / "result.json").read_text())
     print(result)
     assert result["wrong"] == []
+    assert result["lost"] == 0
     missing = [name for name in ("finished", "hits", "aborts", "resets", "preempted") if not result[name]]
     assert not missing, "a load without these shows nothing"
