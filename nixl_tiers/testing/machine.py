@@ -101,8 +101,13 @@ class CascadeMachine(RuleBasedStateMachine):
         if names:
             self.world.get_again(names[pick % len(names)])
 
-    @rule(before=st.lists(PROMPTS, min_size=1, max_size=2), after=st.lists(PROMPTS, min_size=1, max_size=2), ends=PICK)
-    def reset_among_calls(self, before: list[str], after: list[str], ends: int) -> None:
+    @rule(
+        before=st.lists(PROMPTS, min_size=1, max_size=2),
+        after=st.lists(PROMPTS, min_size=1, max_size=2),
+        ends=PICK,
+        good=st.sampled_from([True, True, True, False]),
+    )
+    def reset_among_calls(self, before: list[str], after: list[str], ends: int, good: bool) -> None:
         """Calls of before a reset end among those of after it, in any order."""
         for prompt in before:
             self.call(prompt, store=True)
@@ -110,7 +115,7 @@ class CascadeMachine(RuleBasedStateMachine):
         for prompt in after:
             self.call(prompt, store=True)
         for _ in range(len(after)):
-            self.world.call_ends(ends % len(self.world.calls))
+            self.world.call_ends(ends % len(self.world.calls), good)
         for prompt in after:
             self.call(prompt, store=False)
 
@@ -232,6 +237,15 @@ class CascadeMachine(RuleBasedStateMachine):
     def engine_crashes(self, really: bool) -> None:
         if really:
             self.world.crash()
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=2), really=RARELY)
+    def engine_comes_back(self, prompts: list[str], really: bool) -> None:
+        """Calls that ask for what the media hold while these are still telling of it."""
+        if really:
+            self.traffic(prompts)
+            self.world.crash()
+            for prompt in prompts:
+                self.call(prompt, store=False)
 
     @invariant()
     def promises(self) -> None:
