@@ -61,7 +61,7 @@ def test_a_directory_that_is_deleted_is_made_anew(tmp_path: Path, layout: str) -
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
         assert disk_bytes(place) > ROWS * GEOMETRY.row_bytes
         mover.stop()
-        assert lines(mover, "has been deleted") == 1
+        assert lines(mover, "has been deleted") == 0  # its engine logs what it is told
     with mover_on(place, layout) as mover:
         mover.open()
         assert len(mover.adopted()) == ROWS
