@@ -1,4 +1,4 @@
-"""What a process may leave behind when it ends: processes that it started, and names in shared memory."""
+"""What may be left behind: by a process that ends, processes and names in shared memory; by a call, host rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import select
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from nixl_tiers.store import TieredStore
 
 MARK = "NIXL_TIERS_TEST_MARK"
 """An environment variable; whoever is started below a process that has it has it too."""
@@ -69,3 +71,10 @@ def line_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
+
+
+def rows_in_use(store: TieredStore) -> int:
+    """Host rows that are not free: found by a key, or in anybody's hands, or lost."""
+    used = store.stats()["cpu"]["used_bytes"] / store._region.geometry.row_bytes
+    assert used.is_integer()
+    return int(used)
