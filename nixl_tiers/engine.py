@@ -494,7 +494,7 @@ class Engine:
         rows = self._core.unflushed_stores()
         if rows:
             ended = self.region.ended([row.index for row in rows], [row.ticket for row in rows])
-            self._core.filled_in_vain([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
+            self._core.ended_in_vain([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
 
     def _failed(self, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:
         """Which of these rows that were to be filled were not, and which lack sub-blocks that a load may want; of the

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nixl_tiers import config, mounts
 from nixl_tiers.config import ConfigError, FileTier, S3Tier, TiersConfig
+from tests.refusals import refusal
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
 FILE = {"type": "file", "path": "/mnt/nvme/kv", "capacity": "10GiB"}
@@ -27,15 +28,6 @@ def full() -> dict[str, Any]:
 
 def with_tier(tier: dict[str, Any], **fields: object) -> dict[str, Any]:
     return {"tiers": [dict(CPU), {**tier, **fields}]}
-
-
-def refusal(source: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        config.load(source)
-    text = str(caught.value)
-    assert "\n" not in text, "one sentence"
-    assert caught.value.__context__ is None or caught.value.__suppress_context__, "the cause may repeat the input"
-    return text
 
 
 def test_the_whole_schema_from_a_dict_json_and_yaml(tmp_path: Path) -> None:

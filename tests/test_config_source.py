@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nixl_tiers import config
 from nixl_tiers.config import ConfigError
 from nixl_tiers.config_warnings import warnings_of
+from tests.refusals import refusal
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
 # A few lines that stand for 10^12 values.
@@ -24,15 +25,6 @@ FILE = {"type": "file", "path": "/mnt/nvme/kv", "capacity": "10GiB"}
 
 def full() -> dict[str, Any]:
     return {"tiers": [dict(CPU), dict(FILE)]}
-
-
-def refusal(source: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        config.load(source)
-    text = str(caught.value)
-    assert "\n" not in text, "one sentence"
-    assert caught.value.__context__ is None or caught.value.__suppress_context__, "the cause may repeat the input"
-    return text
 
 
 @pytest.mark.parametrize(

@@ -295,16 +295,13 @@ class TierManager(Traffic):
 
     def flushed(self) -> None:
         """Workers have ended every job that was open at the last reset."""
-        for row in self._unflushed:
-            row.worker = 0
-            self.host.settle(row)
-        self._unflushed.clear()
+        self.ended_in_vain(self._unflushed)
 
     def unflushed_stores(self) -> list[Row]:
         """Rows that workers filled at the last reset, as far as is known."""
         return [row for row in self._unflushed if row.state is RowState.FILLING]
 
-    def filled_in_vain(self, rows: Collection[Row]) -> None:
+    def ended_in_vain(self, rows: Collection[Row]) -> None:
         """Of these, workers have turned out to be done."""
         for row in rows:
             row.worker = 0
