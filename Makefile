@@ -2,7 +2,7 @@
 #
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot
 #   make test                       the tests
-#   make faults                     every fault on every tier; writes the table in docs/faults.md
+#   make faults                     every fault on every tier; writes the table in docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make fuzz MINUTES=10            other random examples of the property tests; SEED=n has those of before again
 #   make soak MINUTES=10            random load and random faults, every byte checked
@@ -70,7 +70,7 @@ test-all: $(VENV)/.ready
 
 # Half an hour, and more on a slow machine.
 faults: $(VENV)/.ready
-	NIXL_TIERS_FAULTS_TABLE=docs/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
+	NIXL_TIERS_FAULTS_TABLE=docs/internals/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
 
 # All cells of the stress test, 500 requests each, twice. STRESS_SEED=n has those of before again.
 stress: $(VENV)/.ready
