@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from nixl_tiers import config
 from nixl_tiers.config import ConfigError
-from nixl_tiers.config_warnings import warnings_of
 from tests.refusals import refusal
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
@@ -149,24 +147,3 @@ def test_a_file_does_not_point_on(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(transfer(kv_connector_extra_config={"spec_name": "NixlTiersSpec", "config": str(path)})))
     assert refusal(path) == f"{path}: config: points to another file, and a file must hold the configuration itself"
-
-
-def test_what_the_documents_show_is_read_and_not_warned_of() -> None:
-    root = Path(__file__).parents[1]
-    readme, vllm, tiers = ((root / name).read_text() for name in ("README.md", "docs/vllm.md", "docs/tiers.md"))
-    shown = [
-        re.search(r"--kv-transfer-config '(.*?)'", readme, re.DOTALL)[1],
-        re.search(r"^tiers = ({.*})$", readme, re.MULTILINE)[1],
-        re.search(r"```json\n(.*?)```", vllm, re.DOTALL)[1],
-    ]
-    blocks = re.findall(r"```yaml\n(.*?)```", tiers + (root / "docs/object-tier.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
-    for source in [*shown, *(json.dumps({"tiers": [CPU, *yaml.safe_load(block)]}) for block in blocks)]:
-        assert warnings_of(config.load(source)) == []
-
-
-def test_every_field_stands_in_the_readme() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", readme, re.MULTILINE))))
-    for model in (config.CpuTier, config.FileTier, config.S3Tier, config.TiersConfig):
-        assert set(model.model_fields) <= listed, set(model.model_fields) - listed

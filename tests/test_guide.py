@@ -1,25 +1,78 @@
-"""The troubleshooting page quotes what the code says: whoever rewords a line changes both."""
+"""README and guide: examples are read without a warning, defaults and quoted lines are those of the code."""
 
 from __future__ import annotations
 
 import ast
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import pytest
+import yaml
+
+from nixl_tiers import config
 from nixl_tiers.config import CpuTier, FileTier, S3Tier, TiersConfig
+from nixl_tiers.config_warnings import warnings_of
 
 ROOT: Final = Path(__file__).parents[1]
-PAGE: Final = ROOT / "docs/guide/troubleshooting.md"
-FIELDS: Final = {field for model in (CpuTier, FileTier, S3Tier, TiersConfig) for field in model.model_fields}
+GUIDE: Final = ROOT / "docs/guide"
+PAGES: Final = [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]
+CPU: Final = {"type": "cpu", "capacity": "1GiB"}
+POINTED: Final = "/etc/kv/tiers.yaml"  # the file that examples name instead of tiers
+MODELS: Final = {"top level": TiersConfig, "file": FileTier, "s3": S3Tier, "file, s3": S3Tier, "every tier": S3Tier}
+
+
+def examples(text: str) -> Iterator[str]:
+    """Every configuration in a page, as JSON text: YAML blocks (a list of tiers stands below a cpu tier), JSON blocks,
+    values of --kv-transfer-config, and the Python example's dict."""
+    for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
+        read = yaml.safe_load(block)
+        yield json.dumps({"tiers": [CPU, *read]} if isinstance(read, list) else read)
+    yield from re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    yield from re.findall(r"--kv-transfer-config '(.*?)'", text, re.DOTALL)
+    yield from re.findall(r"^tiers = ({.*})$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiers.json"
+    file.write_text(json.dumps({"tiers": [CPU]}))
+    for source in examples(page.read_text()):
+        assert warnings_of(config.load(source.replace(POINTED, str(file)))) == []
+
+
+def test_examples_are_found() -> None:
+    assert len(list(examples(PAGES[0].read_text()))) == 6
+    assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 17
+
+
+def test_defaults_in_the_readme_are_those_of_the_schema() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\w, 0-9]+) \| (.*?) \|", PAGES[0].read_text(), re.MULTILINE)
+    assert len(rows) == 20
+    for name, owner, default in rows:
+        field = MODELS[owner].model_fields[name]
+        if field.is_required():
+            assert default == "required"
+        elif default.startswith("`"):
+            assert default.strip("`") == str(field.default).lower()
+        else:
+            assert default.startswith("none")
+            assert field.default in (None, "")
+
+
+def test_every_field_stands_in_the_readme_or_the_guide() -> None:
+    listed = set(re.findall(r"[`{ ](\w+)[`:]", "\n".join(page.read_text() for page in PAGES)))
+    for model in (CpuTier, *MODELS.values()):
+        assert set(model.model_fields) <= listed
 
 
 def quotes() -> Iterator[str]:
-    """The pieces between the `...` of everything that stands as code in the first column of the page's tables."""
-    for cell in re.findall(r"^\| (.*?) \|", PAGE.read_text(), re.MULTILINE):
+    """The pieces between the `...` of all that stands as code in the first column of tables in troubleshooting."""
+    for cell in re.findall(r"^\| (.*?) \|", (GUIDE / "troubleshooting.md").read_text(), re.MULTILINE):
         for quote in re.findall(r"`([^`]+)`", cell):
             yield from filter(None, (piece.strip() for piece in quote.split("...")))
 
@@ -32,7 +85,8 @@ def test_every_line_that_troubleshooting_quotes_stands_in_the_code() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    said = "\n".join([*texts, *map(os.strerror, errno.errorcode), *FIELDS])
+    fields = [field for model in (CpuTier, *MODELS.values()) for field in model.model_fields]
+    said = "\n".join([*texts, *fields, *map(os.strerror, errno.errorcode)])
     found = list(quotes())
     assert len(found) > 80
     # A metric is declared without what Prometheus adds to it.
