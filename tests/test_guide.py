@@ -28,12 +28,14 @@ MODELS: Final = {"top level": TiersConfig, "file": FileTier, "s3": S3Tier, "file
 
 def examples(text: str) -> Iterator[str]:
     """Every configuration in a page, as JSON text: YAML blocks (a list of tiers stands below a cpu tier), JSON blocks,
-    values of --kv-transfer-config, and the Python example's dict."""
+    values of --kv-transfer-config, files in a ConfigMap, and the Python example's dict."""
     for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
         read = yaml.safe_load(block)
-        yield json.dumps({"tiers": [CPU, *read]} if isinstance(read, list) else read)
+        manifest = isinstance(read, dict) and "apiVersion" in read
+        for each in map(yaml.safe_load, read.get("data", {}).values()) if manifest else [read]:
+            yield json.dumps({"tiers": [CPU, *each]} if isinstance(each, list) else each)
     yield from re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    yield from re.findall(r"--kv-transfer-config '(.*?)'", text, re.DOTALL)
+    yield from re.findall(r"--kv-transfer-config\s+(?:- )?'(.*?)'", text, re.DOTALL)
     yield from re.findall(r"^tiers = ({.*})$", text, re.MULTILINE)
 
 
