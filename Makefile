@@ -87,7 +87,7 @@ fuzz: $(VENV)/.ready
 	$(PY) tests/fuzz.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 soak: $(VENV)/.ready
-	$(PY) -m nixl_tiers.testing.soak --minutes $(MINUTES)
+	$(PY) -m tests.soak --minutes $(MINUTES)
 
 demo: $(VENV)/.ready
 	$(PY) -m nixl_tiers.cli demo

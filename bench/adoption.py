@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from nixl_tiers import config as configuration
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.tier import TierSpec, Write
+from nixl_tiers.cascade.types import TierSpec, Write
 from nixl_tiers.chunk import Geometry, Namespace
-from nixl_tiers.engine import Engine
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.messages import MAX_ENTRIES, Adopt, Entry, Hello, Move, decode_to_engine, encode
-from nixl_tiers.mover.tiers.base import Done, StorageTier
+from nixl_tiers.mover.protocol import Configure, Listed, decode_to_coordinator, encode
+from nixl_tiers.tiers.base import MAX_ENTRIES, Done, Entry, Move, StorageTier
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 64
@@ -85,9 +85,9 @@ class Lister(StorageTier):
 class Scheduler(threading.Thread):
     """Looks up keys, one every 200 us, and notes how long each took."""
 
-    def __init__(self, engine: Engine, rows: int) -> None:
+    def __init__(self, coordinator: Coordinator, rows: int) -> None:
         super().__init__()
-        self._engine, self._rows = engine, rows
+        self._coordinator, self._rows = coordinator, rows
         self.ended = False
         self.count = 0
         self._spent_s = np.ones(MOST_LOOKUPS)  # all its memory is there before anything is measured
@@ -101,7 +101,7 @@ class Scheduler(threading.Thread):
         while not self.ended and self.count < MOST_LOOKUPS:
             number += 1
             start = time.perf_counter()
-            self._engine.lookup(key(number), "request")
+            self._coordinator.lookup(key(number), "request")
             self._spent_s[self.count] = time.perf_counter() - start
             self.count += 1
             time.sleep(0.0002)
@@ -129,13 +129,13 @@ def one_by_one_us(rows: int) -> float:
     core = TierManager(HOST_ROWS, GEOMETRY.row_bytes, [TierSpec("file", Write.THROUGH, physical_slots=True)])
     core.opened(0, rows)
     packets = [
-        encode(Adopt(0, [Entry(n, key(n), start) for n in range(start, min(start + MAX_ENTRIES, rows))], last=False))
+        encode(Listed(0, [Entry(n, key(n), start) for n in range(start, min(start + MAX_ENTRIES, rows))], last=False))
         for start in range(0, rows, MAX_ENTRIES)
     ]
     start = time.thread_time()
     for packet in packets:
-        message = decode_to_engine(packet)
-        assert isinstance(message, Adopt)
+        message = decode_to_coordinator(packet)
+        assert isinstance(message, Listed)
         core.adopt(0, [(entry.slot, entry.key, entry.tick) for entry in message.entries], message.last)
     return (time.thread_time() - start) / rows * 1e6
 
@@ -151,32 +151,32 @@ def main() -> None:
         cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
         config = configuration.load({"tiers": [cpu, {"type": "file", "path": f"{directory}/x", "capacity": "16MiB"}]})
         tier: dict[str, object] = {"type": "bench.adoption:Lister", "rows": rows, "go": str(go)}
-        hello = Hello(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
-        engine = Engine(config, Namespace.of({"name": "bench"}), region, hellos=[hello])
+        hello = Configure(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
+        coordinator = Coordinator(config, Namespace.of({"name": "bench"}), region, hellos=[hello])
         messages_s: list[float] = []
         tables_s: list[float] = []
         adopting_s: list[float] = []
-        engine.on_message = watched(engine.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
-        engine.on_table = watched(engine.on_table, time.thread_time, tables_s)  # type: ignore[method-assign]
-        core = engine._core
+        coordinator.on_message = watched(coordinator.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
+        coordinator.on_table = watched(coordinator.on_table, time.thread_time, tables_s)  # type: ignore[method-assign]
+        core = coordinator._core
         core.adopt_rows = watched(core.adopt_rows, time.perf_counter, adopting_s)  # type: ignore[method-assign]
-        engine.start(30.0)
-        scheduler = Scheduler(engine, rows)
+        coordinator.start(30.0)
+        scheduler = Scheduler(coordinator, rows)
         scheduler.start()
         time.sleep(3.0)
         before, quiet = anonymous_bytes(), scheduler.count
         messages_s.clear()
         start = time.perf_counter()
         go.touch()
-        while not engine.counters()["file"]["up"]:
+        while not coordinator.counters()["file"]["up"]:
             time.sleep(0.05)
         took_s = time.perf_counter() - start
         scheduler.ended = True
         scheduler.join()
         grown = anonymous_bytes() - before
-        held = engine.counters()["file"]["rows"]
+        held = coordinator.counters()["file"]["rows"]
         table_bytes = sum(table.nbytes for table in core.storage[0].adopted)  # type: ignore[attr-defined]
-        engine.close(10.0)
+        coordinator.close(10.0)
     calm, during = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))
     print(f"| {held:.0f} rows adopted through a mover, {os.cpu_count()} processors | |\n| --- | --- |")
     print(f"| from the first row listed to the tier being up | {took_s:.1f} s |")

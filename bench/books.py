@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from nixl_tiers.chunk import Key
-from nixl_tiers.mover.tiers.account import Account, Place, Seen
-from nixl_tiers.mover.tiers.stock import Stock
+from nixl_tiers.tiers.rowfile.quota import DirQuota, Place, Seen
+from nixl_tiers.tiers.s3.quota import PrefixQuota
 
 ROW_BYTES, CAPACITY = 2 << 20, 1 << 60
 
@@ -32,7 +32,7 @@ def keys(rows: int) -> Iterator[Key]:
 
 
 def held_objects(rows: int) -> object:
-    stock = Stock(ROW_BYTES, CAPACITY)
+    stock = PrefixQuota(ROW_BYTES, CAPACITY)
     stock.meet([], rows)
     for key in keys(rows):
         stock.adopt(key, "")
@@ -42,7 +42,7 @@ def held_objects(rows: int) -> object:
 def listed_objects(rows: int) -> object:
     """A listing of a shared prefix at the moment at which it is compared with what is held."""
     listing = [(float(number), key) for number, key in enumerate(keys(rows))]
-    stock = Stock(ROW_BYTES, CAPACITY)
+    stock = PrefixQuota(ROW_BYTES, CAPACITY)
     stock.meet([], rows)
     for _, key in listing:
         stock.adopt(key, "")
@@ -51,7 +51,7 @@ def listed_objects(rows: int) -> object:
 
 def row_files(rows: int) -> object:
     """The account, and the keys that the engine has been told of. No two rows share a number that is read from disk."""
-    account, known = Account(Path(), CAPACITY, ROW_BYTES), set()
+    account, known = DirQuota(Path(), CAPACITY, ROW_BYTES), set()
     for number, key in enumerate(keys(rows)):
         place = Place.of("0" * 32, key)
         size, sealed_at = int(str(ROW_BYTES)), int(f"{1_700_000_000 + number // 100}")

@@ -29,12 +29,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from nixl_tiers.cascade.eviction import PolicyName
 from nixl_tiers.cascade.host import CPU
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.policies import PolicyName
-from nixl_tiers.cascade.tier import TierSpec, Write
-from nixl_tiers.chunk import Key
+from nixl_tiers.cascade.types import TierSpec, Write
+from nixl_tiers.chunk import Key, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"

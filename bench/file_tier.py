@@ -22,8 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry
-from nixl_tiers.mover.messages import MAX_MOVES, Load, Move, Outcome, Store
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.mover.protocol import MAX_MOVES, Load, Store
+from nixl_tiers.tiers.base import Move
 from tests.mover.harness import MoverProcess, key_of
 
 THREADS = 4

@@ -30,11 +30,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.swap.calibrate import Fixed, choose
+from nixl_tiers.swap.autotune import Fixed, choose
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver, _CopyAttributes, open_driver
-from nixl_tiers.swap.paths import NAMES
 from nixl_tiers.swap.plan import CopyPlan, Memory, Segment
+from nixl_tiers.swap.strategies import NAMES
 
 LAYERS = 16
 SUB_BLOCKS = 8  # blocks a row

@@ -1,4 +1,4 @@
-"""What the compact index of a storage tier costs: to build, to take over, to ask, to evict from (docs/index.md).
+"""What the cold index of a storage tier costs: to build, to attach, to look up in, to evict from.
 
     python bench/index.py [--rows 4000000] [--calls 100000] [--used 0.5]
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from nixl_tiers.memory.table import Table, TableBuilder, key_digests
+from nixl_tiers.memory.cold_index import ColdIndexBuilder, SharedColdIndex, key_digests
 
 BATCH = 500
 
@@ -59,14 +59,14 @@ def main() -> None:
     slots = random.permutation(rows).astype(np.uint32)
     ticks = random.integers(0, 1 << 20, rows, dtype=np.uint32)
     start = time.process_time()
-    builder = TableBuilder()
+    builder = ColdIndexBuilder()
     builder.add_many(digests, slots, ticks)
     fd = builder.build(rows)
     build_s = time.process_time() - start
     memfd_bytes = os.fstat(fd).st_blocks * 512
 
     start = time.perf_counter()
-    table = Table.attach(fd)
+    table = SharedColdIndex.attach(fd)
     attached = time.perf_counter()
     taken = bytearray(rows)
     table.claim(taken, rows)

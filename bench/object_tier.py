@@ -24,12 +24,12 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
-from nixl_tiers.chunk import Geometry, object_name
-from nixl_tiers.config import S3Tier
+from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.messages import Move, Outcome
-from nixl_tiers.mover.tiers.object import ObjectStorage
 from nixl_tiers.testing.servers import seaweedfs_server
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.s3.tier import S3Tier
 
 THREADS = 16
 POLL_S = 0.0003
@@ -43,9 +43,9 @@ def key_of(row: int) -> bytes:
 class Tier:
     """Every row at once, polled as a mover polls."""
 
-    def __init__(self, config: S3Tier, geometry: Geometry, region: HostRegion) -> None:
+    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
         self._rows = region.rows
-        self._storage = ObjectStorage(config, geometry, region)
+        self._storage = S3Tier(config, geometry, region)
         self._storage.open(NAMESPACE, 0)
         for batch in self._storage.adopt():
             if not batch:
@@ -74,7 +74,7 @@ class Tier:
 class Boto:
     """The same objects with put_object and get_object on THREADS threads, one call a row."""
 
-    def __init__(self, config: S3Tier, region: HostRegion) -> None:
+    def __init__(self, config: S3Config, region: HostRegion) -> None:
         self._config = config
         self._rows = region.rows_view
         self._pool = ThreadPoolExecutor(THREADS)
@@ -124,7 +124,7 @@ def measure(calls: Sequence[Callable[[], None]], rounds: int) -> list[tuple[floa
     return [(statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)) for times in taken]
 
 
-def bench(config: S3Tier, payload_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
+def bench(config: S3Config, payload_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
     geometry = Geometry(1, payload_bytes)
     rows = max(2 * THREADS, total_bytes // geometry.row_bytes)
     with HostRegion.create(geometry, rows) as region:
@@ -178,7 +178,7 @@ def main() -> None:
     print("    chunk  rows |  store MB/s  boto3   ratio |   load MB/s  boto3   ratio |  CPU tier/boto3: store, load")
     with place(arguments) as (endpoint, bucket):
         for size in map(int, arguments.chunks.split(",")):
-            config = S3Tier(type="s3", bucket=bucket, prefix="bench", endpoint=endpoint, capacity=1 << 40)
+            config = S3Config(type="s3", bucket=bucket, prefix="bench", endpoint=endpoint, capacity=1 << 40)
             result = bench(config, size, arguments.megabytes << 20, arguments.rounds)
             found.append(result)
             print(line(result), flush=True)

@@ -1,4 +1,4 @@
-"""How fast rows can be hashed, by hash and piece size, and what the seal costs in all: the numbers of docs/format.md.
+"""How fast rows can be hashed, by hash and piece size, and what the seal costs in all: see docs/reference/formats.md.
 
     python bench/seal.py [--row-bytes 3145728] [--seconds 0.25] [--rounds 5]
 

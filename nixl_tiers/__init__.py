@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nixl_tiers.config import ConfigError as ConfigError
+    from nixl_tiers.config.schema import ConfigError as ConfigError
     from nixl_tiers.store import TieredStore as TieredStore
     from nixl_tiers.store import open as open  # noqa: A004
 
     __version__: str
 
-_HOMES = {"ConfigError": "nixl_tiers.config", "TieredStore": "nixl_tiers.store", "open": "nixl_tiers.store"}
+_HOMES = {"ConfigError": "nixl_tiers.config.schema", "TieredStore": "nixl_tiers.store", "open": "nixl_tiers.store"}
 
 
 def __getattr__(name: str) -> Any:

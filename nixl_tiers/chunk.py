@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import Final
 
 PAGE: Final = 4096
@@ -48,6 +49,16 @@ def key_of_object(name: str) -> Key | None:
     return key
 
 
+class Outcome(IntEnum):
+    """Anything but OK is a miss to whoever waits for the row."""
+
+    OK = 0
+    MISSING = 1  # nothing stored there
+    CORRUPT = 2  # something is there, and its seal says that it is not ours, or not whole
+    FAILED = 3  # an I/O error: the bytes may still be good
+    NO_SPACE = 4  # a store that the medium has no room for
+
+
 @dataclass(frozen=True)
 class Geometry:
     """How one row is laid out: `cells` cells of `cell_payload` bytes, each padded to whole pages, then the seal.
@@ -82,7 +93,7 @@ class Geometry:
 
     @property
     def seal_bytes(self) -> int:
-        """Bytes that the seal takes at the row's end (format version 1, docs/format.md), a multiple of 8."""
+        """Bytes that the seal takes at the row's end (format version 1, docs/reference/formats.md), a multiple of 8."""
         return 80 + MAX_KEY_BYTES + align(self.sub_blocks, 64) // 8 + 16 * self.cells + 16
 
     @property

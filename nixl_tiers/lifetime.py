@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def at_end(owner: object, close: Callable[[], object]) -> weakref.finalize[[], Any]:
+def finalize_once(owner: object, close: Callable[[], object]) -> weakref.finalize[[], Any]:
     """Have `close` called once: when the result is called, when `owner` is collected, or when the interpreter exits.
 
     Never in a forked child: what it would close is its parent's. `close` must not hold on to `owner`.
@@ -22,7 +22,7 @@ def at_end(owner: object, close: Callable[[], object]) -> weakref.finalize[[], A
     return weakref.finalize(owner, end)
 
 
-class OfParent:
+class ForkedLock:
     """Stands in a forked child where a lock stood: what the lock guarded is still the parent's.
 
     Another thread of the parent may have held the lock when it forked, so waiting for it could be for ever.

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from nixl_tiers import config as configuration
 from nixl_tiers.buffers import out_of, rows_of
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
-from nixl_tiers.config import ConfigError, TiersConfig
-from nixl_tiers.config_warnings import warnings_here, warnings_of
-from nixl_tiers.engine import Engine, TierRefusedError
-from nixl_tiers.fields import shown
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.fields import shown
+from nixl_tiers.config.schema import ConfigError, TiersConfig
+from nixl_tiers.config.warnings import warnings_here, warnings_of
+from nixl_tiers.coordinator import Coordinator, TierRefusedError
 from nixl_tiers.interrupts import Interrupts
-from nixl_tiers.lifetime import at_end
+from nixl_tiers.lifetime import finalize_once
 from nixl_tiers.memory.region import HostRegion
 
 if TYPE_CHECKING:
@@ -86,21 +86,22 @@ def _chunk_bytes(value: object) -> int:
 class TieredStore:
     """Puts and gets chunks by key, over a host region and any number of storage tiers.
 
-    `engine` is the non-blocking face beneath, for schedulers. Thread-safe. Close it, or use it as a context manager.
+    `coordinator` is the non-blocking interface below, for schedulers. Thread-safe. Close it, or use it as a context
+    manager.
     """
 
-    def __init__(self, engine: Engine, region: HostRegion, config: TiersConfig) -> None:
+    def __init__(self, coordinator: Coordinator, region: HostRegion, config: TiersConfig) -> None:
         """Not for callers: use nixl_tiers.open or TieredStore.over."""
         self._patience_s = config.wait_s
         self._flush_on_exit_s = config.flush_on_exit_s
         self._tiers = ("cpu", *config.names)
-        self.engine = engine
+        self.coordinator = coordinator
         self._region = region
         self._names = itertools.count()
         self._batch = max(1, region.rows // 4)
         self._closed = False
         self._pid = os.getpid()
-        self._end = at_end(self, partial(_end, engine, region))
+        self._end = finalize_once(self, partial(_end, coordinator, region))
 
     @classmethod
     def over(
@@ -120,13 +121,13 @@ class TieredStore:
         """
         for warning in (*warnings_of(config), *warnings_here(config)):
             log.warning("nixl_tiers: %s", warning)
-        engine = Engine(config, namespace, region)
+        coordinator = Coordinator(config, namespace, region)
         try:
             given_s = patience_s if ready_s is None else ready_s
-            engine.start(patience_s, given_s if config.ready_s is None else config.ready_s)
-            return cls(engine, region, config)
+            coordinator.start(patience_s, given_s if config.ready_s is None else config.ready_s)
+            return cls(coordinator, region, config)
         except BaseException as error:
-            engine.close(UNASKED_S)
+            coordinator.close(UNASKED_S)
             if isinstance(error, TierRefusedError):
                 raise ConfigError(str(error)) from None
             raise
@@ -152,18 +153,18 @@ class TieredStore:
                     self._wait_for_room(stall, interrupts)
                     part = keys[start : start + self._batch]
                     self._put_part(part, chunks[start : start + self._batch], interrupts)
-                    if None in self.engine.locate(part):
+                    if None in self.coordinator.locate(part):
                         break
-                    self.engine.keep(part, whole)
-                places = self.engine.locate(keys)
+                    self.coordinator.keep(part, whole)
+                places = self.coordinator.locate(keys)
             finally:
-                self.engine.finish_request(whole)
+                self.coordinator.finish_request(whole)
             return next((i for i, place in enumerate(places) if place is None), len(keys))
 
     def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]], interrupts: Interrupts) -> None:
         name = self._name()  # of its own: what came with an earlier part is older, and goes first
         try:
-            plan = self.engine.prepare_store(keys, name, call=True)
+            plan = self.coordinator.prepare_store(keys, name, call=True)
             chunk_of = dict(zip(keys, chunks, strict=True))
             for key, row in zip(plan.keys, plan.rows, strict=True):
                 self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
@@ -171,7 +172,7 @@ class TieredStore:
             if plan.keys:
                 self._region.mark(np.array(plan.rows), 0, plan.ticket, True)
         finally:
-            self.engine.end_call(name)  # whatever has happened; what is not marked has failed
+            self.coordinator.end_call(name)  # whatever has happened; what is not marked has failed
 
     def get(self, keys: Sequence[Key], out: Any) -> list[bool]:
         """Fetch chunks into `out`; True at i means that verified bytes of keys[i] are in out[i].
@@ -195,45 +196,45 @@ class TieredStore:
     def _get_part(self, keys: list[Key], out: NDArray[np.uint8], stall: _Stall, interrupts: Interrupts) -> list[bool]:
         name = self._name()
         try:
-            with self.engine.changed:  # held from the look-ups to the load, and while nothing is awaited
+            with self.coordinator.changed:  # held from the look-ups to the load, and while nothing is awaited
                 try:
-                    self.engine.be_patient(name)
+                    self.coordinator.be_patient(name)
                     stall.begin()
-                    while Lookup.PENDING in (answers := [self.engine.lookup(key, name) for key in keys]):
+                    while Lookup.PENDING in (answers := [self.coordinator.lookup(key, name) for key in keys]):
                         if stall.over(answers.count(Lookup.HIT)):
                             break  # what is pending is no hit
-                        self.engine.end_step()
+                        self.coordinator.end_step()
                         self._wait(stall, interrupts)
                     stall.saw(answers.count(Lookup.HIT))
                     hits = [answer is Lookup.HIT for answer in answers]
-                    rows = self.engine.prepare_load(list(itertools.compress(keys, hits)), name, call=True)
+                    rows = self.coordinator.prepare_load(list(itertools.compress(keys, hits)), name, call=True)
                 finally:
-                    self.engine.end_step()
+                    self.coordinator.end_step()
             for i, row in zip(itertools.compress(range(len(keys)), hits), rows.tolist(), strict=True):
                 out[i] = self._region.rows_view[row, : self.chunk_bytes]
                 interrupts.point()
         finally:
-            self.engine.end_call(name)
+            self.coordinator.end_call(name)
         return hits
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
         """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None."""
         self._check_open()
-        return self.engine.locate(_checked_keys(keys))
+        return self.coordinator.locate(_checked_keys(keys))
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until each tier has told all that it held, or that it is down; False if that took longer than
         `timeout_s`. Until then `get` waits for keys that nobody knows (within `wait_s`), `locate` does not find them,
         and nothing is written to the tier."""
         self._check_open()
-        ready = self._wait_for(lambda: self._closed or self.engine.ready, timeout_s)
+        ready = self._wait_for(lambda: self._closed or self.coordinator.ready, timeout_s)
         self._check_open()
         return ready
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every cascade has finished or failed; False if that took longer than `timeout_s`."""
         self._check_open()
-        done = self._wait_for(lambda: self._closed or self.engine.backlog() == 0, timeout_s)
+        done = self._wait_for(lambda: self._closed or self.coordinator.backlog() == 0, timeout_s)
         self._check_open()
         return done
 
@@ -241,13 +242,13 @@ class TieredStore:
         """Counters and gauges by tier, the same numbers as the metrics; and as "problem" a sentence about what is
         wrong with the tier, as far as it is known, else an empty one."""
         self._check_open()
-        problems = self.engine.problems()
-        return {name: {**numbers, "problem": problems[name]} for name, numbers in self.engine.counters().items()}
+        problems = self.coordinator.problems()
+        return {name: {**numbers, "problem": problems[name]} for name, numbers in self.coordinator.counters().items()}
 
     def reset(self) -> None:
         """Forget everything: what was put before is never a hit again (see `on_reset`)."""
         with self._call():
-            self.engine.reset()
+            self.coordinator.reset()
 
     def close(self, patience_s: float = LEAVE_S) -> None:
         """Let movers finish what runs and leave. What was not written below yet is lost: `flush` first, or configure
@@ -255,17 +256,17 @@ class TieredStore:
         if self._closed or os.getpid() != self._pid:  # a forked child leaves its parent's store alone
             return
         self._closed = True
-        with self.engine.changed:
-            self.engine.changed.notify_all()  # whoever waits is told
+        with self.coordinator.changed:
+            self.coordinator.changed.notify_all()  # whoever waits is told
         try:
             if self._flush_on_exit_s:
                 until_s = time.monotonic() + self._flush_on_exit_s
-                self.engine.wait_ready(self._flush_on_exit_s)  # nothing is written to a tier that is still listed
-                self.engine.demote_all()
-                self._wait_for(lambda: self.engine.backlog() == 0, max(0.0, until_s - time.monotonic()))
+                self.coordinator.wait_ready(self._flush_on_exit_s)  # nothing is written to a tier that is still listed
+                self.coordinator.demote_all()
+                self._wait_for(lambda: self.coordinator.backlog() == 0, max(0.0, until_s - time.monotonic()))
         finally:
             self._end.detach()
-            _end(self.engine, self._region, patience_s)
+            _end(self.coordinator, self._region, patience_s)
 
     @property
     def sub_blocks(self) -> int:
@@ -306,25 +307,25 @@ class TieredStore:
     def _wait_for_room(self, stall: _Stall, interrupts: Interrupts) -> None:
         """Hold up a put that is faster than the tiers are."""
         until_s = time.monotonic() + self._patience_s
-        with self.engine.changed:
+        with self.coordinator.changed:
             stall.begin()
-            while (backlog := self.engine.pressure()) > 2 * self._batch and time.monotonic() < until_s:
+            while (backlog := self.coordinator.pressure()) > 2 * self._batch and time.monotonic() < until_s:
                 if stall.over(-backlog):
                     return
                 self._wait(stall, interrupts)
 
     def _wait(self, stall: _Stall, interrupts: Interrupts) -> None:
-        stall.wait(self.engine.changed)
+        stall.wait(self.coordinator.changed)
         self._check_open()
         interrupts.point()
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with Interrupts() as interrupts, self.engine.changed:
+        with Interrupts() as interrupts, self.coordinator.changed:
             while not condition():
                 if (left_s := until_s - time.monotonic()) <= 0:
                     return False
-                self.engine.changed.wait(min(POLL_S, left_s))
+                self.coordinator.changed.wait(min(POLL_S, left_s))
                 interrupts.point()
         return True
 
@@ -378,6 +379,6 @@ class _Stall:
         self._waited_s += time.monotonic() - began_s
 
 
-def _end(engine: Engine, region: HostRegion, patience_s: float = UNASKED_S) -> None:
-    engine.close(patience_s)
+def _end(coordinator: Coordinator, region: HostRegion, patience_s: float = UNASKED_S) -> None:
+    coordinator.close(patience_s)
     region.close()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker
-from nixl_tiers.cascade.tier import Direction
+from nixl_tiers.cascade.types import Direction
 
 log = logging.getLogger(__name__)
 

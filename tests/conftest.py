@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     # At run time only where a server is wanted: a machine with a GPU may have nothing but torch, and runs `-m gpu`.
     from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer
 
+# The conformance suite's assertions are shown in full, as those of tests are.
+pytest.register_assert_rewrite("nixl_tiers.testing.conformance", "nixl_tiers.testing.medium")
+
 # As in a mover, where the AWS library inside NIXL reads them: a dead server is an error soon, not after half a minute.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("AWS_RETRY_MODE", "standard")

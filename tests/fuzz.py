@@ -19,12 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FUZZED = [
-    "tests/cascade/test_machine.py",
-    "tests/cascade/test_policies.py",
-    "tests/cascade/test_batches.py",
+    "tests/cascade/test_stateful.py",
+    "tests/cascade/test_eviction.py",
+    "tests/cascade/test_eviction_batches.py",
     "tests/memory/test_seal.py",
-    "tests/memory/test_table.py",
-    "tests/test_config.py",
+    "tests/memory/test_cold_index.py",
+    "tests/config/test_schema.py",
 ]
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from nixl_tiers.cascade.breaker import Breaker
-from nixl_tiers.cascade.tier import Direction
+from nixl_tiers.cascade.types import Direction
 from nixl_tiers.tier_log import LINES, REASONS, STEADY_S, TierLog
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_tiers.cascade.host import Row, RowState
-from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.queues import Queues
-from nixl_tiers.cascade.storage import Storage
-from nixl_tiers.cascade.tier import Direction, Job, PlannedMove, Write
-from nixl_tiers.chunk import Key
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove, Write
+from nixl_tiers.chunk import Key, Outcome
 
 
 class Endings(Queues):
@@ -54,7 +53,7 @@ class Endings(Queues):
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _learn(self, storage: Storage, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+    def _learn(self, storage: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         """What the end of a job says about its keys and its tier; of a late one, that was said when it was late."""
         for move, outcome in zip(job.moves, outcomes, strict=True):
             if outcome is Outcome.OK:
@@ -85,7 +84,7 @@ class Endings(Queues):
                 self.host.forget(move.row)
                 self._retry(storage, move.key, move.row, now)
 
-    def _judge(self, storage: Storage, job: Job, good: bool, now: float) -> None:
+    def _judge(self, storage: TierIndex, job: Job, good: bool, now: float) -> None:
         """A suspect that was tried alone says nothing about its tier unless it came through."""
         breaker = storage.breakers[job.direction]
         if job.episode is not None:
@@ -196,7 +195,7 @@ class Endings(Queues):
             else:
                 storage.stay(key, self._tick)
 
-    def _retry(self, storage: Storage, key: Key, row: Row, now: float) -> None:
+    def _retry(self, storage: TierIndex, key: Key, row: Row, now: float) -> None:
         """A promotion failed: whoever waits for it asks the next tier that has the key."""
         if storage.staged.get(key) is row:
             del storage.staged[key]

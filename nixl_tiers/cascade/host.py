@@ -8,7 +8,7 @@ from enum import IntEnum
 import msgspec
 
 from nixl_tiers.cascade.counters import Counters
-from nixl_tiers.cascade.policies.base import EvictionPolicy
+from nixl_tiers.cascade.eviction.base import EvictionPolicy
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
 

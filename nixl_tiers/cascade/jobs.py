@@ -7,8 +7,8 @@ from itertools import islice
 
 from nixl_tiers.cascade.endings import Endings
 from nixl_tiers.cascade.host import Row, RowState
-from nixl_tiers.cascade.storage import SAMPLED, Storage
-from nixl_tiers.cascade.tier import Direction, Job, PlannedMove, TierState, Write
+from nixl_tiers.cascade.tier_index import SAMPLED, TierIndex
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState, Write
 from nixl_tiers.chunk import Key
 
 
@@ -16,7 +16,7 @@ class Jobs(Endings):
     """Gives rows and slots into the hands of a job."""
 
     def _jobs(
-        self, tier: int, storage: Storage, direction: Direction, moves: list[PlannedMove], now: float
+        self, tier: int, storage: TierIndex, direction: Direction, moves: list[PlannedMove], now: float
     ) -> list[Job]:
         rows = storage.rows_loading if direction is Direction.LOAD else storage.rows_storing
         nbytes = rows * self.row_bytes
@@ -33,7 +33,7 @@ class Jobs(Endings):
         storage.room -= len(jobs)
         return jobs
 
-    def _begin_stores(self, tier: int, storage: Storage, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+    def _begin_stores(self, tier: int, storage: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
         self._lost_unwritten(tier, storage.make_room(len(rows)))
         moves: list[PlannedMove] = []
         for row, tick in rows:
@@ -47,14 +47,14 @@ class Jobs(Endings):
         storage.rows_storing += len(moves)
         return moves
 
-    def _begin_load(self, storage: Storage, row: Row) -> PlannedMove:
+    def _begin_load(self, storage: TierIndex, row: Row) -> PlannedMove:
         row.mover = 1
         entry = storage.index[row.key]
         entry.readers += 1
         storage.rows_loading += 1
         return PlannedMove(row, entry, row.key)
 
-    def _plan_alone(self, tier: int, storage: Storage, now: float) -> list[Job]:
+    def _plan_alone(self, tier: int, storage: TierIndex, now: float) -> list[Job]:
         """One suspect that somebody has asked for; or one probe for each half-open circuit. No request waits for it."""
         jobs: list[Job] = []
         loads, stores = storage.breakers[Direction.LOAD], storage.breakers[Direction.STORE]
@@ -82,7 +82,7 @@ class Jobs(Endings):
                 jobs += probes
         return jobs
 
-    def _try_load(self, tier: int, storage: Storage, key: Key, now: float) -> list[Job]:
+    def _try_load(self, tier: int, storage: TierIndex, key: Key, now: float) -> list[Job]:
         """A load whose bytes nobody will see; it costs the least valuable row of a full host."""
         if not self._make_room(1):
             return []
@@ -92,7 +92,7 @@ class Jobs(Endings):
             job.alone = True
         return jobs
 
-    def _unwritten(self, storage: Storage) -> Row | None:
+    def _unwritten(self, storage: TierIndex) -> Row | None:
         """One of the host's newest rows that `storage` does not hold, to see whether stores work."""
         if storage.spec.write is Write.OFF:
             return None
@@ -102,7 +102,7 @@ class Jobs(Endings):
                 return row
         return None
 
-    def _accuse(self, storage: Storage, now: float) -> None:
+    def _accuse(self, storage: TierIndex, now: float) -> None:
         """Its mover dies with jobs in hand. Whoever is known to have gone wrong is to blame, and nobody else: first
         overdue jobs, then a suspect on trial, then late jobs; if nobody is, all of them may be."""
         jobs = list(storage.jobs.values())

@@ -13,13 +13,13 @@ from enum import Enum
 
 from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.counters import Counters
+from nixl_tiers.cascade.eviction import PolicyName, make_policy
 from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.policies import PolicyName, make_policy
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Storage
-from nixl_tiers.cascade.tier import Direction, TierSpec, TierState, Write
+from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.traffic import Traffic
+from nixl_tiers.cascade.types import Direction, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key
 
 
@@ -40,7 +40,7 @@ class StorePlan:
 
 
 @dataclass(frozen=True)
-class TierBook:
+class TierStats:
     """A tier's numbers: running totals; rows that can be hit; places in use, those too that are being written; whether
     it serves; the state of its circuit; host rows that its mover may still write to although nobody waits for them."""
 
@@ -72,7 +72,7 @@ class TierManager(Traffic):
     ) -> None:
         host = HostTier(rows, make_policy(policy, rows))
         limits = limits or Limits()
-        super().__init__(host, [Storage(spec, limits) for spec in tiers], limits, row_bytes)
+        super().__init__(host, [TierIndex(spec, limits) for spec in tiers], limits, row_bytes)
         self.cpu_counters = host.counters
         self._requests: dict[str, Request] = {}
         self._allowed: dict[str, frozenset[int]] = {}  # of the requests that are not to load from every storage tier
@@ -330,12 +330,12 @@ class TierManager(Traffic):
             return CPU
         return next((s.spec.name for s in self.storage if s.find(key, now)), None)
 
-    def counters(self) -> Mapping[str, TierBook]:
+    def counters(self) -> Mapping[str, TierStats]:
         """By tier, the host's too."""
         cpu = self.cpu_counters
-        book = {CPU: TierBook(cpu, cpu.rows, self.host.used, True, BreakerState.CLOSED, 0)}
+        book = {CPU: TierStats(cpu, cpu.rows, self.host.used, True, BreakerState.CLOSED, 0)}
         for storage in self.storage:
-            book[storage.spec.name] = TierBook(
+            book[storage.spec.name] = TierStats(
                 storage.counters,
                 storage.counters.rows,
                 len(storage.slots),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from nixl_tiers.cascade.existence import ExistenceChecks
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.probes import Probes
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Storage
-from nixl_tiers.cascade.tier import Direction, TierState, Write
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Direction, TierState, Write
 from nixl_tiers.chunk import Key
 
 CLEANED_AT_ONCE: Final = 256
@@ -19,7 +19,7 @@ CLEANED_AT_ONCE: Final = 256
 class Queues:
     """Queues and windows between the host tier and the storage tiers."""
 
-    def __init__(self, host: HostTier, storage: Sequence[Storage], limits: Limits, row_bytes: int) -> None:
+    def __init__(self, host: HostTier, storage: Sequence[TierIndex], limits: Limits, row_bytes: int) -> None:
         self.limits = limits
         self.row_bytes = row_bytes
         self.host = host
@@ -27,7 +27,7 @@ class Queues:
         self.generation = 0
         self._tick = 0
         self._job_id = 0
-        self.probes = Probes(self.storage, limits)
+        self.probes = ExistenceChecks(self.storage, limits)
         self._short_since_s: float | None = None  # when promotions began to wait for a row that is written below
         self._holding: dict[str, Request] = {}  # requests that wait, or for which rows were promoted
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
@@ -91,7 +91,7 @@ class Queues:
         request.asked.pop(key, None)
         return False
 
-    def _cascade(self, row: Row, storages: Iterable[Storage]) -> None:
+    def _cascade(self, row: Row, storages: Iterable[TierIndex]) -> None:
         for storage in storages:
             if storage.spec.write is Write.THROUGH and row.key not in storage:
                 open_ = storage.state is TierState.DOWN or not storage.breakers[Direction.STORE].closed
@@ -150,7 +150,7 @@ class Queues:
             if storage.spec.write is Write.ON_EVICT and storage.writable:
                 self._clean(tier, storage)
 
-    def _clean(self, tier: int, target: Storage) -> None:
+    def _clean(self, tier: int, target: TierIndex) -> None:
         """Keep a reserve free in the tier above `target`, so that nobody who needs room waits for a write."""
         missing = min(self._to_clean(tier), CLEANED_AT_ONCE)
         if missing <= 0:
@@ -168,7 +168,7 @@ class Queues:
             if not self._written_from_here(source, target, key):
                 source.to_demote.append(key)
 
-    def _written_from_here(self, source: Storage, target: Storage, key: Key) -> bool:
+    def _written_from_here(self, source: TierIndex, target: TierIndex, key: Key) -> bool:
         """Whether a row that leaves `source` need not come up to be written to `target`."""
         host_row = self.host.index.get(key)
         if key in target:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nixl_tiers.cascade.adopted import AdoptedRows
+from nixl_tiers.cascade.cold_index import ColdIndex
 
 
 class Slots:
@@ -61,12 +61,12 @@ class Slots:
         self._used -= 1
         self._lowest = min(self._lowest, slot)
 
-    def admit(self, rows: AdoptedRows) -> None:
+    def admit(self, rows: ColdIndex) -> None:
         """Take the slots of all these rows; they become fewer by those whose slots are taken or beyond the limit."""
         rows.claim(self._map, self._limit)
         self._used += len(rows)
 
-    def dismiss(self, rows: AdoptedRows) -> None:
+    def dismiss(self, rows: ColdIndex) -> None:
         """Return the slots of all these rows."""
         rows.release(self._map)
         self._used -= len(rows)

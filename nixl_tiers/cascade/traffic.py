@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from nixl_tiers.cascade.adopted import AdoptedRows
+from nixl_tiers.cascade.cold_index import ColdIndex
+from nixl_tiers.cascade.existence import ExistenceCheck
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.jobs import Jobs
-from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.probes import Probe
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Storage
-from nixl_tiers.cascade.tier import Direction, Job, PlannedMove, TierState
-from nixl_tiers.chunk import Key
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState
+from nixl_tiers.chunk import Key, Outcome
 
 
 class Traffic(Jobs):
@@ -41,7 +40,7 @@ class Traffic(Jobs):
         if last:
             self._adopted(storage)
 
-    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int) -> None:
+    def adopt_rows(self, tier: int, rows: ColdIndex, newest: int) -> None:
         """The same for millions of rows, the most recent of which was used at tick `newest`; they are the core's from
         now on. Rows whose keys are `known` are better removed before: they would take two slots of the budget."""
         storage = self.storage[tier]
@@ -140,18 +139,18 @@ class Traffic(Jobs):
                 jobs.extend(self._plan_alone(tier, storage, now))
         return jobs
 
-    def plan_probes(self, now: float) -> list[Probe]:
+    def plan_probes(self, now: float) -> list[ExistenceCheck]:
         """What to ask of media that others store to."""
         return self.probes.plan(now)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _adopted(self, storage: Storage) -> None:
+    def _adopted(self, storage: TierIndex) -> None:
         storage.forget_told_before()
         if storage.state is TierState.ADOPTING:
             storage.state = TierState.UP
 
-    def _plan_stores(self, tier: int, storage: Storage, now: float) -> list[Job]:
+    def _plan_stores(self, tier: int, storage: TierIndex, now: float) -> list[Job]:
         wanted: list[tuple[Row, int]] = []
         put_off: dict[Key, int] = {}
         alone: tuple[Row, int] | None = None
@@ -186,7 +185,7 @@ class Traffic(Jobs):
             jobs += tried
         return jobs
 
-    def _plan_loads(self, tier: int, storage: Storage, now: float) -> list[Job]:
+    def _plan_loads(self, tier: int, storage: TierIndex, now: float) -> list[Job]:
         wanted: dict[Key, list[Request]] = {}
         most = min(self._load_window - storage.rows_loading, storage.room * self._job_rows)
         if self._cleaner_helps(now):
@@ -229,7 +228,7 @@ class Traffic(Jobs):
             self._short_since_s = now
         return now - self._short_since_s < self.limits.clean_s
 
-    def _plan_demotions(self, tier: int, storage: Storage, now: float) -> list[Job]:
+    def _plan_demotions(self, tier: int, storage: TierIndex, now: float) -> list[Job]:
         """Bring up what leaves the tier, to write it below: in the room that requests have left in the windows."""
         below = self._below(tier)
         target = None if below is None else self.storage[below]
@@ -264,7 +263,7 @@ class Traffic(Jobs):
             moves.append(self._begin_load(storage, row))
         return self._jobs(tier, storage, Direction.LOAD, moves, now)
 
-    def _forget_demotions(self, storage: Storage) -> None:
+    def _forget_demotions(self, storage: TierIndex) -> None:
         while storage.to_demote:
             storage.stay(storage.to_demote.popleft(), self._tick)
 
@@ -273,7 +272,7 @@ class Traffic(Jobs):
         while storage.to_store:
             self._not_written(tier, storage.to_store.popitem()[0])
 
-    def _forget_loads(self, storage: Storage, now: float) -> None:
+    def _forget_loads(self, storage: TierIndex, now: float) -> None:
         """Whoever is in the queue asks the next tier."""
         storage.trials.clear()
         self._forget_demotions(storage)

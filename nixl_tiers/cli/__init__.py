@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.config import ConfigError
+from nixl_tiers.config.schema import ConfigError
 
 BAD_INPUT: Final = 2
 _CODES: Final = (
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "config":
-            from nixl_tiers.cli.check import check
+            from nixl_tiers.cli.config import check
 
             return check(chosen.file)
         if chosen.command == "doctor":
             from nixl_tiers.cli.doctor import examine
 
             return examine()
-        from nixl_tiers.cli.demo import run
+        from nixl_tiers.demo.run import run
 
         return run(chosen.out, chosen.prompt_tokens)
     except ConfigError as error:

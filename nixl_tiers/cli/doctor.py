@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from nixl_tiers.swap import calibrate, kernels, numa
+from nixl_tiers.swap import autotune, kernels, numa
 from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
 from nixl_tiers.swap.host import backend
 
@@ -49,15 +49,15 @@ def _gpus() -> Iterator[str]:
 
 
 def _measured() -> Iterator[str]:
-    yield f"way over the bus ({calibrate.ENVIRONMENT}): {os.environ.get(calibrate.ENVIRONMENT, 'auto')}"
+    yield f"way over the bus ({autotune.ENVIRONMENT}): {os.environ.get(autotune.ENVIRONMENT, 'auto')}"
     folder = kernels.cache_folder()
     for kept in sorted(folder.glob("choice-*.json") if folder else ()):
-        measured = calibrate.read(kept)
+        measured = autotune.read(kept)
         if measured is None:
             continue
         about = json.loads(kept.read_bytes()).get("about", {})
         yield f"measured on {about.get('gpu')}, driver {about.get('driver')} ({kept.name}):"
         try:
-            yield from (f"  {line}" for line in calibrate.lines(measured))
+            yield from (f"  {line}" for line in autotune.lines(measured))
         except (AttributeError, KeyError, TypeError, ValueError):
             yield "  it cannot be read, and is measured anew at the next start"

@@ -1,4 +1,4 @@
-"""The seal: the block at a row's end that says whose row it is and proves its bytes. Format: docs/format.md.
+"""The seal: the block at a row's end that says whose row it is and proves its bytes. Format: docs/reference/formats.md.
 
 Whoever reads a row back trusts nothing but this. A row with a wrong seal is a miss, whatever else claims that
 it is there.

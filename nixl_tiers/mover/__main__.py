@@ -28,7 +28,7 @@ def main() -> None:
     os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NIXL logs to stdout, which is the engine's
 
-    from nixl_tiers.mover.process import run  # after the environment is set
+    from nixl_tiers.mover.loop import run  # after the environment is set
 
     run(arguments.socket, arguments.region, arguments.parent)
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.memory.table import Table, TableError
-from nixl_tiers.mover.messages import (
+from nixl_tiers.memory.cold_index import ColdIndexError, SharedColdIndex
+from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     MAX_PACKET,
-    AdoptTable,
-    Hello,
-    ToEngine,
+    Configure,
+    ListedIndex,
+    ToCoordinator,
     ToMover,
-    decode_to_engine,
+    decode_to_coordinator,
     encode,
 )
 from nixl_tiers.mover.stderr import Stderr, secrets_of
@@ -37,7 +37,7 @@ class Child:
     """Nothing here waits for the process. After `kill` it is spoken to and listened to no more: what it still has to
     say is about jobs that have failed, and it may say it for as long as it cannot be reaped."""
 
-    def __init__(self, hello: Hello, region_fd: int, clock: Callable[[], float]) -> None:
+    def __init__(self, hello: Configure, region_fd: int, clock: Callable[[], float]) -> None:
         """Raises OSError if it cannot be started."""
         self._clock = clock
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -126,7 +126,7 @@ class Child:
         self._took_s = self._clock()
         return True
 
-    def receive(self) -> Iterable[tuple[ToEngine, Table | None]]:
+    def receive(self) -> Iterable[tuple[ToCoordinator, SharedColdIndex | None]]:
         """The messages that have come, and the table that came with each; sets `ended` when there will be no more.
         What comes in the meantime may be left for the next time.
 
@@ -160,7 +160,7 @@ class Child:
         os.close(self.stderr.fd)
 
 
-def _secret_names(hello: Hello) -> list[str]:
+def _secret_names(hello: Configure) -> list[str]:
     """Environment variables that a tier's configuration names, all of which hold credentials."""
     return [str(value) for field, value in hello.tier.items() if field.endswith("_env") and value]
 
@@ -181,15 +181,15 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def _read(packet: bytes, fds: list[int]) -> tuple[ToEngine, Table | None]:
+def _read(packet: bytes, fds: list[int]) -> tuple[ToCoordinator, SharedColdIndex | None]:
     """The message, and its table. All descriptors are closed, whatever happens. Raises TableError."""
     try:
-        message = decode_to_engine(packet)
-        if not isinstance(message, AdoptTable):
+        message = decode_to_coordinator(packet)
+        if not isinstance(message, ListedIndex):
             return message, None
         if not fds:
-            raise TableError("a table was told of, and no descriptor came with it")
-        return message, Table.attach(fds.pop())
+            raise ColdIndexError("a table was told of, and no descriptor came with it")
+        return message, SharedColdIndex.attach(fds.pop())
     finally:
         for fd in fds:
             os.close(fd)

@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from numpy.typing import ArrayLike
 
 from nixl_tiers.swap import kernels as images
-from nixl_tiers.swap.calibrate import MOST_BLOCKS, choose
+from nixl_tiers.swap.autotune import MOST_BLOCKS, choose
+from nixl_tiers.swap.device_tables import DeviceTables
 from nixl_tiers.swap.driver import CudaError, Device, Driver, open_driver
 from nixl_tiers.swap.kernels import Kernels
-from nixl_tiers.swap.lane import Choice, Events, Lane, Transfer
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan
-from nixl_tiers.swap.tables import Tables
+from nixl_tiers.swap.stream import Choice, CopyStream, Events, Transfer
 
 
 class CudaSwap:
@@ -54,14 +54,14 @@ class CudaSwap:
                 undo.callback(self._unload, self.kernels)
             self._pinned = PinnedRegion(self._device, plan)
             undo.callback(self._pinned.release)
-            self._tables = Tables(self._device, plan)
+            self._tables = DeviceTables(self._device, plan)
             undo.callback(self._tables.close)
             events = Events(self._device)
             undo.callback(events.close)
             parts = (self._device, self._tables, self._pinned, self.kernels, events)
-            self._out = Lane(*parts, to_host=True)
+            self._out = CopyStream(*parts, to_host=True)
             undo.callback(self._out.close)
-            self._in = Lane(*parts, to_host=False)
+            self._in = CopyStream(*parts, to_host=False)
             undo.callback(self._in.close)
             self._choice: Choice = choice or choose(self._device, plan, self._pinned, self.kernels)
             self._prepare()
@@ -91,7 +91,7 @@ class CudaSwap:
         """Region -> engine: places[i] to blocks[i]. Errors as for store."""
         return self._start(self._in, group, blocks, places, to_host=False)
 
-    def _start(self, lane: Lane, group: int, blocks: ArrayLike, places: ArrayLike, *, to_host: bool) -> Transfer:
+    def _start(self, lane: CopyStream, group: int, blocks: ArrayLike, places: ArrayLike, *, to_host: bool) -> Transfer:
         pairs = self.plan.pairs(group, blocks, places)
         return lane.start(self._choice(to_host, group, len(pairs)), group, pairs, self._compute_stream())
 

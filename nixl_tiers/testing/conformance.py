@@ -17,11 +17,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import MAX_KEY_BYTES, Geometry, Key, Namespace
+from nixl_tiers.chunk import MAX_KEY_BYTES, Geometry, Key, Namespace, Outcome
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.mover.messages import Move, Outcome
-from nixl_tiers.testing.damage import DAMAGES, OTHER_NAMESPACE, SMALL
+from nixl_tiers.testing.corruption import DAMAGES, OTHER_NAMESPACE, SMALL
 from nixl_tiers.testing.medium import NAMESPACE, Medium, Rig, content, keys
+from nixl_tiers.tiers.base import Move
 
 ROWS = 40
 GEOMETRIES = {

@@ -20,11 +20,11 @@ from typing import Final
 
 import msgspec
 
-from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.mover.messages import Entry, Hello, Move, Outcome
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierRefused, seal_row
+from nixl_tiers.mover.protocol import Configure
+from nixl_tiers.tiers.base import Done, Entry, Move, StorageTier, TierRefused, seal_row
 
 MakeTier = Callable[[Geometry, HostRegion], StorageTier]
 
@@ -111,10 +111,10 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return plain
 
 
-def make_faulty(config: Mapping[str, object], geometry: Geometry, region: HostRegion) -> FaultyStorage:
+def make_faulty(config: Mapping[str, object], geometry: Geometry, region: HostRegion) -> FaultyTier:
     """A FaultyStorage in a mover. `config["inner"]`: the configuration of the tier inside; `config["plan"]`: the
     faults, as FaultPlan.to_dict gives them. Raises TierRefused."""
-    from nixl_tiers.mover.tiers.make import make_tier
+    from nixl_tiers.tiers.registry import make_tier
 
     inner = config.get("inner")
     if not isinstance(inner, dict):
@@ -125,10 +125,10 @@ def make_faulty(config: Mapping[str, object], geometry: Geometry, region: HostRe
         raise TierRefused(f"plan: {error}") from error
 
     def make(geometry: Geometry, region: HostRegion) -> StorageTier:
-        hello = Hello(inner, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)
+        hello = Configure(inner, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)
         return make_tier(hello, region)
 
-    return FaultyStorage(make, geometry, region, plan)
+    return FaultyTier(make, geometry, region, plan)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class _Batch:
     ready_s: float = 0.0
 
 
-class FaultyStorage(StorageTier):
+class FaultyTier(StorageTier):
     """The tier that `make` makes, behind a plan of faults. Without faults it is that tier, slower by a copy a row."""
 
     def __init__(self, make: MakeTier, geometry: Geometry, region: HostRegion, plan: FaultPlan) -> None:

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict, missing_of
-from nixl_tiers.mover.messages import Entry, Move, Outcome
-from nixl_tiers.mover.tiers.base import StorageTier, TierDown
+from nixl_tiers.tiers.base import Entry, Move, StorageTier, TierDown
 
 PATIENCE_S: Final = 120.0
 CAPACITY_BYTES: Final = 48 << 20

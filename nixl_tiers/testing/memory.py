@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry, Key
-from nixl_tiers.config import parse_size
+from nixl_tiers.chunk import Geometry, Key, Outcome
+from nixl_tiers.config.schema import parse_size
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierRefused, seal_row
+from nixl_tiers.tiers.base import MAX_ENTRIES, Done, Entry, Move, StorageTier, TierRefused, seal_row
 
 
 @dataclass
@@ -39,7 +38,7 @@ class MemoryMedium:
         return sum(len(stored.row) for rows in self.namespaces.values() for stored in rows.values())
 
 
-class MemoryStorage(StorageTier):
+class MemoryTier(StorageTier):
     """Rows in dictionaries, `capacity` bytes of them over all namespaces. Every move is over before the next poll."""
 
     def __init__(

@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.config import FileTier, TiersConfig
+from nixl_tiers.config.schema import FileConfig, TiersConfig
 from nixl_tiers.store import TieredStore
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import (
@@ -61,12 +61,12 @@ class NixlTiersManager(OffloadingManager):
         pause_s: float = PAUSE_S,
     ) -> None:
         self._store = store
-        self._engine = store.engine
+        self._coordinator = store.coordinator
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
         # Nobody knows where a shared file system lies.
         self._localities = [
-            ("LOCAL" if tier.layout == "slabs" else None) if isinstance(tier, FileTier) else "REMOTE"
+            ("LOCAL" if tier.layout == "slabs" else None) if isinstance(tier, FileConfig) else "REMOTE"
             for tier in config.storage
         ]
         self._reporter = Reporter()
@@ -88,7 +88,7 @@ class NixlTiersManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._requests.add(req_context.req_id)
         if (allowed := compat.allowed_tiers(req_context, self._localities)) is not None:
-            self._engine.restrict(req_context.req_id, allowed)
+            self._coordinator.restrict(req_context.req_id, allowed)
         return RequestOffloadingContext()
 
     @override
@@ -100,7 +100,7 @@ class NixlTiersManager(OffloadingManager):
             self._met.remove(req_context.req_id)
         else:
             self._meet(req_context, None)
-        self._engine.finish_request(req_context.req_id)
+        self._coordinator.finish_request(req_context.req_id)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -110,7 +110,7 @@ class NixlTiersManager(OffloadingManager):
             self._gate.looked_up(req_context, position)
             if req_context.req_id not in self._met:
                 self._meet(req_context, position)
-        answer = _ANSWERS[self._engine.lookup(key, req_context.req_id, position, self._last_sub_block)]
+        answer = _ANSWERS[self._coordinator.lookup(key, req_context.req_id, position, self._last_sub_block)]
         if answer is LookupResult.HIT_PENDING:
             self._waiting.add(req_context.req_id)
         elif self._events is not None and answer is LookupResult.HIT:
@@ -119,24 +119,24 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        return self._sources[self._engine.source(key)]
+        return self._sources[self._coordinator.source(key)]
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         ordered = list(keys)
-        rows = self._engine.prepare_load(ordered, req_context.req_id)
+        rows = self._coordinator.prepare_load(ordered, req_context.req_id)
         self._loading.add(req_context.req_id)
         self._gate.loads(req_context.req_id)
-        return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered), missing=self._engine.partial(ordered))
+        return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered), missing=self._coordinator.partial(ordered))
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._loading.discard(req_context.req_id)
         if req_context.req_id in self._failed:
             self._failed.remove(req_context.req_id)
-            self._engine.fail_load(keys, req_context.req_id)
+            self._coordinator.fail_load(keys, req_context.req_id)
         else:
-            self._engine.complete_load(keys)
+            self._coordinator.complete_load(keys)
 
     def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for (NixlTiersConnector tells, before complete_load).
@@ -154,7 +154,7 @@ class NixlTiersManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Never None, which vLLM would try again at every step: what has no room is left out from the prefix's end."""
         offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
-        plan = self._engine.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
+        plan = self._coordinator.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
         row_of = dict(zip(plan.keys, plan.rows, strict=True))
         # vLLM lists the blocks of a job in the order in which it offered the keys, whatever order they come back in.
         accepted = [key for key in offered if key in row_of]
@@ -173,16 +173,16 @@ class NixlTiersManager(OffloadingManager):
         """`success` says nothing: the region's control words tell which rows every worker wrote."""
         if self._events is not None:
             self._events.written(keys)
-        self._engine.complete_store(keys)
+        self._coordinator.complete_store(keys)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._engine.end_step()
+        self._coordinator.end_step()
         self._looked_up.clear()
         self._gate.end_step(context)
         if self._pause_s and self._waiting and self._waiting >= self._requests:
-            with self._engine.changed:
-                self._engine.changed.wait(self._pause_s)
+            with self._coordinator.changed:
+                self._coordinator.changed.wait(self._pause_s)
         self._waiting.clear()
 
     @override
@@ -196,24 +196,24 @@ class NixlTiersManager(OffloadingManager):
         self._looked_up.clear()
         self._loading.clear()  # vLLM completes no job of before a reset
         self._failed.clear()
-        self._engine.reset()
+        self._coordinator.reset()
         if self._events is not None:
             self._events.reset()
 
     def on_reset_flushed(self) -> None:
         """Newer vLLM: workers have ended every job of before the last reset."""
-        self._engine.flushed()
+        self._coordinator.flushed()
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is None:
             return ()
-        self._events.removed(self._engine.take_evicted())
+        self._events.removed(self._coordinator.take_evicted())
         return self._events.take()
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._reporter.report(self._engine.counters())
+        return self._reporter.report(self._coordinator.counters())
 
     @override
     def shutdown(self) -> None:
@@ -231,7 +231,7 @@ class NixlTiersManager(OffloadingManager):
         positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
         own = [key for key, end in positions.items() if position is None or end < position]
         if own:
-            self._engine.touch(own, req_context.req_id)
+            self._coordinator.touch(own, req_context.req_id)
 
     def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
         """How many of `keys` each KV group has; vLLM orders keys by group."""
@@ -253,7 +253,7 @@ def _sources(config: TiersConfig) -> Mapping[str, Any]:
     if known is None:
         return dict.fromkeys(("cpu", *config.names))
     storage = {
-        name: known.DISK if isinstance(tier, FileTier) else known.EXTERNAL_UNSPECIFIED
+        name: known.DISK if isinstance(tier, FileConfig) else known.EXTERNAL_UNSPECIFIED
         for name, tier in zip(config.names, config.storage, strict=True)
     }
     return {"cpu": known.HOST, **storage}

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from nixl_tiers import config as tiers_config
 from nixl_tiers.chunk import Geometry, Namespace
-from nixl_tiers.config import ConfigError, TiersConfig
-from nixl_tiers.config_source import without_vllm
-from nixl_tiers.memory.join import join
+from nixl_tiers.config import schema as tiers_config
+from nixl_tiers.config.schema import ConfigError, TiersConfig
+from nixl_tiers.config.source import without_vllm
 from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.memory.rendezvous import rendezvous
 from nixl_tiers.vllm import compat, metrics
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
@@ -68,7 +68,7 @@ class NixlTiersSpec(OffloadingSpec):
 
     def _join(self) -> HostRegion:
         parties = self.config.parallel.world_size + 1
-        return join(self.config.engine_id, self.geometry, self.rows, parties, MEET_S)
+        return rendezvous(self.config.engine_id, self.geometry, self.rows, parties, MEET_S)
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, weights_of

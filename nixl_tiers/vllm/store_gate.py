@@ -1,6 +1,6 @@
 """What may be stored after vLLM has reset its connector while requests were running.
 
-`reset_prefix_cache(reset_connector=True)` goes wrong in two ways in vLLM 0.28 to 0.33 (docs/vllm-reset.md):
+`reset_prefix_cache(reset_connector=True)` goes wrong in two ways in vLLM 0.28 to 0.33 (docs/internals/vllm-reset.md):
 
 - It has live requests offer all their chunks again, from the first on. Their lists still name blocks that a window has
   freed and that others own by now, so other requests' KV would be stored under valid keys; and all of it was computed

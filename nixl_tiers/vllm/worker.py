@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from nixl_tiers.lifetime import at_end
+from nixl_tiers.lifetime import finalize_once
 from nixl_tiers.memory.prefault import Prefault
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
@@ -165,7 +165,7 @@ class NixlTiersWorker(OffloadingWorker):
         self._stores = _Lane("nixl_tiers-store")
         self._loads = _Lane("nixl_tiers-load")
         # vLLM does not always call shutdown, and two threads would go on holding the region.
-        self._end = at_end(self, partial(_end, (self._stores, self._loads), region))
+        self._end = finalize_once(self, partial(_end, (self._stores, self._loads), region))
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:

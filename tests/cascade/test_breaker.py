@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerLimits, BreakerState
-from nixl_tiers.cascade.pace import Pace
-from nixl_tiers.cascade.suspects import REMEMBERED, Suspects
+from nixl_tiers.cascade.denylist import REMEMBERED, Denylist
+from nixl_tiers.cascade.throughput import ThroughputEstimate
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["good", "bad", "trip", "probe good", "probe bad"]), st.floats(0, 100)), max_size=60
@@ -87,14 +87,14 @@ def test_one_probe_at_a_time_and_none_of_an_earlier_episode_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(0, 1000)), max_size=100), st.integers(1, 1 << 30))
 def test_patience_has_a_floor_and_a_ceiling(jobs: list[tuple[int, float]], nbytes: int) -> None:
-    pace = Pace(4e6)
+    pace = ThroughputEstimate(4e6)
     for size, seconds in jobs:
         pace.ended(size, seconds)
     assert 5.0 <= pace.patience_s(nbytes, 5.0, 10.0) <= 10.0
 
 
 def test_patience_follows_the_slower_jobs() -> None:
-    pace = Pace(4e6)
+    pace = ThroughputEstimate(4e6)
     for _ in range(18):
         pace.ended(100_000_000, 1.0)
     assert pace.patience_s(1_000_000_000, 1.0, 1e9) == 40.0
@@ -104,7 +104,7 @@ def test_patience_follows_the_slower_jobs() -> None:
 
 
 def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial() -> None:
-    suspects = Suspects(5.0, 12.0)
+    suspects = Denylist(5.0, 12.0)
     suspects.failed(b"failed", 0.0)
     suspects.accuse([b"accused"], 0.0)
     assert suspects.barred(b"failed", 4.0)
@@ -121,7 +121,7 @@ def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial()
 
 
 def test_suspects_are_a_bounded_number() -> None:
-    suspects = Suspects(5.0, 12.0)
+    suspects = Denylist(5.0, 12.0)
     for number in range(REMEMBERED + 10):
         suspects.accuse([b"%d" % number], 0.0)
     assert len(suspects) == REMEMBERED

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.tier import Direction, TierSpec, Write
-from nixl_tiers.chunk import Key
-from nixl_tiers.testing.adopted import PlainRows
+from nixl_tiers.cascade.types import Direction, TierSpec, Write
+from nixl_tiers.chunk import Key, Outcome
+from tests.support.cold_index import PlainColdIndex
 
 ROW_BYTES = 4096
 OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "relisted", "reset")
@@ -132,11 +131,11 @@ def test_every_counter_counts_what_it_says() -> None:
     assert s3.removed == 1
     life.check()
 
-    life.core.adopt_rows(1, PlainRows([(0, b"cold", 0), (1, b"colder", 0)]), newest=0)
+    life.core.adopt_rows(1, PlainColdIndex([(0, b"cold", 0), (1, b"colder", 0)]), newest=0)
     assert s3.found == 5
     life.core.lost(1, life.now)
     life.core.opened(1, 100)
-    life.core.adopt_rows(1, PlainRows([(0, b"cold", 0)]), newest=0)
+    life.core.adopt_rows(1, PlainColdIndex([(0, b"cold", 0)]), newest=0)
     life.core.adopt(1, [], last=True)
     assert (s3.deaths, s3.relisted, s3.found) == (1, 2, 6)
     life.check()

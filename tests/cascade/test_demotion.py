@@ -8,9 +8,8 @@ import pytest
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.tier import Job, TierSpec, Write
-from nixl_tiers.chunk import Key
+from nixl_tiers.cascade.types import Job, TierSpec, Write
+from nixl_tiers.chunk import Key, Outcome
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:

@@ -6,10 +6,10 @@ import gc
 
 import pytest
 
+from nixl_tiers.cascade.eviction import PolicyName
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.policies import PolicyName
-from nixl_tiers.cascade.tier import TierSpec, Write
+from nixl_tiers.cascade.types import TierSpec, Write
+from nixl_tiers.chunk import Outcome
 
 ROWS = 4096
 CHUNKS = 16  # a request

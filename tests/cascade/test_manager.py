@@ -8,9 +8,8 @@ import pytest
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.outcome import Outcome
-from nixl_tiers.cascade.tier import Direction, Job, TierSpec, Write
-from nixl_tiers.chunk import Key
+from nixl_tiers.cascade.types import Direction, Job, TierSpec, Write
+from nixl_tiers.chunk import Key, Outcome
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]

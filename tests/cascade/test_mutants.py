@@ -9,16 +9,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
-from nixl_tiers.cascade.adopted import AdoptedRows
+from nixl_tiers.cascade.cold_index import ColdIndex
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.outcome import Outcome
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.storage import Storage
-from nixl_tiers.cascade.tier import Job, PlannedMove
-from nixl_tiers.chunk import Key
-from nixl_tiers.testing.machine import CascadeMachine
-from nixl_tiers.testing.simulation import Mover, MoverJob, World
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Job, PlannedMove
+from nixl_tiers.chunk import Key, Outcome
+from tests.support.simulation import Mover, MoverJob, Simulation
+from tests.support.stateful import CascadeStateMachine
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -124,7 +123,7 @@ class DeadlineArmedAnewByARelease(TierManager):
 class DeadlineArmedAnewByARetry(TierManager):
     """A request whose promotion failed begins to wait for the next tier as if for the first time."""
 
-    def _retry(self, storage: Storage, key: Key, row: Row, now: float) -> None:
+    def _retry(self, storage: TierIndex, key: Key, row: Row, now: float) -> None:
         for request in self._holding.values():
             if request.held.get(key) is row:
                 request.deadline_s = now + self.limits.wait_s
@@ -140,7 +139,7 @@ class DeadlineIgnoredForRowsBeingFilled(TierManager):
 class DemotionWithoutBounds(TierManager):
     """What comes up to be written further down counts in no window."""
 
-    def _plan_demotions(self, tier: int, storage: Storage, now: float) -> list[Job]:
+    def _plan_demotions(self, tier: int, storage: TierIndex, now: float) -> list[Job]:
         self._demote_window = self._load_window = self.host.rows
         return super()._plan_demotions(tier, storage, now)
 
@@ -191,7 +190,7 @@ class OldEpochSurvives(TierManager):
 class AdoptedRowHasTwoOwners(TierManager):
     """A row that moves over into the book is still among the adopted."""
 
-    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int) -> None:
+    def adopt_rows(self, tier: int, rows: ColdIndex, newest: int) -> None:
         rows.remove = rows.find  # type: ignore[method-assign]
         super().adopt_rows(tier, rows, newest)
 
@@ -199,7 +198,7 @@ class AdoptedRowHasTwoOwners(TierManager):
 class AdoptedSlotsStayFree(TierManager):
     """A slot that holds an adopted row is given to another one."""
 
-    def adopt_rows(self, tier: int, rows: AdoptedRows, newest: int) -> None:
+    def adopt_rows(self, tier: int, rows: ColdIndex, newest: int) -> None:
         rows.claim = lambda taken, slots_limit: None  # type: ignore[method-assign]
         super().adopt_rows(tier, rows, newest)
 
@@ -228,7 +227,7 @@ class GenerationIgnored(TierManager):
 
 
 class CircuitNeverCloses(TierManager):
-    def _judge(self, storage: Storage, job: Job, good: bool, now: float) -> None:
+    def _judge(self, storage: TierIndex, job: Job, good: bool, now: float) -> None:
         super()._judge(storage, job, good and job.episode is None, now)
 
 
@@ -344,14 +343,14 @@ FOCUS: dict[type[TierManager], tuple[str, ...]] = {
 }
 
 
-def machine_for(mutant: type[TierManager]) -> type[CascadeMachine]:
+def machine_for(mutant: type[TierManager]) -> type[CascadeStateMachine]:
     members: dict[str, object] = {"core": mutant}
     if mutant in FOCUS:
-        rules = {name: member for name, member in vars(CascadeMachine).items() if hasattr(member, RULE_MARKER)}
+        rules = {name: member for name, member in vars(CascadeStateMachine).items() if hasattr(member, RULE_MARKER)}
         assert set(FOCUS[mutant]) <= set(rules)
         others = set(rules) - set(FOCUS[mutant]) - set(_OFTEN)
         members |= {name: partialmethod(rules[name]) for name in others}  # for other rules to call, and no rule itself
-    return type("Machine", (CascadeMachine,), members)
+    return type("Machine", (CascadeStateMachine,), members)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
@@ -362,15 +361,15 @@ def test_a_planted_bug_in_the_core_is_caught(mutant: type[TierManager]) -> None:
 
 
 def test_a_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unchecked(self: World, mover: Mover, work: MoverJob, outcome: Outcome) -> None:
+    def unchecked(self: Simulation, mover: Mover, work: MoverJob, outcome: Outcome) -> None:
         honest(self, mover, work, outcome)
         if work.done[-1] is Outcome.CORRUPT:
             work.done[-1] = Outcome.OK
 
-    honest = World._move
-    monkeypatch.setattr(World, "_move", unchecked)
+    honest = Simulation._move
+    monkeypatch.setattr(Simulation, "_move", unchecked)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(CascadeMachine, settings=MANY)
+        run_state_machine_as_test(CascadeStateMachine, settings=MANY)
 
 
 def test_the_mutants_replace_what_is_really_called() -> None:
@@ -379,4 +378,4 @@ def test_the_mutants_replace_what_is_really_called() -> None:
             if not name.startswith("__"):
                 assert hasattr(TierManager, name), f"{mutant.__name__}.{name} overrides nothing"
     assert hasattr(HostTier, "_spare")
-    assert hasattr(Storage, "_spare")
+    assert hasattr(TierIndex, "_spare")

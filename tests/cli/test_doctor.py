@@ -7,7 +7,7 @@ import pytest
 
 from nixl_tiers.cli import doctor, main
 from nixl_tiers.swap import kernels
-from nixl_tiers.swap.calibrate import Measured
+from nixl_tiers.swap.autotune import Measured
 from nixl_tiers.swap.driver import Driver, NoDriver
 
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from nixl_tiers import cli
-from nixl_tiers.config import CpuTier, FileTier, S3Tier, TiersConfig, Write
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write
 
 
 def write(folder: Path, text: str) -> Path:
@@ -82,7 +82,7 @@ def test_every_default_that_matters_is_shown(tmp_path: Path, capsys: pytest.Capt
         "s3": {"type": "s3", "bucket": "kv-cache", "capacity": "10TiB"},
     }
     shown = _shown(tiers, {}, capsys)
-    for kind, model in (("cpu", CpuTier), ("file", FileTier), ("s3", S3Tier), ("all", TiersConfig)):
+    for kind, model in (("cpu", CpuConfig), ("file", FileConfig), ("s3", S3Config), ("all", TiersConfig)):
         for name, field in model.model_fields.items():
             if not field.is_required() and field.default not in (None, ""):
                 assert " (default)" in shown[kind][name], name

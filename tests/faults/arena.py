@@ -13,18 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
-from nixl_tiers import config as configuration
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Key, Namespace
-from nixl_tiers.config import StorageTier, tier_to_dict
-from nixl_tiers.engine import Engine
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.schema import StorageConfig, tier_to_dict
+from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.messages import Hello
+from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.faulty import FaultPlan
-from nixl_tiers.testing.inventory import Inventory, children
-from nixl_tiers.testing.load import Load, get, put
 from nixl_tiers.testing.waiting import until
+from tests.support.leaks import ResourceCount, children
+from tests.support.load import Load, get, put
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
@@ -82,12 +82,12 @@ class Arena:
         self._was = {"dropped": 0.0, "failed": 0.0}
 
     @property
-    def tier(self) -> StorageTier:
+    def tier(self) -> StorageConfig:
         return self.config.storage[0]
 
     # --- a life ---------------------------------------------------------------------------------------------------
 
-    def open(self, before_start: Callable[[Engine], None] | None = None) -> TieredStore:
+    def open(self, before_start: Callable[[Coordinator], None] | None = None) -> TieredStore:
         """A store. `before_start` is called with its engine before the engine starts."""
         geometry = Geometry(cells=1, cell_payload=self.chunk)
         configuration.check_paths(self.config)
@@ -99,25 +99,25 @@ class Arena:
                 "inner": tier_to_dict(self.tier),
                 "plan": self._plan.to_dict(),
             }
-            hellos = [Hello(faulty, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)]
-        engine = Engine(
+            hellos = [Configure(faulty, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)]
+        coordinator = Coordinator(
             self.config, Namespace.of({"of": "the fault matrix"}), region, hellos=hellos, limits=self.limits
         )
         if before_start is not None:
-            before_start(engine)
-        engine.start(3.0)
-        return TieredStore(engine, region, self.config)
+            before_start(coordinator)
+        coordinator.start(3.0)
+        return TieredStore(coordinator, region, self.config)
 
     @contextlib.contextmanager
     def under_load(
         self,
-        before_start: Callable[[Engine], None] | None = None,
+        before_start: Callable[[Coordinator], None] | None = None,
         *,
         warm: bool = True,
-        before: Inventory | None = None,
+        before: ResourceCount | None = None,
     ) -> Iterator[Load]:
         """A store that has been written to (if `warm`), under load. What has to hold is checked at the end."""
-        before = before or Inventory.take()
+        before = before or ResourceCount.take()
         self.store = self.open(before_start)
         try:
             self.load = Load(self.store, seed=next(_turns), prompts=PROMPTS, pause_s=0.005)
@@ -161,7 +161,7 @@ class Arena:
     def _comes_back(self) -> bool:
         keys: list[Key] = [b"probe-%d-%d" % (next(_turns), n) for n in range(4)]
         put(self.store, keys)
-        storage = self.store.engine._core.storage[0]
+        storage = self.store.coordinator._core.storage[0]
         deadline = time.monotonic() + 10 * self.limits.wait_s
         while time.monotonic() < deadline:
             queued = [key for key in keys if key in storage.to_store]
@@ -188,7 +188,7 @@ class Arena:
         return self.stats()["up"] == 1.0
 
     def mover(self) -> int | None:
-        pid = self.store.engine.mover_pids[0]
+        pid = self.store.coordinator.mover_pids[0]
         if pid is not None:
             self.saw(pid)
         return pid
@@ -204,7 +204,7 @@ class Arena:
 
     def signal(self, number: int, when: str = "idle") -> int:
         """Send a signal to the mover: at once, or when it is in the middle of stores or loads."""
-        storage = self.store.engine._core.storage[0]
+        storage = self.store.coordinator._core.storage[0]
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             pid = self.a_mover()
@@ -239,7 +239,7 @@ class Arena:
         keys = self.load.keys
         _, wrong = get(self.store, keys)
         assert not wrong
-        core = self.store.engine._core
+        core = self.store.coordinator._core
         until(lambda: not core.storage[0].jobs, "jobs to end", PATIENCE_S)
         storage = core.storage[0]
         assert (storage.rows_storing, storage.rows_loading) == (0, 0)
@@ -254,15 +254,15 @@ class Arena:
             assert sum(file.stat().st_blocks * 512 for file in _files(path)) <= self.tier.capacity
 
     def _every_row_can_be_had(self) -> bool:
-        engine, rows = self.store.engine, self.store._region.rows
-        plan = engine.prepare_store([b"claim-%d" % next(_turns) for _ in range(rows)], "claim")
+        coordinator, rows = self.store.coordinator, self.store._region.rows
+        plan = coordinator.prepare_store([b"claim-%d" % next(_turns) for _ in range(rows)], "claim")
         self.store._region.mark(np.array(plan.rows), 0, plan.ticket, False)
-        engine.complete_store(plan.keys)
-        engine.finish_request("claim")
+        coordinator.complete_store(plan.keys)
+        coordinator.finish_request("claim")
         return len(plan.rows) == rows
 
-    def _nothing_left(self, before: Inventory) -> None:
-        until(lambda: before.covers(Inventory.take()), f"what {before} does not cover to go", PATIENCE_S)
+    def _nothing_left(self, before: ResourceCount) -> None:
+        until(lambda: before.covers(ResourceCount.take()), f"what {before} does not cover to go", PATIENCE_S)
         for pid in self._movers:
             assert not Path(f"/proc/{pid}").exists() or pid not in set(children())
 

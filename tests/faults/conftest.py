@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.mover import child, respawn
-from nixl_tiers.testing.proxy import FaultProxy
+from nixl_tiers.mover import backoff, child
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from tests.faults.arena import CAPACITY, LIMITS, Arena, Line
 from tests.faults.interposer import Interposer, build
+from tests.support.proxy import FaultProxy
 
 SOAK = "\n## Soak\n"  # what follows it in the page was written by hand, and stays
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
@@ -30,7 +30,7 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent mover is given up sooner than in production, and what died often comes back sooner."""
     monkeypatch.setattr(child, "SILENCE_S", 4.0)
     monkeypatch.setattr(child, "START_S", 20.0)
-    monkeypatch.setattr(respawn, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
+    monkeypatch.setattr(backoff, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.proxy import FaultProxy, Kind, Trouble
 from nixl_tiers.testing.waiting import until, until_up
+from tests.support.proxy import FaultProxy, Kind, Trouble
 from tests.vllm.run_engine import generate
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
@@ -31,8 +31,8 @@ HEAL_S = 240.0
 STRIKES: dict[str, Callable[[Any, FaultProxy], None]] = {
     "black hole": lambda store, proxy: proxy.disturb(Trouble(Kind.BLACK_HOLE)),
     "refused": lambda store, proxy: proxy.disturb(Trouble(Kind.REFUSE)),
-    "SIGKILL": lambda store, proxy: os.kill(store.engine.mover_pids[0], signal.SIGKILL),
-    "SIGSTOP": lambda store, proxy: os.kill(store.engine.mover_pids[0], signal.SIGSTOP),
+    "SIGKILL": lambda store, proxy: os.kill(store.coordinator.mover_pids[0], signal.SIGKILL),
+    "SIGSTOP": lambda store, proxy: os.kill(store.coordinator.mover_pids[0], signal.SIGSTOP),
 }
 
 
@@ -93,14 +93,14 @@ def ask(llm: Any) -> dict[str, Any]:
 def forget(llm: Any, store: Any) -> None:
     """Leave the prompt's chunks nowhere but in the storage tier."""
     assert llm.reset_prefix_cache()
-    engine = store.engine
+    coordinator = store.coordinator
 
     def emptied() -> bool:
-        plan = engine.prepare_store([b"filler-%d-0000" % n for n in range(engine.region.rows)], "filler")
-        engine.region.mark(np.array(plan.rows), 0, plan.ticket, False)
-        engine.complete_store(plan.keys)
-        engine.finish_request("filler")
-        return len(plan.rows) == engine.region.rows
+        plan = coordinator.prepare_store([b"filler-%d-0000" % n for n in range(coordinator.region.rows)], "filler")
+        coordinator.region.mark(np.array(plan.rows), 0, plan.ticket, False)
+        coordinator.complete_store(plan.keys)
+        coordinator.finish_request("filler")
+        return len(plan.rows) == coordinator.region.rows
 
     until(emptied, "every host row to be free", 120)
 

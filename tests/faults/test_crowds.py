@@ -13,11 +13,11 @@ import pytest
 
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.mover import child
-from nixl_tiers.mover.messages import Drop, encode
-from nixl_tiers.testing.inventory import Inventory
-from nixl_tiers.testing.load import content, get, put
+from nixl_tiers.mover.protocol import Delete, encode
 from nixl_tiers.testing.waiting import until
 from tests.faults.arena import LIMITS, PATIENCE_S, Arena
+from tests.support.leaks import ResourceCount
+from tests.support.load import content, get, put
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -39,7 +39,7 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
         limits=replace(LIMITS, overdue_least_s=30.0, overdue_most_s=30.0),
     )
     with arena.under_load():
-        store, engine = arena.store, arena.store.engine
+        store, coordinator = arena.store, arena.store.coordinator
         keys = [b"crowd-%06d" % n for n in range(number)]
         for start in range(0, number, 500):
             put(store, keys[start : start + 500])
@@ -53,17 +53,17 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
         while waiting:
             pending = 0
             for name in [*waiting]:
-                answers = [engine.lookup(key, name) for key in waiting[name]]
+                answers = [coordinator.lookup(key, name) for key in waiting[name]]
                 pending += answers.count(Lookup.PENDING)
                 if Lookup.PENDING not in answers:
                     del waiting[name]
             most = max(most, pending)
-            engine.end_step()
-            with engine.changed:
-                engine.changed.wait(0.05)
+            coordinator.end_step()
+            with coordinator.changed:
+                coordinator.changed.wait(0.05)
         assert most > number // 2
         for name in names:
-            engine.finish_request(name)
+            coordinator.finish_request(name)
         arena.go_on()
         with contextlib.suppress(ProcessLookupError):  # on a slow machine it has been killed for its silence by now
             os.kill(pid, signal.SIGCONT)
@@ -81,12 +81,12 @@ def test_a_socket_that_is_full(on_tier: Callable[..., Arena], monkeypatch: pytes
     with arena.under_load():
         arena.go_on()
         pid = arena.a_mover()
-        mover = arena.store.engine._movers._movers[0]
+        mover = arena.store.coordinator._movers._movers[0]
         assert mover is not None
         os.kill(pid, signal.SIGSTOP)
         with contextlib.suppress(BlockingIOError):
             while True:
-                mover.socket.send(encode(Drop([])))
+                mover.socket.send(encode(Delete([])))
         arena.store.reset()  # the mover must be told of it before anything else
         until(lambda: mover._unsent, "the engine to have something to say", PATIENCE_S)
         arena.go_on(20)
@@ -105,10 +105,10 @@ def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> N
     failed: list[bytes] = []
     written: list[bytes] = []
     with arena.under_load() as load:
-        engine, region = arena.store.engine, arena.store._region
+        coordinator, region = arena.store.coordinator, arena.store._region
         for turn in range(40):
             keys = [b"worker-%d-%d" % (turn, n) for n in range(4)]
-            plan = engine.prepare_store(keys, f"worker-{turn}")
+            plan = coordinator.prepare_store(keys, f"worker-{turn}")
             good = np.arange(len(plan.rows)) % 2 == turn % 2
             for key, row, it_is in zip(plan.keys, plan.rows, good, strict=True):
                 region.rows_view[row, : arena.chunk] = content(key, arena.chunk) if it_is else 0xBB
@@ -117,8 +117,8 @@ def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> N
                 region.mark(rows[good], 0, plan.ticket, True)
             if not good.all():
                 region.mark(rows[~good], 0, plan.ticket, False)
-            engine.complete_store(plan.keys)
-            engine.finish_request(f"worker-{turn}")
+            coordinator.complete_store(plan.keys)
+            coordinator.finish_request(f"worker-{turn}")
             written += [key for key, it_is in zip(plan.keys, good, strict=True) if it_is]
             failed += [key for key, it_is in zip(plan.keys, good, strict=True) if not it_is]
             arena.go_on(1)
@@ -132,12 +132,12 @@ def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> N
         assert sum(hits) > len(written) // 2
         for number in range(4):  # and loads: what was not copied is a miss for its request, and for no other
             keys = [key for key in load.keys if arena.store.locate([key]) == ["cpu"]][:4]
-            found = [key for key in keys if engine.lookup(key, f"load-{number}") is Lookup.HIT]
-            engine.prepare_load(found, f"load-{number}")
-            engine.fail_load(found, f"load-{number}")
-            assert Lookup.HIT not in [engine.lookup(key, f"load-{number}") for key in keys]
-            engine.end_step()
-            engine.finish_request(f"load-{number}")
+            found = [key for key in keys if coordinator.lookup(key, f"load-{number}") is Lookup.HIT]
+            coordinator.prepare_load(found, f"load-{number}")
+            coordinator.fail_load(found, f"load-{number}")
+            assert Lookup.HIT not in [coordinator.lookup(key, f"load-{number}") for key in keys]
+            coordinator.end_step()
+            coordinator.finish_request(f"load-{number}")
         hits, wrong = get(arena.store, load.keys)
         assert not wrong
         assert any(hits)
@@ -161,12 +161,12 @@ def test_a_reset_while_the_mover_is_stopped(on_tier: Callable[..., Arena], tier:
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_close_while_the_mover_is_stopped(on_tier: Callable[..., Arena], tier: str) -> None:
     arena = on_tier("close while the mover is stopped", tier)
-    before = Inventory.take()
+    before = ResourceCount.take()
     store = arena.open()
     until(lambda: store.stats()[arena.name]["up"], "the tier", PATIENCE_S)
     put(store, [b"key-%d" % n for n in range(40)])
-    pid = store.engine.mover_pids[0]
+    pid = store.coordinator.mover_pids[0]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     store.close(0.5)
-    until(lambda: before.covers(Inventory.take()), "everything to go", PATIENCE_S)
+    until(lambda: before.covers(ResourceCount.take()), "everything to go", PATIENCE_S)

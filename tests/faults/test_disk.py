@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.testing.waiting import until
-from tests.disks import run, tmpfs
 from tests.faults.arena import PATIENCE_S, Arena
 from tests.faults.interposer import Interposer
 from tests.faults.test_mover import matrix
+from tests.support.disks import run, tmpfs
 
 pytestmark = pytest.mark.timeout(900)
 

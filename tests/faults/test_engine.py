@@ -15,7 +15,7 @@ from nixl_tiers.testing.servers import MotoServer
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.faults.run_engine import STRIKES
-from tests.models import save_random
+from tests.support.models import save_random
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.cascade.storage import Direction
-from nixl_tiers.engine import Engine
+from nixl_tiers.cascade.tier_index import Direction
+from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.mover import child
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from nixl_tiers.testing.waiting import until
@@ -56,10 +56,10 @@ def test_a_mover_that_dies_or_stops_as_it_starts(on_tier: Callable[..., Arena], 
     arena = on_tier(f"{deadly}, at the start", tier)
     struck: list[int] = []
 
-    def strike(engine: Engine) -> None:
+    def strike(coordinator: Coordinator) -> None:
         def watch() -> None:
-            until(lambda: engine.mover_pids[0] is not None, "a mover", PATIENCE_S)
-            pid = engine.mover_pids[0]
+            until(lambda: coordinator.mover_pids[0] is not None, "a mover", PATIENCE_S)
+            pid = coordinator.mover_pids[0]
             assert pid is not None
             os.kill(pid, KILLS[deadly])
             struck.append(pid)
@@ -123,7 +123,7 @@ def test_a_mover_that_stops_while_nobody_asks(on_tier: Callable[..., Arena], tie
         arena.go_on()
         load.pause_s = 3600.0
         assert arena.store.flush(PATIENCE_S)
-        loads = arena.store.engine._core.storage[0].breakers[Direction.LOAD]
+        loads = arena.store.coordinator._core.storage[0].breakers[Direction.LOAD]
         answered = load.turns + 2  # those that are under way
         old = arena.a_mover()
         os.kill(old, signal.SIGSTOP)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from nixl_tiers.testing.inventory import Inventory
-from nixl_tiers.testing.load import put
-from nixl_tiers.testing.proxy import FaultProxy, Kind, Trouble
 from nixl_tiers.testing.servers import SECRET_KEY, MotoServer
 from nixl_tiers.testing.waiting import until
 from tests.faults.arena import CAPACITY, PATIENCE_S, Arena
+from tests.support.leaks import ResourceCount
+from tests.support.load import put
+from tests.support.proxy import FaultProxy, Kind, Trouble
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -61,7 +61,7 @@ def test_a_server_that_fails(on_s3: Callable[..., Arena], proxy: FaultProxy, fau
 @pytest.mark.parametrize("fault", ["refused", "black hole", "503 storm", "wrong credentials (403)"])
 def test_a_server_that_fails_from_the_start(on_s3: Callable[..., Arena], proxy: FaultProxy, fault: str) -> None:
     arena = on_s3(f"{fault}, from the start")
-    before = Inventory.take()  # with a proxy that listens
+    before = ResourceCount.take()  # with a proxy that listens
     proxy.disturb(TROUBLES[fault])
     with arena.under_load(warm=False, before=before):
         arena.go_on(20)
@@ -91,7 +91,7 @@ def test_a_right_that_is_missing(
         "list": no(methods=GET, within="list-type"),
     }[kind]
     arena = on_s3(f"{kind} denied (403)", fields={"capacity": 4 << 20})  # less than the load stores
-    before = Inventory.take()
+    before = ResourceCount.take()
     if kind == "list":  # there is one at the start, and no more
         proxy.disturb(trouble)
     with arena.under_load(warm=kind != "list", before=before):
@@ -129,9 +129,9 @@ def test_a_server_that_gets_what_a_file_tier_evicts(
     """The host and the file tier are as good as ever: nothing that cannot go down stands in anybody's way."""
     evicted = {"type": "s3", "bucket": bucket, "prefix": s3_prefix, "endpoint": proxy.endpoint, "capacity": CAPACITY}
     arena = on_file(f"s3 below, written on eviction: {fault}", "slabs", below=evicted | {"write": "on_evict"})
-    trouble, before = TROUBLES[fault], Inventory.take()
+    trouble, before = TROUBLES[fault], ResourceCount.take()
     with arena.under_load(before=before) as load:
-        core = arena.store.engine._core
+        core = arena.store.coordinator._core
         upper, lower = core.storage
         prompts = [[b"prompt-%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(140)]
         until(lambda: arena.store.stats()["s3"]["up"] == 1.0, "the server to be up", PATIENCE_S)

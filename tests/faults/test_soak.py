@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing.proxy import FaultProxy
-from nixl_tiers.testing.soak import Round, Soak
+from tests.soak import Round, Soak
+from tests.support.proxy import FaultProxy
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -44,14 +44,14 @@ def test_a_wrong_byte_is_a_finding(soak: Soak, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_row_that_leaks_is_a_finding(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nixl_tiers.testing.soak.HEAL_S", 30.0)
+    monkeypatch.setattr("tests.soak.HEAL_S", 30.0)
     honest = TieredStore._put_part
 
     leaked: set[int] = set()
 
     def leaks(self: TieredStore, keys: list[bytes], chunks: Any) -> int:
-        epoch = self.engine.namespace.epoch  # a reset brings back what was leaked before it
-        if epoch not in leaked and self.engine.prepare_store([b"leaked"], "leaks").rows:
+        epoch = self.coordinator.namespace.epoch  # a reset brings back what was leaked before it
+        if epoch not in leaked and self.coordinator.prepare_store([b"leaked"], "leaks").rows:
             leaked.add(epoch)
         return honest(self, keys, chunks)
 

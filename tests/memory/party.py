@@ -10,8 +10,8 @@ import sys
 import time
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.memory.join import join
 from nixl_tiers.memory.region import RegionError
+from nixl_tiers.memory.rendezvous import rendezvous
 
 
 def say(*words: object) -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     sys.stdin.readline()
     try:
         geometry = Geometry(int(cells), int(cell_payload), int(sub_blocks))
-        region = join(name, geometry, int(rows), int(parties), float(timeout_s))
+        region = rendezvous(name, geometry, int(rows), int(parties), float(timeout_s))
     except RegionError as error:
         say("refused", error)
         return

@@ -1,4 +1,4 @@
-"""The seal: what is refused, what is zeroed, and that the bytes are those of docs/format.md."""
+"""The seal: what is refused, what is zeroed, and that the bytes are those of docs/reference/formats.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def verdict(geometry: Geometry, row: np.ndarray, key: bytes = KEY) -> Verdict:
 
 
 def by_hand(geometry: Geometry, payload: np.ndarray, key: bytes, present: int, sealed_at: int) -> bytes:
-    """A whole row of format version 1, written from docs/format.md without the code under test."""
+    """A whole row of format version 1, written from docs/reference/formats.md without the code under test."""
     row = bytearray(geometry.row_bytes)
     digests = b""
     for cell in range(geometry.cells):

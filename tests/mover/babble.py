@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.config import FileTier, tier_from_dict
+from nixl_tiers.config.schema import FileConfig, tier_from_dict
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.tiers.base import Done
-from nixl_tiers.mover.tiers.file import FileStorage
+from nixl_tiers.tiers.base import Done
+from nixl_tiers.tiers.slab.tier import SlabTier
 
 LOOK_S = 0.02
 
 
-class Babbling(FileStorage):
+class Babbling(SlabTier):
     def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
         inner = tier_from_dict(config["inner"])
-        assert isinstance(inner, FileTier)
+        assert isinstance(inner, FileConfig)
         super().__init__(inner, geometry, region)
         self._say = Path(config["say"])
         self._look_at_s = 0.0

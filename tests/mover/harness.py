@@ -14,28 +14,26 @@ from typing import Self
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.messages import (
+from nixl_tiers.mover.protocol import (
     MAX_PACKET,
-    Adopt,
-    AdoptTable,
-    Entry,
+    Configure,
     Finished,
     Heartbeat,
-    Hello,
+    Listed,
+    ListedIndex,
     Load,
-    Move,
     Open,
     Opened,
-    Outcome,
     Stop,
     Store,
-    ToEngine,
+    ToCoordinator,
     ToMover,
-    decode_to_engine,
+    decode_to_coordinator,
     encode,
 )
+from nixl_tiers.tiers.base import Entry, Move
 
 PATIENCE_S = 120.0
 NAMESPACE = bytes(range(16))
@@ -76,9 +74,9 @@ class MoverProcess:
             )
         self.used_bytes = 0
         self.heartbeats = 0
-        self._unread: list[ToEngine] = []
+        self._unread: list[ToCoordinator] = []
         self._jobs = 0
-        self.send(Hello(tier, geometry.cells, geometry.cell_payload, geometry.sub_blocks, self.region.rows))
+        self.send(Configure(tier, geometry.cells, geometry.cell_payload, geometry.sub_blocks, self.region.rows))
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +97,7 @@ class MoverProcess:
         self.socket.settimeout(PATIENCE_S)
         self.socket.send(encode(message))
 
-    def expect(self, wanted: Callable[[ToEngine], bool], patience_s: float = PATIENCE_S) -> ToEngine:
+    def expect(self, wanted: Callable[[ToCoordinator], bool], patience_s: float = PATIENCE_S) -> ToCoordinator:
         """The first message that is `wanted`; others are kept for later calls, heartbeats only counted."""
         deadline = time.monotonic() + patience_s
         for place, message in enumerate(self._unread):
@@ -110,7 +108,7 @@ class MoverProcess:
             packet = self.socket.recv(MAX_PACKET)
             if not packet:
                 raise EOFError(f"the mover left: {self.log()}")
-            message = decode_to_engine(packet)
+            message = decode_to_coordinator(packet)
             if isinstance(message, Heartbeat):
                 self.used_bytes = message.used_bytes
                 self.heartbeats += 1
@@ -129,8 +127,8 @@ class MoverProcess:
     def adopted(self) -> list[Entry]:
         entries: list[Entry] = []
         while True:
-            message = self.expect(lambda m: isinstance(m, (Adopt, AdoptTable)))
-            assert isinstance(message, Adopt), "so many rows that they come as a table"
+            message = self.expect(lambda m: isinstance(m, (Listed, ListedIndex)))
+            assert isinstance(message, Listed), "so many rows that they come as a table"
             entries += message.entries
             if message.last:
                 return entries

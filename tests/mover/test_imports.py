@@ -31,7 +31,7 @@ os.environ["PYTHONPATH"] = python_path
 tiers = [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": path, "capacity": "64MiB"}]
 with nixl_tiers.open({"tiers": tiers}, chunk_bytes=4096, namespace="n") as store:
     until(lambda: store.stats()["file"]["up"], "the file tier", 30)
-    pid = store.engine.mover_pids[0]
+    pid = store.coordinator.mover_pids[0]
     command = Path(f"/proc/{pid}/cmdline").read_text().split(chr(0))
 print(json.dumps([command, nixl_tiers.__file__]))
 """

@@ -10,19 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nixl_tiers.chunk import Geometry
-from nixl_tiers.config import S3Tier, tier_from_dict
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.config.schema import S3Config, tier_from_dict
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.messages import MAX_ENTRIES, Entry, Move, Outcome
-from nixl_tiers.mover.tiers.base import Done, StorageTier, TierDown, TierRefused
+from nixl_tiers.tiers.base import MAX_ENTRIES, Done, Entry, Move, StorageTier, TierDown, TierRefused
 
 
 def held_up_files(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
     """The file tier `config["inner"]`, whose listing has half of its rows, and the others when a file appears."""
-    from nixl_tiers.config import FileTier
-    from nixl_tiers.mover.tiers.file import FileStorage
+    from nixl_tiers.config.schema import FileConfig
+    from nixl_tiers.tiers.slab.tier import SlabTier
 
-    class HeldUp(FileStorage):
+    class HeldUp(SlabTier):
         def adopt(self) -> Iterator[list[Entry]]:
             found = [entry for batch in super().adopt() for entry in batch]
             yield found[: len(found) // 2]
@@ -31,20 +30,20 @@ def held_up_files(config: dict[str, Any], geometry: Geometry, region: HostRegion
             yield found[len(found) // 2 :]
 
     tier = tier_from_dict(config["inner"])
-    assert isinstance(tier, FileTier)
+    assert isinstance(tier, FileConfig)
     return HeldUp(tier, geometry, region)
 
 
 def brisk_objects(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
     """The object tier `config["inner"]`, whose janitor does not keep anybody waiting for long."""
-    from nixl_tiers.mover.tiers import janitor
-    from nixl_tiers.mover.tiers import object as object_tier
+    from nixl_tiers.tiers.s3 import janitor
+    from nixl_tiers.tiers.s3 import tier as object_tier
 
-    object_tier.PACE = janitor.Pace(turn_s=0.1, lease_s=5.0, fresh_s=10.0, round_s=1.0)
+    object_tier.PACE = janitor.JanitorIntervals(turn_s=0.1, lease_s=5.0, fresh_s=10.0, round_s=1.0)
     janitor.SKEW_S = 0.0
     janitor.WINDOW_SHARE = config["window_share"]
     tier = tier_from_dict(config["inner"])
-    assert isinstance(tier, S3Tier)
+    assert isinstance(tier, S3Config)
     return object_tier.ObjectStorage(tier, geometry, region)
 
 
@@ -138,9 +137,9 @@ class Impatient(Quick):
     """Its mover is ended soon when it is stuck."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        from nixl_tiers.mover import process
+        from nixl_tiers.mover import loop
 
-        process.STUCK_S = 3.0  # type: ignore[misc]
+        loop.STUCK_S = 3.0  # type: ignore[misc]
         return super().open(namespace, epoch)
 
 
@@ -148,9 +147,9 @@ class Holding(Quick):
     """Some time after a store, and at its close, it is in a call that neither returns nor lets other threads run."""
 
     def store(self, moves: Sequence[Move]) -> int:
-        from nixl_tiers.mover import process
+        from nixl_tiers.mover import loop
 
-        process.STUCK_S = 4.0  # type: ignore[misc]
+        loop.STUCK_S = 4.0  # type: ignore[misc]
         self._hang_at_s = time.monotonic() + 2.0
         return 1
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.swap import calibrate, kernels
-from nixl_tiers.swap.paths import NAMES
+from nixl_tiers.swap import autotune, kernels
+from nixl_tiers.swap.strategies import NAMES
 from tests.swap.conftest import ROOT
 from tests.swap.fake import Fake, leftovers
 
 
 def test_the_sweep_runs(fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
-    monkeypatch.setattr(calibrate, "SAMPLE_BYTES", 1 << 19)
+    monkeypatch.setattr(autotune, "SAMPLE_BYTES", 1 << 19)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = importlib.util.spec_from_file_location("gpu_swap", ROOT / "bench" / "gpu_swap.py")
     assert spec is not None

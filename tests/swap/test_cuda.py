@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.swap import kernels, lane, paths
-from nixl_tiers.swap.calibrate import Fixed
+from nixl_tiers.swap import kernels, strategies, stream
+from nixl_tiers.swap.autotune import Fixed
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import BATCH_COPIES, CudaError
-from nixl_tiers.swap.paths import NAMES
+from nixl_tiers.swap.strategies import NAMES
 from tests.swap.fake import Fake, leftovers
 from tests.swap.world import LAYOUTS, World, assert_same, layout_of, move_parts_of_chunks, random_world, world_of
 
@@ -52,13 +52,15 @@ def swap_of(fake: Fake, world: World, way: str, compute_stream: int = 0) -> Cuda
 
 
 def use_halves_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = paths.StagedPath.__init__
+    original = strategies.StagedStrategy.__init__
     monkeypatch.setattr(
-        paths.StagedPath, "__init__", lambda self, *args, **kwargs: original(self, *args, **kwargs, half_bytes=nbytes)
+        strategies.StagedStrategy,
+        "__init__",
+        lambda self, *args, **kwargs: original(self, *args, **kwargs, half_bytes=nbytes),
     )
 
 
-def waiting(start: Callable[..., lane.Transfer]) -> Callable[..., None]:
+def waiting(start: Callable[..., stream.Transfer]) -> Callable[..., None]:
     return lambda *how: start(*how).wait()
 
 
@@ -197,7 +199,7 @@ def test_what_was_uploaded_is_there(machine: Callable[..., Fake], seed: int) -> 
     fake = machine(seed)
     memory, data = np.zeros(4096, np.uint8), np.arange(4096).astype(np.uint8)
     fake.own_bytes(memory)
-    device = lane.Device(fake.driver, 0)
+    device = stream.Device(fake.driver, 0)
     with device.current() as driver:
         driver.upload(memory.ctypes.data, data)
         assert_same(memory, data, "memory")
@@ -256,7 +258,7 @@ def test_transfers_come_after_the_compute_before_them(
     rng = np.random.default_rng(seed)
     world = world_of(rng, [[2048] * 2], blocks=12, rows=4, sub_blocks=3)
     fake = machine(seed)
-    with lane.Device(fake.driver, 0).current() as driver:
+    with stream.Device(fake.driver, 0).current() as driver:
         compute = driver.stream(urgent=False) if own_stream else 0
     swap = swap_of(fake, world, way, compute)
     for tensor in world.memory:
@@ -284,7 +286,7 @@ def test_transfers_come_after_the_compute_before_them(
         assert (out == 99).sum() == 12 * 2048
     assert loaded.done()
     swap.close()
-    with lane.Device(fake.driver, 0).current() as driver:
+    with stream.Device(fake.driver, 0).current() as driver:
         if own_stream:
             driver.destroy_stream(compute)
     fake.driver.release_context(0)

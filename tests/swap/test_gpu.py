@@ -17,11 +17,11 @@ torch = pytest.importorskip("torch")
 
 from nixl_tiers.chunk import Geometry  # noqa: E402
 from nixl_tiers.memory.region import HostRegion  # noqa: E402
-from nixl_tiers.swap import calibrate  # noqa: E402
-from nixl_tiers.swap.calibrate import Fixed, Measured  # noqa: E402
+from nixl_tiers.swap import autotune  # noqa: E402
+from nixl_tiers.swap.autotune import Fixed, Measured  # noqa: E402
 from nixl_tiers.swap.cuda import CudaSwap  # noqa: E402
-from nixl_tiers.swap.paths import NAMES  # noqa: E402
 from nixl_tiers.swap.plan import CopyPlan, Segment  # noqa: E402
+from nixl_tiers.swap.strategies import NAMES  # noqa: E402
 from tests.swap.conftest import ROOT  # noqa: E402
 from tests.swap.world import LAYOUTS, World, assert_same, layout_of, random_world, world_of  # noqa: E402
 
@@ -184,13 +184,13 @@ def test_both_directions_beside_compute(way: str) -> None:
 
 def test_ways_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(calibrate.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(autotune.ENVIRONMENT, raising=False)
     rng = np.random.default_rng(6)
     here = GpuWorld(world_of(rng, [[8192] * 8], blocks=600, rows=150, sub_blocks=4))
     swap = CudaSwap(here.plan)
     assert isinstance(swap._choice, Measured)
     assert set(swap._choice.seconds["load"][0]["16"]) == set(NAMES), "every way moved the right bytes"
-    print("\n" + "\n".join(calibrate.lines(swap._choice)))
+    print("\n" + "\n".join(autotune.lines(swap._choice)))
     round_trips(here, swap, rng)
     swap.close()
     again = CudaSwap(here.plan)

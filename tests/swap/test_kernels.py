@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from nixl_tiers.swap import kernels, nvrtc
+from nixl_tiers.swap.device_tables import JOB_BYTES, TILE_BYTES, first_parts, parts_of
 from nixl_tiers.swap.kernels import CAPACITIES, RING_SHARED_BYTES, THREADS
 from nixl_tiers.swap.nvrtc import CompileError, Nvrtc
-from nixl_tiers.swap.tables import JOB_BYTES, TILE_BYTES, first_parts, parts_of
 from tests.swap.conftest import ROOT
 from tests.swap.test_sanitized import SANITIZE
 from tests.swap.world import assert_same, random_world, world_of

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from nixl_tiers.testing import vllm_cpu
-from tests.models import save_random
+from tests.support.models import save_random
 
 
 @pytest.fixture(autouse=True)

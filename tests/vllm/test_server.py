@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.cli.server import VllmServer
+from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
-from tests.leftovers import family, line_of
+from tests.support.leftovers import family, line_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

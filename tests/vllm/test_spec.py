@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from nixl_tiers import config as tiers_config
 from nixl_tiers.chunk import Geometry
+from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
@@ -117,7 +117,7 @@ def test_the_configuration_may_stand_in_a_file(offloading_config: Build, tmp_pat
 
 def test_lines_go_where_vllms_own_go(offloading_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where vLLM configures its logger only later."""
-    ours, theirs = logging.getLogger("nixl_tiers.engine"), logging.getLogger("vllm")
+    ours, theirs = logging.getLogger("nixl_tiers.coordinator"), logging.getLogger("vllm")
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("theirs: %(levelname)s %(message)s"))

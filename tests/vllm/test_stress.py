@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from nixl_tiers.testing import vllm_cpu
-from tests.models import save_random
+from tests.support.models import save_random
 
 pytestmark = [pytest.mark.vllm]
 

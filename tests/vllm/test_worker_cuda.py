@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import kernels
-from nixl_tiers.swap.calibrate import Fixed
+from nixl_tiers.swap.autotune import Fixed
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm import worker as worker_module

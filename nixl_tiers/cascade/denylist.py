@@ -1,0 +1,88 @@
+"""Suspects: keys whose last move ended badly, and when they may be tried again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from nixl_tiers.chunk import Key
+
+REMEMBERED: Final = 4096
+
+
+class _Suspect:
+    __slots__ = ("accused", "company", "retry_at", "strikes")
+
+    def __init__(self) -> None:
+        self.strikes = 0
+        self.retry_at = 0.0
+        self.accused = False
+        self.company: list[Key] = []
+
+
+class Denylist:
+    """A negative cache with exponential back-off, of at most REMEMBERED keys; the oldest are forgotten first.
+
+    A key that *failed* costs whoever asks for it an error: it is a miss until its back-off has passed. A key that is
+    *accused* was in a job that never ended, or that its mover died of: no request waits for it until it was tried alone
+    and came through, so that one poisonous row cannot take a tier away from all others. Most of those that were in a
+    job with it are innocent: when one of them has come through, it is the turn of the rest.
+    """
+
+    __slots__ = ("_book", "_first_s", "_most_s")
+
+    def __init__(self, first_s: float, most_s: float) -> None:
+        self._first_s = first_s
+        self._most_s = most_s
+        self._book: OrderedDict[Key, _Suspect] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._book)
+
+    def barred(self, key: Key, now: float) -> bool:
+        """Whether nobody may ask for `key` now."""
+        suspect = self._book.get(key) if self._book else None
+        return suspect is not None and (suspect.accused or suspect.retry_at > now)
+
+    def accused(self, key: Key) -> bool:
+        suspect = self._book.get(key) if self._book else None
+        return suspect is not None and suspect.accused
+
+    def trial_due(self, key: Key, now: float) -> bool:
+        """Whether an accused key may be tried, alone."""
+        suspect = self._book.get(key) if self._book else None
+        return suspect is not None and suspect.accused and suspect.retry_at <= now
+
+    def failed(self, key: Key, now: float) -> None:
+        """Its move ended in an error. Whoever says so is alive: the key kills nobody."""
+        self._strike(key, now).accused = False
+
+    def accuse(self, keys: Iterable[Key], now: float) -> None:
+        """Their moves did not end in time, or their mover died with them in hand."""
+        company = list(keys)
+        for key in company:
+            suspect = self._strike(key, now)
+            suspect.accused = True
+            suspect.company = company
+
+    def acquit(self, key: Key) -> Sequence[Key]:
+        """It came through. Returns those that were accused together with it, once, if it was: they may be tried now."""
+        suspect = self._book.pop(key, None) if self._book else None
+        if suspect is None:
+            return ()
+        company = [*suspect.company]
+        suspect.company.clear()
+        return company
+
+    def clear(self) -> None:
+        self._book.clear()
+
+    def _strike(self, key: Key, now: float) -> _Suspect:
+        suspect = self._book.pop(key, None) or _Suspect()
+        suspect.retry_at = now + min(self._most_s, self._first_s * 2.0 ** min(suspect.strikes, 30))
+        suspect.strikes += 1
+        self._book[key] = suspect
+        if len(self._book) > REMEMBERED:
+            self._book.popitem(last=False)
+        return suspect

@@ -1,0 +1,74 @@
+"""Least recently used, leaf first.
+
+Recency is kept per request and not per key: whatever one request used is equally old, and among equals the deepest
+chunk of the prefix goes first. A prefix that loses its root is worth nothing, one that loses its leaf nearly all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from nixl_tiers.cascade.eviction.batches import Batches
+from nixl_tiers.chunk import Key
+
+
+class LeafFirstLru:
+    """One batch of keys for each tick of last use."""
+
+    def __init__(self) -> None:
+        self._keys = Batches()
+        # Keys that were spared when their turn came, in the order of their turns. Without this, whatever long job
+        # holds the oldest keys would make every eviction walk over all of them.
+        self._aside: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys) + len(self._aside)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys or key in self._aside
+
+    def add(self, key: Key, tick: int) -> None:
+        self._keys.add(key, tick)
+
+    def touch(self, key: Key, tick: int) -> None:
+        if self._keys.number_of(key) != tick:
+            self.remove(key)
+            self._keys.add(key, tick)
+
+    def remove(self, key: Key) -> None:
+        if key in self._keys:
+            self._keys.remove(key)
+        else:
+            del self._aside[key]
+
+    def evict(self, count: int, spare: Callable[[Key], bool]) -> list[Key]:
+        victims: list[Key] = []
+        waiting = len(self._aside)
+        soon = min(waiting, 2 * count + 16)
+        if soon:
+            self._review(soon, count, spare, victims)
+        spared: list[Key] = []
+        while len(victims) < count and self._keys:
+            key, _ = self._keys.pop()
+            (spared if spare(key) else victims).append(key)
+        if waiting > soon and len(victims) < count:
+            self._review(waiting - soon, count, spare, victims)  # the tier has nothing else: a walk is worth it
+        for key in spared:
+            self._aside[key] = None
+        return victims
+
+    def resize(self, rows: int) -> None:
+        pass
+
+    def _review(self, most: int, count: int, spare: Callable[[Key], bool], victims: list[Key]) -> None:
+        """Ask again for up to `most` of the keys set aside, the longest unasked first."""
+        for _ in range(most):
+            if len(victims) >= count:
+                break
+            key = next(iter(self._aside))
+            if spare(key):
+                self._aside.move_to_end(key)
+            else:
+                del self._aside[key]
+                victims.append(key)

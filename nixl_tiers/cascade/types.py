@@ -1,0 +1,78 @@
+"""What is said of a storage tier and of the moves of its rows: values that its book, queues and jobs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from nixl_tiers.cascade.eviction import PolicyName
+from nixl_tiers.cascade.host import Row
+from nixl_tiers.chunk import Key
+
+
+class TierState(Enum):
+    DOWN = "down"  # no mover, or its medium does not answer: every look-up misses, cascades are dropped
+    ADOPTING = "adopting"  # serves what it has already told of; stores wait until all of it is known
+    UP = "up"
+
+
+class Direction(Enum):
+    STORE = "store"
+    LOAD = "load"
+
+
+class Write(Enum):
+    """When a tier is written to."""
+
+    THROUGH = "through"  # as soon as a row is complete above
+    ON_EVICT = "on_evict"  # when the tier above is about to evict it
+    OFF = "off"  # never: a read-only tier
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, not a count."""
+
+    name: str
+    write: Write
+    physical_slots: bool
+    policy: PolicyName = "lru"
+    shared: bool = False  # others store to it too, and its medium may be asked for keys that are not known here
+
+
+class Entry(msgspec.Struct, gc=False, eq=False):
+    """A key's place in a storage tier. `stored` is False while its first write is under way; `leaving`: chosen for
+    eviction, and to be written to the tier below first. Hidden from the garbage collector, as Row is."""
+
+    slot: int
+    stored: bool
+    leaving: bool = False
+    readers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    row: Row
+    entry: Entry
+    key: Key
+    tick: int = 0
+    seal: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """One batch of row moves of one direction. Moments are the caller's monotonic clock, in seconds."""
+
+    id: int
+    tier: int
+    direction: Direction
+    moves: list[PlannedMove]
+    nbytes: int  # under way in its direction when it began, its own included
+    began_s: float
+    late_s: float  # nobody waits for it after that
+    overdue_s: float  # its mover dies then
+    alone: bool = False  # of one row, for nobody: to try a suspect, or a tier that failed
+    episode: int | None = None  # of the breaker, if it is that one's probe
+    late: bool = False

@@ -1,0 +1,137 @@
+"""What is said of a configuration that cannot work: one sentence that begins with the field's name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from nixl_tiers.config import fields
+
+_SECRET_FIELD: Final = re.compile(r"secret|passw|token|accesskey|apikey|credential|privatekey")
+_SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
+_POINTERS: Final = {"credentials_file", "access_key_env", "secret_key_env", "session_token_env"}
+
+
+MAX_VALUES: Final = 10_000  # a few lines of YAML can stand for billions: aliases of lists of aliases
+# What others call it.
+_OTHER_NAMES: Final = {
+    "size": "capacity",
+    "max_size": "capacity",
+    "directory": "path",
+    "dir": "path",
+    "ttl": "max_age",
+    "url": "endpoint",
+}
+
+
+# What does the work of a field that we do not have.
+_INSTEAD: Final = {
+    "cpu_bytes_to_use": 'use the capacity of the "cpu" tier',
+    "num_cpu_blocks": 'use the capacity of the "cpu" tier',
+    "ssl": "write http: or https: in endpoint",
+    "use_ssl": "write http: or https: in endpoint",
+}
+# pydantic's kinds of error. The first name what was given, the others only the bound.
+_TYPES: Final = {
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+}
+_BOUNDS: Final = {
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "finite_number": "must be a finite number",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work: one sentence that begins with the field's name."""
+
+
+def refuse_secrets(raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what looks like a secret, without repeating it."""
+    for number, (place, field, value) in enumerate(_leaves(raw)):
+        if number > MAX_VALUES:
+            raise ConfigError("tiers: has more values than a configuration can have")
+        plain = re.sub(r"[^a-z]", "", field.lower())
+        if (_SECRET_FIELD.search(plain) and field not in _POINTERS) or (
+            isinstance(value, str) and _SECRET_VALUE.search(value)
+        ):
+            raise ConfigError(
+                f"{place}: a secret must not stand in the configuration; use the AWS credential chain, profile, "
+                "credentials_file, or access_key_env and secret_key_env"
+            )
+
+
+def _leaves(raw: object, place: str = "", field: str = "") -> Iterator[tuple[str, str, object]]:
+    """Every value with its full name and its own field's name; tables too, since `credentials: {...}` is one."""
+    if place:
+        yield place, field, raw
+    if isinstance(raw, Mapping):
+        for name, value in raw.items():
+            yield from _leaves(value, f"{place}.{name}" if place else str(name), str(name))
+    elif isinstance(raw, (list, tuple)):
+        for i, value in enumerate(raw):
+            yield from _leaves(value, f"{place}[{i}]", field)
+
+
+def sentence(errors: list[ErrorDetails], top: type[BaseModel], tiers: Mapping[str, type[BaseModel]]) -> str:
+    """The most useful of what pydantic found. `top`, `tiers`: the models of the whole and, by type, of a tier."""
+    # A misspelt field also shows as a missing one; the misspelling is the better news.
+    error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
+    kind, context, loc = error["type"], error.get("ctx", {}), list(error["loc"])
+    model = top
+    if len(loc) > 2 and loc[0] == "tiers" and loc[2] in tiers:
+        model = tiers[str(loc.pop(2))]
+    elif loc and loc[0] in tiers:
+        model = tiers[str(loc.pop(0))]
+    if kind.startswith("union_tag"):
+        loc.append("type")
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    if kind == "extra_forbidden":
+        text = _unknown(str(loc[-1]), error["input"], model, {"": top, **tiers})
+    elif kind in ("missing", "union_tag_not_found"):
+        text = "this field is missing"
+    elif kind == "union_tag_invalid":
+        text = f'must be "cpu", "file" or "s3", not {fields.shown(context.get("tag"))}'
+    elif kind == "literal_error":
+        text = f"must be {context['expected']}, not {fields.shown(error['input'])}".replace("'", '"')
+    elif kind == "value_error":
+        text = str(context["error"])
+    elif kind.startswith("model_") and fields.is_s3_url(error["input"]):
+        text = f'use a tier of type "s3" with {fields.bucket_and_prefix(error["input"])}'
+    elif kind in ("model_type", "model_attributes_type"):
+        text = f"must be a table of fields, not {fields.shown(error['input'])}"
+    elif kind in ("tuple_type", "list_type"):
+        text = f"must be a list of tiers, not {fields.shown(error['input'])}"
+    elif kind in _TYPES:
+        text = f"{_TYPES[kind]}, not {fields.shown(error['input'])}"
+    elif kind in _BOUNDS:
+        text = _BOUNDS[kind].format(**context)
+    else:
+        text = error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {text}" if place else text
+
+
+def _unknown(name: str, value: object, model: type[BaseModel], models: Mapping[str, type[BaseModel]]) -> str:
+    """What is said of a field that `model` does not have. `models`: all of them, by the type of tier ("": the top)."""
+    if fields.is_s3_url(value):
+        return f"unknown field; use {fields.bucket_and_prefix(value)}"
+    plain = name.lower().replace("-", "_")
+    if plain in _INSTEAD:
+        return f"unknown field; {_INSTEAD[plain]}"
+    owners = [kind for kind, owner in models.items() if plain in owner.model_fields]
+    if owners and plain not in model.model_fields:
+        at = " and ".join(f'"{kind}"' if kind else "the top level" for kind in owners)
+        return f"unknown field here; it belongs to {'each tier' if len(owners) == len(models) - 1 else at}"
+    near = difflib.get_close_matches(_OTHER_NAMES.get(plain, plain), list(model.model_fields), n=1)
+    return f'unknown field; did you mean "{near[0]}"?' if near else "unknown field"

@@ -1,0 +1,153 @@
+"""Where a configuration comes from: the text of a JSON or YAML file, or what vLLM is given, read into plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from nixl_tiers.config.errors import ConfigError
+
+MAX_FILE_BYTES: Final = 1 << 20
+SPEC: Final = "NixlTiersSpec"
+CONNECTORS: Final = ("OffloadingConnector", "NixlTiersConnector")
+_EXTRA: Final = "kv_connector_extra_config"
+
+# What stands in kv_connector_extra_config for vLLM itself.
+VLLM_FIELDS: Final = frozenset(
+    {
+        "spec_name",
+        "spec_module_path",
+        "blocks_per_chunk",
+        "block_size",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "canonical_layout",
+        "sync_load_budget_bytes",
+    }
+)
+
+
+def ours(raw: object) -> Any:
+    """What in `raw` is for nixl_tiers: all of it, or a part if it is the value of vLLM's --kv-transfer-config, or the
+    kv_connector_extra_config in there.
+
+    Raises ConfigError for a --kv-transfer-config with which vLLM would not use nixl_tiers.
+    """
+    if not isinstance(raw, Mapping):
+        return raw
+    if raw.get("spec_name") == SPEC:
+        return without_vllm(raw)
+    if not {"kv_connector", _EXTRA} & set(raw):
+        return raw
+    extra = raw.get(_EXTRA)
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"{_EXTRA}: must be a table of fields with the tiers in it")
+    if isinstance(children := extra.get("connectors"), list):  # those of a MultiConnector
+        mine = next((child for child in children if _names_us(child)), None)
+        if mine is None:
+            raise ConfigError(f'{_EXTRA}.connectors: none of them has the spec_name "{SPEC}"')
+        return ours(mine)
+    if raw.get("kv_connector") not in CONNECTORS and "kv_connector_module_path" not in raw:
+        raise ConfigError(f'kv_connector: must be "{CONNECTORS[0]}" or "{CONNECTORS[1]}", else vLLM uses no tiers')
+    if extra.get("spec_name") != SPEC:
+        raise ConfigError(f'{_EXTRA}.spec_name: must be "{SPEC}", else vLLM does not use these tiers')
+    return without_vllm(extra)
+
+
+def without_vllm(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """kv_connector_extra_config without the fields that are vLLM's own."""
+    return {name: value for name, value in extra.items() if name not in VLLM_FIELDS}
+
+
+def _names_us(child: object) -> bool:
+    extra = child.get(_EXTRA) if isinstance(child, Mapping) else None
+    return isinstance(extra, Mapping) and extra.get("spec_name") == SPEC
+
+
+def pointer(raw: object) -> Path | None:
+    """The file that `{"config": PATH}` points to; None for anything else. Raises ConfigError."""
+    if not isinstance(raw, Mapping) or "config" not in raw:
+        return None
+    if not isinstance(raw["config"], (str, Path)):
+        raise ConfigError("config: must be the path of a .json, .yaml or .yml file")
+    if len(raw) > 1:
+        raise ConfigError("config: stands alone; write the other fields into the file that it names")
+    return Path(raw["config"])
+
+
+class _UniqueLoader(yaml.SafeLoader):
+    """YAML in which a field that stands twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        _refuse_twins((self.construct_object(key, deep=True), key.start_mark.line + 1) for key, _ in node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _refuse_twins(names: Iterable[tuple[object, int]]) -> None:
+    """`names`: each with the line that it stands in, or 0."""
+    seen: set[str] = set()
+    for name, line in names:
+        if str(name) in seen:
+            raise ConfigError(f"{name}: this field stands twice in the same table{f' (line {line})' if line else ''}")
+        seen.add(str(name))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_twins((name, 0) for name, _ in pairs)
+    return dict(pairs)
+
+
+def from_json(text: str, place: str = "the configuration") -> Any:
+    """Raises ConfigError, which names `place`."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not valid JSON in line {error.lineno} ({error.msg})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not valid JSON ({_odd(error)})") from None
+
+
+def _from_yaml(text: str, place: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueLoader)  # noqa: S506 - it is a SafeLoader
+    except yaml.YAMLError as error:
+        mark, begun = (getattr(error, name, None) for name in ("problem_mark", "context_mark"))
+        where = f" in line {mark.line + 1}" if mark else ""
+        since = f", begun in line {begun.line + 1}" if begun and mark and begun.line < mark.line else ""
+        what = getattr(error, "problem", None) or "unreadable"
+        raise ConfigError(f"{place}: not valid YAML{where} ({what}{since})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{place}: not valid YAML ({_odd(error)})") from None
+
+
+def _odd(error: Exception) -> str:
+    # Not the error's own text, which may repeat a value: a 13th month, a number of 5000 digits.
+    return "nested too deeply" if isinstance(error, RecursionError) else "a value that cannot be read"
+
+
+def read(path: Path) -> object:
+    """What stands in `path`, unchecked. Raises ConfigError, which names the file."""
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"{path}: a configuration file must end in .json, .yaml or .yml")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise ConfigError(f"{path}: is not UTF-8 text") from None
+        why = error.strerror if isinstance(error, OSError) else "not a path"
+        raise ConfigError(f"{path}: cannot be read ({why})") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: is larger than {MAX_FILE_BYTES >> 20} MiB, so it is no configuration")
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty")
+    return from_json(text, str(path)) if path.suffix == ".json" else _from_yaml(text, str(path))

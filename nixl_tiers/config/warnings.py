@@ -1,0 +1,210 @@
+"""What is legal in a configuration and surely wrong, each in one sentence that begins with the field's name.
+
+`warnings_of` looks at the configuration alone. `warnings_here` looks at this machine's files too, and changes nothing.
+Neither asks a network.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shlex
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, format_size
+
+# Fewer bytes than a chunk of any model that is served with such tiers.
+LEAST_BYTES: Final = 1 << 20
+_MEMORY_PATHS: Final = (Path("/dev/shm"),)  # noqa: S108 - to be warned of
+_KERNEL_PATHS: Final = (Path("/proc"), Path("/sys"), Path("/dev"))
+_MEMORY_FILE_SYSTEMS: Final = {"tmpfs", "ramfs", "devtmpfs"}
+_LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
+_OWN_MEMORY: Final = "is memory of this machine, not a disk; chunks in memory belong to the cpu tier"
+
+
+def warnings_of(config: TiersConfig) -> list[str]:
+    return [
+        *_tiny(config),
+        *_under_the_host(config),
+        *_far_before_near(config),
+        *_no_places(config),
+        *_bucket_in_endpoint(config),
+        *_one_bucket_twice(config),
+        *_without_effect(config),
+    ]
+
+
+def warnings_here(config: TiersConfig) -> list[str]:
+    return [*_no_disks(config), *_one_directory_twice(config), *_no_profiles(config)]
+
+
+def _tiny(config: TiersConfig) -> Iterator[str]:
+    for i, tier in enumerate(config.tiers):
+        if tier.capacity < LEAST_BYTES:
+            unit = '; a number without a unit is bytes: did you mean "64GiB"?' if tier.capacity < 1 << 16 else ""
+            yield f"tiers[{i}].capacity: {format_size(tier.capacity)} holds no chunk of a usual model{unit}"
+
+
+def _under_the_host(config: TiersConfig) -> Iterator[str]:
+    for i, tier in enumerate(config.tiers):
+        if not isinstance(tier, CpuConfig) and tier.write == "through" and tier.capacity < config.cpu.capacity:
+            yield (
+                f"tiers[{i}].capacity: {format_size(tier.capacity)} is less than the cpu tier's "
+                f"{format_size(config.cpu.capacity)}, so until a restart all that it holds is in host memory too; "
+                "make it larger"
+            )
+
+
+def _far_before_near(config: TiersConfig) -> Iterator[str]:
+    files = [i for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
+    for i, tier in enumerate(config.tiers):
+        if isinstance(tier, S3Config) and files and files[-1] > i:
+            behind = next(j for j in files if j > i)
+            yield (
+                f"tiers[{i}]: this s3 tier is asked before the file tier tiers[{behind}]; tiers are asked in the order "
+                "in which they stand, so put the nearer one first"
+            )
+
+
+def _no_places(config: TiersConfig) -> Iterator[str]:
+    for i, tier in enumerate(config.tiers):
+        if isinstance(tier, FileConfig) and (what := _no_place(tier.path)):
+            yield f"tiers[{i}].path: {tier.path} {what}"
+
+
+def _no_place(path: Path) -> str:
+    if any(path.is_relative_to(place) for place in _MEMORY_PATHS):
+        return _OWN_MEMORY
+    if any(path.is_relative_to(place) for place in _KERNEL_PATHS):
+        return "is the kernel's, and no place for files"
+    return ""
+
+
+def _bucket_in_endpoint(config: TiersConfig) -> Iterator[str]:
+    for i, tier in enumerate(config.tiers):
+        if isinstance(tier, S3Config) and tier.endpoint:
+            host = urlsplit(tier.endpoint).hostname or ""
+            if host.startswith((f"{tier.bucket.lower()}.s3.", f"{tier.bucket.lower()}.s3-")):
+                yield f'tiers[{i}].endpoint: names the bucket "{tier.bucket}" too; leave it out of the host name'
+
+
+def _one_bucket_twice(config: TiersConfig) -> Iterator[str]:
+    tiers = [(i, tier) for i, tier in enumerate(config.tiers) if isinstance(tier, S3Config)]
+    for (i, one), (j, other) in combinations(tiers, 2):
+        nested = f"{one.prefix}/".startswith(f"{other.prefix}/") or f"{other.prefix}/".startswith(f"{one.prefix}/")
+        if one.bucket == other.bucket and nested and _server(one) == _server(other):
+            yield (
+                f"tiers[{j}].endpoint: is another name for the server of tiers[{i}], so both tiers use the same place "
+                f'in bucket "{one.bucket}" and neither budget holds; keep one, or give each its own prefix'
+            )
+
+
+def _server(tier: S3Config) -> str:
+    """Which server it is, as far as names tell: with the bucket in the host name or not, AWS by any of its names."""
+    if tier.endpoint is None:
+        return "aws-cn" if (tier.region or "").startswith("cn-") else "aws"
+    parts = urlsplit(tier.endpoint)
+    host = (parts.hostname or "").rstrip(".")
+    if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return "aws-cn" if host.endswith(".cn") else "aws"
+    host = "localhost" if host in _LOOPBACK else host.removeprefix(f"{tier.bucket.lower()}.")
+    usual = {"http": 80, "https": 443}[parts.scheme]
+    return f"{host}:{parts.port}" if parts.port not in (None, usual) else host
+
+
+def _without_effect(config: TiersConfig) -> Iterator[str]:
+    if config.flush_on_exit_s and all(tier.write != "on_evict" for tier in config.storage):
+        yield "flush_on_exit_s: has no effect, because no tier has write: on_evict"
+
+
+# --- what this machine tells ------------------------------------------------------------------------------------
+
+
+def _no_disks(config: TiersConfig) -> Iterator[str]:
+    kinds = _file_systems()
+    for i, tier in enumerate(config.tiers):
+        if isinstance(tier, FileConfig) and not _no_place(tier.path):
+            real = _real(tier.path)
+            kind = kinds.get(_device(real), "")
+            what = _no_place(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
+            if what:
+                yield f"tiers[{i}].path: {tier.path} {what}"
+
+
+def _one_directory_twice(config: TiersConfig) -> Iterator[str]:
+    tiers = [(i, _real(tier.path)) for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
+    for (i, one), (j, other) in combinations(tiers, 2):
+        if one.is_relative_to(other) or other.is_relative_to(one):
+            yield f"tiers[{j}].path: is another name for the place of tiers[{i}], so neither budget holds"
+
+
+def _no_profiles(config: TiersConfig) -> Iterator[str]:
+    for i, tier in enumerate(config.tiers):
+        if isinstance(tier, S3Config) and tier.profile is not None and tier.profile not in _profiles():
+            files = " nor ".join(str(path) for path in _aws_files())
+            yield f'tiers[{i}].profile: there is no profile "{tier.profile}" in {files}'
+
+
+def _real(path: Path) -> Path:
+    """Without links; what is not there yet stays as it is written."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return path
+
+
+def _device(path: Path) -> str:
+    """major:minor of the file system that `path` is on, or will be on; "" if it cannot be told."""
+    for place in (path, *path.parents):
+        try:
+            device = place.stat().st_dev
+        except OSError:
+            continue
+        return f"{os.major(device)}:{os.minor(device)}"
+    return ""
+
+
+def _file_systems() -> dict[str, str]:
+    """The type of each file system that is mounted here, by its device."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    kinds = {}
+    for line in lines:
+        fields, _, rest = line.partition(" - ")  # optional fields end with a dash
+        kinds[fields.split()[2]] = rest.split()[0]
+    return kinds
+
+
+def _aws_files() -> tuple[Path, Path]:
+    return (
+        _expanded(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"),
+        _expanded(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"),
+    )
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - a user without a home is no error here, as in AWS's libraries
+
+
+def _profiles() -> set[str]:
+    """The names in AWS's two files, as its libraries find them. The mover asks those; this process does without."""
+    profiles: set[str] = set()
+    for path, named in zip(_aws_files(), (True, False), strict=True):
+        parser = configparser.RawConfigParser(default_section="", strict=False)
+        try:
+            parser.read(path, encoding="utf-8")
+            for section in parser.sections():
+                words = shlex.split(section) if named else [section]
+                if not named or words == ["default"]:
+                    profiles.update(words)
+                elif len(words) == 2 and words[0] == "profile":
+                    profiles.add(words[1])
+        except (configparser.Error, ValueError):
+            continue
+    return profiles

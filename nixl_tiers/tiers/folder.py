@@ -1,0 +1,194 @@
+"""Directories below a tier's path: its own, or none.
+
+The path itself may be anybody's, and everybody's (an emptyDir is 0777): what stands in it may have been put there to be
+followed or overwritten, and may be exchanged at any moment. So a directory below it is used only if it is a real one
+that nobody else can write to, and from then on through a descriptor: whatever becomes of its name, it stays the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from nixl_tiers.tiers.base import TierRefused
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class NotOurs(TierRefused, OSError):
+    """Something below the path is not used, because others may have put it there. One sentence."""
+
+
+class Folder:
+    """An open directory. `path` is its name, for messages; every call goes by the descriptor, and raises OSError."""
+
+    def __init__(self, path: Path, descriptor: int, uid: int, *, public: bool = False) -> None:
+        """Takes the descriptor over. `uid`: whom files belong to that we make here. `public`: others may write here."""
+        self.path = path
+        self.descriptor = descriptor
+        self.uid = uid
+        self._public = public
+
+    @classmethod
+    def base(cls, path: Path, uid: int | None = None) -> Folder:
+        """The path of a tier, whoever owns it. `uid` as it was found out before; None: find out."""
+        descriptor = os.open(path, _DIRECTORY)
+        try:
+            return cls(path, descriptor, _uid_of_files(path, descriptor) if uid is None else uid, public=True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1  # a late call fails: its number may soon be another's
+        os.close(descriptor)
+
+    def folder(self, name: str, *, make: bool = False) -> Folder:
+        """A directory in this one, which the caller closes. Raises NotOurs if others can write to it."""
+        path = self.path / name
+        if make:
+            self.make(name)
+        try:
+            descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise _refusal(path, "is no directory") from error
+            raise _named(error, path) from error
+        if wrong := self._wrong(os.fstat(descriptor)):
+            os.close(descriptor)
+            raise _refusal(path, wrong)
+        return Folder(path, descriptor, self.uid)
+
+    def make(self, name: str) -> bool:
+        """Make a directory in it; False if there is something of that name."""
+        try:
+            os.mkdir(name, 0o700, dir_fd=self.descriptor)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise _named(error, self.path / name) from error
+        return True
+
+    def has_folder(self, name: str) -> bool:
+        """Whether `folder` would find one that nobody else can write to."""
+        try:
+            status = self.stat(name)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISDIR(status.st_mode) and not self._wrong(status)
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a file in it, made with mode 0600 if the flags say so. Never follows a link nor waits for
+        the other end of a pipe. Raises NotOurs for what others may have put there."""
+        path = self.path / name
+        try:
+            descriptor = os.open(
+                name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor
+            )
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise _refusal(path, "is no file") from error
+            raise _named(error, path) from error
+        status = os.fstat(descriptor)
+        wrong = "" if stat.S_ISREG(status.st_mode) else "is no file"
+        if self._public:
+            wrong = wrong or self._wrong(status) or ("has other names" if status.st_nlink > 1 else "")
+        if wrong:
+            os.close(descriptor)
+            raise _refusal(path, wrong)
+        return descriptor
+
+    def read(self, name: str) -> bytes:
+        """All of a small file. Raises as `open` does."""
+        with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
+            return file.read()
+
+    def names(self) -> list[str]:
+        return os.listdir(self.descriptor)  # noqa: PTH208 - a path has no descriptor
+
+    def stat(self, name: str) -> os.stat_result:
+        """Of what has that name, a link itself."""
+        try:
+            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except OSError as error:
+            raise _named(error, self.path / name) from error
+
+    def unlink(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self.descriptor)
+        except OSError as error:
+            raise _named(error, self.path / name) from error
+
+    def rename(self, name: str, to: Folder, new: str) -> None:
+        try:
+            os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=to.descriptor)
+        except OSError as error:
+            raise _named(error, self.path / name) from error
+
+    def rmdir(self, name: str) -> None:
+        """An empty directory."""
+        os.rmdir(name, dir_fd=self.descriptor)
+
+    def remove(self, name: str) -> None:
+        """A directory with all that is in it; links are not followed."""
+        shutil.rmtree(name, dir_fd=self.descriptor)
+
+    def _wrong(self, status: os.stat_result) -> str:
+        if status.st_uid != self.uid:
+            return f"belongs to user {status.st_uid}, and what this process makes there to user {self.uid}"
+        if status.st_mode & _OTHERS_WRITE:
+            return f"can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})"
+        return ""
+
+
+def through(descriptor: int) -> str:
+    """A name for an open file or directory that no renaming changes, for who opens by name."""
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _uid_of_files(path: Path, directory: int) -> int:
+    """File servers may give what we make to somebody else: root's files to nobody, for one. Raises NotOurs where they
+    let everybody write to it."""
+    name = f".probe-{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, 0o600, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a full medium must still serve what it holds
+            return os.geteuid()
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if status.st_mode & _OTHERS_WRITE:
+            mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+            raise NotOurs(
+                f"path: at {path} others can write to whatever is made ({mode}, and 0600 was asked for): mount that "
+                "file system with such modes as dir_mode=0700 and file_mode=0600"
+            )
+        return status.st_uid
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(name, dir_fd=directory)
+
+
+def _refusal(path: Path, wrong: str) -> NotOurs:
+    return NotOurs(f"path: {path} {wrong}: remove it, or give the tier a path of its own")
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    error.filename = str(path)
+    return error

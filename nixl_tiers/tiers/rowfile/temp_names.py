@@ -1,0 +1,53 @@
+"""Names of files that are being written, in directories that processes of several machines share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import secrets
+import socket
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+
+class TempNames:
+    """Names for files being written that no other process in the world uses, and what others' names tell."""
+
+    _NAME: Final = re.compile(r"([A-Za-z0-9_]+)-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+\.tmp")
+
+    def __init__(self) -> None:
+        self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "_"
+        self._world = blake2b(_here().encode(), digest_size=4).hexdigest()
+        self._token = secrets.token_hex(4)
+        self._numbers = itertools.count()
+
+    def name(self) -> str:
+        return f"{self._host}-{self._world}-{os.getpid()}-{self._token}-{next(self._numbers)}.tmp"
+
+    def is_mine(self, name: str) -> bool:
+        match = self._NAME.fullmatch(name)
+        return match is not None and match[4] == self._token
+
+    def is_gone(self, name: str) -> bool:
+        """Whether the process that used this name is known to have ended: only of our own machine can that be known."""
+        match = self._NAME.fullmatch(name)
+        if match is None or (match[1], match[2]) != (self._host, self._world):
+            return False
+        try:
+            os.kill(int(match[3]), 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+        return False
+
+
+def _here() -> str:
+    """What tells this machine's process numbers from those of other machines and containers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return boot + os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path
+    except OSError:
+        return secrets.token_hex(8)

@@ -1,0 +1,407 @@
+"""The object tier: one object a row below `<prefix>/<namespace>/`, moved by NIXL, each with a handle of its own.
+
+What NIXL's object backend leaves open is closed here (tried, all of it):
+- a failed download leaves the server's error page in the buffer, and a short object counts as done: downloads land in
+  private staging rows, and only what the seal vouches for is copied into the region;
+- a retry inside its AWS library appends to what the failed try has left, so one "slow down" spoils a download whose
+  second try was good: what a server answered, and is not a row, is asked for once more.
+
+A private prefix: the budget counts every row below it, of whatever namespace. Room for an upload is there when the
+server has confirmed the deletes that make it, so the bucket never holds more than the capacity.
+
+A shared prefix: what others store is found by listing again and again. Rows that the engine drops are only forgotten,
+for others may want them: the janitor (janitor.py) deletes, and says whether there is room for an upload.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from nixl_tiers.chunk import Geometry, Key, Outcome, object_name
+from nixl_tiers.config.schema import S3Config
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Done, Entry, ExistenceAnswer, Move, StorageTier, seal_row
+from nixl_tiers.tiers.expiry import has_expired
+from nixl_tiers.tiers.moves import Batches
+from nixl_tiers.tiers.nixl_agent import TransferState
+from nixl_tiers.tiers.s3.control import S3Control
+from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, MAX_UPLOADS, Direction, S3Data, Task
+from nixl_tiers.tiers.s3.existence import Answer, ExistenceChecker
+from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals, UploadQuota
+from nixl_tiers.tiers.s3.listing import Listing, is_row
+from nixl_tiers.tiers.s3.quota import PrefixQuota
+
+TRIES: Final = 2
+LOOK_S: Final = (0.0002, 0.003)  # how long transfers are left alone when none of them has ended: at first, at most
+RELIST_S: Final = 30.0  # between two listings of a shared prefix
+SWEEP_S: Final = 3600.0  # between two listings of a private prefix with a maximum age, or a share of that age
+SWEEPS_IN_AN_AGE: Final = 8
+PACE: Final = JanitorIntervals()
+
+
+class S3Tier(StorageTier):
+    """Rows as objects of one bucket. Slots are a count here, not places: any key may stand with any slot."""
+
+    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
+        """Touches neither NIXL nor the network: that is for `open`."""
+        self._config = config
+        self._geometry = geometry
+        self._region = region
+        self._row_bytes = geometry.row_bytes
+        self._transfers = S3Data(config, geometry, region)
+        self._bucket = S3Control(config)
+        self._prober = ExistenceChecker(lambda key: self._bucket.is_there(self._name(key), self._row_bytes))
+        self._allowance = UploadQuota(config.capacity, self._row_bytes) if config.shared else None
+        self._reads_only = config.write == "off"
+        self._janitor: Janitor | None = None
+        self._stock = self._new_stock()
+        self._spoiled: set[Key] = set()  # no use to anybody: deleted when they are dropped, also where others are
+        self._sealer: Sealer | None = None
+        self._prefix = ""
+        self._listing: Listing | None = None
+        self._listed = False  # whether a listing of this namespace has ended
+        self._since: set[Key] = set()  # rows that the listing under way may have missed
+        self._tick = 0  # above it, whatever the next listing finds is newer than what was met before
+        self._look_at_s = 0.0
+        self._pause_s = 0.0
+        self._uploads: deque[Task] = deque()
+        self._downloads: deque[Task] = deque()
+        self._batches = Batches()
+        self._dropped: set[Key] = set()  # while uploads of them run, or while the listing does
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        credentials = self._bucket.connect()
+        self._transfers.renew(credentials, self._bucket.region.name)
+        self._sealer = Sealer(self._geometry, namespace, epoch)
+        self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
+        self._prober.clear()
+        self._stock = self._new_stock()
+        self._dropped = set()
+        self._spoiled = set()
+        self._listed = False
+        self._tick = 0
+        self._list()
+        slots = self._config.capacity // self._row_bytes
+        if self._allowance is None:
+            return slots
+        if self._janitor is None and not self._reads_only:
+            bucket, prefix = self._bucket, self._config.prefix
+            self._janitor = Janitor(
+                lambda: bucket.client,
+                self._config.bucket,
+                prefix,
+                allowance=self._allowance,
+                is_row=is_row,
+                pace=PACE,
+                denials=self._bucket.denials,
+                max_age_s=self._config.max_age,
+            )
+            self._janitor.start()
+        # The index must hold all that may be there, windows included: what does not fit is told of at every listing.
+        return 2 * slots
+
+    @property
+    def relist_s(self) -> float | None:
+        """Others store into a shared prefix, and rows grow old: how long after its end `adopt` is called again."""
+        if self._allowance is not None:
+            return RELIST_S
+        # Alone on its prefix, an engine looks again only for what has become too old.
+        age_s = self._config.max_age
+        return None if age_s is None else min(max(age_s / SWEEPS_IN_AN_AGE, RELIST_S), SWEEP_S)
+
+    def adopt(self) -> Iterator[list[Entry]]:
+        if self._listing is None and self.relist_s is not None:
+            self._list()
+        listing = self._listing
+        if listing is None:
+            return
+        while not listing.done.is_set():
+            yield []
+            if listing is not self._listing:
+                return
+        entries: list[Entry] = []
+        for entry in self._sorted(listing):
+            entries.append(entry)
+            if len(entries) == MAX_ENTRIES:
+                yield entries
+                if listing is not self._listing:
+                    return
+                entries = []
+        self._dropped.intersection_update(task.move.key for task in self._transfers.running)
+        self._listing = None
+        self._listed = True
+        if entries:
+            yield entries
+
+    def _sorted(self, listing: Listing) -> Iterator[Entry]:
+        """What the engine must be told of after this listing; makes the books agree with it."""
+        alone = self._allowance is None
+        if not listing.expired_only:
+            # What is too old on a shared prefix is as good as gone: the janitor deletes it.
+            expired = listing.expired if alone else []
+            self._stock.meet(
+                [(name, nbytes) for _, name, nbytes in listing.strangers], len(listing.rows) + len(expired)
+            )
+            yield from self._met(listing.rows)
+            for key in expired:
+                self._stock.adopt(key, self._name(key))
+        if not alone:
+            gone = self._vanished({key for _, key in listing.rows})
+        else:
+            gone = [key for key in listing.expired if key in self._stock.held and key not in self._since]
+            self._doom(*gone)
+            if not self._reads_only:
+                self._bucket.delete(self._stock.expel(listing.expired_strangers))
+        for key in gone:
+            yield Entry(GONE, key, 0)
+
+    def _met(self, rows: Sequence[tuple[float, Key]]) -> Iterator[Entry]:
+        """The rows that the engine does not know yet, each as recent as it is, and than those of earlier listings."""
+        tick, modified = self._tick - 1, -1.0
+        for slot, (when, key) in enumerate(rows):
+            if when > modified:
+                tick, modified = tick + 1, when
+            if self._stock.adopt(key, self._name(key)):
+                if key in self._dropped:
+                    self._doom(key)
+                else:
+                    yield Entry(slot, key, tick)
+        self._tick = tick + 1
+
+    def store(self, moves: Sequence[Move]) -> int:
+        self._tick = max([self._tick, *(move.tick + 1 for move in moves)])
+        return self._begin(moves, Direction.UPLOAD, self._uploads)
+
+    def load(self, moves: Sequence[Move]) -> int:
+        return self._begin(moves, Direction.DOWNLOAD, self._downloads)
+
+    def poll(self) -> list[Done]:
+        self._reap_deletes()
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            ended = 0
+            for task, state in self._transfers.ended():
+                self._finish(task, state)
+                ended += 1
+            # Transfers go on without being looked at, and looking at many of a slow server is most of what they cost.
+            self._pause_s = 0.0 if ended else min(2 * self._pause_s + LOOK_S[0], LOOK_S[1])
+            self._look_at_s = now + self._pause_s
+        self._start_waiting()
+        return self._batches.take()
+
+    def probe(self, number: int, keys: Sequence[Key], chain: bool) -> bool:
+        if self._allowance is None:
+            return False
+        self._prober.ask(number, keys, chain=chain)
+        return True
+
+    def answers(self) -> Sequence[ExistenceAnswer]:
+        return [self._told(answer) for answer in self._prober.answers()]
+
+    def _told(self, answer: Answer) -> ExistenceAnswer:
+        for key in answer.found:
+            self._stock.hold(key, self._name(key))
+            self._dropped.discard(key)
+            if self._listing is not None:
+                self._since.add(key)
+        return ExistenceAnswer(answer.probe, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
+
+    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        uploading = {task.move.key for task in self._transfers.running if task.direction is Direction.UPLOAD}
+        self._doom(*(key for _, key in entries if key not in uploading))
+        # What is being written, or perhaps not listed yet, goes when that has ended.
+        self._dropped.update(key for _, key in entries if key in uploading or self._listing is not None)
+
+    @property
+    def busy(self) -> bool:
+        waiting = self._uploads or self._downloads or self._batches.waiting
+        return bool(waiting) or self._transfers.busy or self._prober.busy
+
+    @property
+    def denials(self) -> Mapping[str, str]:
+        return self._bucket.denials.current()
+
+    @property
+    def used_bytes(self) -> int:
+        self._reap_deletes()
+        shared = None if self._allowance is None else self._allowance.used_bytes
+        return self._stock.used_bytes if shared is None else shared
+
+    def close(self) -> None:
+        if self._janitor is not None:
+            self._janitor.close()
+            self._janitor = None
+        self._prober.close()
+        self._bucket.close()
+        self._transfers.close()
+
+    # Moves
+
+    def _begin(self, moves: Sequence[Move], direction: Direction, queue: deque[Task]) -> int:
+        self._look_at_s = self._pause_s = 0.0
+        batch = self._batches.begin(len(moves))
+        queue.extend(Task(batch, index, move, direction) for index, move in enumerate(moves))
+        self._start_waiting()
+        return batch.ticket
+
+    def _start_waiting(self) -> None:
+        """Start what may start, loads first: somebody waits for them."""
+        if self._transfers.plane is None:
+            for queue in (self._uploads, self._downloads):
+                while queue:
+                    self._end(queue.popleft(), Outcome.FAILED)
+            return
+        if self._bucket.credentials not in {None, self._transfers.plane.credentials}:
+            if self._transfers.busy:
+                return  # an agent is let go when nothing of it runs, and nothing more may start on old credentials
+            assert self._bucket.credentials is not None
+            self._transfers.renew(self._bucket.credentials, self._bucket.region.name)
+        while self._downloads and self._transfers.free_staging:
+            task = self._downloads.popleft()
+            self._transfers.download(task, self._name(task.move.key))
+        uploads = self._transfers.uploads
+        # In order, and the first that must wait holds up the others: a chain with a hole in it is worth little.
+        while self._uploads and uploads < MAX_UPLOADS and (outcome := self._admit(self._uploads[0])) is not None:
+            task = self._uploads.popleft()
+            if outcome is Outcome.OK:
+                self._start_upload(task)
+                uploads += 1
+            else:
+                self._end(task, outcome)
+
+    def _admit(self, task: Task) -> Outcome | None:
+        """OK if this upload may start now, None if it must wait for a delete, else how it ends."""
+        key, name = task.move.key, self._name(task.move.key)
+        deleting = self._bucket.deleting
+        self._reap_deletes()
+        # A delete of this name that arrives after the upload would take the new object with it.
+        if self._bucket.keep(name):
+            if self._allowance is not None and not self._allowance.take(self._row_bytes):
+                return Outcome.NO_SPACE
+            if self._stock.hold(key, name):
+                return Outcome.OK
+            if self._stock.is_doomed(name):
+                self._bucket.delete([name])
+            victims = self._stock.make_room(min(len(self._uploads), MAX_UPLOADS))
+            self._bucket.delete(victims)
+            if not victims and not deleting:
+                return Outcome.NO_SPACE
+        # The next try may be half a minute away, and a job that waits so long costs the mover.
+        return Outcome.FAILED if self._bucket.deletes_back_off else None
+
+    def _start_upload(self, task: Task) -> None:
+        assert self._sealer is not None
+        move = task.move
+        if move.seal:
+            # Whichever clock it is judged by, it is not older than it is.
+            seal_row(self._sealer, self._region, move, max(time.time(), self._bucket.now_s()))
+        self._dropped.discard(move.key)
+        if self._listing is not None:
+            self._since.add(move.key)
+        self._transfers.upload(task, self._name(move.key))
+
+    def _finish(self, task: Task, state: TransferState) -> None:
+        """A task is over: say so to its batch, or try again."""
+        if state is TransferState.PENDING:  # a download that was given up
+            self._end(task, Outcome.FAILED)
+            return
+        if state is TransferState.FAILED:
+            self._bucket.doubt()
+        outcome = self._uploaded(task, state) if task.direction is Direction.UPLOAD else self._downloaded(task, state)
+        if outcome is None:
+            self._downloads.appendleft(task)
+        else:
+            self._end(task, outcome)
+
+    def _uploaded(self, task: Task, state: TransferState) -> Outcome:
+        key = task.move.key
+        if self._allowance is not None:
+            self._allowance.ended(self._row_bytes)
+        # A failed upload may have arrived all the same, whole, and would be a row that nobody counts.
+        if state is not TransferState.DONE or key in self._dropped:
+            self._dropped.discard(key)
+            self._doom(key)
+        if state is not TransferState.DONE:
+            self._bucket.doubt_uploads()
+            return Outcome.FAILED
+        self._bucket.denials.worked("put")
+        return Outcome.OK
+
+    def _downloaded(self, task: Task, state: TransferState) -> Outcome | None:
+        """The outcome, or None to try again."""
+        assert self._sealer is not None
+        row = self._transfers.staged(task)
+        if state is TransferState.FAILED:
+            page = row[:ERROR_PAGE_BYTES].tobytes()
+            self._bucket.denials.page("get", page)
+            if b"<Code>NoSuchKey</Code>" in page:
+                self._stock.lose(task.move.key, self._name(task.move.key))
+                return Outcome.MISSING
+            if b"<Code>InvalidRange</Code>" in page:
+                self._spoiled.add(task.move.key)
+                return Outcome.CORRUPT  # no byte of an empty object can be asked for
+            answered = any(page)  # a server that is down is not worth another wait
+            return None if answered and task.tries < TRIES else Outcome.FAILED
+        self._bucket.denials.worked("get")
+        if self._sealer.verify(row, task.move.key) is Verdict.OK:
+            if has_expired(self._sealer.sealed_at(row), self._bucket.now_s(), self._config.max_age):
+                self._spoiled.add(task.move.key)
+                return Outcome.MISSING
+            self._region.rows_view[task.move.row] = row
+            return Outcome.OK
+        if task.tries < TRIES:
+            return None
+        self._spoiled.add(task.move.key)
+        return Outcome.CORRUPT
+
+    def _end(self, task: Task, outcome: Outcome) -> None:
+        self._batches.end(task.batch, task.index, outcome)
+
+    # The bucket
+
+    def _doom(self, *keys: Key) -> None:
+        """Delete these rows. Only forget them if others may use them, on a shared prefix, or if we only read."""
+        if self._allowance is not None or self._reads_only:
+            theirs = set(keys) if self._reads_only else set(keys) - self._spoiled
+            for key in theirs:
+                self._stock.lose(key, self._name(key))
+            keys = tuple(key for key in keys if key not in theirs)
+        self._spoiled.difference_update(keys)
+        self._bucket.delete([name for key in keys if self._stock.doom(key, name := self._name(key))])
+
+    def _reap_deletes(self) -> None:
+        for name in self._bucket.gone():
+            self._stock.gone(name)
+
+    def _new_stock(self) -> PrefixQuota:
+        # The budget of a shared prefix is not for one engine to keep.
+        return PrefixQuota(self._row_bytes, self._config.capacity if self._allowance is None else sys.maxsize)
+
+    def _vanished(self, listed: set[Key]) -> list[Key]:
+        """Forget the rows that a listing of the shared prefix should have met, and has not."""
+        gone = [key for key in self._stock.held if key not in listed and key not in self._since]
+        for key in gone:
+            self._stock.lose(key, self._name(key))
+        return gone
+
+    def _list(self) -> None:
+        self._since = {task.move.key for task in self._transfers.running if task.direction is Direction.UPLOAD}
+        namespace = self._prefix[len(self._config.prefix) + 1 : -1]
+        whole, age_s = self._allowance is None, self._config.max_age
+        self._listing = Listing(
+            self._config.prefix,
+            namespace,
+            self._row_bytes,
+            whole=whole,
+            max_age_s=age_s,
+            expired_only=whole and self._listed,
+        )
+        self._bucket.start(self._listing)
+
+    def _name(self, key: Key) -> str:
+        return self._prefix + object_name(key)

@@ -1,0 +1,304 @@
+"""Eviction policies: what all of them promise, and what each is chosen for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nixl_tiers.cascade.eviction import PolicyName, make_policy
+from nixl_tiers.cascade.eviction.arc import Arc
+from nixl_tiers.cascade.eviction.base import EvictionPolicy
+from nixl_tiers.cascade.eviction.lru import LeafFirstLru
+from nixl_tiers.cascade.eviction.s3fifo import S3Fifo
+from nixl_tiers.chunk import Key
+
+NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+every_policy = pytest.mark.parametrize("name", NAMES)
+
+
+def chain(name: str, length: int) -> list[Key]:
+    return [f"{name}-{depth}".encode() for depth in range(length)]
+
+
+def nobody(_key: Key) -> bool:
+    return False
+
+
+def add(policy: EvictionPolicy, keys: Iterable[Key], tick: int) -> None:
+    for key in keys:
+        policy.add(key, tick)
+
+
+def touch(policy: EvictionPolicy, keys: Iterable[Key], tick: int) -> None:
+    for key in keys:
+        policy.touch(key, tick)
+
+
+def check_ghosts(policy: EvictionPolicy, rows: int) -> None:
+    if isinstance(policy, S3Fifo):
+        assert len(policy._ghosts) <= rows
+    if isinstance(policy, Arc):
+        assert len(policy._once_ghosts) + len(policy._often_ghosts) <= rows
+        assert not policy._once_ghosts or len(policy._once) + len(policy._once_ghosts) <= rows
+
+
+class Tier:
+    """A tier as the manager drives its policy: `use` a prompt, get its hits."""
+
+    def __init__(self, name: PolicyName, rows: int) -> None:
+        self.policy = make_policy(name, rows)
+        self.rows = rows
+        self.keys: set[Key] = set()
+        self.tick = 0
+
+    def use(self, keys: Sequence[Key]) -> int:
+        self.tick += 1
+        hits = next((depth for depth, key in enumerate(keys) if key not in self.keys), len(keys))
+        touch(self.policy, [key for key in keys if key in self.keys], self.tick)
+        fresh = [key for key in keys if key not in self.keys]
+        wanted = set(keys)
+        room = self.rows - len(self.keys)
+        self.keys.difference_update(self.policy.evict(len(fresh) - room, wanted.__contains__))
+        for key in fresh[: self.rows - len(self.keys)]:
+            self.policy.add(key, self.tick)
+            self.keys.add(key)
+        return hits
+
+
+# --- what all promise ----------------------------------------------------------------------------------------------
+
+KEYS = [bytes([number]) for number in range(24)]
+some_key = st.sampled_from(KEYS)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("use"), some_key, st.integers(0, 2)),  # that many ticks later
+        st.tuples(st.just("late"), some_key, st.integers(0, 30)),  # at a tick of long ago, as after a restart
+        st.tuples(st.just("remove"), some_key, st.just(0)),
+        st.tuples(st.just("evict"), st.frozensets(some_key), st.integers(0, 30)),
+        st.tuples(st.just("resize"), st.just(b""), st.integers(0, 30)),
+    ),
+    max_size=80,
+)
+
+
+@every_policy
+@given(rows=st.integers(0, 30), steps=operations)
+@settings(max_examples=300, deadline=None)
+def test_no_key_is_lost_doubled_or_taken_from_who_holds_it(
+    name: PolicyName, rows: int, steps: list[tuple[str, Key | frozenset[Key], int]]
+) -> None:
+    policy = make_policy(name, rows)
+    known: set[Key] = set()
+    tick = 0
+
+    def evict(count: int, spared: frozenset[Key]) -> None:
+        asked: list[Key] = []
+
+        def spare(key: Key) -> bool:
+            asked.append(key)
+            return key in spared
+
+        before = set(known)
+        victims = policy.evict(count, spare)
+        assert set(asked) <= before, "asked for a key that the tier does not have"
+        assert len(asked) <= 2 * len(before)
+        assert len(set(victims)) == len(victims)
+        assert set(victims) <= before - spared
+        assert len(victims) == min(count, len(before - spared))
+        known.difference_update(victims)
+
+    for verb, operand, number in steps:
+        if verb == "evict":
+            assert isinstance(operand, frozenset)
+            evict(number, operand)
+        elif verb == "resize":
+            rows = number
+            policy.resize(rows)
+        else:
+            assert isinstance(operand, bytes)
+            if verb == "remove":
+                if operand in known:
+                    policy.remove(operand)
+                    known.remove(operand)
+            else:
+                tick += number if verb == "use" else 0
+                at = tick if verb == "use" else min(number, tick)
+                if operand in known:
+                    policy.touch(operand, at)
+                else:
+                    policy.add(operand, at)
+                    known.add(operand)
+        assert len(policy) == len(known)
+        check_ghosts(policy, rows)
+    evict(len(known), frozenset())
+    assert len(policy) == 0
+
+
+@every_policy
+def test_nothing_goes_while_everything_is_held_and_everything_goes_after(name: PolicyName) -> None:
+    policy = make_policy(name, 100)
+    keys = chain("held", 100)
+    add(policy, keys, 0)
+    touch(policy, keys[:60], 1)
+    touch(policy, keys[:30], 2)
+    for _ in range(3):
+        assert policy.evict(7, lambda _key: True) == []
+    for key in keys[::9]:
+        assert policy.evict(1, (set(keys) - {key}).__contains__) == [key]
+    assert len(policy) == 88
+    assert sorted(policy.evict(100, nobody)) == sorted(set(keys) - set(keys[::9]))
+
+
+@every_policy
+def test_a_long_job_on_the_oldest_keys_does_not_slow_every_eviction(name: PolicyName) -> None:
+    policy = make_policy(name, 3000)
+    old = chain("old", 1000)
+    add(policy, old, 0)
+    for tick in range(1, 201):
+        add(policy, chain(f"new{tick}", 10), tick)
+    held = set(old)
+    asked = 0
+
+    def spare(key: Key) -> bool:
+        nonlocal asked
+        asked += 1
+        return key in held
+
+    for _ in range(200):
+        assert len(policy.evict(1, spare)) == 1
+    assert asked < 2 * (1000 + 200 * 20)  # a walk for each would be 200,000
+    held.clear()
+    assert set(policy.evict(2800, spare)) >= set(old)
+
+
+@every_policy
+def test_of_one_prompt_the_deepest_chunk_goes_first(name: PolicyName) -> None:
+    policy = make_policy(name, 10)
+    keys = chain("a", 8)
+    add(policy, keys, 0)
+    assert [policy.evict(1, nobody)[0] for _ in range(8)] == keys[::-1]
+    # Again as keys that are remembered, and as keys that several requests used.
+    add(policy, keys, 1)
+    assert policy.evict(8, nobody) == keys[::-1]
+    add(policy, keys, 2)
+    for tick in (3, 4):
+        touch(policy, keys, tick)
+    assert policy.evict(3, nobody) == keys[:4:-1]
+    assert policy.evict(9, nobody) == keys[4::-1]
+
+
+@every_policy
+def test_a_prompt_that_was_held_meanwhile_still_goes_leaf_first(name: PolicyName) -> None:
+    policy = make_policy(name, 16)
+    held, free = chain("held", 8), chain("free", 8)
+    add(policy, held, 0)
+    add(policy, free, 1)
+    assert policy.evict(8, set(held).__contains__) == free[::-1]
+    assert policy.evict(8, nobody) == held[::-1]
+
+
+@every_policy
+def test_an_unknown_name_is_refused_in_one_sentence(name: PolicyName) -> None:
+    with pytest.raises(ValueError, match=f"'{name}ish' is not one of lru, s3fifo, arc"):
+        make_policy(f"{name}ish", 10)  # type: ignore[arg-type]
+
+
+# --- what each is chosen for ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kept"), [("lru", False), ("s3fifo", True), ("arc", True)])
+def test_a_scan_of_prompts_that_never_come_back_spares_what_is_used(name: PolicyName, kept: bool) -> None:
+    tier = Tier(name, 100)
+    popular = chain("system prompt", 20)
+    for turn in range(4):
+        tier.use([*popular, *chain(f"user{turn}", 5)])
+    for turn in range(5):
+        for number in range(8):
+            tier.use(chain(f"scan{turn}.{number}", 25))
+        assert tier.use(popular) == (20 if kept else 0)
+
+
+@every_policy
+def test_uses_by_one_request_count_once(name: PolicyName) -> None:
+    policy = make_policy(name, 20)
+    first, second = chain("first", 10), chain("second", 10)
+    add(policy, first, 0)
+    add(policy, second, 1)
+    for _ in range(5):
+        touch(policy, first, 0)
+    assert set(policy.evict(10, nobody)) == set(first)
+
+
+def test_lru_takes_the_oldest_request_first_whatever_came_first() -> None:
+    policy = LeafFirstLru()
+    first, second, third = (chain(name, 3) for name in ("first", "second", "third"))
+    add(policy, second, 5)
+    add(policy, third, 7)
+    add(policy, first, 2)  # brought back by a restart
+    touch(policy, third, 8)
+    assert policy.evict(9, nobody) == [*first[::-1], *second[::-1], *third[::-1]]
+
+
+def test_lru_takes_what_was_held_before_what_is_newer() -> None:
+    policy = LeafFirstLru()
+    old, new = chain("old", 3), chain("new", 3)
+    add(policy, old, 0)
+    add(policy, new, 1)
+    assert policy.evict(1, set(old).__contains__) == [new[2]]
+    policy.remove(old[0])
+    touch(policy, [old[1]], 2)
+    assert policy.evict(4, nobody) == [old[2], new[1], new[0], old[1]]
+
+
+def test_s3fifo_keeps_what_was_used_twice_in_the_small_queue_and_what_comes_back() -> None:
+    policy = S3Fifo(20)
+    keys = chain("k", 4)
+    for tick, key in enumerate(keys):
+        policy.add(key, tick)
+    for tick in (4, 5):
+        policy.touch(keys[0], tick)
+    policy.touch(keys[1], 6)
+    assert policy.evict(2, nobody) == [keys[1], keys[2]]  # one use is not enough
+    policy.add(keys[2], 7)
+    assert keys[2] in policy._main
+    assert keys[0] in policy._main
+    assert policy.evict(1, nobody) == [keys[2]]  # keys[0] has two uses to spend
+    assert list(policy._ghosts) == [keys[1]]  # the main queue leaves none behind
+
+
+def test_s3fifo_counts_three_uses_at_most() -> None:
+    policy = S3Fifo(10)
+    policy.add(b"used", 0)
+    for tick in range(1, 50):
+        policy.touch(b"used", tick)
+    assert policy._uses[b"used"] == 3
+
+
+def test_arc_gives_room_to_whichever_side_lost_what_is_asked_for_again() -> None:
+    policy = Arc(8)
+    often, once = chain("often", 4), chain("once", 4)
+    add(policy, often, 0)
+    touch(policy, often, 1)
+    add(policy, once, 2)
+    assert policy.evict(2, nobody) == [once[3], once[2]]
+    add(policy, [once[2]], 3)  # T1 was too short: it may have one row now, and two remain in it
+    assert policy._recent_rows == 1
+    assert policy.evict(2, nobody) == [once[1], often[3]]
+    add(policy, [often[3]], 4)  # T2 was
+    assert policy._recent_rows == 0
+    assert policy.evict(1, nobody) == [once[0]]
+
+
+def test_arc_forgets_ghosts_as_its_first_list_grows() -> None:
+    policy = Arc(8)
+    old, new = chain("old", 8), chain("new", 8)
+    add(policy, old, 0)
+    policy.evict(4, nobody)
+    assert list(policy._once_ghosts) == old[:3:-1]
+    add(policy, new[:3], 1)
+    assert list(policy._once_ghosts) == [old[4]]
+    check_ghosts(policy, 8)

@@ -1,0 +1,270 @@
+"""What another engine has stored a moment ago: who asks, who waits, and who no longer does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nixl_tiers.cascade.existence import ExistenceCheck
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.types import Direction, TierSpec, Write
+from nixl_tiers.chunk import Outcome
+
+CHAIN = [b"k%d" % i for i in range(8)]
+LIMITS = Limits(probe_s=0.25, probes=2, probe_keys=5, absent_s=30.0, absent_keys=3, retry_s=5.0, overdue_least_s=20.0)
+HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
+
+
+class Core:
+    """A manager over one shared tier, whose mover answers when a test says so."""
+
+    def __init__(self, shared: bool = True, limits: Limits = LIMITS) -> None:
+        specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, shared=shared)]
+        self.core = TierManager(64, 4096, specs, limits)
+        self.core.opened(0, 100)
+        self.core.adopt(0, [], last=True)
+        self.now = 0.0
+
+    def scan(self, name: str, keys: Sequence[bytes] = CHAIN) -> list[Lookup]:
+        """One step's look-ups of a full-attention group, which stop at the first miss."""
+        answers: list[Lookup] = []
+        for position, key in enumerate(keys):
+            answers.append(self.core.lookup(key, name, position, self.now))
+            if answers[-1] is MISS:
+                break
+        self.core.end_step()
+        return answers
+
+    def each(self, name: str, keys: Sequence[bytes]) -> list[Lookup]:
+        answers = [self.core.lookup(key, name, None, self.now) for key in keys]
+        self.core.end_step()
+        return answers
+
+    def asked(self) -> list[ExistenceCheck]:
+        self.core.expire(self.now)
+        return self.core.plan_probes(self.now)
+
+    def answer(self, probe: ExistenceCheck, found: int) -> None:
+        """The first `found` keys are there, the next one is not."""
+        self.core.adopt(0, [(0, key, 0) for key in probe.keys[:found]], last=False)
+        self.core.probed(0, probe.id, probe.keys[found : found + 1], self.now)
+
+    @property
+    def loading(self) -> list[bytes]:
+        return [move.key for job in self.core.plan(self.now) for move in job.moves]
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+def test_a_prompt_that_nobody_has_costs_one_key_and_one_answer(core: Core) -> None:
+    assert core.scan("r") == [PENDING, MISS]
+    (probe,) = core.asked()
+    assert (probe.keys, probe.chain) == (CHAIN[:1], True)
+    assert core.scan("r") == [PENDING, MISS], "not answered yet"
+    core.answer(probe, 0)
+    assert core.scan("r") == [MISS]
+    assert core.scan("r") == [MISS]
+    assert core.asked() == []
+    assert not core.core.busy
+
+
+def test_what_is_there_is_asked_for_as_a_whole_and_promoted(core: Core) -> None:
+    core.scan("r")
+    (first,) = core.asked()
+    core.answer(first, 1)
+    assert core.scan("r") == [PENDING] * 6 + [MISS], "the known key, and as many as one probe takes"
+    (second,) = core.asked()
+    assert (second.keys, second.chain) == (CHAIN[1:6], True)
+    core.answer(second, 5)
+    assert core.scan("r") == [PENDING] * 8
+    (third,) = core.asked()
+    assert third.keys == CHAIN[6:]
+    core.answer(third, 1)
+    assert core.scan("r") == [PENDING] * 7 + [MISS]
+    assert core.loading == CHAIN[:6], "in order, and as many as its window takes"
+    assert core.asked() == []
+
+
+def test_what_is_absent_is_not_asked_for_again_for_a_while(core: Core) -> None:
+    core.scan("r")
+    core.answer(core.asked()[0], 0)
+    core.now = 29.0
+    assert core.scan("other") == [MISS]
+    core.now = 31.0
+    assert core.scan("third") == [PENDING, MISS]
+    assert len(core.asked()) == 1
+
+
+def test_the_memory_of_what_is_absent_is_bounded(core: Core) -> None:
+    for number in range(5):
+        core.scan(f"r{number}", [b"x%d" % number])
+        core.answer(core.asked()[0], 0)
+    assert core.core.probes.tiers[0].known_absent == 3
+    assert core.scan("r", [b"x4"]) == [MISS]
+    assert core.scan("r", [b"x0"]) == [PENDING]
+
+
+def test_an_answer_that_is_late_is_waited_for_by_nobody_more(core: Core) -> None:
+    core.scan("r")
+    (probe,) = core.asked()
+    core.now = 0.2
+    assert core.scan("r") == [PENDING, MISS]
+    core.now = 0.3
+    assert core.scan("r") == [MISS]
+    assert core.asked() == []
+    assert core.scan("other", [b"a"]) == [MISS], "a slow tier is not waited for"
+    core.now = 6.0
+    assert core.scan("other", [b"a"]) == [MISS]
+    assert core.asked() == [], "the old answer is still awaited"
+    core.answer(probe, 0)
+    core.now = 12.0
+    assert core.scan("third", [b"b"]) == [MISS], "asked, but not waited for"
+    (trial,) = core.asked()
+    assert trial.keys == [b"b"]
+    core.now = 12.1
+    core.answer(trial, 0)
+    assert core.scan("fourth", [b"c"]) == [PENDING]
+
+
+def test_a_late_answer_is_still_good_for_those_who_come_later(core: Core) -> None:
+    core.scan("r")
+    (probe,) = core.asked()
+    core.now = 1.0
+    assert core.scan("r") == [MISS]
+    core.answer(probe, 1)
+    assert core.scan("later", CHAIN[:1]) == [PENDING]
+    assert core.loading == CHAIN[:1]
+
+
+def test_an_answer_that_never_comes_makes_room_for_others(core: Core) -> None:
+    core.scan("r")
+    core.asked()
+    core.now = 21.0
+    assert core.asked() == []
+    assert not core.core.probes.busy
+    core.now = 27.0
+    core.scan("s", [b"a"])
+    assert len(core.asked()) == 1
+
+
+def test_probes_are_shared_and_bounded(core: Core) -> None:
+    assert core.scan("a") == [PENDING, MISS]
+    assert core.scan("b") == [PENDING, MISS]
+    (probe,) = core.asked()
+    assert core.scan("c", [b"x"]) == [PENDING]
+    assert len(core.asked()) == 1
+    assert core.scan("d", [b"y"]) == [MISS], "two are under way"
+    assert core.scan("e") == [PENDING, MISS], "it joins one of them"
+    assert core.asked() == []
+    core.answer(probe, 1)
+    for name in "abe":
+        assert core.scan(name, CHAIN[:1]) == [PENDING]
+    assert core.loading == CHAIN[:1]
+
+
+def test_hits_before_the_unknown_are_held_while_it_is_asked_for(core: Core) -> None:
+    plan = core.core.prepare_store(CHAIN[:2], "w")
+    core.core.complete_store(core.core.filling(plan.keys), set())
+    core.core.finish_request("w")
+    assert core.scan("r", CHAIN[:4]) == [HIT, HIT, PENDING, MISS]
+    (probe,) = core.asked()
+    assert probe.keys == CHAIN[2:3]
+    assert all(core.core.host.index[key].holds for key in CHAIN[:2])
+    core.answer(probe, 0)
+    assert core.scan("r", CHAIN[:4]) == [HIT, HIT, MISS]
+
+
+def test_keys_without_an_order_are_asked_for_one_by_one(core: Core) -> None:
+    assert core.each("r", CHAIN[:3]) == [PENDING] * 3
+    (probe,) = core.asked()
+    assert (probe.keys, probe.chain) == (CHAIN[:3], False)
+    core.core.adopt(0, [(0, CHAIN[1], 0)], last=False)
+    core.core.probed(0, probe.id, [CHAIN[0], CHAIN[2]], core.now)
+    assert core.each("r", CHAIN[:3]) == [MISS, PENDING, MISS]
+
+
+def test_a_tier_that_is_down_is_not_asked(core: Core) -> None:
+    core.scan("r")
+    core.asked()
+    core.core.down(0, core.now)
+    assert core.scan("r") == [MISS]
+    assert core.scan("s") == [MISS]
+    core.core.opened(0, 100)
+    assert core.scan("t") == [PENDING, MISS]
+
+
+def test_a_reset_forgets_what_was_absent_and_what_was_asked(core: Core) -> None:
+    core.scan("r", [b"a"])
+    core.answer(core.asked()[0], 0)
+    core.scan("s", [b"b"])
+    (old,) = core.asked()
+    core.core.reset(keep_storage=False)
+    core.core.opened(0, 100)
+    core.core.probed(0, old.id, old.keys, core.now)
+    assert core.scan("t", [b"a"]) == [PENDING]
+    assert core.scan("u", [b"b"]) == [PENDING]
+    assert len(core.asked()) == 2
+
+
+@pytest.mark.parametrize("core", [Core(shared=False), Core(limits=Limits(probe_s=0.0))], ids=["private", "off"])
+def test_nobody_is_asked_where_nobody_else_writes_or_it_is_turned_off(core: Core) -> None:
+    assert core.scan("r") == [MISS]
+    assert core.asked() == []
+
+
+def test_a_row_that_is_known_but_cannot_be_loaded_now_is_not_asked_for(core: Core) -> None:
+    core.core.adopt(0, [(0, CHAIN[0], 0)], last=False)
+    core.core.storage[0].index[CHAIN[0]].stored = False
+    assert core.scan("r") == [MISS]
+    assert core.asked() == []
+
+
+def test_a_tier_whose_circuit_is_open_is_neither_asked_nor_waited_for(core: Core) -> None:
+    assert core.scan("r") == [PENDING, MISS]
+    (probe,) = core.asked()
+    core.core.storage[0].breakers[Direction.LOAD].trip(core.now)
+    assert core.scan("s") == [MISS], "not even for what is under way"
+    assert core.scan("t", [b"x"]) == [MISS]
+    core.answer(probe, 1)
+    assert core.scan("r") == [MISS], "what was found cannot be loaded now"
+    assert core.asked() == []
+    assert not core.loading
+
+
+def test_a_request_asks_only_where_it_may_load_from(core: Core) -> None:
+    core.core.restrict("r", [1])
+    assert core.scan("r") == [MISS]
+    core.core.restrict("s", [0])
+    assert core.scan("s") == [PENDING, MISS]
+    assert len(core.asked()) == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING])
+def test_what_was_there_and_no_row_is_not_asked_for_again(core: Core, outcome: Outcome) -> None:
+    """Its reader may have no right to delete it; so it would be found, loaded and thrown away for every request."""
+    core.scan("r", CHAIN[:1])
+    core.answer(core.asked()[0], 1)
+    assert core.scan("r", CHAIN[:1]) == [PENDING]
+    (job,) = core.core.plan(core.now)
+    core.core.finished(0, job.id, [outcome], core.now)
+    assert core.scan("r", CHAIN[:1]) == [MISS]
+    assert core.scan("s", CHAIN[:1]) == [MISS]
+    core.now = 31.0
+    assert core.scan("t", CHAIN[:1]) == [PENDING]
+
+
+def test_a_tier_that_answers_without_a_word_is_not_waited_for(core: Core) -> None:
+    core.scan("r")
+    (probe,) = core.asked()
+    core.core.probed(0, probe.id, [], core.now)
+    assert core.scan("r") == [MISS]
+    assert core.scan("s", [b"a"]) == [MISS]
+    core.now = 6.0
+    assert core.scan("t", [b"b"]) == [MISS]
+    core.answer(core.asked()[0], 0)
+    assert core.scan("u", [b"c"]) == [PENDING]

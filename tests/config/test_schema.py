@@ -1,0 +1,405 @@
+"""Configurations that work, and one clear sentence for each that does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers import mounts
+from nixl_tiers.config import schema
+from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, TiersConfig
+from tests.support.refusals import refusal
+
+CPU = {"type": "cpu", "capacity": "1GiB"}
+FILE = {"type": "file", "path": "/mnt/nvme/kv", "capacity": "10GiB"}
+S3 = {"type": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:9000", "capacity": "1TiB"}
+
+
+def full() -> dict[str, Any]:
+    return {"tiers": [dict(CPU), dict(FILE), dict(S3)]}
+
+
+def with_tier(tier: dict[str, Any], **fields: object) -> dict[str, Any]:
+    return {"tiers": [dict(CPU), {**tier, **fields}]}
+
+
+def test_the_whole_schema_from_a_dict_json_and_yaml(tmp_path: Path) -> None:
+    source = full() | {"model_id": "m@1", "salt": "s", "lora_storage": True, "on_reset": "keep", "wait_s": 2}
+    read = schema.load(source)
+    (tmp_path / "tiers.json").write_text(json.dumps(source))
+    (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(source))
+    assert schema.load(tmp_path / "tiers.json") == read
+    assert schema.load(str(tmp_path / "tiers.yaml")) == read
+    assert schema.load({"config": str(tmp_path / "tiers.yaml")}) == read
+    assert read.cpu.capacity == 2**30
+    assert read.storage == (read.tiers[1], read.tiers[2])
+    assert (read.model_id, read.salt, read.lora_storage, read.on_reset, read.wait_s) == ("m@1", "s", True, "keep", 2.0)
+
+
+def test_what_is_left_out_has_a_sensible_value() -> None:
+    read = schema.load(full())
+    assert (read.model_id, read.salt, read.lora_storage, read.on_reset, read.wait_s) == (
+        None, "", False, "new_epoch", 10.0,
+    )  # fmt: skip
+    file, s3 = read.storage
+    assert isinstance(file, FileConfig)
+    assert isinstance(s3, S3Config)
+    assert (file.path, file.layout, file.backend, file.write) == (Path("/mnt/nvme/kv"), "slabs", "auto", "through")
+    assert (s3.prefix, s3.region, s3.write, s3.shared, s3.profile, s3.ca_file) == (
+        "nixl-tiers",
+        None,
+        "through",
+        False,
+        None,
+        None,
+    )
+
+
+def test_a_configuration_is_frozen() -> None:
+    read = schema.load(full())
+    with pytest.raises(ValueError, match="frozen"):
+        read.cpu.capacity = 1
+
+
+def test_storage_tiers_are_named_by_type_and_numbered_from_the_second_on() -> None:
+    read = schema.load(
+        {"tiers": [CPU, FILE, S3, FILE | {"path": "/mnt/b"}, S3 | {"bucket": "other"}, FILE | {"path": "/mnt/c"}]}
+    )
+    assert read.names == ("file", "s3", "file2", "s3-2", "file3")
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("64GiB", 64 << 30), ("500GB", 500 * 10**9), ("1.5TiB", 3 << 39), (1073741824, 1 << 30), ("4096", 4096),
+        (" 10 MiB ", 10 << 20), ("2kb", 2000), ("7B", 7), ("1EiB", 1 << 60), ("0.1KiB", 102),
+        ("64G", 64 * 10**9), ("64Gi", 64 << 30), ("64 G", 64 * 10**9), ("2k", 2000), ("2Ki", 2048), ("1.5Ti", 3 << 39),
+        ("500M", 500 * 10**6), ("1P", 10**15), ("1Ei", 1 << 60),
+    ],
+)  # fmt: skip
+def test_sizes(text: object, size_bytes: int) -> None:
+    assert schema.parse_size(text) == size_bytes
+    assert schema.load({"tiers": [CPU | {"capacity": text}]}).cpu.capacity == size_bytes
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, "0GiB", "0.5B", "1.1EiB", 1 << 61, "-5GiB", "64Gb/s", "64X", "64i", "i", "lots", "",
+             1.5, 1e12, True, None, "1e12", "nan", [], {}, "\uff19GiB"],
+)  # fmt: skip
+def test_impossible_sizes_are_refused_by_name(size: object) -> None:
+    assert refusal({"tiers": [CPU | {"capacity": size}]}).startswith("tiers[0].capacity: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("7d", 604800), ("12h", 43200), ("90m", 5400), ("30s", 30), (30, 30), (1.5, 1.5), ("3600", 3600),
+     (" 0.5 d ", 43200), ("1", 1), (None, None)],
+)  # fmt: skip
+@pytest.mark.parametrize("tier", [FILE, S3], ids=["file", "s3"])
+def test_ages(tier: dict[str, Any], text: object, seconds: float | None) -> None:
+    read = schema.load(with_tier(tier, max_age=text)).storage[0]
+    assert read.max_age == schema.parse_age(text) == seconds
+    assert schema.tier_to_dict(read)["max_age"] == seconds
+    assert schema.tier_from_dict(json.loads(json.dumps(schema.tier_to_dict(read)))) == read
+
+
+@pytest.mark.parametrize(
+    "age", [0, -1, 0.5, "0s", "0.5s", "101y", "40000d", 1e12, float("inf"), float("nan"), True, "week", "7 days", "",
+            "-7d", "7D", "1e3s", "nan", [], {}, "\uff17d"],
+)  # fmt: skip
+def test_impossible_ages_are_refused_by_name(age: object) -> None:
+    for tier in (FILE, S3):
+        assert refusal(with_tier(tier, max_age=age)).startswith("tiers[1].max_age: ")
+
+
+def test_memory_has_no_age() -> None:
+    assert refusal({"tiers": [CPU | {"max_age": "7d"}]}).startswith("tiers[0].max_age: unknown field")
+
+
+@given(st.integers(1, schema.MAX_CAPACITY_BYTES))
+def test_a_size_for_people_is_the_size(size_bytes: int) -> None:
+    assert schema.parse_size(schema.format_size(size_bytes)) == pytest.approx(size_bytes, rel=1e-3)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["tiers", "type", "capacity", "path", "bucket", "config", "salt", "x"]),
+                inner,
+                max_size=4,
+            )
+        ),
+    )
+)
+def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
+    for source in ({"tiers": junk}, {"tiers": [CPU, junk]}, with_tier(FILE, path=junk), with_tier(S3, endpoint=junk)):
+        try:
+            assert isinstance(schema.load(source), TiersConfig)
+        except ConfigError as error:
+            assert str(error).startswith("tiers")  # noqa: PT017 - most of the junk is refused, some of it is fine
+
+
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        ({}, "tiers: this field is missing"),
+        ({"tiers": []}, "tiers: the first tier"),
+        ({"tiers": "cpu"}, "tiers: must be a list"),
+        ({"tiers": ["cpu"]}, "tiers[0]: must be a table"),
+        ({"tiers": [FILE]}, "tiers: the first tier"),
+        ({"tiers": [FILE, CPU]}, "tiers: the first tier"),
+        ({"tiers": [CPU, CPU]}, "tiers: the first tier"),
+        ({"tiers": [{"capacity": 1}]}, "tiers[0].type: this field is missing"),
+        ({"tiers": [CPU, {"type": "nfs"}]}, 'tiers[1].type: must be "cpu", "file" or "s3", not "nfs"'),
+        (full() | {"tires": []}, 'tires: unknown field; did you mean "tiers"?'),
+        (full() | {"xyzzy": 1}, "xyzzy: unknown field"),
+        ({"tiers": [CPU, {"type": "file", "path": "/a", "capcity": 5}]},
+         'tiers[1].capcity: unknown field; did you mean "capacity"?'),
+        ({"tiers": [CPU, {"type": "file", "path": "/a"}]}, "tiers[1].capacity: this field is missing"),
+        (with_tier(FILE, path="kv"), 'tiers[1].path: must be an absolute path, and "kv" is relative'),
+        (with_tier(FILE, path="k/" * 17), "tiers[1].path: must be an absolute path, and that value is relative"),
+        (with_tier(FILE, path=7), "tiers[1].path: must be an absolute path"),
+        (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
+        (with_tier(FILE, backend="gds"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "gds"'),
+        (with_tier(FILE, layout="rows"), 'tiers[1].layout: must be "slabs" or "files", not "rows"'),
+        (with_tier(FILE, write="back"), 'tiers[1].write: must be "through", "on_evict" or "off", not "back"'),
+        (with_tier(S3, bucket="a"), 'tiers[1].bucket: "a" is not a bucket name'),
+        (with_tier(S3, bucket="a/b/c"), "tiers[1].bucket: "),
+        (with_tier(S3, prefix=""), "tiers[1].prefix: "),
+        (with_tier(S3, prefix="a//b"), "tiers[1].prefix: "),
+        (with_tier(S3, prefix="a/../b"), "tiers[1].prefix: "),
+        (with_tier(S3, endpoint="127.0.0.1:9000"), "tiers[1].endpoint: must be http://host:port"),
+        (with_tier(S3, endpoint="ftp://h"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint="http://h:99999"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint="http://h/bucket"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint="http://h:9000/?x=1"), "tiers[1].endpoint: "),
+        (with_tier(S3, endpoint=5), "tiers[1].endpoint: "),
+        (with_tier(S3, access_key_env="A"), "tiers[1]: access_key_env needs secret_key_env"),
+        (with_tier(S3, session_token_env="T"), "tiers[1]: session_token_env needs"),
+        (with_tier(S3, profile="p", credentials_file="/c"), "tiers[1]: profile and credentials_file are different"),
+        (with_tier(S3, sse="kms"), 'tiers[1].sse: must be "AES256", "aws:kms" or "aws:kms:dsse", not "kms"'),
+        (with_tier(S3, sse_key="k"), 'tiers[1]: sse_key needs sse: "aws:kms"'),
+        (with_tier(S3, sse="AES256", sse_key="k"), 'tiers[1]: sse_key needs sse: "aws:kms"'),
+        (with_tier(S3, ca_file="/ca"), "tiers[1]: ca_file has no use"),
+        (full() | {"wait_s": 0}, "wait_s: must be more than 0"),
+        (full() | {"wait_s": 3601}, "wait_s: must be at most 3600"),
+        (full() | {"replicas": 0}, "replicas: must be at least 1"),
+        (full() | {"replicas": "2"}, 'replicas: must be a whole number, not "2"'),
+        (full() | {"wait_s": "0s"}, "wait_s: "),
+        (full() | {"wait_s": "61m"}, "wait_s: "),
+        (full() | {"wait_s": 10**400}, "wait_s: "),
+        (full() | {"wait_s": True}, "wait_s: True is not a time"),
+        (full() | {"wait_s": "soon"}, 'wait_s: "soon" is not a time; write a number of seconds, or "10s"'),
+        (full() | {"flush_on_exit_s": "-1s"}, "flush_on_exit_s: "),
+        (full() | {"wait_s": float("nan")}, "wait_s: must be a finite number"),
+        (full() | {"model_id": "m" * 513}, "model_id: must have at most 512 characters"),
+        (full() | {"cpu_bytes_to_use": 5}, 'cpu_bytes_to_use: unknown field; use the capacity of the "cpu" tier'),
+        (with_tier(S3, ssl=False), "tiers[1].ssl: unknown field; write http: or https: in endpoint"),
+        (full() | {"lora_storage": "yes"}, 'lora_storage: must be true or false, not "yes"'),
+        (full() | {"on_reset": "drop"}, 'on_reset: must be "new_epoch" or "keep", not "drop"'),
+        (full() | {"model_id": ""}, "model_id: must not be empty"),
+        (full() | {"salt": 5}, "salt: must be text, not 5"),
+        (full() | {"probe_s": -1}, "probe_s: must be at least 0"),
+        (full() | {"probe_s": "fast"}, "probe_s: "),
+        ({"tiers": [CPU, FILE, FILE]}, "tiers[2]: shares its place with tiers[1]"),
+        ({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv/below"}]}, "tiers[2]: shares its place"),
+        ({"tiers": [CPU, S3, S3 | {"prefix": "nixl-tiers/below"}]}, "tiers[2]: shares its place"),
+        ({"config": 5}, "config: must be the path"),
+        ({"config": "/nowhere/tiers.toml"}, "/nowhere/tiers.toml: a configuration file must end in"),
+        ({"config": "/nowhere/tiers.json"}, "/nowhere/tiers.json: cannot be read (No such file or directory)"),
+    ],
+)  # fmt: skip
+def test_one_sentence_that_names_the_field(source: dict[str, Any], start: str) -> None:
+    assert refusal(source).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (with_tier(S3, bucket="s3://kv/llama/3"),
+         'tiers[1].bucket: is an s3:// URL; use bucket and prefix (bucket: "kv", prefix: "llama/3")'),
+        (with_tier(S3, bucket="S3://kv/"), 'tiers[1].bucket: is an s3:// URL; use bucket and prefix (bucket: "kv")'),
+        (with_tier(S3, bucket="s3://" + "x" * 40), "tiers[1].bucket: is an s3:// URL; use bucket and prefix"),
+        (with_tier(S3, prefix="s3://kv/a"),
+         'tiers[1].prefix: is an s3:// URL; use bucket and prefix (bucket: "kv", prefix: "a")'),
+        (with_tier(S3, endpoint="s3://kv"),
+         'tiers[1].endpoint: is an s3:// URL; use bucket and prefix (bucket: "kv"), and no endpoint for AWS'),
+        (with_tier(S3, url="s3://kv/a"),
+         'tiers[1].url: unknown field; use bucket and prefix (bucket: "kv", prefix: "a")'),
+        (with_tier(FILE, path="s3://kv/a"), 'tiers[1].path: is no path but an s3:// URL; use a tier of type "s3" with'),
+        ({"tiers": [CPU, "s3://kv/a"]},
+         'tiers[1]: use a tier of type "s3" with bucket and prefix (bucket: "kv", prefix: "a")'),
+        ({"tiers": [CPU, {"type": "s3", "capacity": 1}]}, "tiers[1].bucket: this field is missing"),
+        ({"tiers": [CPU | {"path": "/a"}]}, 'tiers[0].path: unknown field here; it belongs to "file"'),
+        ({"tiers": [CPU | {"max_age": "7d"}]},
+         'tiers[0].max_age: unknown field here; it belongs to "file" and "s3"'),
+        (with_tier(FILE, wait_s=1), "tiers[1].wait_s: unknown field here; it belongs to the top level"),
+        (full() | {"capacity": 1}, 'capacity: unknown field here; it belongs to each tier'),
+        (with_tier(FILE, size="1GiB"), 'tiers[1].size: unknown field; did you mean "capacity"?'),
+        (with_tier(FILE, **{"max-age": "1d"}), 'tiers[1].max-age: unknown field; did you mean "max_age"?'),
+        (with_tier(FILE, ttl="1d"), 'tiers[1].ttl: unknown field; did you mean "max_age"?'),
+        (with_tier(S3, endpoint_url="http://h"), 'tiers[1].endpoint_url: unknown field; did you mean "endpoint"?'),
+        ({"config": "/a.yaml", "salt": "x"}, "config: stands alone; write the other fields into the file"),
+        (with_tier(FILE, write=True), 'tiers[1].write: must be "through", "on_evict" or "off", not True'),
+    ],
+)  # fmt: skip
+def test_what_others_call_it_is_answered_with_our_name(source: dict[str, Any], sentence: str) -> None:
+    assert refusal(source).startswith(sentence)
+
+
+def test_a_time_is_seconds_or_text_with_a_unit() -> None:
+    for text, seconds in (("10s", 10.0), ("250ms", 0.25), ("1m", 60.0), ("2", 2.0), (" 1.5 s", 1.5), (7, 7.0)):
+        read = schema.load(full() | {"wait_s": text, "flush_on_exit_s": text, "probe_s": text})
+        assert read.wait_s == read.flush_on_exit_s == read.probe_s == seconds
+
+
+@given(st.integers(1, 3_600_000))
+def test_a_time_for_people_is_the_time(time_ms: int) -> None:
+    assert schema.parse_seconds(schema.format_seconds(time_ms / 1000)) == time_ms / 1000
+
+
+def test_neighbouring_places_do_not_overlap() -> None:
+    schema.load({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv2"}, S3, S3 | {"prefix": "nixl-tiers-2"}]})
+
+
+SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEYxx"
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        (with_tier(S3, access_key=SECRET), "tiers[1].access_key"),
+        (with_tier(S3, secret_key=SECRET), "tiers[1].secret_key"),
+        (with_tier(S3, aws_secret_access_key=SECRET), "tiers[1].aws_secret_access_key"),
+        (with_tier(S3, **{"AWS-Session-Token": SECRET}), "tiers[1].AWS-Session-Token"),
+        (with_tier(S3, password=SECRET), "tiers[1].password"),
+        (with_tier(S3, credentials={"key": SECRET}), "tiers[1].credentials"),
+        (with_tier(S3, profile="AKIAIOSFODNN7EXAMPLE"), "tiers[1].profile"),
+        (with_tier(S3, access_key_env="AKIAIOSFODNN7EXAMPLE", secret_key_env="S"), "tiers[1].access_key_env"),
+        (with_tier(S3, access_key_env="A", secret_key_env=SECRET), "tiers[1].secret_key_env"),
+        (with_tier(S3, access_key_env="A", secret_key_env="wJalrXU/K7MD+bPx"), "tiers[1].secret_key_env"),
+        (with_tier(S3, endpoint=f"http://me:{SECRET}@host:9000"), "tiers[1].endpoint"),
+        (with_tier(S3, endpoint=f"me:{SECRET}@host:9000"), "tiers[1].endpoint"),
+        (with_tier(S3, bucket=SECRET + "/x"), "tiers[1].bucket"),
+        (with_tier(S3, write=SECRET), "tiers[1].write"),
+        (full() | {"s3_secret": SECRET}, "s3_secret"),
+        (full() | {"nested": [{"access_key_id": "AKIAIOSFODNN7EXAMPLE"}]}, "nested[0].access_key_id"),
+    ],
+)
+def test_a_secret_is_refused_without_being_repeated(source: dict[str, Any], place: str) -> None:
+    text = refusal(source)
+    assert text.startswith(f"{place}: ")
+    for secret in (SECRET, "AKIAIOSFODNN7EXAMPLE", "wJalrXU/K7MD+bPx"):
+        assert secret not in text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"profile": "kv"},
+        {"credentials_file": "/etc/kv/credentials"},
+        {"access_key_env": "KV_ACCESS_KEY", "secret_key_env": "KV_SECRET_KEY"},
+        {"access_key_env": "A", "secret_key_env": "S", "session_token_env": "AWS_SESSION_TOKEN"},
+        {"endpoint": "https://s3.example:9000/", "ca_file": "/etc/ca.pem"},
+        {"sse": "aws:kms", "sse_key": "arn:aws:kms:eu-central-1:111122223333:key/0d9a"},
+    ],
+)
+def test_ways_to_say_where_credentials_are_kept(fields: dict[str, Any]) -> None:
+    tier = schema.load(with_tier(S3, **fields)).storage[0]
+    assert schema.tier_from_dict(json.loads(json.dumps(schema.tier_to_dict(tier)))) == tier
+
+
+def test_a_tier_travels_as_json() -> None:
+    for tier in schema.load(full()).storage:
+        assert schema.tier_from_dict(json.loads(json.dumps(schema.tier_to_dict(tier)))) == tier
+    with pytest.raises(ConfigError, match=r"^type: .cpu. is not a storage tier"):
+        schema.tier_from_dict(CPU)
+    with pytest.raises(ConfigError, match=r"^capacity: this field is missing"):
+        schema.tier_from_dict({"type": "file", "path": "/a"})
+    with pytest.raises(ConfigError, match=r"^secret_key: a secret must not"):
+        schema.tier_from_dict(S3 | {"secret_key": SECRET})
+
+
+def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "kv"
+    read = schema.load(with_tier(FILE, path=str(path)))
+    schema.check_paths(read, create=False)
+    assert not path.exists()
+    schema.check_paths(read)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert list(path.iterdir()) == []
+
+
+def test_a_configuration_that_is_refused_makes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    tiers = full() | {"tiers": [CPU, FILE | {"path": str(path)}, S3 | {"credentials_file": str(tmp_path / "missing")}]}
+    with pytest.raises(ConfigError, match=r"^tiers\[2\]\.credentials_file: "):
+        schema.check_paths(schema.load(tiers))
+    assert not path.exists()
+
+
+def test_a_missing_mount_is_told_and_never_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "ROOT", tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "nvme" / "kv")
+    for path in (tmp_path / "link", tmp_path / "nvme" / "kv"):
+        read = schema.load(with_tier(FILE, path=str(path), require_mount=True))
+        with pytest.raises(ConfigError) as error:
+            schema.check_paths(read, create=False)
+        assert str(error.value) == (
+            f"tiers[1].path: {path} lies on the file system of {tmp_path}, and require_mount wants another: mount it"
+        )
+        schema.check_paths(read)  # the tier waits for the mount
+        assert not (tmp_path / "nvme").exists()
+    monkeypatch.setattr(mounts, "ROOT", Path("/proc"))  # as if the machine's own file system were elsewhere
+    schema.check_paths(read, create=False)
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, create: bool) -> None:
+    (tmp_path / "taken").write_text("")
+    for path in (tmp_path / "taken", tmp_path / "taken" / "kv"):
+        with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.path: cannot write to {path} "):
+            schema.check_paths(schema.load(with_tier(FILE, path=str(path))), create)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="root may write everywhere")
+def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
+    # Root ignores permission bits, so it meets a file system that nobody can write to.
+    path = Path("/proc/sys/kv") if os.geteuid() == 0 else tmp_path / "locked"
+    if os.geteuid() != 0:
+        path.mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.path: cannot write to {path} \("):
+        schema.check_paths(schema.load(with_tier(FILE, path=str(path))))
+
+
+def test_what_the_s3_tier_points_to_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KV_NOT_SET", raising=False)
+    monkeypatch.setenv("KV_SET", "x")
+    missing = tmp_path / "credentials"
+    for fields, field in (
+        ({"credentials_file": str(missing)}, "credentials_file"),
+        ({"access_key_env": "KV_SET", "secret_key_env": "KV_NOT_SET"}, "secret_key_env"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.{field}: "):
+            schema.check_paths(schema.load(with_tier(S3, **fields)))
+    missing.write_text("")
+    schema.check_paths(schema.load(with_tier(S3, credentials_file=str(missing))))
+    schema.check_paths(schema.load(with_tier(S3, access_key_env="KV_SET", secret_key_env="KV_SET")))
+
+
+def test_a_capacity_smaller_than_one_row_is_refused() -> None:
+    read = schema.load({"tiers": [CPU, FILE | {"capacity": "1MiB"}]})
+    schema.check_rows(read, 1 << 20)
+    with pytest.raises(ConfigError, match=r"^tiers\[1\]\.capacity: 1 MiB does not hold one chunk, which takes 2 MiB"):
+        schema.check_rows(read, 2 << 20)

@@ -1,0 +1,149 @@
+"""Where a configuration is read from: JSON and YAML files, JSON text, and the whole value of --kv-transfer-config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers.config import schema
+from nixl_tiers.config.schema import ConfigError
+from tests.support.refusals import refusal
+
+CPU = {"type": "cpu", "capacity": "1GiB"}
+# A few lines that stand for 10^12 values.
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+FILE = {"type": "file", "path": "/mnt/nvme/kv", "capacity": "10GiB"}
+
+
+def full() -> dict[str, Any]:
+    return {"tiers": [dict(CPU), dict(FILE)]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rest"),
+    [
+        ("a.json", "{", "not valid JSON in line 1"),
+        ("a.yaml", "tiers: [\n", "not valid YAML in line 2"),
+        ("a.yaml", "tiers: []\ntiers: []\n", "tiers: this field stands twice"),
+        ("a.json", '{"tiers": [], "tiers": []}', "tiers: this field stands twice"),
+        ("a.json", "[]", "tiers: this field is missing"),
+        ("a.yaml", "# nothing", "tiers: this field is missing"),
+        ("a.yaml", "", "is empty"),
+        ("a.json", " \n", "is empty"),
+        (
+            "a.yaml",
+            "salt: a\ntiers: [\nsalt: b\n",
+            "not valid YAML in line 4 (expected ',' or ']', but got '<stream end>', begun in line 2)",
+        ),
+        ("a.yaml", "salt: a\n\ttiers: []\n", "not valid YAML in line 2"),
+        ("a.yaml", "tiers: []\n---\ntiers: []\n", "not valid YAML in line 2"),
+        ("a.yaml", "salt: a\n\nsalt: b\n", "salt: this field stands twice in the same table (line 3)"),
+        ("a.yaml", "tiers: [{type: cpu, type: cpu}]", "type: this field stands twice"),
+        ("a.json", '{"tiers": [{"type": "cpu", "type": "cpu"}]}', "type: this field stands twice"),
+        ("a.json", '{"salt": "a",\n "tiers": [}', "not valid JSON in line 2"),
+        ("a.json", "[" * 100_000, "not valid JSON (nested too deeply)"),
+        ("a.json", '{"wait_s": ' + "9" * 5000 + "}", "not valid JSON (a value that cannot be read)"),
+        ("a.yaml", "[" * 10_000, "not valid YAML"),
+        ("a.yaml", "salt: 2024-13-45", "not valid YAML (a value that cannot be read)"),
+        ("a.yaml", "? {a: b}\n: c", "not valid YAML"),
+        ("a.yaml", "7: 8", "tiers: this field is missing"),
+        ("a.yaml", "tiers: &a [*a]", "tiers: is nested too deeply"),
+        ("a.yaml", BOMB, "tiers: has more values than"),
+        ("a.json", '{"config": "b.json"}', "config: points to another file"),
+        ("a.json", "#" * (1 << 20) + "#", "is larger than 1 MiB"),
+        ("a.yaml", "tiers: [{type: cpu, capacity: 1XB}]", 'tiers[0].capacity: "1XB" has an unknown unit'),
+        ("a.yaml", "!!python/object/apply:os.getpid []", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, rest: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert refusal(tmp_path / name).startswith(f"{tmp_path / name}: {rest}")
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").mkdir()
+    assert refusal(tmp_path / "a.yaml") == f"{tmp_path / 'a.yaml'}: cannot be read (Is a directory)"
+
+
+def test_a_file_without_end_is_not_read_to_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").symlink_to("/dev/zero")
+    assert refusal(tmp_path / "a.yaml") == f"{tmp_path / 'a.yaml'}: is larger than 1 MiB, so it is no configuration"
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(full()), encoding="utf-8-sig")
+    assert schema.load(tmp_path / "a.json") == schema.load(full())
+
+
+@given(st.text(alphabet="tiers:[]{}-?!&*<|>#%@`\"',\n\t 0129._~abxy", max_size=40))
+def test_nothing_but_a_config_error_comes_of_junk_in_a_file(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    for name in ("junk.yaml", "junk.json"):
+        path = tmp_path_factory.getbasetemp() / name
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="junk"):
+            schema.load(path)
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe{}")
+    assert refusal(tmp_path / "a.json") == f"{tmp_path / 'a.json'}: is not UTF-8 text"
+
+
+def test_yaml_reads_off_as_false(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "tiers:\n- {type: cpu, capacity: 1Gi}\n- {type: file, path: /kv, capacity: 2Gi, write: off}\n"
+        "- {type: s3, bucket: kvs, capacity: 2Gi, write: off}\n"
+    )
+    assert [tier.write for tier in schema.load(path).storage] == ["off", "off"]
+
+
+def transfer(**changes: Any) -> dict[str, Any]:
+    extra = {"spec_name": "NixlTiersSpec", "spec_module_path": "nixl_tiers.vllm.spec", "block_size": 32}
+    whole = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra | full()}
+    return whole | changes
+
+
+def test_the_whole_kv_transfer_config_is_read(tmp_path: Path) -> None:
+    expected = schema.load(full())
+    (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(full()))
+    pointing = {"spec_name": "NixlTiersSpec", "config": str(tmp_path / "tiers.yaml")}
+    multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, transfer()]}}  # fmt: skip
+    extra = transfer()["kv_connector_extra_config"]
+    for whole in (transfer(), transfer(kv_connector_extra_config=pointing), multi, extra, pointing):
+        (tmp_path / "transfer.json").write_text(json.dumps(whole))
+        for source in (whole, json.dumps(whole), "\n " + json.dumps(whole), tmp_path / "transfer.json"):
+            assert schema.load(source) == expected
+    assert schema.load(json.dumps(full())) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        (transfer(kv_connector="NixlConnector"), 'kv_connector: must be "OffloadingConnector" or "NixlTiersConnector"'),
+        ({"kv_connector": "OffloadingConnector"}, "kv_connector_extra_config: must be a table"),
+        (transfer(kv_connector_extra_config={"tiers": []}), 'kv_connector_extra_config.spec_name: must be "NixlTiers'),
+        (transfer(kv_connector_extra_config={"connectors": [7, {}]}), "kv_connector_extra_config.connectors: none"),
+        (transfer(kv_connector_extra_config={"spec_name": "NixlTiersSpec"}), "tiers: this field is missing"),
+        ('{"tiers": [', "the configuration: not valid JSON in line 1"),
+        (json.dumps([CPU]), "tiers: this field is missing"),
+        ('{"tiers": [], "tiers": []}', "the configuration: tiers: this field stands twice"),
+    ],
+)
+def test_a_kv_transfer_config_without_these_tiers_is_refused(source: Any, start: str) -> None:
+    assert refusal(source).startswith(start)
+
+
+def test_a_file_does_not_point_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(transfer(kv_connector_extra_config={"spec_name": "NixlTiersSpec", "config": str(path)})))
+    assert refusal(path) == f"{path}: config: points to another file, and a file must hold the configuration itself"

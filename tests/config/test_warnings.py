@@ -1,0 +1,186 @@
+"""What is legal and surely wrong is warned of in a sentence that names the field, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nixl_tiers
+from nixl_tiers.config import schema, warnings
+from nixl_tiers.config.warnings import warnings_here, warnings_of
+
+CPU = {"type": "cpu", "capacity": "64GiB"}
+FILE = {"type": "file", "path": "/mnt/nvme/kv", "capacity": "1TiB"}
+S3 = {"type": "s3", "bucket": "kv-cache", "capacity": "10TiB"}
+AT = S3 | {"endpoint": "https://s3.example:9000"}
+
+
+MEMORY = "memory of this machine, not a disk; chunks in memory belong to the cpu tier"
+
+
+def warned(*tiers: dict[str, Any], **fields: object) -> list[str]:
+    return warnings_of(schema.load({"tiers": list(tiers), **fields}))
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        (CPU,),
+        (CPU, FILE, AT),
+        (CPU, FILE | {"path": "/procedures"}, FILE | {"path": "/dev-disk/kv"}),
+        (CPU, FILE | {"capacity": "64GiB"}),
+        (CPU, FILE | {"capacity": "1GiB", "write": "on_evict"}),  # adds to the host
+        (CPU, AT | {"capacity": "1GiB", "write": "off"}),  # others fill it
+        (CPU, AT, AT | {"prefix": "other"}),
+        (CPU, AT, AT | {"endpoint": "https://s3.example:9001"}),
+        (CPU, AT, AT | {"bucket": "other"}),
+        (CPU, S3, AT),
+        (CPU, S3, S3 | {"endpoint": "https://s3.cn-north-1.amazonaws.com.cn"}),  # another AWS
+        (CPU, S3 | {"bucket": "minio", "endpoint": "http://minio.default.svc:9000"}),
+        (CPU, FILE, FILE | {"path": "/mnt/nvme/kv2"}),
+    ],
+)
+def test_what_may_be_meant_is_not_warned_of(tiers: tuple[dict[str, Any], ...]) -> None:
+    assert warned(*tiers) == []
+
+
+@pytest.mark.parametrize(
+    ("tiers", "starts"),
+    [
+        ((CPU | {"capacity": 64},), ["tiers[0].capacity: 64 B holds no chunk of a usual model; a number without a un"]),
+        ((CPU, FILE | {"capacity": "900KiB", "write": "off"}), ["tiers[1].capacity: 900 KiB holds no chunk"]),
+        ((CPU, FILE | {"capacity": "63GiB"}), ["tiers[1].capacity: 63 GiB is less than the cpu tier's 64 GiB"]),
+        ((CPU, AT, FILE), ["tiers[1]: this s3 tier is asked before the file tier tiers[2]"]),
+        ((CPU, FILE, AT, FILE | {"path": "/b"}), ["tiers[2]: this s3 tier is asked before the file tier tiers[3]"]),
+        ((CPU, FILE | {"path": "/dev/shm/kv"}), ["tiers[1].path: /dev/shm/kv is memory of this machine, not a disk"]),
+        ((CPU, FILE | {"path": "/proc/kv"}), ["tiers[1].path: /proc/kv is the kernel's, and no place for files"]),
+        ((CPU, FILE | {"path": "/mnt/../sys/kv"}), ["tiers[1].path: /sys/kv is the kernel's"]),
+        ((CPU, S3 | {"endpoint": "https://kv-cache.s3.eu-west-1.amazonaws.com"}),
+         ['tiers[1].endpoint: names the bucket "kv-cache" too']),
+    ],
+)  # fmt: skip
+def test_what_is_surely_wrong_is_warned_of(tiers: tuple[dict[str, Any], ...], starts: list[str]) -> None:
+    told = warned(*tiers)
+    assert len(told) == len(starts), told
+    for line, start in zip(told, starts, strict=True):
+        assert line.startswith(start)
+        assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("https://s3.example", "https://s3.example:443"),
+        ("https://s3.example", "https://S3.EXAMPLE."),
+        ("https://s3.example", "http://s3.example"),
+        ("https://s3.example:9000", "https://kv-cache.s3.example:9000"),
+        ("http://minio.lan:9000", "http://kv-cache.minio.lan:9000"),
+        ("http://localhost:9000", "http://127.0.0.1:9000"),
+        ("http://[::1]:9000", "http://127.0.0.1:9000"),
+        (None, "https://s3.amazonaws.com"),
+        (None, "https://kv-cache.s3.eu-central-1.amazonaws.com"),
+        ("https://s3.eu-central-1.amazonaws.com", "https://s3.dualstack.eu-central-1.amazonaws.com"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["nixl-tiers", "nixl-tiers/deeper"])
+def test_one_bucket_by_two_names_is_warned_of(one: str | None, other: str, prefix: str) -> None:
+    for first, second in ((one, other), (other, one)):
+        told = warned(CPU, S3 | {"endpoint": first}, S3 | {"endpoint": second, "prefix": prefix})
+        assert (
+            sum(line.startswith("tiers[2].endpoint: is another name for the server of tiers[1]") for line in told) == 1
+        )
+        assert warned(CPU, S3 | {"endpoint": first}, S3 | {"endpoint": second, "prefix": "other"}) == [
+            line for line in told if "names the bucket" in line
+        ]
+
+
+def test_a_flush_that_nothing_needs_is_warned_of() -> None:
+    assert warned(CPU, FILE, flush_on_exit_s="10s") == [
+        "flush_on_exit_s: has no effect, because no tier has write: on_evict"
+    ]
+    assert warned(CPU, FILE | {"write": "on_evict"}, flush_on_exit_s="10s") == []
+
+
+@pytest.fixture
+def here() -> Callable[..., list[str]]:
+    return lambda *tiers: warnings_here(schema.load({"tiers": [CPU, *tiers]}))
+
+
+def test_a_path_in_memory_is_seen_through_links_and_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]
+) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert here(FILE | {"path": str(tmp_path / "link" / "kv")}) == [f"tiers[1].path: {tmp_path}/link/kv is {MEMORY}"]
+    assert here(FILE | {"path": "/dev/shm/kv"}) == [], "that is told by the path alone"
+    status = tmp_path.stat()
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    place = tmp_path / "not" / "yet"
+    sentence = f"tiers[1].path: {place} is on tmpfs, which is {MEMORY}"
+    for kind, lines in (("tmpfs", [sentence]), ("ext4", [])):
+        monkeypatch.setattr(warnings, "_file_systems", lambda kind=kind: {device: kind})
+        assert here(FILE | {"path": str(place)}) == lines
+    assert [path.name for path in tmp_path.iterdir()] == ["link"], "nothing was made"
+
+
+def test_a_disk_that_is_mounted_in_memory_is_a_disk() -> None:
+    assert warned(CPU, FILE | {"path": "/run/media/disk/kv"}) == []
+
+
+def test_the_file_systems_of_this_machine_are_known() -> None:
+    status = Path("/proc").stat()
+    assert warnings._file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
+
+
+def test_one_directory_by_two_names_is_warned_of(tmp_path: Path, here: Callable[..., list[str]]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for path in (tmp_path / "link", tmp_path / "link" / "below"):
+        lines = here(FILE | {"path": str(tmp_path / "real")}, FILE | {"path": str(path)})
+        assert lines == ["tiers[2].path: is another name for the place of tiers[1], so neither budget holds"]
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    assert here(FILE | {"path": str(tmp_path / "circle")}, FILE | {"path": str(tmp_path / "real")}) == []
+
+
+def test_a_profile_that_does_not_exist_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]
+) -> None:
+    settings, secrets = tmp_path / "config", tmp_path / "credentials"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(secrets))
+    sentence = f'tiers[1].profile: there is no profile "kv" in {settings} nor {secrets}'
+    assert here(S3 | {"profile": "kv"}) == [sentence]
+    settings.write_text('[kv]\nregion = x\n[profile one]\n[profile "with space"]\n[default]\n[sso-session kv]\n')
+    secrets.write_text("[two]\naws_access_key_id = A\n")
+    assert here(S3 | {"profile": "kv"}) == [sentence], "[kv] is no profile in that file"
+    for name in ("one", "with space", "default", "two"):
+        assert here(S3 | {"profile": name}) == []
+    botocore = pytest.importorskip("botocore.session")
+    assert set(botocore.Session().available_profiles) == warnings._profiles() == {
+        "one", "with space", "default", "two",
+    }  # fmt: skip
+    secrets.write_text("no section = here\n")
+    assert here(S3 | {"profile": "two"}) != []
+
+
+def test_who_has_no_home_has_no_profile(monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("as for a user that only its container knows")
+
+    for variable in ("HOME", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    sentence = 'tiers[1].profile: there is no profile "kv" in ~/.aws/config nor ~/.aws/credentials'
+    assert here(S3 | {"profile": "kv"}) == [sentence]
+
+
+def test_a_store_logs_them_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiers = {"tiers": [{"type": "cpu", "capacity": 65536}], "flush_on_exit_s": 1}
+    with caplog.at_level(logging.WARNING), nixl_tiers.open(tiers, chunk_bytes=64, namespace="n"):
+        pass
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert lines == [f"nixl_tiers: {line}" for line in warnings_of(schema.load(tiers))]
+    assert len(lines) == 2

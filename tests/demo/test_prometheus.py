@@ -1,0 +1,32 @@
+"""Numbers out of a /metrics page."""
+
+from __future__ import annotations
+
+from nixl_tiers.demo.prometheus import Page
+
+PAGE = """# HELP nixl_tiers:bytes_read_total Bytes read from this tier.
+# TYPE nixl_tiers:bytes_read_total counter
+nixl_tiers:bytes_read_total{engine="0",model_name="m",tier="file"} 1.5e+06
+nixl_tiers:bytes_read_total{engine="1",model_name="m",tier="file"} 2
+nixl_tiers:bytes_read_total{engine="0",model_name="m",tier="s3"} 7.0 1700000000
+nixl_tiers:odd{path="C:\\\\a\\"b},c=\\"x",tier="cpu"} +Inf
+plain_total 3
+"""
+
+
+def test_a_total_is_over_all_series_with_these_labels() -> None:
+    page = Page(PAGE)
+    assert page.total("nixl_tiers:bytes_read_total", tier="file") == 1_500_002
+    assert page.total("nixl_tiers:bytes_read_total", tier="file", engine="1") == 2
+    assert page.total("nixl_tiers:bytes_read_total") == 1_500_009
+    assert page.total("plain_total") == 3
+
+
+def test_what_is_not_there_counts_nothing() -> None:
+    assert Page(PAGE).total("nixl_tiers:bytes_read_total", tier="cpu") == 0
+    assert Page("").total("plain_total") == 0
+
+
+def test_label_values_may_hold_anything() -> None:
+    odd = next(sample for sample in Page(PAGE).samples if sample.name == "nixl_tiers:odd")
+    assert odd.labels == {"path": 'C:\\a"b},c="x', "tier": "cpu"}

@@ -1,0 +1,103 @@
+"""A server as a child: however it ends, nothing of it may stay."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.demo.server import ServerFailure, VllmServer
+from nixl_tiers.testing import vllm_cpu
+
+# Answers /health; its child in another session ignores SIGTERM and would outlive it; optionally it does so itself.
+STAND_IN = """
+import http.server, json, os, signal, subprocess, sys
+port, stubborn, pids = int(sys.argv[1]), sys.argv[2] == "stubborn", sys.argv[3]
+ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True)
+if stubborn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(pids, "w").write(f"{os.getpid()} {child.pid}")
+EVENTS = [
+    {"choices": [{"token_ids": [5, 6]}]},
+    {"choices": [{"token_ids": [7]}]},
+    {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}},
+]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"plain_total 3\\n")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(500 if self.path == "/tokenize" else 200); self.end_headers()
+        for event in EVENTS:
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+        self.wfile.write(b"data: [DONE]\\n\\n")
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, manner: str) -> VllmServer:
+    def command(_model: Path, *options: str) -> list[str]:
+        port = options[options.index("--port") + 1]
+        return [sys.executable, "-c", STAND_IN, port, manner, str(folder / "pids")]
+
+    monkeypatch.setattr(vllm_cpu, "serve_command", command)
+    return VllmServer(folder / "model", [], {}, folder / "log")
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("manner", ["polite", "stubborn"])
+def test_nothing_of_a_server_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manner: str) -> None:
+    monkeypatch.setattr("nixl_tiers.demo.server.STOP_S", 0.5)
+    monkeypatch.setattr("nixl_tiers.demo.server.LEFT_OVER_S", 0.2)
+    with stand_in(monkeypatch, tmp_path, manner) as server:
+        server.start(lambda: None)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert all(map(runs, pids))
+    assert not any(map(runs, pids))
+
+
+def test_an_answer_is_read_from_the_stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("nixl_tiers.demo.server.LEFT_OVER_S", 0.0)
+    with stand_in(monkeypatch, tmp_path, "polite") as server:
+        server.start(lambda: None)
+        answer = server.ask([1, 2, 3], 3)
+        assert (answer.token_ids, answer.prompt_tokens, answer.cached_tokens) == ((5, 6, 7), 9, 8)
+        assert answer.ttft_s > 0
+        assert server.metrics().total("plain_total") == 3
+        with pytest.raises(ServerFailure, match="POST /tokenize answered 500"):
+            server.tokenize("text")
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = [sys.executable, "-c", "import sys; sys.exit('no such weights')"]
+    monkeypatch.setattr(vllm_cpu, "serve_command", lambda *_: failing)
+    with (
+        VllmServer(tmp_path, [], {}, tmp_path / "log") as server,
+        pytest.raises(ServerFailure, match=r"(?s)ended with code 1.*no such weights"),
+    ):
+        server.start(lambda: None)
+
+
+def test_processes_that_are_not_the_servers_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("nixl_tiers.demo.server.LEFT_OVER_S", 0.0)
+    other = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+    try:
+        with stand_in(monkeypatch, tmp_path, "polite") as server:
+            server.start(lambda: None)
+        time.sleep(0)
+        assert runs(other)
+    finally:
+        os.kill(other, 9)
+        os.waitpid(other, 0)

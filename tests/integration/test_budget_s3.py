@@ -1,0 +1,113 @@
+"""Many times the budget through whole stores into one prefix of a bucket, which never holds more than it may."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+import nixl_tiers
+from nixl_tiers.chunk import Geometry, Namespace, object_name
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.schema import tier_to_dict
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Configure
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer
+from tests.integration.test_budget import use
+from tests.integration.test_round_trips import KIB, chunks, config
+from tests.tiers.s3.objects import faulty_s3
+
+SIZE = 64 * KIB
+GEOMETRY = Geometry(1, SIZE)
+ROW = GEOMETRY.row_bytes
+PRIVATE_ROWS = 16
+BUDGET_ROWS = 32
+WINDOW_ROWS = 8
+HOST_ROWS = 32
+PATIENCE_S = 120.0
+
+
+def test_ten_times_a_private_budget_in_three_namespaces_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by the server at each upload, so that no moment is missed."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    written = 0
+    with faulty_s3() as server:
+        tier = {"type": "s3", "bucket": "kv-budget", "endpoint": server.endpoint, "capacity": PRIVATE_ROWS * ROW}
+        for number in range(3):
+            with nixl_tiers.open(config(tier, host=HOST_ROWS * ROW), SIZE, f"n{number}") as store:
+                written += use(store, 10 * PRIVATE_ROWS * ROW // 3, number, "s3")
+                assert store.stats()["s3"]["used_bytes"] <= PRIVATE_ROWS * ROW
+        assert 0.6 * PRIVATE_ROWS < server.most_objects <= PRIVATE_ROWS
+    assert written >= 9.9 * PRIVATE_ROWS * ROW
+
+
+@pytest.fixture
+def place(moto: MotoServer, s3_prefix: str, s3_credentials: Any, s3_bucket: Any) -> dict[str, Any]:
+    s3_credentials(moto)
+    return {"bucket": s3_bucket(moto), "prefix": s3_prefix, "endpoint": moto.endpoint}
+
+
+@contextmanager
+def engine_of(place: dict[str, Any]) -> Iterator[TieredStore]:
+    """One of several engines, with a mover process of its own, on a shared prefix."""
+    tier = {"type": "s3", "shared": True, "capacity": BUDGET_ROWS * ROW, **place}
+    setting = configuration.load(config(tier, host=HOST_ROWS * ROW))
+    toy = {
+        "type": "tests.mover.toys:brisk_objects",
+        "inner": tier_to_dict(setting.storage[0]),
+        "window_share": BUDGET_ROWS // WINDOW_ROWS,
+    }
+    region = HostRegion.create(GEOMETRY, HOST_ROWS)
+    hello = Configure(toy, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
+    coordinator = Coordinator(setting, Namespace.of({"name": "budget"}), region, hellos=[hello])
+    with TieredStore(coordinator, region, setting) as store:
+        coordinator.start(30.0)
+        yield store
+
+
+def test_two_engines_on_a_shared_prefix_keep_one_budget_but_for_their_windows(
+    moto: MotoServer, place: dict[str, Any]
+) -> None:
+    for number in range(BUDGET_ROWS - WINDOW_ROWS):  # others' rows: there is room for one window, and both are let in
+        name = f"{place['prefix']}/{'0f' * 16}/{object_name(b'other-%04d' % number)}"
+        moto.client().put_object(Bucket=place["bucket"], Key=name, Body=bytes(ROW))
+    pages = moto.client().get_paginator("list_objects_v2")
+    samples: list[int] = []
+    done = threading.Event()
+    seeds = itertools.count(1)
+    deadline = time.monotonic() + PATIENCE_S
+
+    def sample() -> None:
+        while not done.wait(0.01):
+            found = pages.paginate(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")
+            objects = [each for page in found for each in page.get("Contents", ())]
+            samples.append(sum(each["Size"] for each in objects if each["Key"].count("/") > 1))
+
+    def fill(store: TieredStore) -> int:
+        """Offer far more than there is room for; bytes that got there."""
+        written = 0
+        while written < 3 * WINDOW_ROWS * ROW and time.monotonic() < deadline:
+            store.put(*chunks(HOST_ROWS // 2, SIZE, next(seeds)))
+            store.flush(30.0)
+            written = int(store.stats()["s3"]["bytes_written"])
+        return written
+
+    with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
+        stores = [stack.enter_context(engine_of(place)) for _ in range(2)]
+        sampling = threads.submit(sample)
+        try:
+            written = sum(threads.map(fill, stores))
+        finally:
+            done.set()
+            sampling.result()
+    assert written >= 6 * WINDOW_ROWS * ROW
+    assert (BUDGET_ROWS - WINDOW_ROWS) * ROW <= max(samples) <= (BUDGET_ROWS + 2 * WINDOW_ROWS) * ROW

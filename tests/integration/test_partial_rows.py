@@ -1,0 +1,116 @@
+"""Rows that lack sub-blocks: stored, sealed and found again as what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.servers import MotoServer, S3Server
+from nixl_tiers.testing.waiting import until, until_up
+
+MIB = 1 << 20
+GEOMETRY = Geometry(cells=2, cell_payload=4 * 4096, sub_blocks=4)
+Tier = dict[str, Any]
+
+
+@pytest.fixture(params=["slabs", "files", "s3"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    if request.param != "s3":
+        return {"type": "file", "layout": request.param, "path": str(tmp_path / "kv"), "capacity": 16 * MIB}
+    moto: MotoServer = request.getfixturevalue("moto")
+    bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
+    request.getfixturevalue("s3_credentials")(moto)
+    prefix = request.getfixturevalue("s3_prefix")
+    return {"type": "s3", "bucket": bucket(moto), "prefix": prefix, "endpoint": moto.endpoint, "capacity": 16 * MIB}
+
+
+class Bench:
+    """A store over a region of several cells; the test plays the workers."""
+
+    def __init__(self, *storage: Tier) -> None:
+        config = configuration.load({"tiers": [{"type": "cpu", "capacity": 8 * MIB}, *storage], "wait_s": 120.0})
+        self.region = HostRegion.create(GEOMETRY, 16)
+        self.store = TieredStore.over(config, Namespace.of({"test": "partial"}), self.region)
+        self.coordinator = self.store.coordinator
+
+    def put(self, key: bytes, missing: int) -> None:
+        plan = self.coordinator.prepare_store([key], "writer")
+        self.region.rows_view[plan.rows[0]] = key[0]
+        for cell in range(GEOMETRY.cells):
+            self.region.mark(plan.rows, cell, plan.ticket, True, missing)
+        self.coordinator.complete_store(plan.keys)
+        self.coordinator.finish_request("writer")
+
+    def lookup(self, key: bytes, first: int) -> Lookup:
+        """What a request is told in the end."""
+        name = f"reader-{first}"
+        with self.coordinator.changed:
+            while (answer := self.coordinator.lookup(key, name, None, first)) is Lookup.PENDING:
+                self.coordinator.end_step()
+                self.coordinator.changed.wait(0.25)
+        self.coordinator.finish_request(name)
+        self.coordinator.end_step()
+        return answer
+
+    def payload(self, key: bytes, first: int) -> np.ndarray[Any, Any]:
+        """(cells, sub_blocks, bytes) of a hit."""
+        assert self.lookup(key, first) is Lookup.HIT
+        (row,) = self.coordinator.prepare_load([key], "loader")
+        cells = self.region.rows_view[row, : GEOMETRY.payload_bytes].reshape(GEOMETRY.cells, GEOMETRY.sub_blocks, -1)
+        self.coordinator.complete_load([key])
+        return cells.copy()
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(*storage: Tier) -> Bench:
+        for old in benches:
+            old.store.close()
+        benches.append(Bench(*storage))
+        return benches[-1]
+
+    yield make
+    for old in benches:
+        old.store.close()
+
+
+def check(bench: Bench) -> None:
+    assert [bench.lookup(b"part", first) for first in range(4)] == [Lookup.MISS] * 2 + [Lookup.HIT] * 2
+    assert [bench.lookup(b"whole", first) for first in range(4)] == [Lookup.HIT] * 4
+    assert bench.coordinator.partial([b"whole", b"part"]) == {1: 2}
+
+
+def test_what_a_row_lacks_is_a_miss_and_the_rest_is_a_hit_in_host_memory(bench: Callable[..., Bench]) -> None:
+    here = bench()
+    here.put(b"part", missing=2)
+    here.put(b"whole", missing=0)
+    check(here)
+
+
+def test_and_from_storage_and_nobody_elses_bytes_travel(bench: Callable[..., Bench], tier: Tier) -> None:
+    here = bench(tier)
+    name = here.store.coordinator.counters().keys() - {"cpu"}
+    (storage,) = name
+    until_up(here.store)
+    here.put(b"part", missing=2)
+    here.put(b"whole", missing=0)
+    assert here.store.flush(300)
+    again = bench(tier)
+    until(lambda: again.store.stats()[storage]["rows"] == 2, "the tier's listing")
+    check(again)
+    part = again.payload(b"part", first=2)
+    assert not part[:, :2].any()
+    assert (part[:, 2:] == b"part"[0]).all()
+    assert (again.payload(b"whole", first=0) == b"whole"[0]).all()
+    assert again.store.stats()[storage]["corrupt"] == 0

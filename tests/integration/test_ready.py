@@ -1,0 +1,155 @@
+"""When a store that has been opened finds what its tiers held before."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nixl_tiers
+from nixl_tiers import coordinator as engine_module
+from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.schema import tier_to_dict
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Configure
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.servers import S3Server
+from nixl_tiers.testing.waiting import until
+from tests.support.load import get, put
+
+SIZE = 60_000
+KEYS: list[Key] = [b"key-%d" % number for number in range(8)]
+
+
+def settings(tmp_path: Path, **fields: object) -> dict[str, Any]:
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20}
+    return {"tiers": [{"type": "cpu", "capacity": 4 << 20}, tier], **fields}
+
+
+@pytest.mark.parametrize("ready_s", [120, 0])
+def test_what_was_stored_is_a_hit_right_after_opening(tmp_path: Path, ready_s: float) -> None:
+    with nixl_tiers.open(settings(tmp_path), SIZE, "n") as store:
+        put(store, KEYS)
+        assert store.flush(120)
+    for _ in range(3):
+        with nixl_tiers.open(settings(tmp_path, ready_s=ready_s, wait_s=120), SIZE, "n") as store:
+            if ready_s:
+                assert store.locate(KEYS) == ["file"] * len(KEYS)
+            else:
+                until(lambda: store.coordinator._answered, "the mover to have started")
+            assert get(store, KEYS) == ([True] * len(KEYS), [])
+
+
+def test_what_stands_in_a_bucket_is_a_hit_right_after_opening(
+    moto: S3Server, s3_credentials: Callable[[S3Server], None], s3_bucket: Callable[[S3Server], str], s3_prefix: str
+) -> None:
+    s3_credentials(moto)
+    objects = {"type": "s3", "bucket": s3_bucket(moto), "endpoint": moto.endpoint, "prefix": s3_prefix}
+    tiers = [{"type": "cpu", "capacity": 4 << 20}, {**objects, "capacity": 64 << 20}]
+    with nixl_tiers.open({"tiers": tiers, "ready_s": 120}, SIZE, "n") as store:
+        put(store, KEYS)
+        assert store.flush(120)
+    for _ in range(3):
+        with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, SIZE, "n") as store:
+            assert store.locate(KEYS) == ["s3"] * len(KEYS)
+            assert get(store, KEYS) == ([True] * len(KEYS), [])
+
+
+@contextmanager
+def held_up(
+    tmp_path: Path, wait_s: float = 120.0, write: str = "through", flush_on_exit_s: float = 0.0
+) -> Iterator[tuple[Coordinator, TieredStore, Path]]:
+    """A store over a tier that holds KEYS, and tells of the second half of them when the path appears. Not started."""
+    setting = settings(tmp_path, wait_s=wait_s, flush_on_exit_s=flush_on_exit_s)
+    setting["tiers"][1]["write"] = write
+    config = configuration.load(setting)
+    geometry, namespace = Geometry(1, SIZE), Namespace.of({"of": "ready"})
+    with HostRegion.create(geometry, 32) as region, TieredStore.over(config, namespace, region, 120.0) as store:
+        put(store, KEYS)
+        assert store.flush(120)
+    listed = tmp_path / "listed"
+    tier: dict[str, object] = {
+        "type": "tests.mover.toys:held_up_files",
+        "inner": tier_to_dict(config.storage[0]),
+        "listed": str(listed),
+    }
+    region = HostRegion.create(geometry, 32)
+    coordinator = Coordinator(config, namespace, region, hellos=[Configure(tier, 1, SIZE, 1, 32)])
+    store = TieredStore(coordinator, region, config)
+    try:
+        yield coordinator, store, listed
+    finally:
+        store.close()
+
+
+def test_keys_that_a_listing_may_still_bring_are_waited_for(tmp_path: Path) -> None:
+    with held_up(tmp_path) as (coordinator, store, listed):
+        coordinator.start(120.0)
+        assert not store.wait_ready(0.0)
+        answers: list[object] = []
+        asking = threading.Thread(target=lambda: answers.append(get(store, [*KEYS, b"unknown"])))
+        asking.start()
+        until(lambda: coordinator.counters()["file"]["bytes_read"], "what is known to come up")
+        assert not answers
+        listed.touch()
+        assert store.wait_ready(120.0)
+        asking.join(120.0)
+        assert answers == [([True] * len(KEYS) + [False], [])]
+        until(lambda: coordinator.counters()["file"]["listed_rows"] == len(KEYS), "the gauge")
+
+
+def test_an_unknown_key_is_a_miss_when_a_listing_takes_longer_than_wait_s(tmp_path: Path) -> None:
+    with held_up(tmp_path, wait_s=1.0) as (coordinator, store, _):
+        coordinator.start(120.0)
+        hits, wrong = get(store, [*KEYS, b"unknown"])
+        assert (sum(hits), wrong) == (len(KEYS) // 2, [])
+
+
+def test_a_start_waits_for_the_listing_and_for_no_longer_than_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "LISTING_S", 0.0)
+    caplog.set_level(logging.INFO)
+    with held_up(tmp_path) as (coordinator, store, listed):
+        starting = threading.Thread(target=lambda: coordinator.start(0.0, ready_s=120.0))
+        starting.start()
+        until(lambda: "the file tier is still being listed: 4 rows so far" in caplog.text, "a line")
+        until(lambda: coordinator.counters()["file"]["listed_rows"] == len(KEYS) // 2, "the gauge")
+        assert starting.is_alive()
+        listed.touch()
+        starting.join(120.0)
+        assert not starting.is_alive()
+        assert store.wait_ready(0.0)
+        assert store.locate(KEYS) == ["file"] * len(KEYS)
+    listed.unlink()
+    with held_up(tmp_path) as (coordinator, store, _):
+        coordinator.start(120.0, ready_s=0.5)
+        assert not store.wait_ready(0.0)
+
+
+def test_a_tier_that_is_down_is_not_waited_for(tmp_path: Path) -> None:
+    with held_up(tmp_path) as (coordinator, store, _):
+        coordinator.start(120.0)
+        coordinator._core.down(0, 0.0)
+        assert store.wait_ready(0.0)
+        assert get(store, KEYS) == ([False] * len(KEYS), [])
+
+
+def test_closing_writes_to_a_tier_once_it_has_been_listed(tmp_path: Path) -> None:
+    with held_up(tmp_path, write="on_evict", flush_on_exit_s=120) as (coordinator, store, listed):
+        coordinator.start(120.0)
+        put(store, [b"new"])
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        until(lambda: store._closed, "the end to begin")
+        listed.touch()
+        closing.join(120.0)
+        assert not closing.is_alive()
+        assert coordinator.counters()["file"]["stored"] == 1

@@ -1,0 +1,177 @@
+"""An engine over a real mover whose tier holds more rows than are told one by one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover import child
+from nixl_tiers.mover.index_builder import TOLD_ROWS
+from nixl_tiers.mover.protocol import Configure
+from nixl_tiers.testing.waiting import until
+
+GEOMETRY = Geometry(1, 2000)
+HOST_ROWS = 16
+ROWS = TOLD_ROWS + 2000
+
+
+def key(number: int) -> Key:
+    return b"row-%d" % number
+
+
+@contextmanager
+def over_a_hoard(
+    tmp_path: Path, slots: int, named: bool = False, rows: int = ROWS, more: int = 0
+) -> Iterator[Coordinator]:
+    """`more`: so many others are found later, for which the oldest must go."""
+    config = configuration.load(
+        {
+            "tiers": [
+                {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes},
+                {
+                    "type": "file",
+                    "layout": "files" if more else "slabs",
+                    "path": str(tmp_path / "unused"),
+                    "capacity": slots * GEOMETRY.row_bytes,
+                },
+            ]
+        }
+    )
+    tier: dict[str, object] = {
+        "type": "tests.mover.toys:Hoard",
+        "rows": rows,
+        "more": more,
+        "slots": slots,
+        "dropped": str(tmp_path / "dropped"),
+        "closed": str(tmp_path / "closed"),
+    }
+    hello = Configure(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS, named)
+    with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
+        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region, hellos=[hello])
+        try:
+            coordinator.start(120.0)
+            told(coordinator, rows)
+            yield coordinator
+        finally:
+            coordinator.close(10.0)
+
+
+def told(coordinator: Coordinator, rows: int = ROWS) -> None:
+    until(
+        lambda: coordinator.counters()["file"]["up"] and coordinator.counters()["file"]["rows"] == rows,
+        "all rows to be listed",
+    )
+
+
+def load(coordinator: Coordinator, number: int) -> None:
+    request = f"load {number}"
+    assert coordinator.lookup(key(number), request) is Lookup.PENDING
+    coordinator.end_step()
+    until(lambda: coordinator.lookup(key(number), request) is Lookup.HIT, "the row")
+    coordinator.prepare_load([key(number)], request)
+    coordinator.complete_load([key(number)])
+    coordinator.finish_request(request)
+    coordinator.end_step()
+
+
+def store(coordinator: Coordinator, *names: Key) -> None:
+    plan = coordinator.prepare_store(names, "store")
+    coordinator.region.mark(np.array(plan.rows), 0, plan.ticket, True)
+    coordinator.complete_store(plan.keys)
+    coordinator.finish_request("store")
+    coordinator.end_step()
+    until(lambda: coordinator.backlog() == 0, "the cascade")
+
+
+def dropped(tmp_path: Path) -> list[str]:
+    path = tmp_path / "dropped"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_all_rows_are_hits_and_most_of_them_cost_no_objects(tmp_path: Path) -> None:
+    with over_a_hoard(tmp_path, slots=2 * ROWS) as coordinator:
+        assert [coordinator.where(key(n)) for n in (0, TOLD_ROWS - 1, TOLD_ROWS, ROWS - 1)] == ["file"] * 4
+        assert coordinator.where(b"no row") is None
+        load(coordinator, 0)
+        load(coordinator, ROWS - 1)
+        (storage,) = coordinator._core.storage
+        assert len(storage.index) == TOLD_ROWS + 1
+        assert sum(map(len, storage.adopted)) == ROWS - TOLD_ROWS - 1
+        assert coordinator.counters()["file"]["rows"] == ROWS
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_medium_is_told_by_key_what_to_forget(tmp_path: Path, named: bool) -> None:
+    with over_a_hoard(tmp_path, slots=ROWS, named=named) as coordinator:
+        store(coordinator, b"new", b"newer")
+        until(lambda: len(dropped(tmp_path)) == 2, "the drops")
+        assert dropped(tmp_path) == [f"{n} row-{n}" for n in (TOLD_ROWS, TOLD_ROWS + 1)]
+        assert coordinator.where(key(TOLD_ROWS)) is None
+        assert coordinator.counters()["file"]["rows"] == ROWS
+
+
+def test_however_many_rows_must_go_the_medium_is_told_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many times more than the queue of packets for a mover has room for; and nobody is taken for one that does not
+    read."""
+    monkeypatch.setattr(child, "UNSENT_PACKETS", child.SPARE_PACKETS + 8)
+    rows = TOLD_ROWS + 20_000
+    with over_a_hoard(tmp_path, slots=rows, rows=rows, more=20_000) as coordinator:
+        until(lambda: len(dropped(tmp_path)) == 20_000, "the drops")
+        assert dropped(tmp_path)[0] == f"{TOLD_ROWS} row-{TOLD_ROWS}"
+        store(coordinator, b"new", b"newer")
+        until(lambda: len(dropped(tmp_path)) == 20_002, "two more")
+        stats = coordinator.counters()["file"]
+        assert stats["kills"] == stats["dropped"] == 0
+
+
+def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:
+    with over_a_hoard(tmp_path, slots=ROWS) as coordinator:
+        load(coordinator, ROWS - 1)
+        (pid,) = coordinator.mover_pids
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
+        told(coordinator)
+        assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(TOLD_ROWS)) == "file"
+        assert len(coordinator._core.storage[0].adopted) == 1
+        assert dropped(tmp_path) == []
+
+
+def test_what_an_earlier_epoch_held_is_given_back(tmp_path: Path) -> None:
+    gc.collect()  # tables of other tests
+    mapped = tables()
+    with over_a_hoard(tmp_path, slots=ROWS) as coordinator:
+        before = descriptors()
+        (first,) = coordinator._core.storage[0].adopted
+        coordinator.reset()
+        assert coordinator.where(key(ROWS - 1)) is None
+        told(coordinator)
+        (second,) = coordinator._core.storage[0].adopted
+        assert second is not first
+        until(lambda: tables() <= mapped + 1, "the old table to be closed")
+        assert descriptors() <= before
+        del first, second
+    del coordinator
+    gc.collect()
+    assert tables() <= mapped
+
+
+def tables() -> int:
+    """How many are mapped."""
+    return sum("nixl_tiers_index" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

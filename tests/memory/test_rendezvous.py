@@ -1,0 +1,423 @@
+"""How processes come to share a region: any order, any death, nothing left behind, and nobody else let in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import nixl_tiers
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory import region as region_module
+from nixl_tiers.memory import rendezvous as join_module
+from nixl_tiers.memory.cgroup import Room
+from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.memory.rendezvous import address_of, rendezvous
+
+GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=4)
+ROWS = 6
+NOBODY = 65534
+TIMEOUT_S = 120.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_bound(name: str) -> bool:
+    return f"@{address_of(name)}" in Path("/proc/net/unix").read_text()
+
+
+def descriptors_of(pid: int) -> str:
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(str(link.readlink()))
+    return "\n".join(links)
+
+
+class Party:
+    """A process that joins when told to."""
+
+    def __init__(self, name: str, parties: int, geometry: Geometry, rows: int, home: Path) -> None:
+        numbers = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, parties, TIMEOUT_S)
+        root = Path(nixl_tiers.__path__[0]).parent
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("party.py"), name, *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,  # not pytest's, which is a file
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(home), "HOME": str(home)},
+        )
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin
+        print(line, file=self.process.stdin, flush=True)
+
+    def hear(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        self.send(line)
+        return self.hear()
+
+    def start(self) -> None:
+        assert self.hear() == "ready"
+        self.send("join")
+
+    def joined(self) -> str:
+        verb, _, identity = self.hear().partition(" ")
+        assert verb == "joined", identity
+        return identity
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Stop every thread of it, surely."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        wait_until(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()))
+
+    def places(self) -> str:
+        """Every file that the process has open or mapped, but for the program itself, wherever that is installed."""
+        places = descriptors_of(self.process.pid) + Path(f"/proc/{self.process.pid}/maps").read_text()
+        homes = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))
+        return "\n".join(line for line in places.splitlines() if not any(home in line for home in homes))
+
+
+@pytest.fixture
+def party(tmp_path: Path) -> Iterator[Callable[..., Party]]:
+    started: list[Party] = []
+
+    def start(name: str, parties: int, rows: int = ROWS) -> Party:
+        started.append(Party(name, parties, GEOMETRY, rows, tmp_path))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.process.communicate()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    unique = f"{request.node.name} {os.getpid()} {time.monotonic_ns()}"
+    yield unique
+    assert not is_bound(unique)
+
+
+def close(*regions: HostRegion) -> None:
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_processes_meet_in_any_order(one_by_one: bool, seed: int, name: str, party: Callable[..., Party]) -> None:
+    parties = [party(name, 4) for _ in range(3)]
+    turns: list[Party | None] = [*parties, None]  # None: this process
+    random.Random(seed).shuffle(turns)
+    identities: list[str] = []
+    for turn in turns:
+        if turn is None:
+            mine = rendezvous(name, GEOMETRY, ROWS, 4, TIMEOUT_S)
+            identities.append(mine.identity.hex())
+        else:
+            turn.start()
+            if one_by_one:
+                identities.append(turn.joined())
+    if not one_by_one:
+        identities += [each.joined() for each in parties]
+    assert identities == [mine.identity.hex()] * 4
+    for n, writer in enumerate(parties):
+        assert writer.ask(f"write {n} {n + 1}") == "done"
+        assert (mine.rows_view[n] == n + 1).all()
+        assert {reader.ask(f"read {n}") for reader in parties} == {str(n + 1)}
+    wait_until(lambda: not is_bound(name))
+    mine.close()
+
+
+def test_one_process_may_join_more_than_once_and_from_many_threads(name: str) -> None:
+    for parties in (1, 2, 8):
+        with ThreadPoolExecutor(parties) as pool:
+            regions = list(
+                pool.map(lambda _, n=parties: rendezvous(name, GEOMETRY, ROWS, n, TIMEOUT_S), range(parties))
+            )
+        assert len({region.identity for region in regions}) == 1
+        assert len({region.address for region in regions}) == parties
+        regions[0].rows_view[2] = 77
+        assert all((region.rows_view[2] == 77).all() for region in regions)
+        wait_until(lambda: not is_bound(name))
+        close(*regions)
+
+
+def test_a_maker_killed_before_the_others_came_is_replaced(name: str, party: Callable[..., Party]) -> None:
+    maker, second, third = (party(name, 2) for _ in range(3))
+    maker.start()
+    first = maker.joined()
+    assert is_bound(name)
+    maker.kill()
+    assert not is_bound(name)
+    second.start()
+    again = second.joined()
+    third.start()
+    assert third.joined() == again != first
+
+
+def test_whoever_waits_for_a_maker_that_dies_becomes_the_maker(name: str, party: Callable[..., Party]) -> None:
+    maker, *waiting = (party(name, 3) for _ in range(4))
+    maker.start()
+    first = maker.joined()
+    maker.stop()
+    for each in waiting:
+        each.start()
+    # Each waits for an answer now: its end of the connection is in the kernel's table beside the listener.
+    wait_until(lambda: Path("/proc/net/unix").read_text().count(f"@{address_of(name)}") >= 1 + len(waiting))
+    maker.kill()
+    identities = {each.joined() for each in waiting}
+    assert len(identities) == 1
+    assert first not in identities
+
+
+def test_a_maker_killed_after_all_joined_takes_nothing_with_it(name: str, party: Callable[..., Party]) -> None:
+    maker, *others = (party(name, 3) for _ in range(3))
+    for each in (maker, *others):
+        each.start()
+    assert len({each.joined() for each in (maker, *others)}) == 1
+    assert maker.ask("write 3 200") == "done"
+    wait_until(lambda: not is_bound(name))
+    maker.kill()
+    assert others[0].ask("read 3") == "200"
+    assert others[0].ask("write 4 9") == "done"
+    assert others[1].ask("read 4") == "9"
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_killed_parties_leave_nothing_behind(complete: bool, name: str, party: Callable[..., Party]) -> None:
+    parties = [party(name, 3) for _ in range(3 if complete else 2)]
+    for each in parties:
+        each.start()
+    assert len({each.joined() for each in parties}) == 1
+    for each in parties:
+        places = each.places()
+        assert "/memfd:nixl_tiers" in places
+        assert "/dev/shm" not in places
+        assert "/tmp" not in places
+    for each in parties:
+        each.kill()
+    assert not is_bound(name)  # and the fixture finds no file in the parties' HOME and TMPDIR
+
+
+def test_a_forked_child_of_the_maker_does_not_keep_its_name(name: str, party: Callable[..., Party]) -> None:
+    maker, other, third = (party(name, 2) for _ in range(3))
+    maker.start()
+    first = maker.joined()
+    child = int(maker.ask("fork"))
+    try:
+        wait_until(lambda: "socket:" not in descriptors_of(child))
+        maker.kill()
+        wait_until(lambda: not is_bound(name))
+        other.start()
+        again = other.joined()
+        third.start()
+        assert third.joined() == again != first
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_closing_the_makers_region_frees_the_name(name: str) -> None:
+    before = {entry.name for entry in Path("/proc/self/fd").iterdir()}
+    made = rendezvous(name, GEOMETRY, ROWS, 2)
+    assert is_bound(name)
+    made.close()
+    assert not is_bound(name)
+    assert {entry.name for entry in Path("/proc/self/fd").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "differences"),
+    [
+        ((Geometry(3, 8192, 4), ROWS, 3), "cells is 3 here and 2 there"),
+        ((Geometry(2, 4096, 4), ROWS, 3), "cell_payload is 4096 here and 8192 there"),
+        ((Geometry(2, 8192, 8), ROWS, 3), "sub_blocks is 8 here and 4 there"),
+        ((GEOMETRY, 7, 3), "rows is 7 here and 6 there"),
+        ((GEOMETRY, ROWS, 2), "parties is 2 here and 3 there"),
+        ((Geometry(2, 8192, 8), 7, 3), "sub_blocks is 8 here and 4 there, rows is 7 here and 6 there"),
+    ],
+)  # fmt: skip
+def test_another_geometry_is_refused_and_named(
+    asked: tuple[Geometry, int, int], differences: str, name: str, party: Callable[..., Party]
+) -> None:
+    made = rendezvous(name, GEOMETRY, ROWS, 3)
+    geometry, rows, parties = asked
+    with pytest.raises(RegionError) as refusal:
+        rendezvous(name, geometry, rows, parties, TIMEOUT_S)
+    assert str(refusal.value) == f"region {name!r} was made by process {os.getpid()} with other sizes: {differences}"
+    # The one that was refused does not count: two more may come, and a third then makes its own.
+    others = [rendezvous(name, GEOMETRY, ROWS, 3, TIMEOUT_S) for _ in range(2)]
+    assert {other.identity for other in others} == {made.identity}
+    wait_until(lambda: not is_bound(name))
+    close(made, *others)
+
+
+def test_a_refused_process_says_why(name: str, party: Callable[..., Party]) -> None:
+    made = rendezvous(name, GEOMETRY, ROWS, 2)
+    other = party(name, 2, rows=ROWS + 1)
+    other.start()
+    assert other.hear().startswith("refused region ")
+    made.close()
+
+
+def test_a_maker_that_does_not_answer_is_given_up_in_time(name: str, party: Callable[..., Party]) -> None:
+    maker = party(name, 2)
+    maker.start()
+    maker.joined()
+    maker.stop()
+    with pytest.raises(RegionError, match=f"process {maker.process.pid} made it and does not hand it over"):
+        rendezvous(name, GEOMETRY, ROWS, 2, timeout_s=0.3)
+
+
+def test_a_name_that_is_bound_and_never_served_is_given_up_in_time(name: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind("\0" + address_of(name))
+        with pytest.raises(RegionError, match=r"could not be joined within 0\.2 s"):
+            rendezvous(name, GEOMETRY, ROWS, 2, timeout_s=0.2)
+
+
+def test_who_hangs_up_or_talks_nonsense_does_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_module, "_ANSWER_S", 0.05)
+    made = rendezvous(name, GEOMETRY, ROWS, 2)
+    card = join_module._CARD.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    silent.connect("\0" + address_of(name))
+    for says in (b"", b"nonsense", card[:-1], card):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as odd:
+            odd.connect("\0" + address_of(name))
+            odd.send(says)
+            if says == card:  # takes the region, and dies before it says so
+                _, fds, _, _ = socket.recv_fds(odd, 100, 1)
+                os.close(fds[0])
+    other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+    assert other.identity == made.identity
+    silent.close()
+    wait_until(lambda: not is_bound(name))
+    close(made, other)
+
+
+def test_a_maker_that_dies_right_after_handing_over_has_handed_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = HostRegion.create(GEOMETRY, ROWS)
+    gone = threading.Event()
+    attach = join_module._attach
+
+    def attach_late(*arguments: object) -> HostRegion:
+        assert gone.wait(TIMEOUT_S)
+        return attach(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(join_module, "_attach", attach_late)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as maker:
+        maker.bind("\0" + address_of(name))
+        maker.listen()
+
+        def hand_over_and_die() -> None:
+            with maker.accept()[0] as peer:
+                socket.send_fds(peer, [peer.recv(100)], [made.fd])
+            gone.set()
+
+        thread = threading.Thread(target=hand_over_and_die)
+        thread.start()
+        other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+        thread.join()
+    assert other.identity == made.identity
+    close(made, other)
+
+
+def test_a_maker_that_lies_about_its_region_is_not_believed(name: str) -> None:
+    made = HostRegion.create(GEOMETRY, ROWS + 1)
+    before = descriptors_of(os.getpid()).count("memfd:nixl_tiers")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as maker:
+        maker.bind("\0" + address_of(name))
+        maker.listen()
+
+        def lie() -> None:
+            with maker.accept()[0] as peer:
+                socket.send_fds(peer, [peer.recv(100)], [made.fd])
+
+        thread = threading.Thread(target=lie)
+        thread.start()
+        with pytest.raises(RegionError, match="is not what its maker said"):
+            rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+        thread.join()
+    assert descriptors_of(os.getpid()).count("memfd:nixl_tiers") == before
+    made.close()
+
+
+def test_a_maker_without_memory_frees_the_name_for_the_next(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_module, "rooms_of_this_process", lambda: [Room("the test", 1)])
+    with pytest.raises(RegionError, match="the test has") as refusal:
+        rendezvous(name, GEOMETRY, ROWS, 2)
+    assert not is_bound(name), refusal
+    monkeypatch.undo()
+    close(rendezvous(name, GEOMETRY, ROWS, 2))
+
+
+def test_no_party_is_no_region(name: str) -> None:
+    with pytest.raises(RegionError, match="at least one party"):
+        rendezvous(name, GEOMETRY, ROWS, 0)
+
+
+BE_NOBODY = f"import os, socket, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process of another user")
+
+
+@needs_root
+def test_another_user_is_not_given_the_region(name: str) -> None:
+    made = rendezvous(name, GEOMETRY, ROWS, 2)
+    program = BE_NOBODY + (
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect('\\0' + sys.argv[1])\n"
+        "try: s.send(bytes.fromhex(sys.argv[2])); print(socket.recv_fds(s, 100, 1)[:2])\n"
+        "except OSError as error: print('hung up')"
+    )
+    card = join_module._CARD.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
+    command = [sys.executable, "-c", program, address_of(name), card.hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert done.stdout.strip() in {"(b'', [])", "hung up"}
+    other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+    assert other.identity == made.identity
+    close(made, other)
+    wait_until(lambda: not is_bound(name))
+
+
+@needs_root
+def test_another_users_region_is_not_taken(name: str) -> None:
+    program = BE_NOBODY + (
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('\\0' + sys.argv[1]); s.listen()\n"
+        "print('bound', flush=True); sys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, address_of(name)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as squatter:
+        assert squatter.stdout
+        assert squatter.stdout.readline() == "bound\n"
+        with pytest.raises(RegionError, match=rf"process {squatter.pid} of another user \(uid {NOBODY}\)"):
+            rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+        squatter.kill()

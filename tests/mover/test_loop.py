@@ -1,0 +1,296 @@
+"""The mover process itself: what it says, when it says it, and that it always leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Down, Finished, Heartbeat, Listed, Load, Open, Opened, Refused, Stop, Store
+from nixl_tiers.tiers.base import Entry, Move
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, wait_until
+
+GEOMETRY = Geometry(1, 60_000)
+
+
+def toy(name: str, tmp_path: Path) -> MoverProcess:
+    tier: dict[str, object] = {
+        "type": f"tests.mover.toys:{name}",
+        "closed": str(tmp_path / "closed"),
+        "wake": str(tmp_path / "wake"),
+    }
+    return MoverProcess(tier, GEOMETRY, 8)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_custom_tier_is_loaded_by_name_and_closed_at_stop(tmp_path: Path) -> None:
+    with toy("Quick", tmp_path) as mover:
+        assert mover.open() == 100
+        assert mover.adopted() == [Entry(1, b"one", 1)]
+        assert mover.store(range(3)) == [Outcome.OK] * 3
+        beat = mover.expect(lambda m: isinstance(m, Heartbeat))
+        assert isinstance(beat, Heartbeat)
+        assert beat.used_bytes == 42
+        mover.stop()
+    assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.parametrize("kind", ["nowhere.to.be:Found", "tests.mover.toys:Missing", "fiel"])
+def test_a_tier_that_is_not_there_is_refused(tmp_path: Path, kind: str) -> None:
+    with MoverProcess({"type": kind}, GEOMETRY, 8) as mover:
+        refused = mover.expect(lambda m: isinstance(m, Refused))
+        assert isinstance(refused, Refused)
+        assert kind in refused.reason
+        assert mover.process.wait(120) == 0
+
+
+def test_a_refusal_is_said_and_then_it_leaves(tmp_path: Path) -> None:
+    with toy("Refusing", tmp_path) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        assert mover.expect(lambda m: isinstance(m, Refused)) == Refused("bucket: there is no such thing")
+        assert mover.process.wait(120) == 0
+
+
+def test_a_tier_that_is_down_comes_up_by_itself_and_the_loop_never_waits_for_it(tmp_path: Path) -> None:
+    with toy("LateOpening", tmp_path) as mover:
+        mover.send(Open(NAMESPACE, 3))
+        assert mover.expect(lambda m: isinstance(m, Down)) == Down("the medium sleeps")
+        assert mover.store(range(2)) == [Outcome.FAILED] * 2
+        for _ in range(4):  # the second attempt hangs meanwhile
+            mover.expect(lambda m: isinstance(m, Heartbeat))
+        assert mover.store(range(2)) == [Outcome.FAILED] * 2
+        (tmp_path / "wake").touch()
+        assert mover.expect(lambda m: isinstance(m, Opened)) == Opened(3, 7)
+        assert mover.store(range(2)) == [Outcome.OK] * 2
+
+
+def test_open_waits_for_the_jobs_before_it(tmp_path: Path) -> None:
+    """After a reset: the old epoch's jobs end, and only then is the new one served."""
+    with MoverProcess(file_tier(tmp_path, 64 << 20), Geometry(1, 2 << 20), 8) as mover:
+        mover.open()
+        mover.adopted()
+        job = mover.begin(Store, [Move(n, n, key_of(n), seal=True) for n in range(8)])
+        mover.send(Open(bytes(16), 1))
+        first = mover.expect(lambda m: isinstance(m, (Finished, Opened)))
+        assert isinstance(first, Finished)
+        assert (first.job, set(first.outcomes)) == (job, {Outcome.OK})
+        assert isinstance(mover.expect(lambda m: isinstance(m, (Finished, Opened))), Opened)
+        assert set(mover.load(range(8))) == {Outcome.MISSING}
+
+
+def test_a_tier_with_a_bug_ends_the_process_and_not_quietly(tmp_path: Path) -> None:
+    with toy("Crashing", tmp_path) as mover:
+        mover.open()
+        mover.begin(Store, [Move(0, 0, key_of(0))])
+        assert mover.process.wait(120) == 1
+        log = mover.log()
+        assert "ZeroDivisionError" in log
+        assert all(line.startswith("nixl_tiers mover[") for line in log.splitlines())
+
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_does_not_read_loses_nothing(tmp_path: Path) -> None:
+    enough = 200_000  # no kernel's socket buffers hold the answers to so many
+    told = threading.Event()
+    with toy("Quick", tmp_path) as mover:
+        mover.open()
+        mover.adopted()
+        moves = [Move(0, slot, key_of(slot)) for slot in range(200)]
+
+        def send() -> None:
+            while not told.is_set() and mover._jobs < enough:
+                mover.begin(Load, moves)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        # It takes in no more than it can answer: with nobody reading, the sender comes to a halt.
+        assert wait_until(lambda: mover._jobs > 0 and _unmoved(mover))
+        jobs = mover._jobs
+        assert jobs < enough
+        told.set()
+        seen = [mover.expect(lambda m: isinstance(m, Finished)) for _ in range(jobs)]
+        sender.join()
+        seen += [mover.expect(lambda m: isinstance(m, Finished)) for _ in range(mover._jobs - jobs)]
+        assert [message.job for message in seen if isinstance(message, Finished)] == list(range(1, mover._jobs + 1))
+        assert all(isinstance(message, Finished) and len(message.outcomes) == 200 for message in seen)
+
+
+def _unmoved(mover: MoverProcess) -> bool:
+    before = mover._jobs
+    time.sleep(0.3)
+    return mover._jobs == before
+
+
+def test_a_stopped_mover_goes_on_where_it_was(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
+        mover.open()
+        mover.process.send_signal(signal.SIGSTOP)
+        jobs = [mover.begin(Store, [Move(0, slot, key_of(slot), seal=True)]) for slot in range(60)]
+        mover.process.send_signal(signal.SIGCONT)
+        for job in jobs:
+            assert mover.finished(job) == [Outcome.OK]
+
+
+def test_listings_do_not_hold_up_jobs(tmp_path: Path) -> None:
+    rows = 1500
+    small = Geometry(1, 2000)
+    with MoverProcess(file_tier(tmp_path, 32 << 20), small, 250) as mover:
+        mover.open()
+        for start in range(0, rows, 250):
+            mover.store(range(start, start + 250))
+        mover.stop()
+    with MoverProcess(file_tier(tmp_path, 32 << 20), small, 250) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        assert set(mover.load(range(8))) <= {Outcome.OK, Outcome.FAILED}  # FAILED: it came before the tier was open
+        entries = mover.adopted()
+        assert [entry.slot for entry in entries] == list(range(rows))
+        assert set(mover.load(range(1250, 1500))) == {Outcome.OK}
+
+
+def test_heartbeats_come_while_it_works_and_while_it_idles(tmp_path: Path) -> None:
+    with toy("Endless", tmp_path) as mover:
+        mover.open()
+        for _ in range(2):
+            assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat)), Heartbeat)
+        mover.begin(Store, [Move(0, 0, key_of(0))])
+        for _ in range(2):
+            assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat)), Heartbeat)
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_is_for_the_engine(tmp_path: Path) -> None:
+    with toy("Quick", tmp_path) as mover:
+        mover.open()
+        mover.process.send_signal(signal.SIGINT)
+        assert mover.store(range(2)) == [Outcome.OK] * 2
+
+
+@pytest.mark.parametrize("end", ["sigterm", "hang up", "stop"])
+def test_it_leaves_when_told_and_keeps_what_it_wrote(tmp_path: Path, end: str) -> None:
+    with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
+        mover.open()
+        assert set(mover.store(range(8))) == {Outcome.OK}
+        if end == "sigterm":
+            mover.process.send_signal(signal.SIGTERM)
+        elif end == "hang up":
+            mover.socket.close()
+        else:
+            mover.send(Stop())
+        assert mover.process.wait(120) == 0
+    with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
+        mover.open()
+        assert len(mover.adopted()) == 8
+
+
+def test_it_leaves_even_if_what_runs_never_ends(tmp_path: Path) -> None:
+    with toy("Endless", tmp_path) as mover:
+        mover.open()
+        mover.begin(Store, [Move(0, 0, key_of(0))])
+        mover.socket.close()
+        assert mover.process.wait(120) == 0
+
+
+@pytest.mark.parametrize("moment", ["while it works", "while it leaves"])
+def test_it_ends_without_an_engine_though_a_call_holds_the_interpreter_for_ever(tmp_path: Path, moment: str) -> None:
+    with toy("Holding", tmp_path) as mover:
+        mover.open()
+        if moment == "while it works":
+            mover.begin(Store, [Move(0, 0, key_of(0))])
+            assert wait_until((tmp_path / "wake").exists)
+        mover.socket.close()
+        assert mover.process.wait(120) == -signal.SIGALRM
+
+
+def test_it_survives_being_stopped_for_longer_than_it_may_be_stuck(tmp_path: Path) -> None:
+    with toy("Impatient", tmp_path) as mover:
+        mover.open()
+        for _ in range(2):  # so that the deadline is the short one; and it survives every time
+            beats = mover.heartbeats
+            while mover.heartbeats < beats + 3:
+                mover.expect(lambda m: isinstance(m, Heartbeat))
+            os.kill(mover.process.pid, signal.SIGSTOP)
+            time.sleep(5.0)  # nothing tells when the timer has expired
+            os.kill(mover.process.pid, signal.SIGCONT)
+        assert mover.store(range(2)) == [Outcome.OK] * 2
+
+
+PARENT = """
+    import os, sys, time
+    from pathlib import Path
+    from tests.mover.harness import MoverProcess, file_tier
+    from nixl_tiers.chunk import Geometry
+
+    mover = MoverProcess(file_tier(Path(sys.argv[1]), 16 << 20), Geometry(1, 60_000), 8)
+    mover.open()
+    mover.store(range(8))
+    child = os.fork()
+    if child:
+        print(mover.process.pid, child, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_it_leaves_when_the_engine_is_killed_though_a_child_still_holds_the_socket(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert parent.stdout is not None
+    pid, child = map(int, parent.stdout.readline().split())
+    try:
+        parent.kill()
+        parent.wait()
+        assert wait_until(lambda: gone(pid))
+        assert not gone(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+    with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
+        mover.open()
+        assert len(mover.adopted()) == 8
+
+
+def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", ""])
+    parent.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, HostRegion.create(GEOMETRY, 2) as region:
+        command = [sys.executable, "-m", "nixl_tiers.mover", "--parent", str(parent.pid)]
+        command += ["--socket", str(theirs.fileno()), "--region", str(region.fd)]
+        root = Path(__file__).parents[2]
+        subprocess.run(command, pass_fds=(theirs.fileno(), region.fd), cwd=root, timeout=120, check=True)
+
+
+def test_adopt_of_a_batch_is_never_larger_than_a_packet() -> None:
+    from nixl_tiers.chunk import MAX_KEY_BYTES
+    from nixl_tiers.mover.protocol import MAX_PACKET, encode
+    from nixl_tiers.tiers.base import MAX_ENTRIES
+
+    entries = [Entry(2**40, bytes(MAX_KEY_BYTES), 2**60)] * MAX_ENTRIES
+    assert len(encode(Listed(2**60, entries, last=False))) <= MAX_PACKET

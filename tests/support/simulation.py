@@ -1,0 +1,775 @@
+"""A world around one TierManager: workers, movers, media, a region and a clock that only moves when told to.
+
+Bytes are stood in for by `Content`: which key's chunk, of which weights. Workers and movers are as nasty as real ones:
+they write garbage before they write the truth, go on writing after a reset, die half-way through a job, and their
+media tear, lose and flip what they hold. The world checks the core's promises itself, at the moment they matter:
+whoever is given a row or a slot must be the only one with hands on it, and whatever is read must be what was stored.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
+from nixl_tiers.cascade.cold_index import ColdIndex
+from nixl_tiers.cascade.existence import ExistenceCheck
+from nixl_tiers.cascade.host import RowState
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.tier_index import ENDLESS
+from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState, Write
+from nixl_tiers.chunk import Key, Outcome
+from tests.support.cold_index import PlainColdIndex, key_of
+
+ROW_BYTES = 4096
+SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
+
+
+class Content(NamedTuple):
+    """What a row holds: `key`'s chunk, computed with the weights of `epoch`."""
+
+    key: Key
+    epoch: int
+
+
+GARBAGE = Content(b"garbage", -1)
+
+
+class BrokenPromise(AssertionError):
+    """The core did what it must never do."""
+
+
+def promise(kept: bool, what: str) -> None:
+    if not kept:
+        raise BrokenPromise(what)
+
+
+def _slots_of(rows: ColdIndex) -> list[int]:
+    assert isinstance(rows, PlainColdIndex)
+    return rows.slots
+
+
+class Scan(Enum):
+    """In which order a request is looked up, and where that stops."""
+
+    PREFIX = "prefix"  # a full-attention group: up to the first miss
+    WINDOW = "window"  # a windowed group: from its end
+    EACH = "each"  # a store's get: all keys, none of which stands anywhere
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's chunks. One that `stays` is not over when it has stored what it could: it may be preempted."""
+
+    chain: list[Key]
+    scan: Scan
+    stays: bool
+
+
+@dataclass
+class WorkerJob:
+    """A store (GPU -> rows) or a load (rows -> GPU) that workers have been given."""
+
+    store: bool
+    keys: list[Key]
+    rows: list[int]
+    epoch: int
+    request: str
+    stale: bool = False  # prepared before the last reset: nobody will complete it
+
+
+@dataclass
+class Call:
+    """A put or get of a thread that uses the store without an engine. Whatever is reset meanwhile, it goes on with the
+    rows that it was given, and ends them itself."""
+
+    name: str
+    store: bool
+    keys: list[Key]
+    rows: list[int]
+    epoch: int
+
+
+@dataclass
+class MoverJob:
+    """A job as it was sent: the mover knows numbers, whatever becomes of the core's objects meanwhile."""
+
+    job: Job
+    epoch: int
+    done: list[Outcome] = field(default_factory=list)
+    rows: list[int] = field(init=False)
+    slots: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = [move.row.index for move in self.job.moves]
+        self.slots = [move.entry.slot for move in self.job.moves]
+
+
+@dataclass
+class Answer:
+    """A mover's answer to a probe: what it found, by key, and what it takes for absent."""
+
+    probe: int
+    epoch: int
+    found: list[Key]
+    absent: list[Key]
+
+
+@dataclass
+class Mover:
+    """One mover process and the medium that survives it: by epoch, by place, the key that the journal (or the
+    object's name) tells and the content that stands there. `inbox` holds what it was sent and has not done yet."""
+
+    physical: bool
+    slots: int
+    medium: dict[int, dict[object, tuple[Key, Content]]] = field(default_factory=dict)
+    alive: bool = True
+    epoch: int = 0
+    stuck: bool = False  # alive, and does nothing
+    doomed: bool = False  # killed, and not dead yet: what it has in hand may still be written
+    inbox: deque[MoverJob | list[tuple[int, Key]] | int | ExistenceCheck] = field(default_factory=deque)
+    finished: deque[MoverJob | Answer] = field(default_factory=deque)
+    told_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
+    listing: deque[list[tuple[int, Key, int]] | PlainColdIndex] = field(default_factory=deque)  # to be told yet
+    ghosts: deque[MoverJob] = field(default_factory=deque)  # what a dead one had finished, and never said
+
+    def place(self, slot: int, key: Key) -> object:
+        return slot if self.physical else key
+
+    @property
+    def here(self) -> dict[object, tuple[Key, Content]]:
+        return self.medium.setdefault(self.epoch, {})
+
+
+class Simulation:
+    """Drives one TierManager. Every method is one event; any order of events must keep every promise."""
+
+    def __init__(
+        self,
+        rows: int = 6,
+        slots: Sequence[int] = (6, 12),
+        limits: Limits | None = None,
+        core: Callable[..., TierManager] = TierManager,
+        writes: Sequence[Write] = (Write.THROUGH, Write.THROUGH),
+        *,
+        told: int | None = None,
+    ) -> None:
+        """`told`: of the rows that a tier held before, so many are told one by one; then, when `deliver` comes to it,
+        the others without number, a few at a time. None: all at once."""
+        self.room = ENDLESS  # messages that a mover takes a turn
+        self.limits = limits or Limits(
+            wait_s=5.0,
+            hold_s=10.0,
+            late_least_s=2.0,
+            overdue_least_s=10.0,
+            overdue_most_s=20.0,
+            retry_s=3.0,
+            moves_per_job=3,
+            drops_per_batch=3,
+            probe_s=0.5,
+            probes=2,
+            probe_keys=4,
+            absent_s=8.0,
+            reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
+            breaker=BreakerLimits(most_s=20.0),
+        )
+        self.rows = rows
+        self.now = 0.0
+        self.epoch = 0
+        self.told = told
+        self._make = core
+        self._epochs = 0
+        # Slots of the odd tiers are no places: other engines store there too.
+        self.specs = [
+            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, shared=i % 2 == 1) for i, write in enumerate(writes)
+        ]
+        self.movers = [Mover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)]
+        self.region = [GARBAGE] * rows
+        self.workers: list[WorkerJob] = []
+        self.waiting: dict[str, Prompt] = {}
+        self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
+        self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
+        self.calls: list[Call] = []
+        self.getting: dict[str, Prompt] = {}  # calls that wait
+        self._requests = 0
+        self._barred: set[str] = set()  # requests a load of which has failed: everything is a miss to them
+        self.core = self._start()
+
+    # --- the engine --------------------------------------------------------------------------------------------
+
+    def request(self, chain: Sequence[Key], scan: Scan = Scan.PREFIX, *, stays: bool = False) -> str:
+        """A new request whose prompt is `chain`; returns its name. It runs at once unless it must wait, and to its end
+        unless it `stays`."""
+        self._requests += 1
+        name = f"request-{self._requests}"
+        self._run(name, Prompt(list(chain), scan, stays))
+        return name
+
+    def again(self, name: str) -> None:
+        """The scheduler comes back to a waiting request."""
+        self._run(name, self.waiting.pop(name))
+
+    def preempt(self, name: str) -> None:
+        """A running request loses its KV and is looked up anew, unless workers still have hands on its rows."""
+        if all(job.request != name for job in self.workers):
+            self._run(name, self.running.pop(name))
+
+    def abort(self, name: str) -> None:
+        (self.waiting if name in self.waiting else self.running).pop(name)
+        self._finish(name)
+
+    def end_step(self) -> None:
+        self.core.end_step()
+        self.tick()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.tick()
+
+    def tick(self) -> None:
+        """What the supervisor does: expire, plan, send; kill what is overdue."""
+        self.core.expire(self.now)
+        for tier in self.core.overdue(self.now):
+            self.doom(tier)
+        for storage in self.core.storage:
+            storage.room = self.room
+        jobs = sorted(self.core.plan(self.now), key=lambda job: job.direction is Direction.STORE)
+        loads = sum(job.direction is Direction.LOAD for job in jobs)
+        self._send_jobs(jobs[:loads])
+        for tier, storage in enumerate(self.core.storage):
+            for batch in storage.drops(self.limits.drops_per_batch):
+                self._send(tier, batch)
+            for nameless in storage.adopted_drops(self.limits.drops_per_batch):
+                self._send(tier, [(slot, key_of(digest)) for slot, digest in nameless])
+            for rows in storage.take_closing():
+                rows.close()
+            promise(storage.room >= 0, "more is sent than there is room for")
+            stores = any(job.tier == tier for job in jobs[loads:])
+            promise(
+                not (stores and (storage.to_drop or storage.to_drop_adopted)), "a store overtakes what goes before it"
+            )
+        self._send_jobs(jobs[loads:])
+        for probe in self.core.plan_probes(self.now):
+            self._check_probe(probe)
+            self._send(probe.tier, probe)
+        self.check()
+
+    def _send_jobs(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            for move in job.moves:
+                reads = job.direction is Direction.STORE
+                self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
+            self._check_slots(job)
+            self._send(job.tier, MoverJob(job, self.movers[job.tier].epoch))
+
+    def reset(self) -> None:
+        """Other weights from now on. What runs goes on running, as strangers; who waits comes back, and has waited."""
+        self._epochs += 1
+        self.epoch = self._epochs
+        for job in self.workers:
+            job.stale = True
+        for mover in self.movers:
+            mover.told_absent.clear()
+        self.core.reset(keep_storage=False)
+        for tier in range(len(self.movers)):
+            self._send(tier, self.epoch)
+        self.check()
+
+    def crash(self) -> None:
+        """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
+        for mover in self.movers:
+            for queue in (mover.inbox, mover.finished, mover.ghosts, mover.listing):
+                queue.clear()
+            mover.told_absent.clear()
+            mover.alive = True
+            mover.stuck = mover.doomed = False
+            mover.epoch = 0
+        self.epoch = 0
+        self.region = [GARBAGE] * self.rows
+        self.workers.clear()
+        self.waiting.clear()
+        self.running.clear()
+        self._since.clear()
+        self.calls.clear()
+        self.getting.clear()
+        self.core = self._start()
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    def worker_finishes(self, number: int, good: bool = True) -> None:
+        job = self.workers[number]
+        if not job.stale:
+            # The engine flushes what was open at a reset ahead of what came after it.
+            for old in [other for other in self.workers if other.stale]:
+                self._work(old, good=True)
+        self._work(job, good)
+
+    def _work(self, job: WorkerJob, good: bool) -> None:
+        self.workers.remove(job)
+        for key, row in zip(job.keys, job.rows, strict=True):
+            if job.store:
+                self.region[row] = Content(key, job.epoch) if good else GARBAGE
+            else:
+                promise(self.region[row] == Content(key, job.epoch), f"a worker loads {self.region[row]} as {key!r}")
+        if job.stale:
+            return
+        if job.store:
+            rows = self.core.filling(set(job.keys))
+            self.core.complete_store(rows, set() if good else {row.key for row in rows})
+        elif good:
+            self.core.complete_load(set(job.keys))
+        else:
+            self._barred.add(job.request)
+            self.core.fail_load(set(job.keys), job.request)
+        self.tick()
+
+    # --- threads without an engine -----------------------------------------------------------------------------
+
+    def put(self, chain: Sequence[Key]) -> None:
+        """A thread begins to put `chain`; `call_ends` ends it."""
+        name = self._call()
+        plan = self.core.prepare_store(chain, name, call=True)
+        self._call_begins(Call(name, True, plan.keys, plan.rows, self.epoch))
+
+    def get(self, chain: Sequence[Key]) -> None:
+        """A thread begins to get `chain`; it waits (`get_again`), or reads what it has found until `call_ends`."""
+        self._get(self._call(), Prompt(list(chain), Scan.EACH, stays=False))
+
+    def get_again(self, name: str) -> None:
+        self._get(name, self.getting.pop(name))
+
+    def call_ends(self, number: int, good: bool = True) -> None:
+        """Or, where not `good`, is interrupted: of a put's rows only the first ones were filled."""
+        call = self.calls.pop(number)
+        filled = len(call.rows) if good else len(call.rows) // 2
+        for place, (key, row) in enumerate(zip(call.keys, call.rows, strict=True)):
+            if not call.store:
+                promise(self.region[row] == Content(key, call.epoch), f"a call reads {self.region[row]} as {key!r}")
+            elif place < filled:
+                self.region[row] = Content(key, call.epoch)
+        self.core.end_call(call.name, set() if good else set(call.keys))
+        self.tick()
+
+    def _call(self) -> str:
+        self._requests += 1
+        return f"call-{self._requests}"
+
+    def _get(self, name: str, prompt: Prompt) -> None:
+        found = self._look_up(name, prompt)
+        if found is None:
+            self.getting[name] = prompt
+            self.core.end_step()
+            self.tick()
+            return
+        self._since.pop(name, None)
+        rows = self.core.prepare_load(found, name, call=True)
+        self.core.end_step()
+        self._call_begins(Call(name, False, found, rows, self.epoch))
+
+    def _call_begins(self, call: Call) -> None:
+        for row in call.rows:
+            self._check_row(row, writing=call.store)
+            if call.store:
+                self.region[row] = GARBAGE
+        self.calls.append(call)
+        self.tick()
+
+    # --- movers ------------------------------------------------------------------------------------------------
+
+    def other_stores(self, chain: Sequence[Key], epoch: int = 0) -> None:
+        """Another engine, with the weights of `epoch`, writes these chunks to the media that are shared."""
+        for spec, mover in zip(self.specs, self.movers, strict=True):
+            if spec.shared:
+                mover.medium.setdefault(epoch, {}).update({key: (key, Content(key, epoch)) for key in chain})
+
+    def mover_works(self, tier: int, outcome: Outcome = Outcome.OK) -> None:
+        """The tier's mover does its next bit: one move of a job, a batch of drops, a probe, a change of namespace.
+
+        A probe whose outcome is not OK gets a wrong answer (FAILED: the contrary of the truth), or none (NO_SPACE).
+        """
+        mover = self.movers[tier]
+        if not mover.alive or mover.stuck or not mover.inbox:
+            return
+        head = mover.inbox[0]
+        if isinstance(head, int):
+            mover.inbox.popleft()
+            mover.epoch = head
+            self._announce(tier)
+        elif isinstance(head, list):
+            mover.inbox.popleft()
+            for slot, key in head:
+                place = mover.place(slot, key)
+                if place in mover.here and mover.here[place][0] == key:
+                    del mover.here[place]
+        elif isinstance(head, ExistenceCheck):
+            mover.inbox.popleft()
+            if outcome is not Outcome.NO_SPACE:
+                mover.finished.append(self._answer(mover, head, outcome is Outcome.OK))
+        else:
+            self._move(mover, head, outcome)
+            if len(head.done) == len(head.job.moves):
+                (mover.ghosts if mover.doomed else mover.finished).append(head)
+                mover.inbox.popleft()
+
+    def deliver(self, tier: int) -> None:
+        """The engine hears of the mover's oldest finished job, or of more rows that it held before."""
+        mover = self.movers[tier]
+        if mover.doomed:
+            return
+        if mover.listing:
+            self._tell(tier)
+            self.tick()
+        elif mover.finished:
+            ended = mover.finished.popleft()
+            if isinstance(ended, Answer):
+                if ended.epoch == self.epoch:
+                    self.core.adopt(tier, [(0, key, 0) for key in ended.found], last=False)
+                if ended.probe in self.core.probes.tiers[tier].flights:  # who is given up on is not listened to
+                    mover.told_absent.update(dict.fromkeys(ended.absent, self.now))
+                self.core.probed(tier, ended.probe, ended.absent, self.now)
+            else:
+                if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
+                    bad = (Outcome.CORRUPT, Outcome.MISSING)
+                    keys = [m.key for m, done in zip(ended.job.moves, ended.done, strict=True) if done in bad]
+                    mover.told_absent.update(dict.fromkeys(keys, self.now))
+                self.core.finished(tier, ended.job.id, ended.done, self.now)
+            self.tick()
+
+    def kill(self, tier: int) -> None:
+        """The mover dies where it stands, is reaped, and another one opens the same medium."""
+        while self.movers[tier].finished and not self.movers[tier].doomed:
+            self.deliver(tier)
+        self._bury(tier)
+
+    def hang(self, tier: int) -> None:
+        """The mover does nothing any more, until the medium heals or it is killed."""
+        self.movers[tier].stuck = True
+
+    def doom(self, tier: int) -> None:
+        """The mover is killed; until it is reaped, what it has in hand may still be written, and it answers nobody."""
+        mover = self.movers[tier]
+        if not mover.doomed:
+            mover.doomed = True
+            mover.stuck = False
+            mover.ghosts.extend(job for job in mover.finished if isinstance(job, MoverJob))
+            mover.finished.clear()
+            mover.listing.clear()
+            self.core.killed(tier, self.now)
+
+    def reap(self, tier: int) -> None:
+        if self.movers[tier].doomed:
+            self._bury(tier)
+
+    def haunt(self, tier: int) -> None:
+        """A result of a dead mover turns up."""
+        mover = self.movers[tier]
+        if mover.ghosts and not mover.doomed:
+            late = mover.ghosts.popleft()
+            self.core.finished(tier, late.job.id, late.done, self.now)
+            self.tick()
+
+    def _bury(self, tier: int) -> None:
+        mover = self.movers[tier]
+        for head in list(mover.inbox)[:1]:
+            if isinstance(head, MoverJob) and len(head.done) < len(head.job.moves):
+                self._move(mover, head, Outcome.FAILED)  # half of a row
+        mover.inbox.clear()
+        mover.listing.clear()
+        mover.alive = True
+        mover.doomed = mover.stuck = False
+        self.core.lost(tier, self.now)
+        mover.epoch = self.epoch
+        self._announce(tier)
+
+    def fail(self, tier: int) -> None:
+        """The medium does not answer (the mover says Down)."""
+        self.core.down(tier, self.now)
+        self.movers[tier].alive = False
+        self.movers[tier].listing.clear()
+        self.check()
+
+    def heal(self, tier: int) -> None:
+        mover = self.movers[tier]
+        mover.alive = True
+        mover.stuck = False
+        if mover.doomed:
+            return
+        if self.core.storage[tier].state is TierState.DOWN and mover.epoch == self.epoch:
+            self._announce(tier)
+
+    def rot(self, tier: int, pick: int) -> None:
+        """A bit flips, a file is swapped, an object replaced."""
+        held = self.movers[tier].here
+        if held:
+            place = sorted(held, key=repr)[pick % len(held)]
+            held[place] = (held[place][0], GARBAGE)
+
+    def rot_all(self, tier: int) -> None:
+        """The whole medium goes bad."""
+        held = self.movers[tier].here
+        held.update({place: (key, GARBAGE) for place, (key, _) in held.items()})
+
+    # --- promises ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """What must hold after every event."""
+        core = self.core
+        promise(core.host.used <= self.rows, "more rows in use than there are")
+        indices = [row.index for row in core.host.index.values()]
+        promise(len(set(indices)) == len(indices), "two keys in one row")
+        ready = sum(row.state is RowState.READY for row in core.host.index.values())
+        promise(core.cpu_counters.rows == ready, f"the host holds {ready} rows, and {core.cpu_counters} say otherwise")
+        for storage, mover in zip(core.storage, self.movers, strict=True):
+            held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.adopted))
+            promise(storage.counters.rows == held, f"a tier holds {held} rows, and {storage.counters} say otherwise")
+            slots = [entry.slot for entry in storage.index.values()]
+            if mover.physical:
+                slots += [slot for rows in storage.adopted for slot in _slots_of(rows)]
+            promise(len(set(slots)) == len(slots), "two keys in one slot")
+            used = len(storage.index) + sum(map(len, storage.adopted))
+            promise(used == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
+            promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
+            promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
+            staged = [row for row in storage.staged.values() if not row.gone]
+            promise(len(staged) <= max(1, self.rows // 4), "demotion takes over the host")
+            promise(all(row.holds for row in staged), "a row under demotion may be evicted")
+            for job in storage.jobs.values():
+                patience_s = self.now - job.began_s
+                promise(mover.doomed or patience_s <= self.limits.overdue_most_s, "a job that never ends kills nobody")
+                waits = job.direction is Direction.LOAD and any(not move.row.gone for move in job.moves)
+                promise(not waits or patience_s <= self.limits.wait_s, "requests wait for a job that is late")
+                promise(not job.alone or len(job.moves) == 1, "a suspect has company")
+
+        for shared in core.probes.tiers.values():
+            promise(len(shared.flights) <= self.limits.probes, "too many probes at once")
+            promise(shared.known_absent <= self.limits.absent_keys, "too much is remembered as absent")
+
+    def quiesce(self) -> None:
+        """Let everything that can end, end; then nothing may be pinned, queued or pending."""
+        self.room = max(self.room, SOME_ROOM)
+        for tier in range(len(self.movers)):
+            self.heal(tier)
+            self.reap(tier)
+        self._run_out()
+        for name in list(self.running):
+            self.abort(name)
+        self.core.flushed()
+        self.advance(max(self.limits.wait_s + self.limits.hold_s, self.limits.overdue_least_s) + 1)
+        self._run_out()
+        rows = self.core.host.index.values()
+        promise(not any(row.busy or row.holds for row in rows), "a row stays pinned for ever")
+        promise(self.core.host.used == len(rows), "a row is lost")
+        promise(not self.core.probes.busy, "a probe never ends")
+        promise(not any(storage.staged for storage in self.core.storage), "a demotion never ends")
+        promise(
+            not any(s.to_drop or s.to_drop_adopted for s in self.core.storage), "a medium is never told what to forget"
+        )
+        promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
+        self._recover()
+
+    def _recover(self) -> None:
+        """All media are well: so must be all circuits, soon, if there is but something to try them with."""
+        for number in range(20):
+            if all(storage.circuit is BreakerState.CLOSED for storage in self.core.storage):
+                return
+            self.request([b"recover%d" % number])
+            for _ in range(4):
+                self._run_out()
+                self.advance(self.limits.breaker.most_s / 2)
+        promise(False, "a circuit never closes")
+
+    def _run_out(self) -> None:
+        for _ in range(300):
+            if self.workers:
+                self.worker_finishes(0)
+            if self.calls:
+                self.call_ends(0)
+            for name in list(self.waiting):
+                self.again(name)
+            for name in list(self.getting):
+                self.get_again(name)
+            self.end_step()
+            for tier in range(len(self.movers)):
+                self.mover_works(tier)
+                self.deliver(tier)
+            silent = not any(mover.inbox or mover.finished or mover.listing for mover in self.movers)
+            if silent and not (self.workers or self.waiting or self.calls or self.getting):
+                return
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> TierManager:
+        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits)
+        self.core = core
+        for tier in range(len(self.movers)):
+            self._announce(tier)
+        return core
+
+    def _announce(self, tier: int) -> None:
+        mover = self.movers[tier]
+        if mover.epoch != self.epoch:
+            return
+        self.core.opened(tier, mover.slots)
+        places = sorted(mover.here.items(), key=repr)
+        held = [
+            (place if isinstance(place, int) else number, key, 0) for number, (place, (key, _)) in enumerate(places)
+        ]
+        told = len(held) if self.told is None else self.told
+        below = self.specs[tier + 1 : tier + 2]
+        named = any(spec.write is Write.ON_EVICT for spec in below)
+        mover.listing = deque([held[:told]])
+        mover.listing += [PlainColdIndex(held[start : start + 3], named) for start in range(told, len(held), 3)]
+        mover.listing.append([])
+        while mover.listing and self.told is None:
+            self._tell(tier)
+        self.check()
+
+    def _tell(self, tier: int) -> None:
+        listing = self.movers[tier].listing
+        piece = listing.popleft()
+        if isinstance(piece, PlainColdIndex):
+            self.core.adopt_rows(tier, piece, newest=0)
+        else:
+            self.core.adopt(tier, piece, last=not listing)
+
+    def _look_up(self, name: str, prompt: Prompt) -> list[Key] | None:
+        """One step's look-ups of a request: what it is going to load, or None if it is put off."""
+        hits: list[Key] = []
+        put_off = False
+        places = list(enumerate(prompt.chain))
+        if prompt.scan is Scan.EACH:
+            self.core.be_patient(name)
+        for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
+            answer = self.core.lookup(key, name, None if prompt.scan is Scan.EACH else position, self.now)
+            if answer is Lookup.PENDING:
+                put_off = True
+                since = self._since.setdefault(name, self.now)
+                promise(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
+                known = key in self.core.host.index or any(key in storage for storage in self.core.storage)
+                known |= prompt.scan is Scan.EACH and self._listing()
+                promise(known or self.now <= since + self.limits.probe_s, "a request waits too long for an answer")
+            elif answer is Lookup.HIT:
+                row = self.core.host.index[key].index
+                promise(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
+                hits.append(key)
+            else:
+                given_up = self.now > self._since.get(name, self.now) + self.limits.wait_s
+                patient = prompt.scan is Scan.EACH and not given_up and name not in self._barred
+                promise(not (patient and self._yet_to_be_told(key)), "a miss while a tier is about to tell of the key")
+                if prompt.scan is Scan.PREFIX:
+                    break
+        return None if put_off else hits
+
+    def _listing(self) -> bool:
+        return any(storage.state is TierState.ADOPTING for storage in self.core.storage)
+
+    def _yet_to_be_told(self, key: Key) -> bool:
+        """Whether a tier that serves is still to tell of `key`. A shared one may have said that it is absent."""
+        return any(
+            key in {row[1] for row in piece} if isinstance(piece, list) else piece.find(key) is not None
+            for storage, mover in zip(self.core.storage, self.movers, strict=True)
+            if storage.readable and storage.state is TierState.ADOPTING and not storage.spec.shared
+            for piece in (mover.listing if key not in storage else ())
+        )
+
+    def _run(self, name: str, prompt: Prompt) -> None:
+        hits = self._look_up(name, prompt)
+        if hits is None:
+            self.waiting[name] = prompt
+            self.tick()
+            return
+        if hits:
+            for tier in range(len(self.movers)):
+                self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
+            self.tick()
+            rows = self.core.prepare_load(hits, name)
+            self._since.pop(name, None)
+            for row in rows:
+                self._check_row(row, writing=False)
+            self.workers.append(WorkerJob(False, hits, rows, self.epoch, name))
+        self.core.end_step()
+        plan = self.core.prepare_store([key for key in prompt.chain if key not in hits], name)
+        for row in plan.rows:
+            self._check_row(row, writing=True)
+            self.region[row] = GARBAGE
+        if plan.keys:
+            self.workers.append(WorkerJob(True, plan.keys, plan.rows, self.epoch, name))
+        if prompt.stays:
+            self.running[name] = prompt
+        else:
+            self._finish(name)
+        self.tick()
+
+    def _finish(self, name: str) -> None:
+        self._since.pop(name, None)
+        self.core.finish_request(name)
+
+    def _check_probe(self, probe: ExistenceCheck) -> None:
+        mover, limits = self.movers[probe.tier], self.limits
+        promise(0 < len(probe.keys) <= limits.probe_keys, "a probe without bounds")
+        known = [key for key in probe.keys if self.now < mover.told_absent.get(key, -limits.absent_s) + limits.absent_s]
+        promise(not known, "a key is asked for again that was absent a moment ago")
+
+    def _answer(self, mover: Mover, probe: ExistenceCheck, honest: bool) -> Answer:
+        there = [(key in mover.here) is honest for key in probe.keys]
+        if probe.chain:
+            reach = there.index(False) if False in there else len(there)
+            return Answer(probe.id, mover.epoch, probe.keys[:reach], probe.keys[reach : reach + 1])
+        found = [key for key, is_there in zip(probe.keys, there, strict=True) if is_there]
+        return Answer(probe.id, mover.epoch, found, [key for key in probe.keys if key not in found])
+
+    def _send(self, tier: int, message: MoverJob | list[tuple[int, Key]] | int | ExistenceCheck) -> None:
+        if not self.movers[tier].doomed:
+            self.movers[tier].inbox.append(message)
+
+    def _open_moves(self) -> list[tuple[int, MoverJob]]:
+        jobs = [(t, m) for t, mover in enumerate(self.movers) for m in mover.inbox if isinstance(m, MoverJob)]
+        return jobs + [(t, m) for t, mover in enumerate(self.movers) for m in mover.finished if isinstance(m, MoverJob)]
+
+    def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
+        """Nobody else writes this row; and if we are to write it, nobody else reads it either."""
+        hands: list[WorkerJob | Call] = [*self.workers, *self.calls]
+        for job in hands:
+            if row in job.rows:
+                promise(not job.store and not writing, "a row is given away while a worker or a call has hands on it")
+        for tier, open_job in self._open_moves():
+            if (tier, open_job.job.id) == beside:
+                continue
+            if row in open_job.rows:
+                reads = open_job.job.direction is Direction.STORE
+                promise(reads and not writing, "a row is given away while a mover has hands on it")
+
+    def _check_slots(self, job: Job) -> None:
+        if not self.movers[job.tier].physical:
+            return
+        slots = {move.entry.slot for move in job.moves}
+        for tier, other in self._open_moves():
+            if tier == job.tier and other.job.id != job.id and other.epoch == self.epoch:
+                shared = slots & set(other.slots)
+                both_read = job.direction is other.job.direction is Direction.LOAD
+                promise(not shared or both_read, "a slot is given away while a mover reads or writes it")
+
+    def _move(self, mover: Mover, work: MoverJob, outcome: Outcome) -> None:
+        number = len(work.done)
+        move, row, slot = work.job.moves[number], work.rows[number], work.slots[number]
+        medium = mover.medium.setdefault(work.epoch, {})
+        place = mover.place(slot, move.key)
+        if work.job.direction is Direction.STORE:
+            content = self.region[row]
+            if outcome is Outcome.OK:
+                stale = work.epoch != self.epoch
+                promise(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
+                medium[place] = (move.key, content)
+            elif mover.physical and place in medium:
+                # Torn, and the journal still tells the old key; an object is put whole or not at all.
+                medium[place] = (medium[place][0], GARBAGE)
+        else:
+            content = medium.get(place, (b"", GARBAGE))[1]
+            if outcome is Outcome.OK and content != Content(move.key, work.epoch):
+                outcome = Outcome.CORRUPT if place in medium else Outcome.MISSING
+            self.region[row] = content if outcome is Outcome.OK else GARBAGE
+        work.done.append(outcome)

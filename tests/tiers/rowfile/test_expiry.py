@@ -1,0 +1,258 @@
+"""`max_age` of row files: a row that is older is a miss, and its file goes, however often it was used since."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import Entry, Move
+from nixl_tiers.tiers.rowfile.io import TOUCH_S
+from nixl_tiers.tiers.rowfile.quota import INCOMING, Place
+from nixl_tiers.tiers.rowfile.scanner import OLD_S
+from nixl_tiers.tiers.rowfile.server_time import ServerTime
+from nixl_tiers.tiers.rowfile.tier import RowFileTier
+from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
+from tests.tiers.slab.test_expiry import AGE_S, DAY_S, GEOMETRY, ROWS, Clock, gone
+from tests.tiers.slab.test_tier import outcomes
+
+
+class Server(ServerTime):
+    """A file server with a clock of its own, as its files have it once `store` has been there."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def ask(self, directory: int) -> None:
+        pass
+
+    def mark(self, name: str | Path, directory: int | None = None) -> None:
+        os.utime(name, (self.clock(),) * 2, dir_fd=directory)
+
+    def now_s(self) -> float:
+        return self.clock()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, ROWS) as region:
+        yield region
+
+
+def open_tier(
+    path: Path,
+    region: HostRegion,
+    clock: Clock,
+    namespace: bytes = NAMESPACE,
+    *,
+    write: str = "through",
+    ahead_s: float = 0.0,
+) -> RowFileTier:
+    """`clock` is the file server's; the engine's is ahead of it."""
+    config = FileConfig(type="file", layout="files", path=path, capacity=16 << 20, max_age=AGE_S, write=write)  # type: ignore[arg-type]
+    tier = RowFileTier(config, GEOMETRY, region, lambda: clock() + ahead_s, Server(clock))
+    tier.open(namespace, 0)
+    return tier
+
+
+def listing(tier: RowFileTier) -> list[Entry]:
+    """What a listing tells, and then what the sweep that it began has taken away."""
+    entries = [entry for batch in tier.adopt() for entry in batch]
+    assert wait_until(tier._sweeping.done)
+    return entries + [entry for batch in tier.adopt() for entry in batch]
+
+
+def store(tier: RowFileTier, region: HostRegion, numbers: range) -> None:
+    for row, number in enumerate(numbers):
+        region.rows_view[row] = payload(number, GEOMETRY)
+    moves = [Move(row, number, key_of(number), seal=True) for row, number in enumerate(numbers)]
+    assert set(outcomes(tier, tier.store(moves))[0]) == {Outcome.OK}  # type: ignore[arg-type]
+    for number in numbers:
+        tier._shelves.server_time.mark(row_of(tier, number))
+
+
+def row_of(tier: RowFileTier, number: int) -> Path:
+    return tier._shelves.where(Place.of(tier._served.name, key_of(number)))
+
+
+def load(tier: RowFileTier, numbers: range) -> list[Outcome]:
+    moves = [Move(row, number, key_of(number)) for row, number in enumerate(numbers)]
+    return list(outcomes(tier, tier.load(moves))[0])  # type: ignore[arg-type]
+
+
+def rows_in(path: Path) -> int:
+    return len(list(path.rglob("*.row")))
+
+
+def test_old_rows_are_swept_also_those_that_are_used(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    assert listing(tier) == []
+    store(tier, region, range(4))
+    clock.now += 1800
+    store(tier, region, range(4, 6))
+    for path in tmp_path.rglob("*.row"):
+        os.utime(path, (clock.now + 50,) * 2)  # just used
+    clock.now += 1799
+    assert listing(tier) == []
+    clock.now += 61
+    assert gone(listing(tier)) == [0, 1, 2, 3]
+    assert rows_in(tmp_path) == 2
+    assert set(load(tier, range(4, 6))) == {Outcome.OK}
+    tier.close()
+
+
+def test_rows_of_other_engines_and_namespaces_are_swept_too(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    other = bytes(reversed(NAMESPACE))
+    for namespace in (other, NAMESPACE):
+        tier = open_tier(tmp_path, region, clock, namespace)
+        listing(tier)
+        store(tier, region, range(3))
+        tier.close()
+    (tmp_path / NAMESPACE.hex() / "00").mkdir(exist_ok=True)
+    sealless = tmp_path / NAMESPACE.hex() / "00" / "abcd.row"
+    sealless.write_bytes(bytes(5000))  # ages by its time
+    os.utime(sealless, (clock.now,) * 2)
+    clock.now += 3000
+    tier = open_tier(tmp_path, region, clock)  # knows them only from the directory
+    assert len(listing(tier)) == 3
+    clock.now += 700
+    assert gone(listing(tier)) == [0, 1, 2]
+    assert rows_in(tmp_path) == 0
+    tier.close()
+
+
+def test_an_old_row_is_a_miss_and_goes(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(4))
+    clock.now += AGE_S
+    assert load(tier, range(2)) == [Outcome.MISSING] * 2
+    assert wait_until(lambda: rows_in(tmp_path) == 2)
+    tier.close()
+
+
+def test_a_reader_forgets_old_rows_and_deletes_none(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(2))
+    tier.close()
+    reader = open_tier(tmp_path, region, clock, write="off")
+    assert len(listing(reader)) == 2
+    clock.now += AGE_S
+    assert load(reader, range(2)) == [Outcome.MISSING] * 2
+    assert wait_until(lambda: listing(reader) == [])  # and does not take them up again
+    assert rows_in(tmp_path) == 2
+    reader.close()
+
+
+def test_a_row_that_is_stored_again_is_as_young_as_its_seal(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    first, second = (open_tier(tmp_path, region, clock) for _ in range(2))
+    listing(first)
+    store(first, region, range(2))
+    assert len(listing(second)) == 2
+    clock.now += 3000
+    store(second, region, range(2))
+    clock.now += 700
+    assert listing(first) == []  # it knew the seals of before
+    assert set(load(first, range(2))) == {Outcome.OK}
+    assert rows_in(tmp_path) == 2
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(("one_s", "other_s"), [(DAY_S, -DAY_S), (0.0, DAY_S), (-DAY_S, 0.0)])
+def test_engines_whose_clocks_are_days_apart_share_rows_and_let_them_age(
+    tmp_path: Path, region: HostRegion, clock: Clock, one_s: float, other_s: float
+) -> None:
+    one, other = (open_tier(tmp_path, region, clock, ahead_s=ahead_s) for ahead_s in (one_s, other_s))
+    listing(one)
+    store(one, region, range(4))
+    listing(other)
+    store(other, region, range(4, 8))
+    listing(one)
+    for tier in (one, other):
+        assert set(load(tier, range(8))) == {Outcome.OK}
+    clock.now += AGE_S - 1
+    for tier in (one, other):
+        listing(tier)
+        assert set(load(tier, range(8))) == {Outcome.OK}
+    clock.now += 61
+    assert load(one, range(4, 8)) == [Outcome.MISSING] * 4
+    listing(other)
+    assert rows_in(tmp_path) == 0
+    one.close()
+    other.close()
+
+
+def test_a_row_that_is_ahead_keeps_its_time_when_it_is_used(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    """Else it would be as young as its last use: for ever, when its seal is of a far year."""
+    tier = open_tier(tmp_path, region, clock, ahead_s=365 * DAY_S)
+    listing(tier)
+    store(tier, region, range(2))
+    written_s = row_of(tier, 0).stat().st_mtime
+    clock.now += TOUCH_S + 1
+    assert set(load(tier, range(2))) == {Outcome.OK}
+    clock.now += AGE_S - TOUCH_S - 2
+    listing(tier)  # waits for what runs on hands
+    assert set(load(tier, range(2))) == {Outcome.OK}
+    assert row_of(tier, 0).stat().st_mtime == written_s
+    clock.now += 1
+    assert load(tier, range(2)) == [Outcome.MISSING] * 2
+    tier.close()
+
+
+def test_rows_of_a_server_whose_clock_was_ahead_age_from_now_on(
+    tmp_path: Path, region: HostRegion, clock: Clock
+) -> None:
+    right, clock.now = clock.now, clock.now + 365 * DAY_S
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(2))
+    tier.close()
+    clock.now = right
+    tier = open_tier(tmp_path, region, clock)
+    assert len(listing(tier)) == 2
+    assert [row_of(tier, n).stat().st_mtime for n in range(2)] == [right] * 2  # when they were first seen
+    clock.now += AGE_S - 1
+    listing(tier)
+    assert set(load(tier, range(2))) == {Outcome.OK}
+    clock.now += 61
+    assert gone(listing(tier)) == [0, 1]
+    tier.close()
+
+
+@pytest.mark.parametrize("ahead_s", [DAY_S, -DAY_S])
+def test_what_is_being_written_and_when_a_directory_has_changed_is_told_by_the_servers_clock(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (real() + ahead_s)))
+    config = FileConfig(type="file", layout="files", path=tmp_path, capacity=16 << 20)
+    tier = RowFileTier(config, GEOMETRY, region)
+    tier.open(NAMESPACE, 0)
+    fresh, old = (tmp_path / INCOMING / f"{name}-01234567-1-01234567-0.tmp" for name in ("fresh", "old"))
+    for path in (fresh, old):
+        path.write_bytes(bytes(4096))
+    os.utime(old, (real() - OLD_S - 60,) * 2)
+    tier._shelves.scan()
+    assert fresh.exists()
+    assert not old.exists()
+    home = tmp_path / NAMESPACE.hex() / "00"
+    home.mkdir()
+    tier._shelves.scan()
+    assert tier._shelves._shelves[NAMESPACE.hex(), "00"].modified_ns == -1  # may change again in the same tick
+    assert abs(tier._shelves.server_time.now_s() - real()) < 600
+    tier.close()

@@ -1,0 +1,238 @@
+"""Several movers on one directory of row files: they see each other's rows, and nobody a row that is not whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.mover.protocol import Delete, Listed, Open, Refused, Store
+from nixl_tiers.tiers.base import GONE, Entry, Move
+from nixl_tiers.tiers.rowfile.quota import INCOMING
+from nixl_tiers.tiers.rowfile.scanner import OLD_S
+from nixl_tiers.tiers.rowfile.temp_names import TempNames
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, files_tier, key_of, payload, wait_until
+from tests.support.disks import disk_bytes
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 64 << 20
+ROWS = 64
+
+
+def mover_on(path: Path, capacity: int = CAPACITY, region: HostRegion | None = None) -> MoverProcess:
+    return MoverProcess(files_tier(path, capacity), GEOMETRY, ROWS, region)
+
+
+def row_of(path: Path, number: int) -> Path:
+    return path / NAMESPACE.hex() / f"{object_name(key_of(number))}.row"
+
+
+def told(mover: MoverProcess, count: int) -> list[Entry]:
+    """The next `count` entries of listings after the first."""
+    entries: list[Entry] = []
+    while len(entries) < count:
+        message = mover.expect(lambda m: isinstance(m, Listed))
+        assert isinstance(message, Listed)
+        assert not message.last
+        entries += message.entries
+    return entries
+
+
+def numbers_of(entries: list[Entry]) -> list[int]:
+    return sorted(int(entry.key[4:]) for entry in entries)
+
+
+def test_rows_come_back_also_after_a_restart_under_any_slot(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as mover:
+        mover.open()
+        assert mover.adopted() == []
+        assert set(mover.store(range(40))) == {Outcome.OK}
+        assert set(mover.load(range(40), slots=range(100, 140))) == {Outcome.OK}
+        mover.stop()
+    with mover_on(tmp_path) as mover:
+        mover.open()
+        assert numbers_of(mover.adopted()) == list(range(40))
+        assert set(mover.load(range(40))) == {Outcome.OK}
+    assert row_of(tmp_path, 7).stat().st_mode & 0o777 == 0o600
+    assert row_of(tmp_path, 7).parent.stat().st_mode & 0o777 == 0o700
+    assert list((tmp_path / INCOMING).iterdir()) == []
+
+
+def test_two_movers_see_what_the_other_stores_and_what_it_deletes(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
+        for mover in (first, second):
+            mover.open()
+            assert mover.adopted() == []
+        assert set(first.store(range(20))) == {Outcome.OK}
+        assert numbers_of(told(second, 20)) == list(range(20))
+        assert set(second.load(range(20))) == {Outcome.OK}
+        assert set(second.store(range(20, 30))) == {Outcome.OK}
+        assert numbers_of(told(first, 10)) == list(range(20, 30))  # and not what it stored itself
+        assert set(first.load(range(30))) == {Outcome.OK}
+        first.send(Delete([(3, key_of(3)), (25, key_of(25))]))
+        gone = told(second, 2)
+        assert numbers_of(gone) == [3, 25]
+        assert {entry.slot for entry in gone} == {GONE}
+        assert second.load([3, 4]) == [Outcome.MISSING, Outcome.OK]
+        # It may come again, from either.
+        assert second.store([3]) == [Outcome.OK]
+        assert numbers_of(told(first, 1)) == [3]
+        assert first.load([3]) == [Outcome.OK]
+
+
+def test_a_drop_does_not_take_what_somebody_else_has_used_since(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
+        first.open()
+        first.adopted()
+        first.store(range(4))
+        second.open()
+        second.adopted()
+        for number in range(4):
+            os.utime(row_of(tmp_path, number), (time.time() - 3600,) * 2)
+        assert set(second.load([0, 1])) == {Outcome.OK}  # marks the rows as used
+        assert wait_until(lambda: all(time.time() - row_of(tmp_path, n).stat().st_mtime < 60 for n in (0, 1)))
+        os.utime(row_of(tmp_path, 0))
+        first.send(Delete([(n, key_of(n)) for n in range(4)]))
+        assert wait_until(lambda: not row_of(tmp_path, 2).exists() and not row_of(tmp_path, 3).exists())
+        assert second.load([0, 1, 2]) == [Outcome.OK, Outcome.OK, Outcome.MISSING]
+        # A row that one has lost is news to it again.
+        assert numbers_of(told(first, 2)) == [0, 1]
+
+
+def test_one_row_written_by_two_at_once(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
+        for mover in (first, second):
+            mover.open()
+            mover.adopted()
+        for _ in range(10):
+            jobs = []
+            for mover in (first, second):
+                moves = []
+                for row in range(16):
+                    mover.region.rows_view[row] = payload(row, GEOMETRY)
+                    moves.append(Move(row, row, key_of(row), tick=1, seal=True))
+                jobs.append(mover.begin(Store, moves))
+            assert set(first.finished(jobs[0]) + second.finished(jobs[1])) == {Outcome.OK}
+            assert set(first.load(range(16)) + second.load(range(16))) == {Outcome.OK}
+        assert len(list(tmp_path.rglob("*.row"))) == 16
+
+
+def test_killed_in_the_middle_of_stores_no_half_row_has_a_name(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    sealer = Sealer(GEOMETRY, NAMESPACE, 0)
+    stored, hits = 0, 0
+    with HostRegion.create(GEOMETRY, ROWS) as region:
+        for _ in range(6):
+            with mover_on(tmp_path, region=region) as mover:
+                mover.open()
+                found = numbers_of(mover.adopted())
+                for start in range(0, len(found), ROWS):
+                    outcomes = mover.load(found[start : start + ROWS])
+                    assert set(outcomes) == {Outcome.OK}  # SIGKILL loses no page: what has a name is whole
+                    hits += len(outcomes)
+                for row in range(ROWS):
+                    region.rows_view[row] = payload(stored + row, GEOMETRY)
+                for start in range(0, ROWS, 8):
+                    rows = range(start, start + 8)
+                    mover.begin(Store, [Move(n, n, key_of(stored + n), tick=stored + n, seal=True) for n in rows])
+                stored += ROWS
+                time.sleep(rng.uniform(0, 0.05))  # anywhere in it: no outcome of this test depends on where
+                mover.kill()
+            for path in tmp_path.rglob("*.row"):
+                row = np.frombuffer(path.read_bytes(), np.uint8)
+                assert sealer.verify(row, bytes.fromhex(path.stem)) is Verdict.OK
+        assert hits > 0
+        with mover_on(tmp_path, region=region) as mover:
+            mover.open()
+            mover.adopted()
+            assert list((tmp_path / INCOMING).iterdir()) == []  # swept: their writers are dead
+
+
+def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path) -> None:
+    (tmp_path / INCOMING).mkdir(parents=True)
+
+    def leave(name: str, age_s: float) -> Path:
+        path = tmp_path / INCOMING / name
+        path.write_bytes(bytes(4096))
+        os.utime(path, (time.time() - age_s,) * 2)
+        return path
+
+    ours = TempNames().name()
+    name_of_a_dead_one = [
+        sys.executable,
+        "-c",
+        "from nixl_tiers.tiers.rowfile.temp_names import Writer; print(Writer().name())",
+    ]
+    dead = subprocess.run(name_of_a_dead_one, check=True, capture_output=True, text=True).stdout.strip()
+    elsewhere = "elsewhere-" + ours.partition("-")[2]
+    kept = [leave(ours, 5.0), leave(elsewhere, OLD_S / 2)]
+    swept = [leave(dead, 5.0), leave("elsewhere2-" + ours.partition("-")[2], 2 * OLD_S), leave("junk", 2 * OLD_S)]
+    with mover_on(tmp_path) as mover:
+        mover.open()
+        mover.adopted()
+        assert all(path.exists() for path in kept)
+        assert not any(path.exists() for path in swept)
+        os.utime(kept[1], (time.time() - 2 * OLD_S,) * 2)
+        assert wait_until(lambda: not kept[1].exists())  # by one of the next listings
+        assert kept[0].exists()
+
+
+def test_a_row_that_somebody_deleted_is_missing(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as mover:
+        mover.open()
+        mover.adopted()
+        mover.store(range(8))
+        for number in (1, 5):
+            row_of(tmp_path, number).unlink()
+        outcomes = mover.load(range(8))
+        assert [n for n, outcome in enumerate(outcomes) if outcome is Outcome.MISSING] == [1, 5]
+        assert outcomes.count(Outcome.OK) == 6
+        assert mover.store([1]) == [Outcome.OK]
+        assert mover.load([1]) == [Outcome.OK]
+
+
+@pytest.mark.parametrize("place", [0, 60_000, -1])
+def test_a_flipped_bit_is_corrupt_and_the_file_goes(tmp_path: Path, place: int) -> None:
+    with mover_on(tmp_path) as mover:
+        mover.open()
+        mover.adopted()
+        mover.store(range(3))
+        path = row_of(tmp_path, 1)
+        raw = bytearray(path.read_bytes())
+        raw[place] ^= 1
+        path.write_bytes(raw)
+        assert mover.load(range(3)) == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
+        assert wait_until(lambda: not path.exists())
+        assert mover.load([1]) == [Outcome.MISSING]
+
+
+def test_a_short_file_is_corrupt_and_goes(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as mover:
+        mover.open()
+        mover.adopted()
+        mover.store(range(2))
+        os.truncate(row_of(tmp_path, 0), 8192)
+        assert mover.load(range(2)) == [Outcome.CORRUPT, Outcome.OK]
+        assert wait_until(lambda: not row_of(tmp_path, 0).exists())
+
+
+def test_a_directory_of_slabs_is_refused(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        mover.stop()
+    before = disk_bytes(tmp_path)
+    with mover_on(tmp_path) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        refused = mover.expect(lambda m: isinstance(m, Refused))
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith(f"path: {tmp_path} holds slabs")
+    assert disk_bytes(tmp_path) == before

@@ -1,0 +1,46 @@
+"""Places for the tests of the object tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
+from nixl_tiers.tiers.s3 import janitor
+from nixl_tiers.tiers.s3 import tier as object_tier
+from tests.tiers.s3.objects import BRISK, FaultyS3, faulty_s3
+
+
+@pytest.fixture
+def place(
+    s3_server: S3Server,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> dict[str, Any]:
+    """Fields of a tier's configuration: an empty prefix on each server in turn."""
+    s3_credentials(s3_server)
+    return {"bucket": s3_bucket(s3_server), "endpoint": s3_server.endpoint, "prefix": s3_prefix}
+
+
+@pytest.fixture
+def object_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server on this machine accepts, and no looking for others."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def faulty(object_credentials: None) -> Iterator[FaultyS3]:
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object tier's janitor and listings keep nobody waiting."""
+    monkeypatch.setattr(object_tier, "PACE", BRISK)
+    monkeypatch.setattr(janitor, "SKEW_S", 0.0)

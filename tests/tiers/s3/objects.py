@@ -1,0 +1,344 @@
+"""What the tests of the object tier share: a driver of one tier, and an S3 server that goes wrong when told to."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import numpy as np
+
+from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.config.schema import S3Config
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer
+from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
+from nixl_tiers.tiers.s3.janitor import JanitorIntervals
+from nixl_tiers.tiers.s3.tier import S3Tier
+
+PATIENCE_S = 120.0
+BRISK = JanitorIntervals(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1)
+NAMESPACE = bytes(range(16))
+OTHER_NAMESPACE = bytes(range(16, 32))
+
+
+def key_of(number: int) -> bytes:
+    return b"key-%08d" % number
+
+
+def payload(number: int, geometry: Geometry) -> np.ndarray:
+    words = np.arange(geometry.row_bytes // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)
+    return words.view(np.uint8)
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class Driver:
+    """An ObjectStorage and its region, used as a mover's loop does. Row n is the place of key n, modulo the rows."""
+
+    def __init__(self, geometry: Geometry, rows: int, **config: Any) -> None:
+        fields = {"type": "s3", "capacity": 1000 * geometry.row_bytes} | config
+        self.geometry = geometry
+        self.region = HostRegion.create(geometry, rows)
+        self.config = S3Config(**fields)
+        self.tier = S3Tier(self.config, geometry, self.region)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wait_until(lambda: not self.tier.busy or (not self.tier.poll() and not self.tier.busy), 20.0)
+        self.tier.close()
+        self.region.close()
+
+    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> list[Entry]:
+        """Open, trying again as a mover does (the machine may be busy), and wait for everything that is adopted."""
+        assert wait_until(lambda: self._opens(namespace, epoch))
+        return self.adopted()
+
+    def try_open(self) -> None:
+        """Open or raise, once."""
+        self.tier.open(NAMESPACE, 0)
+
+    def fails_to_open(self, kind: type[Exception], pattern: str) -> Exception:
+        """The error of this kind whose text matches. A busy machine may first be too slow to hear of it."""
+        errors: list[Exception] = []
+
+        def fails() -> bool:
+            try:
+                self.try_open()
+            except (TierDown, TierRefused) as error:
+                errors.append(error)
+                return isinstance(error, kind) and re.search(pattern, str(error)) is not None
+            return False
+
+        assert wait_until(fails), errors
+        return errors[-1]
+
+    def _opens(self, namespace: bytes, epoch: int) -> bool:
+        try:
+            self.tier.open(namespace, epoch)
+        except TierDown:
+            return False
+        return True
+
+    def adopted(self) -> list[Entry]:
+        entries: list[Entry] = []
+        deadline = time.monotonic() + PATIENCE_S
+        for batch in self.tier.adopt():
+            entries += batch
+            if not batch:
+                assert time.monotonic() < deadline, "the listing does not end"
+                time.sleep(0.002)
+        return entries
+
+    def finish(self, *tickets: int) -> list[list[Outcome]]:
+        ended: dict[int, list[Outcome]] = {}
+
+        def poll() -> bool:
+            for done in self.tier.poll():
+                ended[done.ticket] = list(done.outcomes)
+            return set(tickets) <= set(ended)
+
+        assert wait_until(poll), "a batch does not end"
+        return [ended[ticket] for ticket in tickets]
+
+    def name(self, number: int, namespace: bytes = NAMESPACE) -> str:
+        """The object that key `number` is stored as."""
+        return f"{self.config.prefix}/{namespace.hex()}/{object_name(key_of(number))}"
+
+    def row(self, number: int) -> np.ndarray:
+        view: np.ndarray = self.region.rows_view[number % self.region.rows]
+        return view
+
+    def moves(self, numbers: Sequence[int], seal: bool = False) -> list[Move]:
+        return [Move(number % self.region.rows, number, key_of(number), number, seal) for number in numbers]
+
+    def store_sealed(self, number: int, sealed_at: int) -> Outcome:
+        """Store a row that was sealed before, at this Unix time."""
+        self.row(number)[:] = payload(number, self.geometry)
+        Sealer(self.geometry, NAMESPACE, 0).seal(self.row(number), key_of(number), sealed_at=sealed_at)
+        (outcomes,) = self.finish(self.tier.store(self.moves([number])))
+        return outcomes[0]
+
+    def begin_store(self, numbers: Sequence[int]) -> int:
+        for number in numbers:
+            self.row(number)[:] = payload(number, self.geometry)
+        return self.tier.store(self.moves(numbers, seal=True))
+
+    def store(self, numbers: Sequence[int]) -> list[Outcome]:
+        return self.finish(self.begin_store(numbers))[0]
+
+    def load(self, numbers: Sequence[int]) -> list[Outcome]:
+        """Load into rows that held something else. An OK row must be right, any other must not have been touched."""
+        for number in numbers:
+            self.row(number)[:] = number % 251
+        (outcomes,) = self.finish(self.tier.load(self.moves(numbers)))
+        for number, outcome in zip(numbers, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                assert self.holds(number), f"a wrong byte under key {number}"
+            else:
+                assert (self.row(number) == number % 251).all(), f"{outcome!r}, but the row of key {number} has changed"
+        return outcomes
+
+    def holds(self, number: int) -> bool:
+        row, wanted, size = self.row(number), payload(number, self.geometry), self.geometry.cell_payload
+        starts = range(0, self.geometry.cells * self.geometry.cell_bytes, self.geometry.cell_bytes)
+        return all(np.array_equal(row[at : at + size], wanted[at : at + size]) for at in starts)
+
+    def drop(self, *numbers: int) -> None:
+        self.tier.drop([(number, key_of(number)) for number in numbers])
+
+    def settled(self, rows: int) -> bool:
+        """Whether the tier comes to hold exactly `rows` rows."""
+        return wait_until(lambda: self.tier.used_bytes == rows * self.geometry.row_bytes)
+
+
+@dataclass
+class Request:
+    method: str
+    name: str
+    access_key: str
+    session_token: str = ""
+    region: str = field(default="", compare=False)
+
+
+Fault = Callable[[Request], int | tuple[int, str] | bytes | None]
+"""Called before a request is served: an HTTP status to answer with (and S3's name of the error), HANG_UP, bytes to send
+as the answer's body, or None."""
+HANG_UP = 0
+LONG_AGO = "2024-01-01T00:00:00.000Z"
+
+
+@dataclass
+class FaultyS3:
+    """As much of S3 as the tier uses, in memory; `fault` may spoil any request, `hold` stops objects half-way."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    fault: Fault = lambda _: None
+    region: str = ""  # what the bucket says that it is in
+    modified: dict[str, str] = field(default_factory=dict)  # what listings tell instead of LONG_AGO
+    hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
+    requests: list[Request] = field(default_factory=list)
+    most_objects: int = 0
+    most_at_once: int = 0
+    at_once: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    port: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def count(self, method: str) -> int:
+        return sum(request.method == method for request in self.requests)
+
+
+@contextmanager
+def faulty_s3() -> Iterator[FaultyS3]:
+    state = FaultyS3()
+
+    class Handler(_Handler):
+        s3 = state
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    state.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        if state.hold is not None:
+            state.hold.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    s3: FaultyS3
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+    def _serve(self) -> None:
+        body = self._body()
+        url = urlsplit(self.path)
+        name = unquote(url.path.lstrip("/").partition("/")[2])
+        credential = re.search(r"Credential=([^/]+)/[^/]+/([^/]+)/", self.headers.get("Authorization", ""))
+        token = self.headers.get("x-amz-security-token", "")
+        access_key, region = credential.groups() if credential else ("", "")
+        request = Request(self.command, name, access_key, token, region)
+        with self.s3.lock:
+            self.s3.requests.append(request)
+            self.s3.at_once += 1
+            self.s3.most_at_once = max(self.s3.most_at_once, self.s3.at_once)
+            spoiled = self.s3.fault(request)
+        try:
+            if spoiled == HANG_UP:
+                self.close_connection = True
+            elif isinstance(spoiled, (int, tuple)):
+                status, code = (spoiled, "SlowDown") if isinstance(spoiled, int) else spoiled
+                self._answer(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
+            elif isinstance(spoiled, bytes):
+                self._answer(200, spoiled)
+            else:
+                getattr(self, f"_{self.command.lower()}")(name, body, parse_qs(url.query, keep_blank_values=True))
+        finally:
+            with self.s3.lock:
+                self.s3.at_once -= 1
+
+    do_GET = do_PUT = do_HEAD = do_POST = _serve  # noqa: N815
+
+    def _body(self) -> bytes:
+        if self.headers.get("Expect") == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if self.s3.region:
+            self.send_header("x-amz-bucket-region", self.s3.region)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _head(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
+        found = self.s3.objects.get(name) if name else b""
+        self._answer(404 if found is None else 200, found or b"")
+
+    def _put(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
+        with self.s3.lock:
+            self.s3.objects[name] = body
+            self.s3.most_objects = max(self.s3.most_objects, len(self.s3.objects))
+        self._answer(200)
+
+    def _get(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
+        if "list-type" in query:
+            return self._list(query)
+        found = self.s3.objects.get(name)
+        if found is None:
+            return self._answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
+        if self.s3.hold is None:
+            return self._answer(200, found)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(found)))
+        self.end_headers()
+        self.wfile.write(found[:1])
+        self.wfile.flush()
+        self.s3.hold.wait(PATIENCE_S)
+        self.wfile.write(found[1:])
+        return None
+
+    def _list(self, query: dict[str, list[str]]) -> None:
+        prefix, after = query["prefix"][0], query.get("start-after", [""])[0]
+        with self.s3.lock:
+            names = sorted(name for name in self.s3.objects if name.startswith(prefix) and name > after)
+            rows = "".join(
+                f"<Contents><Key>{name}</Key><LastModified>{self.s3.modified.get(name, LONG_AGO)}</LastModified>"
+                f"<Size>{len(self.s3.objects[name])}</Size></Contents>"
+                for name in names[:1000]
+            )
+        more = "true" if len(names) > 1000 else "false"
+        self._answer(200, f"<ListBucketResult><IsTruncated>{more}</IsTruncated>{rows}</ListBucketResult>".encode())
+
+    def _post(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
+        with self.s3.lock:
+            for each in re.findall(rb"<Key>([^<]+)</Key>", body):
+                self.s3.objects.pop(each.decode(), None)
+        self._answer(200, b"<DeleteResult></DeleteResult>")
+
+
+def held_up(faulty: FaultyS3, meant: Callable[[Request], bool]) -> threading.Event:
+    """From now on the requests that are meant are answered when the event is set."""
+    gate = threading.Event()
+
+    def slow(request: Request) -> None:
+        if meant(request):
+            faulty.lock.release()
+            gate.wait(120)
+            faulty.lock.acquire()
+
+    faulty.fault = slow
+    return gate
+
+
+def is_listing(request: Request) -> bool:
+    return request.method == "GET" and not request.name

@@ -1,0 +1,88 @@
+"""The object tier inside a real mover process: it adopts after a crash, heals, refuses, and keeps its secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
+from nixl_tiers.testing.servers import SECRET_KEY, MotoServer, S3Server, SeaweedServer
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of, wait_until
+
+GEOMETRY = Geometry(cells=2, cell_payload=128 << 10, sub_blocks=4)
+
+
+def s3_tier(endpoint: str, bucket: str, **fields: Any) -> dict[str, object]:
+    return {"type": "s3", "endpoint": endpoint, "bucket": bucket, "capacity": 100 * GEOMETRY.row_bytes} | fields
+
+
+def test_rows_survive_the_death_of_their_mover(
+    seaweedfs: SeaweedServer,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> None:
+    s3_credentials(seaweedfs)
+    tier = s3_tier(seaweedfs.endpoint, s3_bucket(seaweedfs), prefix=s3_prefix)
+    numbers = list(range(24))
+    with MoverProcess(tier, GEOMETRY, 32) as mover:
+        assert mover.open() == 100
+        assert mover.adopted() == []
+        assert mover.store(numbers) == [Outcome.OK] * 24
+        mover.kill()
+        with MoverProcess(tier, GEOMETRY, 32, mover.region) as heir:
+            assert heir.open() == 100
+            assert {entry.key for entry in heir.adopted()} == {key_of(number) for number in numbers}
+            assert heir.load([*numbers, 99]) == [Outcome.OK] * 24 + [Outcome.MISSING]
+            assert wait_until(lambda: _heard(heir) == 24 * GEOMETRY.row_bytes)
+            heir.stop()
+            assert SECRET_KEY not in heir.log()
+
+
+def test_a_dead_server_is_down_and_heals(s3_credentials: Callable[[S3Server], None]) -> None:
+    with MotoServer() as server:
+        s3_credentials(server)
+        with MoverProcess(s3_tier(server.endpoint, "kv-later"), GEOMETRY, 8) as mover:
+            mover.send(Open(NAMESPACE, 0))
+            down = mover.expect(lambda message: isinstance(message, Down))
+            assert isinstance(down, Down)
+            assert "kv-later" in down.reason
+            assert mover.store([1]) == [Outcome.FAILED]
+            server.start().make_bucket("kv-later")
+            mover.expect(lambda message: isinstance(message, Opened))
+            assert mover.store([1]) == [Outcome.OK]
+            mover.stop()
+
+
+def test_a_missing_bucket_ends_the_mover(moto: MotoServer, s3_credentials: Callable[[S3Server], None]) -> None:
+    s3_credentials(moto)
+    with MoverProcess(s3_tier(moto.endpoint, "no-such-bucket"), GEOMETRY, 8) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        refused = mover.expect(lambda message: isinstance(message, Refused))
+        assert isinstance(refused, Refused)
+        assert 'there is no bucket "no-such-bucket"' in refused.reason
+        assert mover.process.wait(120) == 0
+
+
+def test_a_wrong_secret_is_not_in_what_the_mover_says(
+    seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, s3_credentials: Callable[[S3Server], None]
+) -> None:
+    s3_credentials(seaweedfs)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "w0ngSecretThatMustNotShow")
+    with MoverProcess(s3_tier(seaweedfs.endpoint, "readiness"), GEOMETRY, 8) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        down = mover.expect(lambda message: isinstance(message, Down))
+        assert isinstance(down, Down)
+        mover.stop()
+        assert "refuses these credentials" in down.reason
+        assert "w0ng" not in down.reason + mover.log()
+
+
+def _heard(mover: MoverProcess) -> int:
+    """What the next heartbeat says of the tier's bytes."""
+    seen = mover.heartbeats
+    mover.expect(lambda _: mover.heartbeats > seen)
+    return mover.used_bytes

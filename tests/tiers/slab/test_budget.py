@@ -1,0 +1,183 @@
+"""Everything below a path stays within its capacity, whoever lives there, at every moment that is looked at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.mover.protocol import Down, Heartbeat, Open, Opened, Refused, Store
+from nixl_tiers.tiers.base import Move
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
+from tests.support.disks import disk_bytes, run, sampled, tmpfs
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 24 << 20
+BATCH = 64
+
+
+def namespace(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def fill(mover: MoverProcess, slots: int) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for start in range(0, slots, BATCH):
+        outcomes += mover.store(range(start, min(start + BATCH, slots)))
+    return outcomes
+
+
+def test_namespaces_in_turn(tmp_path: Path) -> None:
+    with (
+        sampled(tmp_path, CAPACITY) as looks,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover,
+    ):
+        for number in range(4):
+            slots = mover.open(namespace(number), epoch=number)
+            mover.adopted()
+            for _ in range(2):
+                assert set(fill(mover, slots)) == {Outcome.OK}
+            assert set(mover.load(range(BATCH))) == {Outcome.OK}
+        # Three quarters at least are rows: a budget that is kept by not using it would be no feat.
+        assert looks[-1] > 0.75 * CAPACITY
+    # Nobody holds them now, so whoever comes next may use all of it: the longest unused go first.
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
+        mover.open(namespace(9))
+        mover.store(range(4))
+        assert not (tmp_path / namespace(0).hex()).exists()
+
+
+def test_two_movers_at_once_share_one_budget(tmp_path: Path) -> None:
+    with (
+        sampled(tmp_path, CAPACITY),
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
+    ):
+        slots = first.open(namespace(1))
+        second.open(namespace(2))
+        assert set(fill(first, slots - 48)) == {Outcome.OK}
+        outcomes = fill(second, slots)
+        assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}
+        kept = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        assert set(second.load(kept[:BATCH])) == {Outcome.OK}
+        assert set(first.load(range(BATCH))) == {Outcome.OK}
+        first.stop()
+        assert wait_until(lambda: set(second.store(range(BATCH))) == {Outcome.OK})
+        assert not (tmp_path / namespace(1).hex()).exists()
+
+
+def test_replicas_side_by_side_find_their_rows_again(tmp_path: Path) -> None:
+    """Two movers serve one namespace, each its own rows under the same slots; so do those that come after them."""
+    with sampled(tmp_path, CAPACITY):
+        for life in range(2):
+            with (
+                MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
+                MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
+            ):
+                for replica, mover in enumerate((first, second)):
+                    mover.open()
+                    numbers = range(1000 * replica, 1000 * replica + 32)
+                    if life:
+                        assert {int(entry.key[4:]) for entry in mover.adopted()} == set(numbers)
+                    else:
+                        assert set(mover.store(numbers, range(32))) == {Outcome.OK}
+                    assert set(mover.load(numbers, range(32))) == {Outcome.OK}
+                first.stop()
+                second.stop()
+
+
+def test_two_replicas_and_three_namespaces_in_turn(tmp_path: Path) -> None:
+    """Filled beyond what there is by both at once, and reopened: one replica's share is whatever it got first."""
+    stored = 0
+    with (
+        sampled(tmp_path, CAPACITY) as looks,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
+    ):
+        for number in range(3):
+            slots = min(mover.open(namespace(number), epoch=number) for mover in (first, second))
+            for start in range(0, slots, 32):
+                moves = range(start, min(start + 32, slots))
+                jobs = []
+                for mover in (first, second):
+                    for row, slot in enumerate(moves):
+                        mover.region.rows_view[row] = payload(slot, GEOMETRY)
+                    batch = [Move(row, slot, key_of(slot), seal=True) for row, slot in enumerate(moves)]
+                    jobs.append((mover, mover.begin(Store, batch)))
+                for mover, job in jobs:
+                    outcomes = mover.finished(job)
+                    assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
+                    stored += outcomes.count(Outcome.OK)
+            for mover in (first, second):
+                assert set(mover.load(range(16))) == {Outcome.OK}  # neither found it all taken
+        assert looks[-1] > 0.7 * CAPACITY
+    assert stored > 3 * 0.7 * CAPACITY / GEOMETRY.row_bytes
+
+
+def test_no_room_for_another_journal_is_down_until_there_is(tmp_path: Path) -> None:
+    """The first one's engine does not hear that it should give way: its rows stay where they are."""
+    capacity = 8 << 20
+    with (
+        sampled(tmp_path, capacity),
+        MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as first,
+        MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as second,
+    ):
+        assert set(fill(first, first.open())) == {Outcome.OK}
+        second.send(Open(namespace(2), 0))
+        down = second.expect(lambda m: isinstance(m, Down))
+        assert isinstance(down, Down)
+        assert str(tmp_path) in down.reason
+        assert set(second.store(range(4))) == {Outcome.FAILED}
+        first.stop()
+        second.expect(lambda m: isinstance(m, Opened))
+        assert set(second.store(range(4))) == {Outcome.OK}
+
+
+def test_what_is_not_ours_counts_and_stays(tmp_path: Path) -> None:
+    foreign = tmp_path / "notes" / "diary.txt"
+    foreign.parent.mkdir()
+    foreign.write_bytes(os.urandom(8 << 20))
+    with sampled(tmp_path, CAPACITY), MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
+        slots = mover.open()
+        outcomes = fill(mover, slots)
+        assert outcomes.count(Outcome.OK) * GEOMETRY.row_bytes > 0.75 * (CAPACITY - (8 << 20) - (3 << 20))
+        assert Outcome.NO_SPACE in outcomes
+    assert foreign.stat().st_size == 8 << 20
+
+
+def test_heartbeats_tell_what_is_used(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
+        mover.open()
+        fill(mover, BATCH)
+        for _ in range(2):
+            mover.expect(lambda m: isinstance(m, Heartbeat))
+        assert disk_bytes(tmp_path) <= mover.used_bytes <= CAPACITY
+
+
+def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, 2 << 20), Geometry(1, 1 << 20), 4) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        refused = mover.expect(lambda m: isinstance(m, Refused))
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith("capacity: ")
+        assert mover.process.wait(120) == 0
+
+
+def test_a_full_disk_heals(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "12m"):
+        with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
+            mover.open()
+            outcomes = mover.store(range(BATCH)) + mover.store(range(BATCH, 2 * BATCH))
+            assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}
+            kept = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+            assert len(kept) > 32
+            assert set(mover.load(kept[:BATCH])) == {Outcome.OK}
+            assert run("mount", "-o", "remount,size=64m", tmp_path)
+            assert wait_until(lambda: set(mover.store(range(BATCH, 2 * BATCH))) == {Outcome.OK})
+            assert set(mover.load(range(BATCH, 2 * BATCH))) == {Outcome.OK}
+            mover.stop()
+            assert mover.log().count("no room for more rows") == 1
+        with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
+            mover.open()
+            assert len(mover.adopted()) >= BATCH
+            mover.stop()

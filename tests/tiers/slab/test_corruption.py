@@ -1,0 +1,224 @@
+"""Whatever happens to the files: a damaged row is a miss, its neighbours are hits, and the mover lives."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.memory.seal import Sealer
+from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
+from nixl_tiers.tiers.base import Move
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
+
+GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
+ROWS = 24
+CAPACITY = 16 << 20
+
+
+def slab(path: Path) -> Path:
+    return path / NAMESPACE.hex() / "0" / "slab-00000.kv"
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A directory that holds keys 0 to ROWS - 1 in slots 0 to ROWS - 1."""
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert set(mover.store(range(ROWS))) == {Outcome.OK}
+        mover.stop()
+    return tmp_path
+
+
+def outcomes_after(path: Path, damage: Callable[[], None]) -> list[Outcome]:
+    damage()
+    with MoverProcess(file_tier(path, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert len(mover.adopted()) == ROWS
+        outcomes = mover.load(range(ROWS))
+        # What was found bad is not offered again; what was good still is.
+        mover.stop()
+    with MoverProcess(file_tier(path, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        good = [n for n, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        assert [entry.key for entry in mover.adopted()] == [key_of(n) for n in good]
+    return outcomes
+
+
+def test_one_flipped_bit_anywhere(stored: Path) -> None:
+    rng = random.Random(7)
+    size = GEOMETRY.row_bytes
+    places = [0, GEOMETRY.cell_payload, size - 1, size - GEOMETRY.seal_bytes, *(rng.randrange(size) for _ in range(8))]
+
+    def damage() -> None:
+        with slab(stored).open("r+b") as file:
+            for slot, place in enumerate(places):
+                file.seek(slot * size + place)
+                byte = file.read(1)[0]
+                file.seek(slot * size + place)
+                file.write(bytes([byte ^ (1 << rng.randrange(8))]))
+
+    outcomes = outcomes_after(stored, damage)
+    assert outcomes == [Outcome.CORRUPT] * len(places) + [Outcome.OK] * (ROWS - len(places))
+
+
+def test_swapped_slots(stored: Path) -> None:
+    size = GEOMETRY.row_bytes
+
+    def damage() -> None:
+        with slab(stored).open("r+b") as file:
+            rows = file.read(2 * size)
+            file.seek(0)
+            file.write(rows[size:] + rows[:size])
+
+    assert outcomes_after(stored, damage) == [Outcome.CORRUPT] * 2 + [Outcome.OK] * (ROWS - 2)
+
+
+def test_the_same_key_of_another_epoch(stored: Path) -> None:
+    size = GEOMETRY.row_bytes
+
+    def damage() -> None:
+        for slot, sealer in enumerate((Sealer(GEOMETRY, NAMESPACE, 1), Sealer(GEOMETRY, bytes(16), 0))):
+            row = payload(slot, GEOMETRY).copy()
+            sealer.seal(row, key_of(slot))
+            with slab(stored).open("r+b") as file:
+                file.seek(slot * size)
+                file.write(row.tobytes())
+
+    assert outcomes_after(stored, damage)[:3] == [Outcome.CORRUPT, Outcome.CORRUPT, Outcome.OK]
+
+
+def test_a_slab_that_was_cut_short(stored: Path) -> None:
+    keep = 10
+    with slab(stored).open("r+b") as file:
+        file.truncate(keep * GEOMETRY.row_bytes + 5000)
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert len(mover.adopted()) == keep
+        assert mover.load(range(ROWS)) == [Outcome.OK] * keep + [Outcome.MISSING] * (ROWS - keep)
+        assert set(mover.store(range(ROWS))) == {Outcome.OK}
+        assert set(mover.load(range(ROWS))) == {Outcome.OK}
+
+
+def test_a_slab_cut_short_under_a_running_mover(stored: Path) -> None:
+    """NIXL fails the whole transfer; every row speaks for itself all the same."""
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        with slab(stored).open("r+b") as file:
+            file.truncate(10 * GEOMETRY.row_bytes)
+        assert mover.load(range(ROWS)) == [Outcome.OK] * 10 + [Outcome.FAILED] * (ROWS - 10)
+        down = mover.expect(lambda m: isinstance(m, Down))
+        assert isinstance(down, Down)
+        assert down.reason == f"{slab(stored)} has been cut short"
+        mover.expect(lambda m: isinstance(m, Opened))
+        assert mover.load(range(ROWS)) == [Outcome.OK] * 10 + [Outcome.MISSING] * (ROWS - 10)
+
+
+def test_a_deleted_slab(stored: Path) -> None:
+    slab(stored).unlink()
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert mover.adopted() == []
+        assert set(mover.load(range(ROWS))) == {Outcome.MISSING}
+        assert set(mover.store(range(ROWS))) == {Outcome.OK}
+        assert set(mover.load(range(ROWS))) == {Outcome.OK}
+
+
+@pytest.mark.parametrize("damage", ["start", "middle", "deleted", "all of it deleted"])
+def test_a_lost_journal_is_read_back_from_the_seals(stored: Path, damage: str) -> None:
+    journal = slab(stored).with_name("manifest.sqlite")
+    if "deleted" in damage:
+        journal.unlink()
+        if damage != "deleted":
+            slab(stored).with_name("namespace.json").unlink()
+    else:
+        with journal.open("r+b") as file:
+            file.seek(0 if damage == "start" else 4096)
+            file.write(b"\xa5" * 4096)
+    for life in range(2):
+        with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+            mover.open()
+            adopted = mover.adopted()
+            assert [(entry.slot, entry.key) for entry in adopted] == [(n, key_of(n)) for n in range(ROWS)]
+            assert len({entry.tick for entry in adopted}) == ROWS
+            assert set(mover.load(range(ROWS))) == {Outcome.OK}
+            mover.stop()
+            assert ("by their seals" in mover.log()) is not bool(life)  # after that the journal knows them
+
+
+def test_only_seals_of_ours_are_read_back(stored: Path) -> None:
+    """Damaged ones, those of another epoch, of another namespace, or cut off with their slab: none is offered."""
+    size = GEOMETRY.row_bytes
+    others = [Sealer(GEOMETRY, NAMESPACE, 1), Sealer(GEOMETRY, bytes(16), 0), Sealer(Geometry(2, 30_001), NAMESPACE, 0)]
+    with slab(stored).open("r+b") as file:
+        for slot, sealer in enumerate(others):
+            row = payload(slot, sealer.geometry).copy()
+            sealer.seal(row, key_of(slot))
+            file.seek(slot * size)
+            file.write(row.tobytes())
+        file.seek(4 * size - GEOMETRY.seal_bytes + 100)
+        file.write(b"!")
+        file.truncate((ROWS - 1) * size - 1)
+    slab(stored).with_name("manifest.sqlite").unlink()
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert {entry.slot for entry in mover.adopted()} == set(range(4, ROWS - 2))
+        assert set(mover.load(range(4, ROWS - 2))) == {Outcome.OK}
+
+
+def test_rows_that_a_kill_left_out_of_the_journal_are_found_and_dropped_ones_are_not(stored: Path) -> None:
+    journal = slab(stored).with_name("manifest.sqlite")
+    with closing(sqlite3.connect(journal)) as db:
+        # As if it had been killed: changes that were not closed properly, rows 20 and up not written yet.
+        db.execute("DELETE FROM rows WHERE slot >= 20")
+        db.execute("PRAGMA user_version = 0")
+        db.commit()
+    for _ in range(2):
+        with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+            mover.open()
+            assert [entry.slot for entry in mover.adopted()] == list(range(ROWS))  # the newest last
+            mover.stop()
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        mover.adopted()
+        mover.send(Delete([(n, key_of(n)) for n in range(4)]))
+        assert wait_until(lambda: emptied(journal) == 4)
+        mover.kill()
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert [entry.slot for entry in mover.adopted()] == list(range(4, ROWS))
+
+
+def emptied(journal: Path) -> int:
+    with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as db:
+        return int(db.execute("SELECT count(*) FROM rows WHERE key = x''").fetchone()[0])
+
+
+def test_a_lost_description_costs_nothing(stored: Path) -> None:
+    (slab(stored).with_name("namespace.json")).write_text("{")
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert len(mover.adopted()) == ROWS
+        assert set(mover.load(range(ROWS))) == {Outcome.OK}
+
+
+def test_a_lost_description_of_nothing_that_is_ours_gives_the_replica_up(stored: Path) -> None:
+    (slab(stored).with_name("namespace.json")).unlink()
+    slab(stored).write_bytes(b"x" * (8 * GEOMETRY.row_bytes))
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        assert mover.adopted() == []
+        assert set(mover.store(range(ROWS))) == {Outcome.OK}
+
+
+def test_rows_outside_the_tier_are_refused_without_harm(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, ROWS) as mover:
+        slots = mover.open()
+        moves = [Move(0, slots + 10**9, key_of(0), seal=True), Move(1, 1, key_of(1), seal=True)]
+        assert mover.finished(mover.begin(Store, moves)) == [Outcome.FAILED, Outcome.OK]
+        assert mover.finished(mover.begin(Load, moves)) == [Outcome.MISSING, Outcome.OK]

@@ -1,0 +1,99 @@
+"""Kill -9 at any moment, then reopen: every hit is the row that was stored under its key."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Delete, Load, Store
+from nixl_tiers.tiers.base import Move
+from tests.mover.harness import MoverProcess, file_tier, key_of, payload, wait_until
+from tests.support.disks import disk_bytes
+
+GEOMETRY = Geometry(1, 250_000)
+SLOTS = 96
+CAPACITY = 32 << 20
+
+
+def test_killed_while_storing(tmp_path: Path) -> None:
+    """Slots are overwritten, dropped and read in every life; the journal of each death is what the next one opens."""
+    rng = random.Random(20)
+    stored = 0  # keys are never used twice: an old key over new bytes would be a wrong hit
+    hits = 0
+    with HostRegion.create(GEOMETRY, SLOTS) as region:
+        for _ in range(8):
+            with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS, region) as mover:
+                assert mover.open() >= SLOTS
+                for entries in _batches(mover.adopted(), 32):
+                    numbers = [int(entry.key[4:]) for entry in entries]
+                    outcomes = mover.load(numbers, [entry.slot for entry in entries])  # compares what is OK
+                    assert set(outcomes) <= {Outcome.OK, Outcome.CORRUPT}
+                    hits += outcomes.count(Outcome.OK)
+                for row in range(SLOTS):
+                    region.rows_view[row] = payload(stored + row, GEOMETRY)
+                slots = rng.sample(range(SLOTS), SLOTS)
+                for start in range(0, SLOTS, 16):
+                    moves = [
+                        Move(row, slots[row], key_of(stored + row), tick=stored + row, seal=True)
+                        for row in range(start, start + 16)
+                    ]
+                    mover.begin(Store, moves)
+                    mover.send(Delete([(slots[start], key_of(stored + start))]))
+                stored += SLOTS
+                time.sleep(rng.uniform(0, 0.15))  # anywhere in it: no outcome of this test depends on where
+                mover.kill()
+    assert hits > 0
+    assert disk_bytes(tmp_path) <= CAPACITY
+
+
+def test_what_was_journalled_is_there_after_a_kill(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
+        mover.open()
+        assert set(mover.store(range(SLOTS))) == {Outcome.OK}
+        journal = next(tmp_path.rglob("manifest.sqlite-wal"))
+        wait_until(lambda: _rows(journal) == SLOTS)
+        mover.kill()
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
+        mover.open()
+        assert len(mover.adopted()) == SLOTS
+        assert set(mover.load(range(SLOTS))) == {Outcome.OK}
+
+
+def test_what_a_kill_left_out_of_the_journal_is_found(tmp_path: Path) -> None:
+    """Whatever was said to be stored is there afterwards, however young: 6 deaths right after the last answer."""
+    for life in range(6):
+        with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
+            mover.open()
+            adopted = {entry.slot: entry.key for entry in mover.adopted()}
+            numbers = range(1000 * life, 1000 * life + SLOTS)
+            if life:
+                before = range(1000 * (life - 1), 1000 * (life - 1) + SLOTS)
+                assert adopted == {slot: key_of(number) for slot, number in enumerate(before)}
+                assert set(mover.load(before, range(SLOTS))) == {Outcome.OK}
+            assert set(mover.store(numbers, range(SLOTS))) == {Outcome.OK}
+            mover.kill()
+
+
+def test_killed_while_loading_the_region_is_quiet_once_it_is_reaped(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
+        mover.open()
+        mover.store(range(SLOTS))
+        mover.begin(Load, [Move(n, n, key_of(n)) for n in range(SLOTS)])
+        mover.kill()
+        before = mover.region.rows_view.copy()
+        time.sleep(0.2)
+        assert (mover.region.rows_view == before).all()
+
+
+def _batches(entries: list, size: int) -> list[list]:
+    return [entries[start : start + size] for start in range(0, len(entries), size)]
+
+
+def _rows(wal: Path) -> int:
+    import sqlite3
+
+    with sqlite3.connect(f"file:{wal.with_name('manifest.sqlite')}?mode=ro", uri=True) as db:
+        return int(db.execute("SELECT count(*) FROM rows").fetchone()[0])

@@ -1,0 +1,101 @@
+"""Real file systems that fail under a running file tier, where they may be mounted."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.mover.protocol import Down, Opened
+from tests.mover.harness import LAYOUTS, MoverProcess, wait_until
+from tests.support.disks import Ext4, ext4, run, tmpfs
+from tests.tiers.slab.test_faults import ROWS, mover_on, stored
+
+EXT4_SHUTDOWN = 0x8004587D
+READ_ONLY = os.strerror(errno.EROFS)
+
+
+@pytest.fixture(params=list(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Ext4]:
+    with ext4(tmp_path) as disk:
+        yield disk
+
+
+def served_again(mover: MoverProcess) -> None:
+    """The tier has come back, and all that it held."""
+    mover.expect(lambda m: isinstance(m, Opened))
+    assert len(mover.adopted()) == ROWS
+    assert set(mover.load(range(ROWS))) == {Outcome.OK}
+    assert set(mover.store(range(ROWS))) == {Outcome.OK}
+
+
+def test_a_disk_that_fails_and_is_mounted_anew(disk: Ext4, layout: str) -> None:
+    """Every access is EIO from now on: a real file system that was shut down."""
+    path = disk.place / "kv"
+    path.mkdir()
+    with stored(mover_on(path, layout)) as mover:
+        os.sync()
+        handle = os.open(disk.place, os.O_RDONLY)
+        try:
+            fcntl.ioctl(handle, EXT4_SHUTDOWN, struct.pack("I", 0))
+        except OSError:
+            pytest.skip("needs a file system that can be shut down")
+        finally:
+            os.close(handle)
+        for _ in range(3):
+            assert set(mover.store(range(ROWS))) == {Outcome.FAILED}
+            assert set(mover.load(range(ROWS))) <= {Outcome.OK, Outcome.FAILED}
+        assert disk.unmount()
+        mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
+        assert list(disk.place.iterdir()) == []  # and it does not fill the disk below instead
+        disk.mount_anew()
+        served_again(mover)
+        mover.stop()
+        log = mover.log()
+        assert len(log.splitlines()) < 12, log
+
+
+def test_a_disk_that_the_kernel_makes_read_only(disk: Ext4, layout: str) -> None:
+    """As it does when it finds an error: also files that are open cannot be written to any more."""
+    path = disk.place / "kv"
+    path.mkdir()
+    with stored(mover_on(path, layout)) as mover:
+        os.sync()
+        disk.becomes_read_only()
+        for first in range(100, 100 + 4 * ROWS, ROWS):
+            assert set(mover.store(range(first, first + ROWS), range(ROWS, 2 * ROWS))) == {Outcome.FAILED}
+            assert set(mover.load(range(ROWS))) == {Outcome.OK}
+        assert disk.unmount()
+        mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
+        disk.mount_anew()
+        served_again(mover)
+        mover.stop()
+        log = mover.log()
+        assert READ_ONLY in log
+        assert log.count("rows cannot be written") == 1, log
+        assert len(log.splitlines()) < 12, log
+
+
+def test_a_remount_that_is_read_only_for_a_while(tmp_path: Path) -> None:
+    """Only with row files: nobody can remount a disk while somebody holds files open to write them, and slabs are."""
+    with tmpfs(tmp_path, "64m") as disk, stored(mover_on(disk, "files")) as mover:
+        assert wait_until(lambda: run("mount", "-o", "remount,ro", disk))
+        for first in range(100, 100 + 4 * ROWS, ROWS):
+            assert set(mover.store(range(first, first + ROWS))) == {Outcome.FAILED}
+            assert set(mover.load(range(ROWS))) == {Outcome.OK}
+        assert run("mount", "-o", "remount,rw", disk)
+        assert wait_until(lambda: set(mover.store(range(100, 100 + ROWS))) == {Outcome.OK})
+        assert set(mover.load(range(100, 100 + ROWS))) == {Outcome.OK}
+        mover.stop()
+        assert mover.log().count(READ_ONLY) == 1

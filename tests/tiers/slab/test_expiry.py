@@ -1,0 +1,337 @@
+"""`max_age` of slabs: what is older is a miss, and its bytes do not stay on the disk, whoever still knows of it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Listed, Load
+from nixl_tiers.tiers.base import GONE, Entry, Move
+from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
+from nixl_tiers.tiers.slab import shard, slabs
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
+from tests.tiers.slab.test_tier import load, outcomes, store
+
+GEOMETRY = Geometry(1, 50_000)
+ROWS = 16
+AGE_S = 3600.0
+
+
+class Clock:
+    """The time of day as the tier is told it."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, ROWS) as region:
+        yield region
+
+
+def open_tier(path: Path, region: HostRegion, clock: Clock, namespace: bytes = NAMESPACE) -> SlabTier:
+    tier = SlabTier(FileConfig(type="file", path=path, capacity=16 << 20, max_age=AGE_S), GEOMETRY, region, clock)
+    tier.open(namespace, 0)
+    return tier
+
+
+def listing(tier: SlabTier) -> list[Entry]:
+    return [entry for batch in tier.adopt() for entry in batch]
+
+
+def on_disk(path: Path, number: int) -> bool:
+    """Whether any of the row's bytes are to be read anywhere below the path."""
+    part = payload(number, GEOMETRY)[2048:4096].tobytes()
+    return any(part in file.read_bytes() for file in path.rglob("*") if file.is_file())
+
+
+def gone(entries: list[Entry]) -> list[int]:
+    assert {entry.slot for entry in entries} <= {GONE}
+    return sorted(int(entry.key[4:]) for entry in entries)
+
+
+def test_the_rule() -> None:
+    now = 1_800_000_000.0
+    ages = [0.0, now - AGE_S - 1, now - AGE_S, now - AGE_S + 1, now, now + 1e8]
+    old = [True, True, True, False, False, False]
+    assert [has_expired(sealed_at, now, AGE_S) for sealed_at in ages] == old
+    assert expired(np.array(ages, np.uint32), now, AGE_S).tolist() == old
+    assert not has_expired(0.0, now, None)
+    assert [sweep_s(age_s) for age_s in (1.0, 600.0, 86400.0)] == [0.1, 60.0, 60.0]
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["zeroed ranges", "written zeroes"])
+def test_old_rows_are_swept_from_the_disk(
+    tmp_path: Path, region: HostRegion, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranges: bool
+) -> None:
+    if not ranges:
+        monkeypatch.setattr(slabs, "_ZERO_RANGE", 0x40)  # no file system has such a mode
+    tier = open_tier(tmp_path, region, clock)
+    assert listing(tier) == []
+    store(tier, region, range(8))
+    clock.now += 1800
+    store(tier, region, range(8, 12))
+    assert listing(tier) == []
+    clock.now += 1801
+    assert on_disk(tmp_path, 7)
+    assert gone(listing(tier)) == list(range(8))
+    assert not any(on_disk(tmp_path, number) for number in range(8))
+    assert listing(tier) == []
+    assert load(tier, region, range(12)) == [Outcome.MISSING] * 8 + [Outcome.OK] * 4
+    assert set(store(tier, region, range(8))) == {Outcome.OK}
+    assert set(load(tier, region, range(12))) == {Outcome.OK}
+    tier.close()
+    tier = open_tier(tmp_path, region, clock)
+    assert sorted(entry.slot for entry in listing(tier)) == list(range(12))
+    clock.now += 1801
+    assert gone(listing(tier)) == [8, 9, 10, 11]
+    tier.close()
+
+
+def test_an_old_row_is_a_miss_before_the_sweep_finds_it(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(4))
+    clock.now += AGE_S
+    assert load(tier, region, range(4)) == [Outcome.MISSING] * 4
+    listing(tier)
+    assert not on_disk(tmp_path, 0)
+    tier.close()
+
+
+def test_what_the_engine_has_dropped_is_erased_too_and_does_not_speak_for_a_younger_row(
+    tmp_path: Path, region: HostRegion, clock: Clock
+) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(4))
+    tier.drop([(n, key_of(n)) for n in range(2)])
+    clock.now += 1800
+    region.rows_view[0] = payload(0, GEOMETRY)
+    (ended,) = outcomes(tier, tier.store([Move(0, 9, key_of(0), 9, seal=True)]))  # elsewhere, and younger
+    assert list(ended) == [Outcome.OK]
+    tier.close()
+    tier = open_tier(tmp_path, region, clock)
+    assert len(listing(tier)) == 3
+    clock.now += 1801
+    assert gone(listing(tier)) == [2, 3]
+    assert not on_disk(tmp_path, 1)
+    (ended,) = outcomes(tier, tier.load([Move(0, 9, key_of(0))]))
+    assert list(ended) == [Outcome.OK]
+    tier.close()
+
+
+def test_a_row_keeps_the_age_of_its_seal_on_its_way_down(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    """It was sealed by another tier's mover, long before it is stored here."""
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(1))
+    clock.now += 1800
+    (ended,) = outcomes(tier, tier.store([Move(0, 5, key_of(0), 1)]))  # as it stands in the region, seal and all
+    assert list(ended) == [Outcome.OK]
+    clock.now += 1801
+    listing(tier)
+    assert not on_disk(tmp_path, 0)
+    tier.close()
+
+
+def test_a_lost_journal_does_not_make_rows_young(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(4))
+    tier.close()
+    clock.now += 3000
+    for path in tmp_path.rglob("manifest.*"):
+        path.unlink()
+    tier = open_tier(tmp_path, region, clock)
+    assert len(listing(tier)) == 4
+    clock.now += 601
+    assert gone(listing(tier)) == [0, 1, 2, 3]
+    tier.close()
+
+
+DAY_S = 86400.0
+
+
+def test_a_row_that_is_ahead_of_the_clock_counts_as_sealed_when_it_was_first_seen(
+    tmp_path: Path, region: HostRegion, clock: Clock
+) -> None:
+    """The clock was a year ahead, and is put right: whoever goes by the seals alone keeps the rows for a year."""
+    right, clock.now = clock.now, clock.now + 365 * DAY_S
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(2))
+    clock.now = right
+    assert listing(tier) == []
+    assert set(load(tier, region, range(2))) == {Outcome.OK}
+    journal = tmp_path / NAMESPACE.hex() / "0" / "manifest.sqlite"
+    assert wait_until(lambda: latest(journal) == right)
+    tier.close()
+    clock.now += AGE_S / 2
+    tier = open_tier(tmp_path, region, clock)  # a restart does not make them younger
+    assert len(listing(tier)) == 2
+    clock.now += AGE_S / 2 - 1
+    assert listing(tier) == []
+    assert set(load(tier, region, range(2))) == {Outcome.OK}
+    clock.now += 1
+    assert load(tier, region, range(2)) == [Outcome.MISSING] * 2
+    clock.now += 60
+    listing(tier)
+    assert not on_disk(tmp_path, 0)
+    tier.close()
+
+
+def test_a_clock_that_is_behind_for_a_while_deletes_nothing_early(
+    tmp_path: Path, region: HostRegion, clock: Clock
+) -> None:
+    right = clock.now
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(2))
+    tier.close()
+    clock.now = 1000.0  # as after a boot, until somebody tells it the time
+    tier = open_tier(tmp_path, region, clock)
+    assert len(listing(tier)) == 2
+    assert listing(tier) == []
+    store(tier, region, range(2, 3))
+    clock.now = right + AGE_S - 1
+    assert gone(listing(tier)) == [2]
+    assert set(load(tier, region, range(2))) == {Outcome.OK}
+    clock.now = right + AGE_S + 60
+    assert gone(listing(tier)) == [0, 1]
+    assert not on_disk(tmp_path, 0)
+    tier.close()
+
+
+def latest(journal: Path) -> int:
+    with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as db:
+        return int(db.execute("SELECT max(sealed_at) FROM rows").fetchone()[0] or 0)
+
+
+def test_rows_that_are_stored_while_a_sweep_runs_stay(
+    tmp_path: Path, region: HostRegion, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard, "MAX_ENTRIES", 4)
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(12))
+    clock.now += AGE_S
+    sweep = tier.adopt()
+    next(sweep)  # begun with the first four
+    tier.drop([(n, key_of(n)) for n in range(4, 10)])
+    for row in range(6):
+        region.rows_view[row] = payload(50 + row, GEOMETRY)
+    ticket = tier.store([Move(row, 4 + row, key_of(50 + row), 9, seal=True) for row in range(6)])
+    assert set(outcomes(tier, ticket)[0]) == {Outcome.OK}
+    assert gone([entry for batch in sweep for entry in batch]) == [0, 1, 2, 3, 10, 11]
+    assert not on_disk(tmp_path, 11)
+    for _ in range(2):  # also by the journal
+        (ended,) = outcomes(tier, tier.load([Move(row, 4 + row, key_of(50 + row)) for row in range(6)]))
+        assert set(ended) == {Outcome.OK}
+        tier.close()
+        tier = open_tier(tmp_path, region, clock)
+        assert sorted(entry.slot for entry in listing(tier)) == list(range(4, 10))
+    tier.close()
+
+
+def test_a_replica_that_nobody_serves_goes_as_a_whole(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    other = bytes(reversed(NAMESPACE))
+    tier = open_tier(tmp_path, region, clock, other)
+    listing(tier)
+    store(tier, region, range(2))
+    tier.open(NAMESPACE, 0)
+    listing(tier)
+    clock.now = max(file.stat().st_mtime for file in (tmp_path / other.hex()).rglob("*")) + AGE_S - 60
+    listing(tier)
+    assert (tmp_path / other.hex()).exists()
+    clock.now += 61
+    listing(tier)
+    assert not (tmp_path / other.hex()).exists()
+    assert (tmp_path / NAMESPACE.hex()).exists()
+    tier.close()
+
+
+def test_a_replica_from_the_future_ages_from_when_it_was_first_seen(
+    tmp_path: Path, region: HostRegion, clock: Clock
+) -> None:
+    other = bytes(reversed(NAMESPACE))
+    tier = open_tier(tmp_path, region, clock, other)
+    listing(tier)
+    store(tier, region, range(2))
+    tier.open(NAMESPACE, 0)
+    listing(tier)
+    for file in (tmp_path / other.hex()).rglob("*"):
+        os.utime(file, (clock.now + 365 * DAY_S,) * 2)
+    for _ in range(10):
+        listing(tier)
+        assert (tmp_path / other.hex()).exists()
+        clock.now += AGE_S / 10
+    listing(tier)
+    assert not (tmp_path / other.hex()).exists()
+    tier.close()
+
+
+def test_rows_in_use_are_left_to_the_next_sweep(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(4))
+    clock.now += AGE_S
+    ticket = tier.load([Move(row, row, key_of(row)) for row in range(2)])  # under way
+    assert gone(listing(tier)) == [2, 3]
+    assert [list(part) for part in outcomes(tier, ticket)] == [[Outcome.MISSING] * 2]
+    listing(tier)
+    assert not on_disk(tmp_path, 0)
+    tier.close()
+
+
+def test_a_store_into_a_slot_that_is_being_erased_waits(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    tier = open_tier(tmp_path, region, clock)
+    listing(tier)
+    store(tier, region, range(4))
+    clock.now += AGE_S
+    sweep = tier.adopt()
+    next(sweep)  # begun
+    for row in range(4):
+        region.rows_view[row] = payload(50 + row, GEOMETRY)
+    ticket = tier.store([Move(row, row, key_of(50 + row), seal=True) for row in range(4)])
+    for _ in sweep:
+        assert tier.poll() == []
+    assert set(outcomes(tier, ticket)[0]) == {Outcome.OK}
+    (ended,) = outcomes(tier, tier.load([Move(row, row, key_of(50 + row)) for row in range(4)]))
+    assert set(ended) == {Outcome.OK}
+    tier.close()
+
+
+def test_a_mover_tells_the_engine(tmp_path: Path) -> None:
+    with MoverProcess({**file_tier(tmp_path, 16 << 20), "max_age": 1}, GEOMETRY, ROWS) as mover:
+        mover.open()
+        mover.adopted()
+        assert set(mover.store(range(4))) == {Outcome.OK}
+        entries: list[Entry] = []
+        while len(entries) < 4:
+            message = mover.expect(lambda m: isinstance(m, Listed))
+            assert isinstance(message, Listed)
+            entries += message.entries
+        assert gone(entries) == [0, 1, 2, 3]
+        assert wait_until(lambda: not on_disk(tmp_path, 0))
+        moves = [Move(row, row, key_of(row)) for row in range(4)]
+        assert Outcome.OK not in mover.finished(mover.begin(Load, moves))

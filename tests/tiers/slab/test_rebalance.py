@@ -1,0 +1,229 @@
+"""Movers that share a path share it fairly: who has more gives way while both run, and nobody exceeds anything."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.mover.protocol import Delete, Down, Listed, Open, Opened, Slots
+from nixl_tiers.tiers.base import GONE
+from nixl_tiers.tiers.slab.quota import SlabQuota
+from tests.mover.harness import MoverProcess, file_tier, key_of, wait_until
+from tests.support.disks import disk_bytes, sampled
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 24 << 20
+BATCH = 32
+
+
+def namespace(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+class Core:
+    """The engine's part: it uses the slots it is told of, forgets what has gone, and evicts the oldest when it must."""
+
+    def __init__(self, mover: MoverProcess, number: int) -> None:
+        self.mover = mover
+        self.slots = mover.open(namespace(number))
+        self.held = {int(entry.key[4:]): entry.slot for entry in mover.adopted()}
+        self._next = max(self.held, default=-1) + 1
+
+    def listen(self, patience_s: float = 0.001) -> None:
+        """Take in what the mover has said."""
+        while True:
+            try:
+                message = self.mover.expect(lambda m: isinstance(m, (Slots, Listed)), patience_s)
+            except TimeoutError:
+                return
+            if isinstance(message, Slots):
+                self.slots = message.slots
+            elif isinstance(message, Listed):
+                assert {entry.slot for entry in message.entries} == {GONE}
+                self.drop([int(entry.key[4:]) for entry in message.entries])
+
+    def drop(self, numbers: list[int]) -> None:
+        gone = [(self.held.pop(number), key_of(number)) for number in numbers if number in self.held]
+        if gone:
+            self.mover.send(Delete(gone))
+
+    def store(self) -> list[Outcome]:
+        """One batch of rows that were never stored before."""
+        self.listen()
+        taken = set(self.held.values())
+        free = [slot for slot in range(self.slots) if slot not in taken][:BATCH]
+        if len(free) < BATCH:
+            self.drop(sorted(self.held)[: BATCH - len(free)])
+            taken = set(self.held.values())
+            free = [slot for slot in range(self.slots) if slot not in taken][:BATCH]
+        numbers = range(self._next, self._next + len(free))
+        self._next += len(free)
+        if not free:
+            time.sleep(0.05)
+            return []
+        outcomes = self.mover.store(numbers, free)
+        stored = zip(numbers, free, outcomes, strict=True)
+        self.held |= {number: slot for number, slot, outcome in stored if outcome is Outcome.OK}
+        return outcomes
+
+    def check(self) -> None:
+        """All that it still believes in are hits, but for what has gone since."""
+        numbers = sorted(self.held)
+        for start in range(0, len(numbers), BATCH):
+            part = numbers[start : start + BATCH]
+            outcomes = self.mover.load(part, [self.held[number] for number in part])
+            assert set(outcomes) <= {Outcome.OK, Outcome.MISSING}
+            self.drop([n for n, outcome in zip(part, outcomes, strict=True) if outcome is not Outcome.OK])
+
+
+def fill(core: Core) -> None:
+    """Until nothing more fits without eviction."""
+    while len(core.held) < core.slots:
+        outcomes = core.store()
+        if Outcome.NO_SPACE in outcomes:
+            return
+
+
+@contextmanager
+def mover_on(path: Path, capacity: int = CAPACITY) -> Iterator[MoverProcess]:
+    with MoverProcess(file_tier(path, capacity), GEOMETRY, BATCH) as mover:
+        yield mover
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (1, 1)], ids=["two namespaces", "two replicas"])
+def test_who_comes_late_gets_its_part_while_both_run(tmp_path: Path, numbers: tuple[int, int]) -> None:
+    part = 0.4 * CAPACITY / GEOMETRY.row_bytes
+    with sampled(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
+        first = Core(one, numbers[0])
+        second = Core(other, numbers[1])
+        fill(first)
+        assert len(first.held) > 1.5 * part
+        stop = threading.Event()
+
+        def use_first() -> None:
+            while not stop.is_set():
+                first.store()
+
+        user = threading.Thread(target=use_first)
+        user.start()
+        try:
+            assert wait_until(lambda: bool(second.store()) and len(second.held) > part)
+        finally:
+            stop.set()
+            user.join()
+        for core in (first, second):
+            core.listen()
+            core.check()
+            assert len(core.held) > part
+
+
+def test_a_newcomer_that_finds_no_room_for_a_journal_is_let_in(tmp_path: Path) -> None:
+    with (
+        sampled(tmp_path, CAPACITY // 2),
+        mover_on(tmp_path, CAPACITY // 2) as one,
+        mover_on(tmp_path, CAPACITY // 2) as two,
+    ):
+        first = Core(one, 1)
+        fill(first)
+        two.send(Open(namespace(2), 0))
+        down = two.expect(lambda m: isinstance(m, Down))
+        assert isinstance(down, Down)
+        assert str(tmp_path) in down.reason
+        stop = threading.Event()
+
+        def listen() -> None:
+            while not stop.is_set():
+                first.listen(0.05)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            two.expect(lambda m: isinstance(m, Opened))
+        finally:
+            stop.set()
+            listener.join()
+        first.check()
+        assert first.held
+
+
+def test_who_is_alone_again_gets_all_of_it(tmp_path: Path) -> None:
+    with sampled(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
+        first, second = Core(one, 1), Core(other, 2)
+        for _ in range(4):
+            second.store()
+        fill(first)
+        full = len(first.held)
+        assert wait_until(lambda: bool(first.listen() or first.slots <= full + BATCH))
+        other.stop()
+        assert wait_until(lambda: bool(first.store()) and len(first.held) > full + BATCH)
+        first.check()
+
+
+def test_an_empty_tail_is_given_back(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as one:
+        core = Core(one, 1)
+        fill(core)
+        before = disk_bytes(tmp_path)
+        core.drop([number for number, slot in core.held.items() if slot >= 20])
+        assert wait_until(lambda: disk_bytes(tmp_path) < before / 2)
+        core.check()
+        assert len(core.held) == 20
+        fill(core)  # and taken again
+        core.check()
+        assert disk_bytes(tmp_path) > 0.9 * before
+        one.stop()
+    with mover_on(tmp_path) as one:
+        again = Core(one, 1)
+        assert again.held == core.held
+        again.check()
+
+
+def test_parts(tmp_path: Path) -> None:
+    ledger = SlabQuota(tmp_path, 64 << 20)
+
+    def settle(number: int, nbytes: int) -> Path:
+        with ledger.locked():
+            claim = ledger.claim(namespace(number))
+        with (claim.directory / "slab-00000.kv").open("wb") as file:
+            file.truncate(nbytes)
+        claims.append(claim)
+        return claim.directory
+
+    claims: list[object] = []
+    large, small = settle(1, 48 << 20), settle(2, 8 << 20)
+    (tmp_path / "foreign").write_bytes(bytes(4 << 20))
+    with ledger.locked():
+        assert ledger.asked_ns() == 0
+        assert ledger.asked_bytes(large) == 0
+        assert ledger.may_take(large, 1 << 30)
+        ledger.ask(large, 4 << 20)  # it has more than its part
+        assert ledger.asked_ns() == 0
+        ledger.ask(small, 4 << 20)
+        assert ledger.asked_ns() > 0
+        assert ledger.asked_bytes(large) == 4 << 20
+        assert ledger.asked_bytes(small) == 0
+        assert not ledger.may_take(large, 4096)
+        assert ledger.may_take(small, 20 << 20)
+        assert not ledger.may_take(small, 24 << 20)
+        ledger.ask(small, 1 << 30)
+        assert 17 << 20 < ledger.asked_bytes(large) < 19 << 20  # of 60 MiB a half each, and nobody gives more than that
+        ledger.ask(None, 1 << 30)
+        assert 19 << 20 < ledger.asked_bytes(large) <= 20 << 20  # a third one is to come: 28 to spare, 20 is its part
+
+
+def test_ten_times_the_capacity(tmp_path: Path) -> None:
+    """The engine evicts, slot by slot; the disk is looked at all the time."""
+    with sampled(tmp_path, CAPACITY) as looks, mover_on(tmp_path) as mover:
+        core = Core(mover, 1)
+        stored = 0
+        while stored < 10 * core.slots:
+            stored += core.store().count(Outcome.OK)
+        core.check()
+        assert len(core.held) > core.slots - BATCH
+    assert max(looks) > 0.75 * CAPACITY  # a budget that is kept by not using it would be no feat

@@ -1,0 +1,122 @@
+"""Rows through a real mover and the file tier: what goes in comes out, and survives its mover."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.mover.protocol import Delete
+from nixl_tiers.tiers.base import Entry
+from tests.mover.harness import MoverProcess, file_tier, key_of
+from tests.support.disks import disk_bytes
+
+SIZES = {
+    "64KiB": Geometry(1, 64 << 10),
+    "256KiB": Geometry(2, 128 << 10, 4),
+    "2.95MB": Geometry(1, 2_949_120, 16),
+    "8MiB": Geometry(4, 2 << 20, 8),
+}
+
+
+@pytest.mark.parametrize("geometry", SIZES.values(), ids=SIZES)
+def test_round_trip_and_reopen(tmp_path: Path, geometry: Geometry) -> None:
+    count = max(6, min(400, (24 << 20) // geometry.row_bytes))
+    capacity = (count + 4) * geometry.row_bytes + (4 << 20)
+    batch = min(count, 200)
+    with MoverProcess(file_tier(tmp_path, capacity), geometry, batch) as mover:
+        assert mover.open() >= count
+        assert mover.adopted() == []
+        for start in range(0, count, batch):
+            numbers = range(start, min(start + batch, count))
+            assert set(mover.store(numbers)) == {Outcome.OK}
+        for start in range(0, count, batch):
+            numbers = range(start, min(start + batch, count))
+            assert set(mover.load(numbers)) == {Outcome.OK}
+        mover.stop()
+    with MoverProcess(file_tier(tmp_path, capacity), geometry, batch) as mover:
+        mover.open()
+        assert mover.adopted() == [Entry(n, key_of(n), n + 1) for n in range(count)]
+        assert set(mover.load(range(count - batch, count))) == {Outcome.OK}
+    assert disk_bytes(tmp_path) <= capacity
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path / "kv", 16 << 20), SIZES["64KiB"], 4) as mover:
+        mover.open()
+        mover.store(range(4))
+        mover.stop()
+    for path in (tmp_path / "kv", *(tmp_path / "kv").rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_dropped_and_overwritten_rows_are_not_adopted(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
+        mover.open()
+        mover.store(range(8))
+        mover.send(Delete([(3, key_of(3)), (4, key_of(99))]))  # slot 4 does not hold that key: nothing happens
+        mover.store([20, 21], slots=[0, 3])
+        mover.stop()
+    with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
+        mover.open()
+        found = {entry.slot: entry.key for entry in mover.adopted()}
+        assert found == {0: key_of(20), 3: key_of(21)} | {n: key_of(n) for n in (1, 2, 4, 5, 6, 7)}
+
+
+def test_a_used_row_is_adopted_later(tmp_path: Path) -> None:
+    from nixl_tiers.mover.protocol import Load
+    from nixl_tiers.tiers.base import Move
+
+    with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
+        mover.open()
+        mover.store(range(4))
+        mover.finished(mover.begin(Load, [Move(7, 1, key_of(1), tick=100)]))
+        mover.stop()
+    with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
+        mover.open()
+        assert [entry.slot for entry in mover.adopted()] == [0, 2, 3, 1]
+
+
+def test_another_namespace_sees_nothing_and_the_first_is_still_there(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, 32 << 20), SIZES["64KiB"], 8) as mover:
+        mover.open(epoch=0)
+        mover.adopted()
+        mover.store(range(8))
+        mover.open(bytes(16), epoch=1)
+        assert mover.adopted() == []
+        assert set(mover.load(range(8))) == {Outcome.MISSING}
+        mover.store([30])
+        mover.open(epoch=0)
+        assert len(mover.adopted()) == 8
+        assert set(mover.load(range(8))) == {Outcome.OK}
+
+
+def test_rows_of_another_shape_are_given_up(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, 32 << 20), SIZES["64KiB"], 8) as mover:
+        mover.open()
+        mover.store(range(8))
+        mover.stop()
+    with MoverProcess(file_tier(tmp_path, 32 << 20), SIZES["256KiB"], 8) as mover:
+        mover.open()
+        assert mover.adopted() == []
+        assert set(mover.store(range(8))) == {Outcome.OK}
+        assert set(mover.load(range(8))) == {Outcome.OK}
+
+
+def test_a_smaller_capacity_keeps_what_fits(tmp_path: Path) -> None:
+    geometry = SIZES["256KiB"]
+    with MoverProcess(file_tier(tmp_path, 32 << 20), geometry, 64) as mover:
+        assert mover.open() > 64
+        mover.store(range(64))
+        mover.stop()
+    capacity = 12 << 20
+    with MoverProcess(file_tier(tmp_path, capacity), geometry, 64) as mover:
+        slots = mover.open()
+        assert disk_bytes(tmp_path) <= capacity
+        assert [entry.slot for entry in mover.adopted()] == list(range(slots))
+        assert set(mover.load(range(slots))) == {Outcome.OK}
+        mover.stop()
+    with MoverProcess(file_tier(tmp_path, 32 << 20), geometry, 64) as mover:
+        assert mover.open() > 64
+        assert set(mover.store(range(64))) == {Outcome.OK}

@@ -1,0 +1,131 @@
+"""The file tier inside this process, where what it stands on can be taken away."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import Move, TierDown, TierRefused
+from nixl_tiers.tiers.slab import slabs
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import NAMESPACE, key_of, payload
+
+GEOMETRY = Geometry(1, 50_000)
+ROWS = 16
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, ROWS) as region:
+        yield region
+
+
+def storage(path: Path, region: HostRegion, capacity: int = 16 << 20) -> SlabTier:
+    return SlabTier(FileConfig(type="file", path=path, capacity=capacity), GEOMETRY, region)
+
+
+def outcomes(tier: SlabTier, *tickets: int) -> list[Sequence[Outcome]]:
+    """What these batches ended with, in the order of the tickets."""
+    found: dict[int, Sequence[Outcome]] = {}
+    deadline = time.monotonic() + 120
+    while set(found) != set(tickets):
+        assert time.monotonic() < deadline
+        found.update({done.ticket: done.outcomes for done in tier.poll()})
+        time.sleep(0.0003)
+    assert not tier.busy
+    return [found[ticket] for ticket in tickets]
+
+
+def store(tier: SlabTier, region: HostRegion, numbers: range) -> list[Outcome]:
+    for row, number in enumerate(numbers):
+        region.rows_view[row] = payload(number, GEOMETRY)
+    moves = [Move(row, number, key_of(number), seal=True) for row, number in enumerate(numbers)]
+    return list(outcomes(tier, tier.store(moves))[0])
+
+
+def load(tier: SlabTier, region: HostRegion, numbers: range) -> list[Outcome]:
+    region.rows_view[:] = 0
+    moves = [Move(row, number, key_of(number)) for row, number in enumerate(numbers)]
+    ended = list(outcomes(tier, tier.load(moves))[0])
+    for row, number in enumerate(numbers):
+        if ended[row] is Outcome.OK:
+            wanted = payload(number, GEOMETRY)[: GEOMETRY.cell_payload]
+            assert (region.rows_view[row, : GEOMETRY.cell_payload] == wanted).all()
+    return ended
+
+
+def test_without_o_direct_and_without_fallocate(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slabs, "direct_works", lambda _: False)
+    monkeypatch.setattr(slabs, "fallocate", lambda *_: errno.EOPNOTSUPP)
+    tier = storage(tmp_path, region)
+    slots = tier.open(NAMESPACE, 0)
+    for start in range(0, slots, ROWS):
+        numbers = range(start, min(start + ROWS, slots))
+        assert set(store(tier, region, numbers)) == {Outcome.OK}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    tier.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # each said once
+
+
+@pytest.mark.parametrize(("error", "outcome"), [(errno.ENOSPC, Outcome.NO_SPACE), (errno.EIO, Outcome.FAILED)])
+def test_a_medium_that_gives_no_extent(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, error: int, outcome: Outcome
+) -> None:
+    tier = storage(tmp_path, region)
+    tier.open(NAMESPACE, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(slabs, "fallocate", lambda *_: error)
+        assert set(store(tier, region, range(ROWS))) == {outcome}
+    assert sum(file.stat().st_size for file in tmp_path.rglob("slab-*")) == 0
+    deadline = time.monotonic() + 120
+    while set(store(tier, region, range(ROWS))) != {Outcome.OK}:
+        assert time.monotonic() < deadline
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    tier.close()
+
+
+def test_both_directions_at_once_and_many_units(tmp_path: Path) -> None:
+    """More descriptors in flight than NIXL has in one kernel queue."""
+    geometry = Geometry(1, 3000)
+    rows = 4096
+    with HostRegion.create(geometry, rows) as region:
+        tier = SlabTier(FileConfig(type="file", path=tmp_path, capacity=64 << 20), geometry, region)
+        assert tier.open(NAMESPACE, 0) >= rows
+        half = rows // 2
+        region.rows_view[:, :3000] = 5
+        first = [Move(row, row, key_of(row), seal=True) for row in range(half)]
+        assert set(outcomes(tier, tier.store(first))[0]) == {Outcome.OK}
+        second = [Move(row, row, key_of(row), seal=True) for row in range(half, rows)]
+        region.rows_view[:half] = 0
+        ended = outcomes(tier, tier.store(second), tier.load(first))
+        assert [set(part) for part in ended] == [{Outcome.OK}, {Outcome.OK}]
+        assert (region.rows_view[:half, :3000] == 5).all()
+        tier.close()
+
+
+def test_places_that_cannot_work(tmp_path: Path, region: HostRegion) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TierRefused, match=r"path: .*file"):
+        storage(tmp_path / "file", region).open(NAMESPACE, 0)
+    missing = storage(tmp_path / "not" / "mounted", region)
+    with pytest.raises(TierDown, match="mounted"):
+        missing.open(NAMESPACE, 0)
+    (tmp_path / "not").mkdir()
+    assert missing.open(NAMESPACE, 0) > 0
+    missing.close()
+
+
+def test_an_empty_batch_ends_too(tmp_path: Path, region: HostRegion) -> None:
+    tier = storage(tmp_path, region)
+    tier.open(NAMESPACE, 0)
+    assert outcomes(tier, tier.store([]), tier.load([])) == [[], []]
+    tier.close()

@@ -1,0 +1,100 @@
+"""A file tier whose disk is not mounted: it is down and makes nothing, and comes up with the mount."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers import mounts
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.rowfile.tier import RowFileTier
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import NAMESPACE, wait_until
+from tests.support.disks import run, tmpfs
+from tests.tiers.slab.test_tier import GEOMETRY, ROWS
+from tests.tiers.test_folder import serves
+
+CAPACITY = 16 << 20
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, ROWS) as region:
+        yield region
+
+
+@pytest.fixture(params=["slabs", "files"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def made(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier | RowFileTier:
+    config = FileConfig(type="file", path=path, capacity=capacity, layout=layout, require_mount=True)  # type: ignore[arg-type]
+    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
+
+
+def down(tier: SlabTier | RowFileTier) -> str:
+    with pytest.raises(TierDown) as error:
+        tier.open(NAMESPACE, 0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_tier_waits_for_its_mount_and_never_takes_the_disk_below(
+    tmp_path: Path, region: HostRegion, layout: str, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "ROOT", tmp_path)  # the file system of this directory is the machine's own
+    place = tmp_path / "nvme"
+    place.mkdir()
+    path = place / "deep" / "kv"
+    if linked:
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    tier = made(layout, path, region)
+    wanted = f"{path} lies on the file system of {tmp_path}, and require_mount wants another: mount it"
+    assert down(tier) == wanted
+    assert list(place.iterdir()) == []
+    with tmpfs(place, "64m"):
+        if linked:
+            (place / "deep" / "kv").mkdir(parents=True)
+        tier.open(NAMESPACE, 0)
+        serves(tier, region)
+        assert run("umount", "-l", place)
+        reasons: list[str] = []
+
+        def gone() -> bool:
+            try:
+                tier.poll()
+            except TierDown as error:
+                reasons.append(str(error))
+            return bool(reasons)
+
+        assert wait_until(gone)
+        assert "not mounted any more" in down(tier)
+        again = made(layout, path, region)  # another mover, which knows nothing of what was there
+        assert down(again) == wanted
+        assert list(place.iterdir()) == []
+        with tmpfs(place, "64m"):
+            for each in (tier, again):
+                if linked:
+                    (place / "deep" / "kv").mkdir(parents=True, exist_ok=True)
+                each.open(NAMESPACE, 0)
+                serves(each, region)
+                each.close()
+
+
+def test_a_capacity_beyond_the_file_system_is_warned_of(
+    tmp_path: Path, region: HostRegion, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tmpfs(tmp_path, "64m"):
+        for capacity in (32 << 20, 65 << 20):
+            tier = made(layout, tmp_path / "kv", region, capacity)
+            tier.open(NAMESPACE, 0)
+            tier.open(NAMESPACE, 1)
+            tier.close()
+    warnings = [record.message for record in caplog.records if "capacity" in record.message]
+    assert warnings == [f"capacity: 65 MiB is more than the file system at {tmp_path / 'kv'} has (64 MiB)"]

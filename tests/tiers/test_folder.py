@@ -1,0 +1,326 @@
+"""What others have put below a tier's path, where they may write: it is not followed, not overwritten, not deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import Move, TierDown, TierRefused
+from nixl_tiers.tiers.rowfile.tier import RowFileTier
+from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
+from tests.tiers.slab.test_tier import GEOMETRY, ROWS
+
+CAPACITY = 16 << 20
+HOME = NAMESPACE.hex()
+STRANGER = 65534
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, ROWS) as region:
+        yield region
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """As an emptyDir is: everybody's."""
+    path = tmp_path / "kv"
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A directory of the engine's user, with files of the names that a tier uses. Nothing may become of it."""
+    victim = tmp_path / "victim"
+    names = ["probe.tmp", ".lock", "namespace.json", "slab-00000.kv", "ab/abcd.row", "0/.lock", "0/slab-00000.kv"]
+    for name in names:
+        file = victim / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"precious" * 2048)
+    yield victim
+    found = [str(file.relative_to(victim)) for file in victim.rglob("*") if file.is_file()]
+    assert sorted(found) == sorted(names)
+    assert all((victim / name).read_bytes() == b"precious" * 2048 for name in names)
+
+
+@pytest.fixture(params=["slabs", "files"])
+def tier(request: pytest.FixtureRequest, path: Path, region: HostRegion) -> Iterator[SlabTier | RowFileTier]:
+    tier = made(str(request.param), path, region)
+    yield tier
+    tier.close()
+
+
+def made(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier | RowFileTier:
+    config = FileConfig(type="file", path=path, capacity=capacity, layout=layout)  # type: ignore[arg-type]
+    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
+
+
+def store(tier: SlabTier | RowFileTier, region: HostRegion, numbers: range) -> set[Outcome]:
+    for row, number in enumerate(numbers):
+        region.rows_view[row] = payload(number, GEOMETRY)
+    return ended(tier, tier.store([Move(row, n, key_of(n), seal=True) for row, n in enumerate(numbers)]))
+
+
+def ended(tier: SlabTier | RowFileTier, ticket: int) -> set[Outcome]:
+    """What the moves of a batch ended with. Raises TierDown."""
+    found: list[set[Outcome]] = []
+
+    def over() -> bool:
+        found.extend(set(done.outcomes) for done in tier.poll() if done.ticket == ticket)
+        return bool(found)
+
+    assert wait_until(over)
+    return found[0]
+
+
+def serves(tier: SlabTier | RowFileTier, region: HostRegion) -> None:
+    for _ in tier.adopt():
+        pass
+    assert store(tier, region, range(ROWS)) == {Outcome.OK}
+    moves = [Move(row, row, key_of(row)) for row in range(ROWS)]
+    assert ended(tier, tier.load(moves)) == {Outcome.OK}
+
+
+def refused(tier: SlabTier | RowFileTier) -> str:
+    with pytest.raises(TierRefused) as refusal:
+        tier.open(NAMESPACE, 0)
+    assert str(refusal.value).startswith("path: ")
+    return str(refusal.value)
+
+
+def test_a_path_may_be_a_link_and_anybodys(tmp_path: Path, path: Path, region: HostRegion) -> None:
+    with suppress(PermissionError):
+        os.chown(path, STRANGER, STRANGER)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for layout in ("slabs", "files"):
+        tier = made(layout, link, region)
+        tier.open(NAMESPACE, 0)
+        serves(tier, region)
+        tier.close()
+        for place in path.rglob("*"):
+            assert place.stat().st_mode & 0o077 == 0, place
+            place.is_dir() or place.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(exist_ok=True)
+
+
+def _to_everybody(place: Path, victim: Path) -> str:
+    place.mkdir()
+    place.chmod(0o777)
+    (place / "probe.tmp").symlink_to(victim / "probe.tmp")
+    return f"{place} can be written to by others (mode 0777)"
+
+
+def _to_a_group(place: Path, _: Path) -> str:
+    place.mkdir()
+    place.chmod(0o770)
+    return f"{place} can be written to by others (mode 0770)"
+
+
+def _to_a_stranger(place: Path, _: Path) -> str:
+    if os.geteuid():
+        pytest.skip("needs to give a directory away")
+    place.mkdir(mode=0o755)
+    os.chown(place, STRANGER, STRANGER)
+    return f"{place} belongs to user {STRANGER}, and what this process makes there to user {os.geteuid()}"
+
+
+def _a_link(place: Path, victim: Path) -> str:
+    place.symlink_to(victim)
+    return f"{place} is no directory"
+
+
+def _a_pipe(place: Path, _: Path) -> str:
+    os.mkfifo(place)
+    return f"{place} is no directory"
+
+
+@pytest.mark.parametrize("prepare", [_to_everybody, _to_a_group, _to_a_stranger, _a_link, _a_pipe])
+@pytest.mark.parametrize("name", [HOME, ".incoming", f"{HOME}/0"])
+def test_a_directory_that_others_have_prepared_is_refused(
+    path: Path, region: HostRegion, victim: Path, name: str, prepare: Callable[[Path, Path], str]
+) -> None:
+    tier = made("files" if name == ".incoming" else "slabs", path, region)
+    place = path / name
+    if "/" in name:
+        place.parent.mkdir(mode=0o700)
+    wrong = prepare(place, victim)
+    assert refused(tier) == f"path: {wrong}: remove it, or give the tier a path of its own"
+    place.unlink() if place.is_symlink() or not place.is_dir() else shutil.rmtree(place)
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)
+    tier.close()
+
+
+@pytest.mark.parametrize("prepare", ["link", "name", "pipe", "stranger", "directory"])
+def test_a_lock_file_that_others_have_prepared_is_refused(
+    path: Path, region: HostRegion, victim: Path, prepare: str
+) -> None:
+    lock = path / ".ledger"
+    if prepare == "link":
+        lock.symlink_to(path / "made")
+    elif prepare == "name":
+        os.link(victim / "probe.tmp", lock)
+    elif prepare == "pipe":
+        os.mkfifo(lock, 0o600)
+    elif prepare == "directory":
+        lock.mkdir()
+    elif os.geteuid():
+        pytest.skip("needs to give a file away")
+    else:
+        lock.touch(0o666)
+        os.chown(lock, STRANGER, STRANGER)
+    tier = made("slabs", path, region)
+    assert str(lock) in refused(tier)
+    assert not (path / "made").exists()
+    lock.rmdir() if prepare == "directory" else lock.unlink()
+    tier.open(NAMESPACE, 0)
+    tier.close()
+
+
+@pytest.mark.parametrize("prepare", ["link", "pipe"])
+def test_a_prepared_request_for_room_is_neither_written_nor_read(path: Path, victim: Path, prepare: str) -> None:
+    wanted = path / ".wanted"
+    if prepare == "link":
+        wanted.symlink_to(victim / "probe.tmp")
+    else:
+        os.mkfifo(wanted, 0o600)
+    ledger = SlabQuota(path, CAPACITY)
+    with ledger.locked():
+        ledger.ask(None, 1 << 20)
+        assert ledger.asked_bytes(path) == 0
+    wanted.unlink()
+    with ledger.locked():
+        ledger.ask(None, 1 << 20)
+    assert json.loads(wanted.read_text())["bytes"] == 1 << 20
+
+
+def test_namespaces_of_others_are_not_forgotten_to_make_room(path: Path, region: HostRegion, victim: Path) -> None:
+    (path / ("ab" * 16)).symlink_to(victim)
+    open_to_all = path / ("cd" * 16)
+    (open_to_all / "0").mkdir(parents=True)
+    open_to_all.chmod(0o777)
+    for name in (".lock", "slab-00000.kv"):
+        (open_to_all / "0" / name).write_bytes(bytes(1 << 20))
+    os.mkfifo(open_to_all / "0" / "namespace.json")  # and nobody waits for who would write to it
+    (path / ".gone-x").symlink_to(victim)
+    tier = made("slabs", path, region, 8 << 20)
+    slots = tier.open(NAMESPACE, 0)
+    for start in range(0, slots, ROWS):
+        store(tier, region, range(start, min(start + ROWS, slots)))
+    assert (open_to_all / "0" / "slab-00000.kv").exists()
+    tier.close()
+
+
+def test_row_files_of_others_are_not_evicted(path: Path, region: HostRegion, victim: Path) -> None:
+    (path / ("ab" * 16)).symlink_to(victim)
+    open_to_all = path / ("cd" * 16)
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    (open_to_all / "ab").symlink_to(victim / "ab")
+    ours = path / ("ef" * 16)
+    ours.mkdir(mode=0o700)
+    (ours / "ab").symlink_to(victim / "ab")
+    tier = made("files", path, region, 8 << 20)
+    slots = tier.open(NAMESPACE, 0)
+    for _ in tier.adopt():
+        pass
+    for start in range(0, 2 * slots, ROWS):
+        assert store(tier, region, range(start, start + ROWS)) == {Outcome.OK}
+    tier.close()
+
+
+def test_a_directory_that_is_exchanged_under_a_running_tier(
+    path: Path, region: HostRegion, victim: Path, tier: SlabTier | RowFileTier
+) -> None:
+    """Others may rename what stands in a directory that they can write to. Nothing goes where the new name leads."""
+    slots = tier.open(NAMESPACE, 0)
+    serves(tier, region)
+    (path / HOME).rename(path / "elsewhere")
+    (path / HOME).symlink_to(victim)
+    start, down = ROWS, ""
+    while not down:
+        try:
+            store(tier, region, range(start, start + ROWS))  # slabs grow, row files are made
+            tier.drop([(number, key_of(number)) for number in range(start, start + ROWS)])
+            tier.poll()
+        except TierDown as error:
+            down = str(error)
+        start = (start + ROWS) % (slots - ROWS)
+    assert str(path / HOME) in down
+    assert str(path / HOME) in refused(tier)
+    (path / HOME).unlink()
+    (path / "elsewhere").rename(path / HOME)
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)
+
+
+def test_where_rows_are_written_is_exchanged_under_a_running_tier(path: Path, region: HostRegion, victim: Path) -> None:
+    tier = made("files", path, region)
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)
+    (path / ".incoming").rename(path / "elsewhere")
+    (path / ".incoming").symlink_to(victim)
+    reasons: list[str] = []
+    with suppress(TierDown):
+        assert store(tier, region, range(ROWS, 2 * ROWS)) == {Outcome.FAILED}
+
+    def down() -> bool:
+        try:
+            tier.poll()
+        except TierDown as error:
+            reasons.append(str(error))
+        return bool(reasons)
+
+    assert wait_until(down)
+    assert "is no directory" in reasons[0]
+    tier.close()
+
+
+def test_a_replica_that_cannot_be_locked_costs_no_descriptor(path: Path, region: HostRegion) -> None:
+    lock = path / HOME / "0" / ".lock"
+    for place in (lock.parent.parent, lock.parent, lock):
+        place.mkdir(mode=0o700)
+    tier = made("slabs", path, region)
+    refused(tier)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        refused(tier)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    tier.close()
+
+
+def test_a_file_system_whose_modes_are_the_mounts_is_told_from_what_others_have_put_there(
+    path: Path, tier: SlabTier | RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an SMB share is with file_mode=0777: to remove what is refused would not help."""
+    plain = os.open
+
+    def for_all(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        descriptor = plain(name, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_CREAT:
+            os.fchmod(descriptor, 0o777)
+        return descriptor
+
+    with monkeypatch.context() as share:
+        share.setattr(os, "open", for_all)
+        sentence = refused(tier)
+    assert sentence.startswith(f"path: at {path} others can write to whatever is made (mode 0777")
+    assert "remove" not in sentence
+    assert list(path.iterdir()) == []
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)

@@ -1,0 +1,114 @@
+"""NIXL as movers use it: failures are states, and the agent goes on after them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.folder import through
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Transfer, TransferState
+
+GEOMETRY = Geometry(1, 8192 - 1024)
+ROW = GEOMETRY.row_bytes
+
+
+@pytest.fixture(scope="module")
+def agent() -> Agent:
+    return Agent.posix()
+
+
+@pytest.fixture
+def region(agent: Agent) -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, 64) as region:
+        registration = agent.register_region(region)
+        yield region
+        agent.deregister(registration)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "a file, with: odd characters"
+    path.write_bytes(bytes(64 * ROW))
+    return path
+
+
+def end(transfer: Transfer) -> TransferState:
+    deadline = time.monotonic() + 120
+    while transfer.state() is TransferState.PENDING:
+        assert time.monotonic() < deadline
+        time.sleep(0.0003)
+    transfer.release()
+    transfer.release()  # harmless
+    return transfer.state()
+
+
+def test_rows_go_out_and_come_back(agent: Agent, region: HostRegion, path: Path) -> None:
+    region.rows_view[:32] = 7
+    region.rows_view[32:] = 0
+    file = agent.register_file(str(path), 64 * ROW, direct=True)
+    (device,) = file.devices
+    out = [(region.address + row * ROW, ROW, (63 - row) * ROW, device) for row in range(32)]
+    back = [(region.address + row * ROW, ROW, row * ROW, device) for row in range(32, 64)]
+    assert end(agent.write(out)) is TransferState.DONE
+    assert end(agent.read(back)) is TransferState.DONE
+    assert (region.rows_view == 7).all()
+    agent.deregister(file)
+    assert path.read_bytes() == bytes(32 * ROW) + b"\7" * (32 * ROW)
+
+
+def test_a_failure_is_a_state_and_the_next_transfer_works(agent: Agent, region: HostRegion, path: Path) -> None:
+    file = agent.register_file(str(path), 1 << 30, direct=True)
+    (device,) = file.devices
+    beyond = [(region.address, ROW, 64 * ROW, device)]
+    unaligned = [(region.address, ROW, 100, device)]
+    unknown_memory = [(region.address + region.nbytes, ROW, 0, device)]
+    unknown_file = [(region.address, ROW, 0, device + 1000)]
+    good = [(region.address, ROW, 0, device)]
+    for bad in (beyond, unaligned, unknown_memory, unknown_file):
+        assert end(agent.read(bad)) is TransferState.FAILED
+        assert end(agent.read(good)) is TransferState.DONE
+    agent.deregister(file)
+
+
+def test_a_pending_transfer_is_not_released(agent: Agent, region: HostRegion, path: Path) -> None:
+    file = agent.register_file(str(path), 64 * ROW, direct=True)
+    transfer = agent.read([(region.address + row * ROW, ROW, row * ROW, file.devices[0]) for row in range(64)])
+    # File transfers make progress only when they are polled, so this one is certainly pending.
+    with pytest.raises(RuntimeError, match="pending"):
+        transfer.release()
+    assert end(transfer) is TransferState.DONE
+    agent.deregister(file)
+
+
+def test_files_that_were_opened_by_the_same_name_stay_apart(agent: Agent, region: HostRegion, tmp_path: Path) -> None:
+    """A tier names the file that it holds open by its descriptor, whose number the next one gets."""
+    paths, files, names = [tmp_path / f"file-{n}" for n in range(4)], [], set()
+    for path in paths:
+        path.write_bytes(bytes(ROW))
+        descriptor = os.open(path, os.O_RDWR)
+        names.add(through(descriptor))
+        files.append(agent.register_file(through(descriptor), ROW, direct=True))
+        os.close(descriptor)
+    assert len(names) == 1
+    transfers = []
+    for number, file in enumerate(files):
+        region.rows_view[number] = number + 1
+        transfers.append(agent.write([(region.address + number * ROW, ROW, 0, file.devices[0])]))
+    assert {end(transfer) for transfer in transfers} == {TransferState.DONE}
+    for file in files:
+        agent.deregister(file)
+    assert [path.read_bytes() for path in paths] == [bytes([number + 1]) * ROW for number in range(4)]
+
+
+def test_what_cannot_be_had_is_one_sentence(agent: Agent, tmp_path: Path) -> None:
+    with pytest.raises(AgentError, match="POSIX cannot register FILE"):
+        agent.register_file(str(tmp_path / "missing"), ROW, direct=True)
+    with pytest.raises(AgentError, match="NO_SUCH is not available") as failure:
+        Agent("NO_SUCH", {"secret_key": "hunter2"}, "FILE")
+    assert "hunter2" not in str(failure.value)
