@@ -295,8 +295,8 @@ def test_a_table_made_by_another_process_and_sent_over_a_socket() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = (
         "import socket, sys, numpy as np\n"
-        "from nixl_tiers.memory.cold_index import TableBuilder, key_digests\n"
-        "builder = TableBuilder()\n"
+        "from nixl_tiers.memory.cold_index import ColdIndexBuilder, key_digests\n"
+        "builder = ColdIndexBuilder()\n"
         "builder.add_many(key_digests([b'a', b'b']), np.array([4, 2], np.uint32), np.array([9, 8], np.uint32))\n"
         "socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b'table'], [builder.build(5)])\n"
     )

@@ -136,7 +136,7 @@ class ListedQuick(Quick):
 class Line:
     """A teller on a socket, and a clock."""
 
-    def __init__(self, tier: Listed, slots: int = 100) -> None:
+    def __init__(self, tier: ListedQuick, slots: int = 100) -> None:
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(False)
         self.theirs = theirs
@@ -186,40 +186,40 @@ def kinds(heard: list[ToCoordinator | SharedColdIndex]) -> list[object]:
 @pytest.mark.usefixtures("nothing_leaks")
 class TestTeller:
     def test_a_short_listing_is_told_row_by_row(self) -> None:
-        line = Line(Listed(entries(0, 1), [], entries(1, 2)))
+        line = Line(ListedQuick(entries(0, 1), [], entries(1, 2)))
         assert kinds(line.hear(1.0)) == [1, 1, "end"]
         line.close()
 
     def test_a_long_one_ends_with_a_table(self) -> None:
-        line = Line(Listed(entries(0, 2), entries(2, 5), [], entries(5, 9)))
+        line = Line(ListedQuick(entries(0, 2), entries(2, 5), [], entries(5, 9)))
         assert kinds(line.hear(1.0)) == [2, -7, "end"]
         assert line.teller.keys([(0, key_digest(b"8"))]) == [(0, b"8")]
         line.close()
 
     def test_a_listing_that_pauses_tells_what_it_has(self) -> None:
         wait = [[]] * int(2 * PAUSE_S / LOOK_S)
-        line = Line(Listed(entries(0, 2), entries(2, 5), *wait, entries(5, 9)))
+        line = Line(ListedQuick(entries(0, 2), entries(2, 5), *wait, entries(5, 9)))
         assert kinds(line.hear(4 * PAUSE_S)) == [2, -3, -4, "end"]
         line.close()
 
     def test_the_engine_gets_no_more_than_a_few_tables(self) -> None:
         wait = [[]] * int(2 * PAUSE_S / LOOK_S)
         parts = [part for n in range(2, 12) for part in (entries(n, n + 1), *wait)]
-        line = Line(Listed(entries(0, 2), *parts))
+        line = Line(ListedQuick(entries(0, 2), *parts))
         heard = kinds(line.hear(25 * PAUSE_S))
         assert heard == [2, *[-1] * (MAX_TABLES - 1), -(10 - MAX_TABLES + 1), "end"]
         line.close()
 
     def test_rows_without_a_place_are_dropped(self) -> None:
-        tier = Listed(entries(0, 2), entries(2, 9))
+        tier = ListedQuick(entries(0, 2), entries(2, 9))
         line = Line(tier, slots=7)
         assert kinds(line.hear(1.0)) == [2, -5, "end"]
         assert sorted(tier.dropped) == [(7, b"7"), (8, b"8")]
         line.close()
 
     def test_changes_are_told_one_by_one(self) -> None:
-        tier = Listed(entries(0, 2), entries(2, 9))
-        tier.__class__ = type("Shared", (Listed,), {"relist_s": 5.0})
+        tier = ListedQuick(entries(0, 2), entries(2, 9))
+        tier.__class__ = type("Shared", (ListedQuick,), {"relist_s": 5.0})
         line = Line(tier)
         assert kinds(line.hear(1.0)) == [2, -7, "end"]
         tier.batches = [entries(20, 24)]
@@ -227,7 +227,7 @@ class TestTeller:
         line.close()
 
     def test_a_table_waits_for_an_engine_that_does_not_read(self) -> None:
-        line = Line(Listed(entries(0, 2), entries(2, 9)))
+        line = Line(ListedQuick(entries(0, 2), entries(2, 9)))
         line.teller.step(line.now)
         while not line.outbox:
             line.outbox.send(Finished(1, bytes(1000), 0.0))
@@ -249,7 +249,7 @@ class TestTeller:
         line.close()
 
     def test_a_table_for_an_engine_that_has_gone_is_closed(self) -> None:
-        line = Line(Listed())
+        line = Line(ListedQuick())
         while not line.outbox:
             line.outbox.send(Finished(1, bytes(1000), 0.0))
         line.adoption.take(entries(0, 2))

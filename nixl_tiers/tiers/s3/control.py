@@ -153,7 +153,7 @@ class S3Control:
         if self._quick is None:
             return None
         try:
-            found = self._quick.head_object(S3Control=self._tier.bucket, Key=name)
+            found = self._quick.head_object(Bucket=self._tier.bucket, Key=name)
         except ClientError as error:
             return False if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
         date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -241,7 +241,7 @@ class S3Control:
         self._check_at = time.monotonic() + CHECK_S
         with contextlib.suppress(BotoCoreError, ClientError):
             name = f"{self._tier.prefix}/{PROBE_NAME}"
-            self._client.put_object(S3Control=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
+            self._client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
 
     def _connect(self) -> None:
         assert self._probe is not None
@@ -251,7 +251,7 @@ class S3Control:
             if self._session is None:
                 self._session = session_of(self._tier)
             client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
-            answer = client.head_bucket(S3Control=self._tier.bucket)
+            answer = client.head_bucket(Bucket=self._tier.bucket)
             told = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
             configured, self.region = self.region, settled_region(self._tier, self.region, told)
             if configured.source is not None and configured != self.region:
@@ -279,7 +279,7 @@ class S3Control:
         request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         stay: Sequence[str]
         try:
-            answer = self._client.delete_objects(S3Control=self._tier.bucket, Delete=request)
+            answer = self._client.delete_objects(Bucket=self._tier.bucket, Delete=request)
             stay = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
         except (BotoCoreError, ClientError):
             stay = names

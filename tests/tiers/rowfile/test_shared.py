@@ -170,7 +170,7 @@ def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path)
     name_of_a_dead_one = [
         sys.executable,
         "-c",
-        "from nixl_tiers.tiers.rowfile.temp_names import Writer; print(Writer().name())",
+        "from nixl_tiers.tiers.rowfile.temp_names import TempNames; print(TempNames().name())",
     ]
     dead = subprocess.run(name_of_a_dead_one, check=True, capture_output=True, text=True).stdout.strip()
     elsewhere = "elsewhere-" + ours.partition("-")[2]

@@ -56,7 +56,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def driver(faulty: FaultyS3) -> Iterator[Driver]:
-    with Driver(SMALL, 32, control="kv-rights", endpoint=faulty.endpoint) as driver:
+    with Driver(SMALL, 32, bucket="kv-rights", endpoint=faulty.endpoint) as driver:
         driver.open()
         yield driver
 
@@ -144,7 +144,7 @@ def test_the_probe_is_one_object_that_is_no_row(driver: Driver, faulty: FaultyS3
 
 
 def test_a_tier_that_only_reads_never_asks_for_uploads(faulty: FaultyS3) -> None:
-    with Driver(SMALL, 4, control="kv-rights", endpoint=faulty.endpoint, write="off") as driver:
+    with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, write="off") as driver:
         driver.open()
         faulty.fault = denying(is_get)
         driver.load([1])
@@ -178,7 +178,7 @@ def test_a_server_whose_answers_lack_something_does_not_end_the_janitor(faulty: 
     """This one sends no ETag."""
     count = [0]
     faulty.fault = lambda request: knows_conditions(request, count)
-    with Driver(SMALL, 4, control="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+    with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.open()
         assert wait_until(lambda: "shared prefix" in driver.tier.denials)
         asked = len(faulty.requests)
@@ -193,7 +193,7 @@ def test_on_a_shared_prefix_the_janitor_hears_of_it(faulty: FaultyS3, kind: str)
     count = [0]
     denied = denying(KINDS[kind])
     faulty.fault = lambda request: denied(request) or knows_conditions(request, count)
-    with Driver(SMALL, 4, control="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+    with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.tier.open(NAMESPACE, 0)
         assert wait_until(lambda: kind in driver.tier.denials)
 

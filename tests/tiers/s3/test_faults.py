@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("object_credentials")
 
 @pytest.fixture
 def driver(faulty: FaultyS3) -> Iterator[Driver]:
-    with Driver(SMALL, 32, control="kv-faults", endpoint=faulty.endpoint) as driver:
+    with Driver(SMALL, 32, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
         driver.open()
         yield driver
 
@@ -62,13 +62,13 @@ def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[
 
 class TestOpen:
     def test_a_missing_bucket_is_refused_by_name(self, s3_server: S3Server) -> None:
-        with Driver(SMALL, 4, control="no-such-bucket", endpoint=s3_server.endpoint) as driver:
+        with Driver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver:
             caught = driver.fails_to_open(TierRefused, r'^bucket: there is no bucket "no-such-bucket" at http://127')
         assert "\n" not in str(caught)
 
     def test_a_server_that_is_down_comes_up_later(self) -> None:
         server = MotoServer()
-        with server, Driver(SMALL, 4, control="kv-faults", endpoint=server.endpoint) as driver:
+        with server, Driver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
             for _ in range(2):
                 started = time.monotonic()
                 with pytest.raises(TierDown, match="does not answer"):
@@ -79,7 +79,7 @@ class TestOpen:
             assert driver.store([1]) == [Outcome.OK]
 
     def test_a_server_that_accepts_and_says_nothing(self) -> None:
-        with moto_server() as server, Driver(SMALL, 4, control="kv-faults", endpoint=server.endpoint) as driver:
+        with moto_server() as server, Driver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
             server.make_bucket("kv-faults")
             server.pause()
             started = time.monotonic()
@@ -91,7 +91,7 @@ class TestOpen:
 
     @pytest.mark.parametrize("status", [400, 403, 500, 503])
     def test_an_error_is_no_refusal(self, faulty: FaultyS3, status: int) -> None:
-        with Driver(SMALL, 4, control="kv-faults", endpoint=faulty.endpoint) as driver:
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
             faulty.fault = failing("HEAD", status=status)
             driver.fails_to_open(TierDown, str(status))
             faulty.fault = lambda _: None
@@ -121,7 +121,7 @@ class TestCredentials:
         self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "w0ngSecretThatMustNotShow")
-        with Driver(SMALL, 4, control="readiness", endpoint=seaweedfs.endpoint) as driver:
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
             caught = driver.fails_to_open(TierDown, "refuses these credentials")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
             driver.open()
@@ -134,7 +134,7 @@ class TestCredentials:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         names = {"access_key_env": "KV_ACCESS", "secret_key_env": "KV_SECRET"}
-        with Driver(SMALL, 4, control="readiness", endpoint=seaweedfs.endpoint, **names) as driver:
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, **names) as driver:
             monkeypatch.setenv("KV_ACCESS", ACCESS_KEY)
             driver.fails_to_open(TierRefused, r"^secret_key_env: the environment variable KV_SECRET is not set$")
             monkeypatch.setenv("KV_SECRET", "expired")
@@ -149,7 +149,7 @@ class TestCredentials:
         # The chain's variables must not win over the file that the configuration names.
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
         path = tmp_path / "credentials"
-        with Driver(SMALL, 4, control="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
             driver.fails_to_open(TierDown, "no credentials")
             path.write_text("[default]\naws_access_key_id = only-half\n")
             driver.fails_to_open(TierDown, "cannot be read")
@@ -162,9 +162,9 @@ class TestCredentials:
         path.write_text(_credentials_file(ACCESS_KEY, "kv"))
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
-        with Driver(SMALL, 4, control="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
             driver.open()
-        with Driver(SMALL, 4, control="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:
             driver.fails_to_open(TierDown, r'^profile: there is no profile "nobody" in ')
 
     def test_a_profile_of_the_environment(
@@ -192,7 +192,7 @@ class TestCredentials:
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
             monkeypatch.setenv(name, str(tmp_path / "nothing"))
-        with Driver(SMALL, 4, control="readiness", endpoint=seaweedfs.endpoint) as driver:
+        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
             driver.fails_to_open(TierDown, "in the AWS credential chain")
 
     def test_renewed_ones_are_used_without_reopening(
@@ -201,7 +201,7 @@ class TestCredentials:
         monkeypatch.setattr(control, "RENEW_S", 0.05)
         path = tmp_path / "credentials"
         path.write_text(_credentials_file("first-key"))
-        with Driver(SMALL, 4, control="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
             driver.open()
             driver.store([1])
             path.write_text(_credentials_file("second-key"))
@@ -221,7 +221,7 @@ class TestCredentials:
         valid = ["first-token"]
         faulty.fault = lambda request: None if request.session_token in valid else 403
         path.write_text(_credentials_file("role", token="first-token"))
-        with Driver(SMALL, 16, control="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        with Driver(SMALL, 16, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
             driver.open()
             assert driver.store(range(6)) == [Outcome.OK] * 6
             faulty.hold = threading.Event()
@@ -253,7 +253,7 @@ class TestCredentials:
         monkeypatch.setattr(control, "DOUBT_S", 0.05)
         path = tmp_path / "credentials"
         path.write_text(_credentials_file("first-key"))
-        with Driver(SMALL, 4, control="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
             driver.open()
             driver.store([1])
             faulty.fault = lambda request: 403 if request.access_key == "first-key" else None
@@ -280,13 +280,13 @@ class TestTls:
                 (server.endpoint.replace("https:", "http:"), "speaks https, not http"),
                 (faulty.endpoint.replace("http:", "https:"), "speaks http, not https"),
             ):
-                with Driver(SMALL, 4, control="kv-faults", endpoint=endpoint) as driver:
+                with Driver(SMALL, 4, bucket="kv-faults", endpoint=endpoint) as driver:
                     caught = driver.fails_to_open(TierDown, f" at {endpoint}: {speaks}")
                 assert "endpoint" in str(caught)
 
     def test_a_bad_request_is_no_sign_of_tls(self, faulty: FaultyS3) -> None:
         faulty.fault = failing("HEAD", status=400)
-        with Driver(SMALL, 4, control="kv-faults", endpoint=faulty.endpoint) as driver:
+        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
             driver.fails_to_open(TierDown, "does not accept the request")
 
     def test_nixl_checks_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ class TestTransfers:
     def test_a_server_that_dies_and_comes_back(self, s3_prefix: str) -> None:
         with SeaweedServer().start() as server:
             server.make_bucket("kv-faults")
-            with Driver(SMALL, 32, control="kv-faults", prefix=s3_prefix, endpoint=server.endpoint) as driver:
+            with Driver(SMALL, 32, bucket="kv-faults", prefix=s3_prefix, endpoint=server.endpoint) as driver:
                 driver.open()
                 numbers = list(range(8))
                 assert driver.store(numbers) == [Outcome.OK] * 8
