@@ -14,16 +14,22 @@ from typing import Final
 import pytest
 import yaml
 
-from nixl_tiers import config
-from nixl_tiers.config import CpuTier, FileTier, S3Tier, TiersConfig
-from nixl_tiers.config_warnings import warnings_of
+from nixl_tiers.config import schema
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
+from nixl_tiers.config.warnings import warnings_of
 
 ROOT: Final = Path(__file__).parents[1]
 GUIDE: Final = ROOT / "docs/guide"
 PAGES: Final = [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]
 CPU: Final = {"type": "cpu", "capacity": "1GiB"}
 POINTED: Final = "/etc/kv/tiers.yaml"  # the file that examples name instead of tiers
-MODELS: Final = {"top level": TiersConfig, "file": FileTier, "s3": S3Tier, "file, s3": S3Tier, "every tier": S3Tier}
+MODELS: Final = {
+    "top level": TiersConfig,
+    "file": FileConfig,
+    "s3": S3Config,
+    "file, s3": S3Config,
+    "every tier": S3Config,
+}
 
 
 def examples(text: str) -> Iterator[str]:
@@ -44,7 +50,7 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
     file = tmp_path / "tiers.json"
     file.write_text(json.dumps({"tiers": [CPU]}))
     for source in examples(page.read_text()):
-        assert warnings_of(config.load(source.replace(POINTED, str(file)))) == []
+        assert warnings_of(schema.load(source.replace(POINTED, str(file)))) == []
 
 
 def test_examples_are_found() -> None:
@@ -68,7 +74,7 @@ def test_defaults_in_the_readme_are_those_of_the_schema() -> None:
 
 def test_every_field_stands_in_the_readme_or_the_guide() -> None:
     listed = set(re.findall(r"[`{ ](\w+)[`:]", "\n".join(page.read_text() for page in PAGES)))
-    for model in (CpuTier, *MODELS.values()):
+    for model in (CpuConfig, *MODELS.values()):
         assert set(model.model_fields) <= listed
 
 
@@ -87,7 +93,7 @@ def test_every_line_that_troubleshooting_quotes_stands_in_the_code() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    fields = [field for model in (CpuTier, *MODELS.values()) for field in model.model_fields]
+    fields = [field for model in (CpuConfig, *MODELS.values()) for field in model.model_fields]
     said = "\n".join([*texts, *fields, *map(os.strerror, errno.errorcode)])
     found = list(quotes())
     assert len(found) > 80
