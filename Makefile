@@ -63,6 +63,7 @@ lint: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+	$(PY) docs/generate.py
 
 # Warnings are errors, and all pages are read anew: warnings about a page that has not changed would not come again.
 docs: $(VENV)/.ready

@@ -43,12 +43,15 @@ UNASKED_S: Final = 1.0  # for a store that nobody closed: its process may be abo
 def open(  # noqa: A001 - nixl_tiers.open is what it is called
     config: Mapping[str, Any] | str | Path | TiersConfig, chunk_bytes: int, namespace: str
 ) -> TieredStore:
-    """A store of chunks of `chunk_bytes` bytes. Chunks put under another `namespace` are never found in this one.
+    """Open a store of chunks of `chunk_bytes` bytes each. Chunks put under another `namespace` are never found in it.
 
-    Returns when each tier has told what it holds, or is down, at the latest after `ready_s` of the configuration (10 s
-    by default); see `TieredStore.wait_ready`.
+    config: a dict, JSON text, or the path of a .json, .yaml or .yml file.
 
-    Raises ConfigError (one sentence), RegionError if the memory cannot be had.
+    Returns when each tier has listed what it holds, or is down, at the latest after `ready_s` of the configuration
+    (default 10 s); see `TieredStore.wait_ready`. A tier that is down is retried while the store is open.
+
+    Raises ConfigError (one sentence) if the configuration can never work, RegionError (a RuntimeError) if
+    the memory for the cpu tier cannot be had.
     """
     checked = config if isinstance(config, TiersConfig) else configuration.load(_source(config))
     chunk_bytes = _chunk_bytes(chunk_bytes)
@@ -84,10 +87,10 @@ def _chunk_bytes(value: object) -> int:
 
 
 class TieredStore:
-    """Puts and gets chunks by key, over a host region and any number of storage tiers.
+    """Puts and gets chunks by key, over host memory and any number of storage tiers.
 
-    `coordinator` is the non-blocking interface below, for schedulers. Thread-safe. Close it, or use it as a context
-    manager.
+    Made by `nixl_tiers.open`. Thread-safe. Close it, or use it as a context manager. `coordinator` is the non-blocking
+    interface below, for schedulers.
     """
 
     def __init__(self, coordinator: Coordinator, region: HostRegion, config: TiersConfig) -> None:
@@ -112,12 +115,12 @@ class TieredStore:
         patience_s: float = PATIENCE_S,
         ready_s: float | None = None,
     ) -> Self:
-        """A store over a region that the caller made or joined; closing the store closes the region too.
+        """A store over a region that the caller made or attached; closing the store closes the region too.
 
-        Waits at most `patience_s` for the tiers' word on their configuration. For what they hold: at most `ready_s` of
-        the configuration, else `ready_s`, else `patience_s`.
+        Waits at most `patience_s` seconds for the tiers to judge their configuration, and for their listings at most
+        `ready_s` of the configuration, else `ready_s`, else `patience_s` seconds.
 
-        Raises ConfigError if a tier can never work (no such bucket); a tier that is down heals by itself.
+        Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
         """
         for warning in (*warnings_of(config), *warnings_here(config)):
             log.warning("nixl_tiers: %s", warning)
@@ -133,15 +136,18 @@ class TieredStore:
             raise
 
     def put(self, keys: Sequence[Key], rows: Any) -> int:
-        """Store chunk `rows[i]` under `keys[i]`; returns how many of them, counted from the first, can be found now.
+        """Store chunk `rows[i]` under `keys[i]`. Returns how many of them, counted from the first, are in a tier now.
 
-        rows: n chunks of chunk_bytes bytes each: uint8 (n, chunk_bytes), an array or CPU tensor of any other type, or
-        a list of arrays, tensors or buffers. Storage tiers are written to behind the caller's back; who is faster than
-        they are is held up before rows would be evicted unwritten, by at most `wait_s` a batch, and not for longer than
-        that in all unless something is written meanwhile. Fewer than n are found where no tier has room for them: the
-        host tier is full of rows in use or of this put's own, and there is none below that could take them.
+        keys: bytes of length 1 to 112.
+        rows: n chunks of chunk_bytes bytes each: uint8 (n, chunk_bytes), an array or CPU tensor of any other type with
+        as many bytes, or a list of arrays, tensors or buffers.
 
-        Raises TypeError, ValueError for keys and rows that cannot be stored. RuntimeError after `close`.
+        Storage tiers are written in the background. A caller that is faster than they are is slowed down
+        (back-pressure) before rows would be evicted unwritten: by at most `wait_s` a batch, and by at most that in all
+        while nothing is written. Fewer than n are in a tier if no tier has room for them: host memory is full of
+        pinned rows or of this put's own, and no tier below could take them.
+
+        Raises TypeError or ValueError for keys and rows that cannot be stored, RuntimeError after `close`.
         """
         with self._call() as interrupts:
             keys = _checked_keys(keys)
@@ -175,13 +181,14 @@ class TieredStore:
             self.coordinator.end_call(name)  # whatever has happened; what is not marked has failed
 
     def get(self, keys: Sequence[Key], out: Any) -> list[bool]:
-        """Fetch chunks into `out`; True at i means that verified bytes of keys[i] are in out[i].
+        """Fetch chunks into `out`. True at i: verified bytes of keys[i] are in out[i]; else out[i] is unchanged.
 
-        out: uint8 (n, chunk_bytes), or a contiguous array or CPU tensor of any other type with as many bytes. Waits
-        for storage tiers, at most `wait_s` of the configuration for each part that fits the host tier; and where none
-        of them gives anything, at most that long in all. A tier that is still being listed may hold any key.
+        out: uint8 (n, chunk_bytes), or a contiguous array or CPU tensor of any other type with as many bytes.
 
-        Raises TypeError, ValueError for keys that cannot be and an `out` that does not fit. RuntimeError after `close`.
+        Waits for promotions from storage tiers: at most `wait_s` seconds for each part that fits into host memory, and
+        at most that in all if none of them yields anything. A tier that is still being listed may hold any key.
+
+        Raises TypeError or ValueError for invalid keys and an `out` that does not fit, RuntimeError after `close`.
         """
         with self._call() as interrupts:
             keys = _checked_keys(keys)
@@ -218,29 +225,33 @@ class TieredStore:
         return hits
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
-        """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None."""
+        """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None. Loads nothing.
+
+        Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
+        """
         self._check_open()
         return self.coordinator.locate(_checked_keys(keys))
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until each tier has told all that it held, or that it is down; False if that took longer than
-        `timeout_s`. Until then `get` waits for keys that nobody knows (within `wait_s`), `locate` does not find them,
-        and nothing is written to the tier."""
+        """Wait until each tier has listed all that it held, or is down. False if that took longer than `timeout_s`
+        seconds (None: no limit). Until then `get` waits for unknown keys (within `wait_s`), `locate` does not find
+        them, and nothing is written to the tier."""
         self._check_open()
         ready = self._wait_for(lambda: self._closed or self.coordinator.ready, timeout_s)
         self._check_open()
         return ready
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every cascade has finished or failed; False if that took longer than `timeout_s`."""
+        """Wait until every write to a storage tier has finished or failed. False if that took longer than `timeout_s`
+        seconds (None: no limit)."""
         self._check_open()
         done = self._wait_for(lambda: self._closed or self.coordinator.backlog() == 0, timeout_s)
         self._check_open()
         return done
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Counters and gauges by tier, the same numbers as the metrics; and as "problem" a sentence about what is
-        wrong with the tier, as far as it is known, else an empty one."""
+        """Counters and gauges by tier, the same numbers as the metrics (bytes where a name says so, else rows), and as
+        "problem" a sentence about what is wrong with the tier, as far as it is known, else ""."""
         self._check_open()
         problems = self.coordinator.problems()
         return {name: {**numbers, "problem": problems[name]} for name, numbers in self.coordinator.counters().items()}
@@ -251,8 +262,9 @@ class TieredStore:
             self.coordinator.reset()
 
     def close(self, patience_s: float = LEAVE_S) -> None:
-        """Let movers finish what runs and leave. What was not written below yet is lost: `flush` first, or configure
-        `flush_on_exit_s` for tiers with `write: on_evict`."""
+        """End the store. Moves that run are finished, for at most `patience_s` seconds. Chunks that are not written to
+        a storage tier yet are lost: `flush` first, or configure `flush_on_exit_s` for tiers with `write: on_evict`.
+        A second call, and one in a forked child, does nothing."""
         if self._closed or os.getpid() != self._pid:  # a forked child leaves its parent's store alone
             return
         self._closed = True
@@ -270,10 +282,12 @@ class TieredStore:
 
     @property
     def sub_blocks(self) -> int:
+        """How many parts of a chunk may be absent on their own: blocks of vLLM in a chunk; 1 with `nixl_tiers.open`."""
         return self._region.geometry.sub_blocks
 
     @property
     def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
         return self._region.geometry.payload_bytes
 
     def __repr__(self) -> str:

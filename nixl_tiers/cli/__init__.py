@@ -17,8 +17,8 @@ _CODES: Final = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 it failed, 2 the input is wrong."""
+def arguments() -> argparse.ArgumentParser:
+    """The commands and what each of them takes."""
     parser = argparse.ArgumentParser(prog="nixl-tiers", description="KV cache beyond GPU memory.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -33,7 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     commands.add_parser("doctor", help="what this machine has for copies between GPU and host")
 
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 it failed, 2 the input is wrong."""
+    chosen = arguments().parse_args(given)
     try:
         if chosen.command == "config":
             from nixl_tiers.cli.config import check

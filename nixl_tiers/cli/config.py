@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from nixl_tiers.config import schema
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
@@ -21,15 +22,6 @@ _MEANINGS: Final = {
     ("probe_s", None): "the longest that a request waits to hear of other engines' chunks",
     ("ready_s", None): "the longest that opening waits for tiers to tell what they hold",
     ("flush_on_exit_s", None): "the longest that closing waits for chunks that no tier holds yet",
-}
-# What holds where nothing stands; fields that are not named here are left out until they are set.
-_UNSET: Final = {
-    "model_id": "the weights are recognised by their files",
-    "max_age": "none, chunks stay for as long as they fit",
-    "endpoint": "AWS",
-    "region": "AWS_REGION, AWS_DEFAULT_REGION, the profile's, or the bucket's own",
-    "replicas": "as vLLM says",
-    "ready_s": "10 s in nixl_tiers.open, 3 s in vLLM",
 }
 _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
 
@@ -69,19 +61,19 @@ def _fields(model: BaseModel) -> list[str]:
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         given = name in model.model_fields_set
-        if name in ("type", "tiers") or (not given and field.default in (None, "") and name not in _UNSET):
+        if name in ("type", "tiers") or (not given and field.default in (None, "") and not schema.unset(field)):
             continue
         meaning = _MEANINGS.get((name, value)) or _MEANINGS.get((name, None))
-        rows.append((name, _shown(name, value) + ("" if given else " (default)"), meaning))
+        rows.append((name, _shown(name, value, field) + ("" if given else " (default)"), meaning))
     if isinstance(model, S3Config) and all(getattr(model, way) is None for way in _CREDENTIALS):
         rows.append(("credentials", "the AWS chain (default)", None))
     widest = max((len(name) for name, _, _ in rows), default=0)
     return [f"  {name:<{widest}}  {text}{f': {meaning}' if meaning else ''}" for name, text, meaning in rows]
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: Any, field: FieldInfo) -> str:
     if value is None:
-        return _UNSET.get(name, "none")
+        return schema.unset(field) or "none"
     if isinstance(value, bool):
         return str(value).lower()
     if name == "capacity":

@@ -13,7 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from nixl_tiers.config import fields
 from nixl_tiers.config import source as config_source
@@ -58,14 +68,41 @@ __all__ = [
 ]
 
 Size = Annotated[int, BeforeValidator(parse_size)]
-Age = Annotated[float | None, BeforeValidator(parse_age)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]  # a field adds its bounds
 AbsolutePath = Annotated[Path, BeforeValidator(fields.absolute)]
 EnvironmentName = Annotated[str | None, BeforeValidator(fields.environment_name)]
 Write = Literal["through", "on_evict", "off"]
-WriteField = Annotated[Write, BeforeValidator(fields.write_policy)]
 Eviction = Literal["lru", "s3fifo", "arc"]
 Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
+
+
+def unset(field: FieldInfo) -> str:
+    """What holds while a field whose default is None is not given, for people; "" where that needs no words."""
+    extra = field.json_schema_extra
+    return str(extra.get("unset", "")) if isinstance(extra, dict) else ""
+
+
+def _unset(meaning: str) -> dict[str, JsonValue]:
+    return {"unset": meaning}
+
+
+EvictionField = Annotated[Eviction, Field(description="eviction policy")]
+WriteField = Annotated[
+    Write,
+    BeforeValidator(fields.write_policy),
+    Field(
+        description="`through`: every chunk is written; `on_evict`: when the tier above evicts it (write-back); "
+        "`off`: read only"
+    ),
+]
+Age = Annotated[
+    float | None,
+    BeforeValidator(parse_age),
+    Field(
+        description="chunks older than this (TTL) are misses, and are deleted",
+        json_schema_extra=_unset("none, chunks stay for as long as they fit"),
+    ),
+]
 
 
 class _Model(BaseModel):
@@ -75,27 +112,34 @@ class _Model(BaseModel):
 class CpuConfig(_Model):
     """The host tier: `capacity` bytes of memory per node."""
 
-    type: Literal["cpu"]
-    capacity: Size
-    eviction: Eviction = "lru"
+    type: Literal["cpu"] = Field(description="kind of the tier")
+    capacity: Size = Field(description="budget in host memory, per node")
+    eviction: EvictionField = "lru"
 
 
 class FileConfig(_Model):
-    """A directory: `capacity` bounds every byte below `path`, whatever has lived there.
+    """A directory."""
 
-    `layout`: "slabs" on a disk of this node; "files" where several engines share the directory.
-    `require_mount`: whether the tier is down while `path` lies on the file system of the root directory.
-    `max_age`: seconds after which a row is no longer served, and is deleted; None keeps rows for as long as they fit.
-    """
-
-    type: Literal["file"]
-    path: AbsolutePath
-    capacity: Size
-    layout: Literal["slabs", "files"] = "slabs"
-    require_mount: Annotated[bool, Field(strict=True)] = False
-    backend: Literal["auto", "posix", "gds_mt"] = "auto"
+    type: Literal["file"] = Field(description="kind of the tier")
+    path: AbsolutePath = Field(description="directory of the tier; made with mode 0700 if it does not exist")
+    capacity: Size = Field(description="budget of everything below `path`, of all namespaces that ever lived there")
+    layout: Literal["slabs", "files"] = Field(
+        "slabs",
+        description="`slabs`: fastest, for a disk of this node; `files`: one file a chunk, for a "
+        "directory that several engines share",
+    )
+    require_mount: bool = Field(
+        False,
+        strict=True,
+        description="the tier is down, and creates nothing, while `path` lies on the file system of `/` "
+        "because its disk is not mounted",
+    )
+    backend: Literal["auto", "posix", "gds_mt"] = Field(
+        "auto",
+        description="NIXL plugin between host memory and files; `gds_mt`: GPUDirect Storage, `auto`: `posix`",
+    )
     write: WriteField = "through"
-    eviction: Eviction = "lru"
+    eviction: EvictionField = "lru"
     max_age: Age = None
 
     @property
@@ -105,30 +149,62 @@ class FileConfig(_Model):
 
 
 class S3Config(_Model):
-    """A prefix of a bucket. Without `endpoint`: AWS. Without any credential field: the usual AWS chain.
+    """A prefix of a bucket. Without any credential field: the usual AWS chain."""
 
-    `shared`: several engines use the prefix at once, and keep its capacity together. `max_age`: as in FileTier.
-    `sse`, `sse_key`: the tier is down unless the bucket encrypts so by default.
-    """
-
-    type: Literal["s3"]
-    bucket: Annotated[str, BeforeValidator(fields.bucket)]
-    prefix: Annotated[str, BeforeValidator(fields.prefix)] = "nixl-tiers"
-    endpoint: Annotated[str | None, BeforeValidator(fields.endpoint)] = None
-    region: Annotated[str | None, BeforeValidator(fields.region)] = None
-    capacity: Size
-    shared: Annotated[bool, Field(strict=True)] = False
+    type: Literal["s3"] = Field(description="kind of the tier")
+    bucket: Annotated[str, BeforeValidator(fields.bucket)] = Field(description="name of the bucket")
+    prefix: Annotated[str, BeforeValidator(fields.prefix)] = Field(
+        "nixl-tiers",
+        description="where in the bucket the tier's objects are",
+    )
+    endpoint: Annotated[str | None, BeforeValidator(fields.endpoint)] = Field(
+        None,
+        description="URL of the server, `http:` or `https:`",
+        json_schema_extra=_unset("AWS"),
+    )
+    region: Annotated[str | None, BeforeValidator(fields.region)] = Field(
+        None,
+        description="region that requests are signed for",
+        json_schema_extra=_unset("AWS_REGION, AWS_DEFAULT_REGION, the profile's, or the bucket's own"),
+    )
+    capacity: Size = Field(description="budget of all rows below `prefix`, of all namespaces that ever lived there")
+    shared: bool = Field(
+        False,
+        strict=True,
+        description="several engines use this prefix, find each other's chunks and keep its `capacity` together",
+    )
     write: WriteField = "through"
-    eviction: Eviction = "lru"
+    eviction: EvictionField = "lru"
     max_age: Age = None
-    profile: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    credentials_file: AbsolutePath | None = None
-    access_key_env: EnvironmentName = None
-    secret_key_env: EnvironmentName = None
-    session_token_env: EnvironmentName = None
-    ca_file: AbsolutePath | None = None
-    sse: Sse | None = None
-    sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = None
+    profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        None,
+        description="profile of AWS's own files that has the credentials",
+    )
+    credentials_file: AbsolutePath | None = Field(
+        None,
+        description="file that has the credentials, in the format of AWS's `credentials` file",
+    )
+    access_key_env: EnvironmentName = Field(
+        None,
+        description="name of the environment variable that holds the access key id",
+    )
+    secret_key_env: EnvironmentName = Field(
+        None,
+        description="name of the environment variable that holds the secret key",
+    )
+    session_token_env: EnvironmentName = Field(
+        None,
+        description="name of the environment variable that holds the session token",
+    )
+    ca_file: AbsolutePath | None = Field(None, description="certificates (PEM) that verify the endpoint")
+    sse: Sse | None = Field(
+        None,
+        description="default encryption that the bucket must have; the tier is down while it has another",
+    )
+    sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
+        None,
+        description="KMS key that this encryption must use: its id, alias or ARN",
+    )
 
     @property
     def place(self) -> str:
@@ -157,25 +233,53 @@ TierConfig = Annotated[CpuConfig | FileConfig | S3Config, Field(discriminator="t
 
 
 class TiersConfig(_Model):
-    """What `load` returns.
+    """What `load` returns."""
 
-    `wait_s` is the longest that a request waits for promotions; `probe_s` the longest that it waits to hear whether
-    another engine has stored its chunks to a shared tier (0: nobody is asked); `flush_on_exit_s` the longest that
-    closing a store waits for rows that a tier with `write: on_evict` does not hold yet; `ready_s` the longest that
-    opening waits for tiers to tell what they hold (0: not at all; None: as the one who opens it thinks best);
-    `replicas` how many engines of this node share the capacity of the cpu tier.
-    """
-
-    tiers: tuple[TierConfig, ...]
-    model_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    salt: Annotated[str, Field(max_length=512)] = ""
-    lora_storage: Annotated[bool, Field(strict=True)] = False
-    on_reset: Literal["new_epoch", "keep"] = "new_epoch"
-    wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = 10.0
-    probe_s: Annotated[Seconds, Field(ge=0, le=60)] = 0.25
-    ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = None
-    flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = 0.0
-    replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
+    tiers: tuple[TierConfig, ...] = Field(
+        description="the cpu tier first and once, then storage tiers in the order in which they are searched",
+    )
+    model_id: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        None,
+        description="names the weights, where they cannot be identified by their files",
+        json_schema_extra=_unset("the weights are recognised by their files"),
+    )
+    salt: Annotated[str, Field(max_length=512)] = Field(
+        "",
+        description="engines with different salts never share a chunk; not a secret",
+    )
+    lora_storage: bool = Field(
+        False,
+        strict=True,
+        description="allows storage tiers with LoRA, of whose adapters vLLM hashes the names only",
+    )
+    on_reset: Literal["new_epoch", "keep"] = Field(
+        "new_epoch",
+        description="`new_epoch`: after sleep or a weight update nothing stored before is a hit; `keep`: "
+        "it stays valid",
+    )
+    wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = Field(
+        10.0,
+        description="the longest that a request waits for chunks to be promoted (prefetched) from storage",
+    )
+    probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
+        0.25,
+        description="the longest that a request waits for existence checks on a shared prefix, of chunks "
+        "that another engine may have stored; 0: no checks",
+    )
+    ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = Field(
+        None,
+        description="the longest that opening waits for tiers to list what they hold; 0: not at all",
+        json_schema_extra=_unset("10 s in nixl_tiers.open, 3 s in vLLM"),
+    )
+    flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = Field(
+        0.0,
+        description="the longest that closing waits for chunks that no tier with `write: on_evict` holds yet",
+    )
+    replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
+        None,
+        description="how many data-parallel engines of this node share the `capacity` of the cpu tier",
+        json_schema_extra=_unset("as vLLM says"),
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> TiersConfig:

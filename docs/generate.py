@@ -1,0 +1,154 @@
+"""Write what pages of `reference/` repeat from the code, each between two comments: `python docs/generate.py`.
+
+configuration.md    from the fields of the schema (`nixl_tiers/config/schema.py`)
+command-line.md     from the argument parser (`nixl_tiers/cli/__init__.py`)
+python-api.md       from signatures and docstrings of what `nixl_tiers` exports
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, Final, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+import nixl_tiers
+from nixl_tiers.cli import arguments
+from nixl_tiers.config import fields
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, unset
+
+FOLDER: Final = Path(__file__).parent / "reference"
+BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
+# By the schema's own validators, and by pydantic's plain types.
+TYPES: Final[Mapping[object, str]] = {
+    fields.parse_size: "size",
+    fields.parse_age: "age",
+    fields.parse_seconds: "time",
+    fields.absolute: "absolute path",
+    fields.environment_name: "name of an environment variable",
+    str: "text",
+    bool: "`true`, `false`",
+    int: "whole number",
+}
+BOUNDS: Final = {"gt": "more than", "ge": "at least", "le": "at most"}
+
+
+def generate() -> dict[Path, str]:
+    """Every page that has generated blocks, as it should be."""
+    pages = {page: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
+    return {
+        page: BLOCK.sub(lambda match: f"{match[1]}\n{BLOCKS[match[2]]()}\n{match[3]}", text)
+        for page, text in pages.items()
+        if BLOCK.search(text)
+    }
+
+
+def top_level() -> str:
+    rows = [(name, *_row(field)) for name, field in TiersConfig.model_fields.items()]
+    return _table(["field", "type", "default", "meaning"], [(f"`{name}`", *row) for name, *row in rows])
+
+
+def tiers() -> str:
+    """One row a field. What several tiers have alike is one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for kind, model in MODELS.items():
+        for name, field in model.model_fields.items():
+            row = _row(field) if name != "type" else ("`cpu`, `file`, `s3`", *_row(field)[1:])
+            rows.setdefault((f"`{name}`", *row), []).append(kind)
+    header = ["field", "tier", "type", "default", "meaning"]
+    return _table(header, [(name, ", ".join(kinds), *row) for (name, *row), kinds in rows.items()])
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    titles = list(header)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def _row(field: FieldInfo) -> tuple[str, str, str]:
+    """Type, default, meaning."""
+    return _type(field.annotation, field.metadata), _default(field), str(field.description)
+
+
+def _type(annotation: Any, metadata: Iterable[Any]) -> str:
+    """A type's name and bounds, or its values."""
+    metadata = [part for given in metadata for part in (given.metadata if isinstance(given, FieldInfo) else [given])]
+    if hasattr(annotation, "__metadata__"):
+        return _type(annotation.__origin__, (*annotation.__metadata__, *metadata))
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "list of tiers"
+    if parts := [part for part in get_args(annotation) if part is not NoneType]:
+        return _type(parts[0], metadata)
+    named = [TYPES[part.func] for part in metadata if getattr(part, "func", None) in TYPES]
+    shown = fields.format_seconds if named == ["time"] else str
+    limits = [(text, getattr(part, name, None)) for part in metadata for name, text in BOUNDS.items()]
+    return ", ".join(
+        [*(named or [TYPES[annotation]]), *(f"{text} {shown(at)}" for text, at in limits if at is not None)]
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return unset(field) or "none"
+    if isinstance(field.default, str):
+        return f"`{field.default}`" if field.default else "none"
+    return (
+        f"`{fields.format_seconds(field.default) if isinstance(field.default, float) else json.dumps(field.default)}`"
+    )
+
+
+def command_line() -> str:
+    os.environ["COLUMNS"] = "100"  # argparse wraps by it
+    parser = arguments()
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    helps = {name: command.format_help() for name, command in commands.choices.items()}
+    return "\n".join(f"### `{parser.prog} {name}`\n\n```text\n{text}```\n" for name, text in helps.items())
+
+
+def python_api() -> str:
+    return "\n".join(_sections())
+
+
+def _sections() -> Iterator[str]:
+    for name in ("open", "TieredStore", "ConfigError"):
+        exported = getattr(nixl_tiers, name)
+        yield _section("###", f"nixl_tiers.{name}", exported)
+        if name == "TieredStore":
+            for member, value in vars(exported).items():
+                if not member.startswith("_") and inspect.getdoc(value):
+                    yield _section("####", member, getattr(value, "__func__", value))
+
+
+def _section(level: str, title: str, documented: Any) -> str:
+    text = f"{level} `{title}`\n\n"
+    if inspect.isfunction(documented):
+        signature = inspect.signature(documented)
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in ("self", "cls")]
+        shown = str(signature.replace(parameters=kept)).replace("'", "")
+        text += f"```python\n{documented.__name__}{shown}\n```\n\n"
+    return text + f"{inspect.getdoc(documented)}\n"
+
+
+BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
+    "top_level": top_level,
+    "tiers": tiers,
+    "command_line": command_line,
+    "python_api": python_api,
+}
+
+if __name__ == "__main__":
+    for page, text in generate().items():
+        page.write_text(text)

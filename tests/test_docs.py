@@ -1,0 +1,88 @@
+"""The documentation against the tree: paths and names that pages name exist, links and their anchors resolve, and
+generated pages are up to date."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+FOLDERS = ("nixl_tiers", "tests", "bench", "docs", "csrc", "docker")
+FILE = re.compile(r"(?<![\w/.<>*-])((?:[\w.-]+/)*[\w.-]+\.(?:py|md|cu|c|h))(?![\w(/])")
+FOLDER = re.compile(rf"(?<![\w/.<>*-])((?:{'|'.join(FOLDERS)})/(?:[\w-]+/)*)(?=[`\s),;:]|$)", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`([\w./]+\.py)` \(((?:`[\w.]+`(?:, )?)+)\)")  # `file.py` (`Class.method`, `function`)
+
+
+@cache
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What GitHub, and MyST like it, makes of a page's headings."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.add(re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-"))
+    return found
+
+
+@cache
+def files() -> tuple[str, ...]:
+    """The tree's files, as paths below the root."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return tuple(f"/{path.relative_to(ROOT)}" for path in (*found, *ROOT.glob("*")))
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    for target in LINK.findall(prose(page)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_relative_links_and_anchors_resolve(page: Path) -> None:
+    assert list(dead_links(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    """A file is named by its path, or by the end of it."""
+    text = LINK.sub("]", page.read_text())
+    missing = {name for name in FILE.findall(text) if not any(path.endswith(f"/{name}") for path in files())}
+    missing |= {name for name in FOLDER.findall(text) if not (ROOT / name).is_dir()}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_code_named_beside_a_file_is_in_that_file(page: Path) -> None:
+    missing = []
+    for name, symbols in NAMED.findall(page.read_text()):
+        file = next(path for path in files() if path.endswith(f"/{name}"))
+        source = (ROOT / file[1:]).read_text()
+        for symbol in re.findall(r"[\w.]+", symbols):
+            missing += [f"{name}: {symbol}" for part in symbol.split(".") if not re.search(rf"\b{part}\b", source)]
+    assert missing == []
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    """Else run `make format`."""
+    pages = runpy.run_path(str(ROOT / "docs/generate.py"))["generate"]()
+    assert {page.name for page in pages} >= {"configuration.md", "command-line.md", "python-api.md"}
+    for page, text in pages.items():
+        assert page.read_text() == text, page.name
