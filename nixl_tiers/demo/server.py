@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from nixl_tiers.demo.prometheus import Page
+from nixl_tiers.demo.metrics import MetricsPage
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import free_ports
 
@@ -119,9 +119,9 @@ class VllmServer:
         ids: list[int] = self._call("POST", "/tokenize", {"model": str(self._model), "prompt": text})["tokens"]
         return ids
 
-    def metrics(self) -> Page:
+    def metrics(self) -> MetricsPage:
         """What /metrics says now. Numbers are as of the engine's last step: see `poke`."""
-        return Page(self._send("GET", "/metrics").decode())
+        return MetricsPage(self._send("GET", "/metrics").decode())
 
     def poke(self) -> None:
         """One token in, one out: an idle engine publishes nothing new, so it is made to take a step."""

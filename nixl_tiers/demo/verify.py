@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from nixl_tiers.demo.prometheus import Page
+from nixl_tiers.demo.metrics import MetricsPage
 from nixl_tiers.demo.server import Answer
 
 TIERS: Final = ("cpu", "file", "s3")
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
     rows: dict[str, float]
 
     @classmethod
-    def of(cls, page: Page) -> Counts:
+    def of(cls, page: MetricsPage) -> Counts:
         source = "vllm:prompt_tokens_cached_by_source_total"
         return cls(
             {name: page.total(source, source=name) for name in SOURCES.values()},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nixl_tiers.demo.prometheus import Page
+from nixl_tiers.demo.metrics import MetricsPage
 
 PAGE = """# HELP nixl_tiers:bytes_read_total Bytes read from this tier.
 # TYPE nixl_tiers:bytes_read_total counter
@@ -15,7 +15,7 @@ plain_total 3
 
 
 def test_a_total_is_over_all_series_with_these_labels() -> None:
-    page = Page(PAGE)
+    page = MetricsPage(PAGE)
     assert page.total("nixl_tiers:bytes_read_total", tier="file") == 1_500_002
     assert page.total("nixl_tiers:bytes_read_total", tier="file", engine="1") == 2
     assert page.total("nixl_tiers:bytes_read_total") == 1_500_009
@@ -23,10 +23,10 @@ def test_a_total_is_over_all_series_with_these_labels() -> None:
 
 
 def test_what_is_not_there_counts_nothing() -> None:
-    assert Page(PAGE).total("nixl_tiers:bytes_read_total", tier="cpu") == 0
-    assert Page("").total("plain_total") == 0
+    assert MetricsPage(PAGE).total("nixl_tiers:bytes_read_total", tier="cpu") == 0
+    assert MetricsPage("").total("plain_total") == 0
 
 
 def test_label_values_may_hold_anything() -> None:
-    odd = next(sample for sample in Page(PAGE).samples if sample.name == "nixl_tiers:odd")
+    odd = next(sample for sample in MetricsPage(PAGE).samples if sample.name == "nixl_tiers:odd")
     assert odd.labels == {"path": 'C:\\a"b},c="x', "tier": "cpu"}
