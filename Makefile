@@ -59,6 +59,7 @@ lint: $(VENV)/.ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
 
 format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
@@ -98,7 +99,7 @@ bench: $(VENV)/.ready
 	@for script in bench/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
 
 clean:
-	rm -rf build dist docs/_build demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis nixl_tiers/swap/*.so nixl_tiers/swap/*.fatbin
+	rm -rf build dist docs/_build demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/swap/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
