@@ -19,7 +19,7 @@ FOLDERS = ("nixl_tiers", "tests", "bench", "docs", "csrc", "docker")
 FILE = re.compile(r"(?<![\w/.<>*-])((?:[\w.-]+/)*[\w.-]+\.(?:py|md|cu|c|h))(?![\w(/])")
 FOLDER = re.compile(rf"(?<![\w/.<>*-])((?:{'|'.join(FOLDERS)})/(?:[\w-]+/)*)(?=[`\s),;:]|$)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-NAMED = re.compile(r"`([\w./]+\.py)` \(((?:`[\w.]+`(?:, )?)+)\)")  # `file.py` (`Class.method`, `function`)
+NAMED = re.compile(r"`([\w./]+\.py)`\s\(((?:`[\w.]+`(?:,\s)?)+)\)")  # `file.py` (`Class.method`, `function`)
 
 
 @cache
