@@ -3,16 +3,19 @@
 configuration.md    from the fields of the schema (`nixl_tiers/config/schema.py`)
 command-line.md     from the argument parser (`nixl_tiers/cli/__init__.py`)
 python-api.md       from signatures and docstrings of what `nixl_tiers` exports
+metrics.md          from the help texts in `nixl_tiers/vllm/metrics.py`
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final, Literal, get_args, get_origin
@@ -142,11 +145,24 @@ def _section(level: str, title: str, documented: Any) -> str:
     return text + f"{inspect.getdoc(documented)}\n"
 
 
+def _metrics(group: str) -> str:
+    """Read and not imported: that file needs vLLM."""
+    source = Path(nixl_tiers.__file__).with_name("vllm") / "metrics.py"
+    assigned = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.AnnAssign)]
+    texts: dict[str, str] = next(
+        ast.literal_eval(node.value) for node in assigned if node.value and ast.unparse(node.target) == group
+    )
+    suffix = "_total" if group == "COUNTERS" else ""
+    return _table(["metric", "meaning"], [(f"`nixl_tiers:{name}{suffix}`", text) for name, text in texts.items()])
+
+
 BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
     "top_level": top_level,
     "tiers": tiers,
     "command_line": command_line,
     "python_api": python_api,
+    "counters": partial(_metrics, "COUNTERS"),
+    "gauges": partial(_metrics, "GAUGES"),
 }
 
 if __name__ == "__main__":
