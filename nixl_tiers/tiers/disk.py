@@ -1,96 +1,205 @@
-"""Whether what a tier stands on is still there: files may be deleted, replaced, or unmounted under a running mover.
+"""What both layouts of the file tier ask of a disk: its directory and mount, health checks, allocation, O_DIRECT.
 
-An open file outlives its name. A tier that did not look would go on writing, into bytes that nobody finds again and
-that no account holds, or beside a mover that has meanwhile made the same files anew.
+Files may be deleted or replaced, and a disk unmounted, under a running mover. An open file outlives its name: without
+a check the tier would go on writing bytes that no restart finds and no quota counts, or beside another mover that has
+created the same files again.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-LOOK_S: Final = 1.0
+from nixl_tiers.chunk import PAGE
+from nixl_tiers.config.fields import format_size
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mounts import not_mounted
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
+
+SLAB_LOCK: Final = ".ledger"
+INCOMING: Final = ".incoming"
+"""The lock file of `layout: slabs` and the directory of unfinished files of `layout: files`, in the tier's path. Either
+shows which layout the path has. The names are part of the formats on disk."""
+
+CHECK_INTERVAL_S: Final = 1.0
+_PERMANENT: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-class HealthMonitor:
-    """Calls `look` now and then on a thread of its own: it may wait for the medium, the loop that moves rows may not.
-
-    `look` returns what is wrong, in one sentence, or "". What it raises as an OSError is wrong too.
-    """
-
-    def __init__(self, look: Callable[[], str]) -> None:
-        self._look = look
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="watch")
-        self._looking: Future[str] | None = None
-        self._next_s = time.monotonic() + LOOK_S
-        self.trouble = ""
-
-    def soon(self) -> None:
-        """Something has failed: look now."""
-        self._next_s = 0.0
-
-    def poll(self) -> str:
-        """What was wrong at the last look, if anything; it stays so."""
-        if self._looking is not None and self._looking.done():
-            try:
-                self.trouble = self.trouble or self._looking.result()
-            except OSError as error:
-                self.trouble = describe(error)
-            self._looking = None
-        if self._looking is None and not self.trouble and time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + LOOK_S
-            self._looking = self._thread.submit(self._look)
-        return self.trouble
-
-    def close(self) -> None:
-        """Look no more; does not wait for a look under way."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+# --- opening a tier's path ----------------------------------------------------------------------------------------
 
 
-class FileIdentity:
-    """One file or directory as it was when it was opened."""
-
-    def __init__(self, path: Path, status: os.stat_result | None = None) -> None:
-        """`status`: of what was opened, where that may be something else than what has the name now. Raises OSError."""
-        self.path = path
-        status = status or path.stat()
-        self._identity = status.st_dev, status.st_ino
-
-    def trouble(self, least_bytes: int = 0) -> str:
-        """What has happened to it, or "". Raises OSError if it cannot be reached."""
-        try:
-            status = self.path.stat()
-        except FileNotFoundError:
-            return f"{self.path} has been deleted"
-        if (status.st_dev, status.st_ino) != self._identity:
-            return f"{self.path} has been replaced"
-        return f"{self.path} has been cut short" if status.st_size < least_bytes else ""
+def open_agent(config: FileConfig, region: HostRegion) -> tuple[Agent, Registration]:
+    """An agent with the configured backend, and the region registered with it. Raises TierRefused."""
+    try:
+        agent = Agent.gds_mt() if config.backend == "gds_mt" else Agent.posix()
+        return agent, agent.register_region(region)
+    except AgentError as error:
+        raise TierRefused(f"backend: {error}") from error
 
 
-class MountGuard:
-    """The file system that a path was on when it was first served. Without its medium, a mount point is a directory
-    like any other, and a tier would fill the disk below it."""
+def prepare_path(config: FileConfig, mount: MountGuard, log_once: LogOnce) -> None:
+    """Make the tier's directory if it is missing, but not if the mount that it belongs on is missing too, and check
+    that it has the configured layout. Raises TierDown, TierRefused, OSError."""
+    if problem := mount.problem() or (not_mounted(config.path) if config.require_mount else ""):
+        raise TierDown(problem)
+    # Parents too, unless they may belong on a mount that is missing.
+    config.path.mkdir(mode=0o700, parents=config.require_mount, exist_ok=True)
+    if problem := _exceeds_file_system(config):
+        log_once.about("capacity", problem)
+    if config.layout == "slabs" and os.path.lexists(config.path / INCOMING):
+        raise TierRefused(
+            f'path: {config.path} holds rows as files, and a directory has one layout: "files" or "slabs"'
+        )
+    if config.layout == "files" and os.path.lexists(config.path / SLAB_LOCK):
+        raise TierRefused(f'path: {config.path} holds slabs, and a directory has one layout: "slabs" or "files"')
 
-    def __init__(self) -> None:
-        self._point: Path | None = None
 
-    def remember(self, path: Path) -> None:
-        """It is served now."""
-        if self._point is None:
-            real = path.resolve()  # a link is no mount point, and its parents are not those of what it leads to
-            self._point = next(place for place in (real, *real.parents) if os.path.ismount(place))
+def open_error(error: OSError) -> TierDown | TierRefused:
+    """What to raise when a tier's directory cannot be opened: TierRefused for an error that retrying does not mend."""
+    if isinstance(error, TierRefused):
+        return error
+    return TierRefused(f"path: {describe(error)}") if error.errno in _PERMANENT else TierDown(describe(error))
 
-    def trouble(self) -> str:
-        """What is wrong, or "". May wait for the medium."""
-        known = self._point is not None
-        return f"{self._point} is not mounted any more" if known and not os.path.ismount(str(self._point)) else ""
+
+def _exceeds_file_system(config: FileConfig) -> str:
+    """A sentence if the tier's capacity is more than the whole file system, or "". Raises OSError."""
+    status = os.statvfs(config.path)
+    size = status.f_blocks * status.f_frsize
+    if not size or config.capacity <= size:  # some network file systems report no size
+        return ""
+    capacity = format_size(config.capacity)
+    return f"capacity: {capacity} is more than the file system at {config.path} has ({format_size(size)})"
 
 
 def describe(error: OSError) -> str:
     """One sentence."""
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
+
+
+# --- health of what is open ---------------------------------------------------------------------------------------
+
+
+class HealthMonitor:
+    """Calls `check` every CHECK_INTERVAL_S on its own thread, which may wait for the medium; the mover's loop may not.
+
+    `check` returns a problem as one sentence, or "". An OSError that it raises is a problem too.
+    """
+
+    def __init__(self, check: Callable[[], str]) -> None:
+        self._check = check
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="health")
+        self._running: Future[str] | None = None
+        self._next_s = time.monotonic() + CHECK_INTERVAL_S
+        self.problem = ""
+
+    def check_soon(self) -> None:
+        """A transfer or a call has failed: check at the next poll."""
+        self._next_s = 0.0
+
+    def poll(self) -> str:
+        """The first problem that was found, or ""; once there is one it stays."""
+        if self._running is not None and self._running.done():
+            try:
+                self.problem = self.problem or self._running.result()
+            except OSError as error:
+                self.problem = describe(error)
+            self._running = None
+        if self._running is None and not self.problem and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + CHECK_INTERVAL_S
+            self._running = self._thread.submit(self._check)
+        return self.problem
+
+    def close(self) -> None:
+        """Stop checking. Does not wait for a check that is running."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class FileIdentity:
+    """Device and inode of a file or directory when it was opened, to tell whether its path still leads to it."""
+
+    def __init__(self, path: Path, status: os.stat_result | None = None) -> None:
+        """`status`: of the open descriptor, if the path may lead to another file by now. Raises OSError."""
+        self.path = path
+        status = status or path.stat()
+        self._identity = status.st_dev, status.st_ino
+
+    def problem(self, min_bytes: int = 0) -> str:
+        """Whether it was deleted, replaced or cut below `min_bytes`, as a sentence, or "". Raises OSError if it cannot
+        be reached."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return f"{self.path} has been deleted"
+        if (status.st_dev, status.st_ino) != self._identity:
+            return f"{self.path} has been replaced"
+        return f"{self.path} has been cut short" if status.st_size < min_bytes else ""
+
+
+class MountGuard:
+    """The mount point that a path was on when it was first opened. After an unmount the mount point is an ordinary
+    directory, and a tier there would fill the disk below it."""
+
+    def __init__(self) -> None:
+        self._mount_point: Path | None = None
+
+    def remember(self, path: Path) -> None:
+        """The path has been opened."""
+        if self._mount_point is None:
+            real = path.resolve()  # a symbolic link is no mount point, and its parents are not those of its target
+            self._mount_point = next(parent for parent in (real, *real.parents) if os.path.ismount(parent))
+
+    def problem(self) -> str:
+        """A sentence if the mount has gone, or "". May wait for the medium."""
+        gone = self._mount_point is not None and not os.path.ismount(str(self._mount_point))
+        return f"{self._mount_point} is not mounted any more" if gone else ""
+
+
+# --- allocation and direct I/O ------------------------------------------------------------------------------------
+
+
+def fallocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
+    """fallocate(2) itself, without libc's emulation, which writes zeroes. Returns 0, or the errno."""
+    if nbytes <= 0:
+        return 0
+    while True:
+        if _libc.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
+            return 0
+        if (error := ctypes.get_errno()) != errno.EINTR:
+            return error
+
+
+def direct_works(folder: Folder) -> bool:
+    """Whether one page can be written and read with O_DIRECT: some file systems accept the flag and then refuse every
+    transfer. Raises OSError."""
+    name = f"probe-{secrets.token_hex(8)}.tmp"
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return False
+        finally:
+            with suppress(OSError):  # some create the file and then refuse the flag
+                folder.unlink(name)
+        try:
+            return os.pwritev(descriptor, [page], 0) == PAGE and os.preadv(descriptor, [page], 0) == PAGE
+        except OSError as error:
+            return error.errno == errno.ENOSPC  # inconclusive, and a full disk must still serve its rows
+        finally:
+            os.close(descriptor)

@@ -28,7 +28,8 @@ import nixl_tiers
 from nixl_tiers.chunk import PAGE
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.testing.waiting import until
-from nixl_tiers.tiers.rowfile.quota import FANS, INCOMING, MARGIN_BYTES, NAME_BYTES
+from nixl_tiers.tiers.disk import INCOMING
+from nixl_tiers.tiers.rowfile.quota import FANS, MARGIN_BYTES, NAME_BYTES
 from tests.support.leftovers import MARK, Watched, marked, shared_names
 
 pytestmark = pytest.mark.timeout(3600)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.tiers.disk import describe
+from nixl_tiers.tiers.disk import describe, fallocate
 from nixl_tiers.tiers.folder import through
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
 from nixl_tiers.tiers.rowfile.quota import Place, counts_from
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
-from nixl_tiers.tiers.slab.slabs import fallocate
 
 TOUCH_S: Final = 60.0  # a row that was used this recently is not marked again
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -50,7 +49,7 @@ class RowFileIo:
         self._agent = agent
         self._shelves = shelves
         self._row_bytes = row_bytes
-        self._complaints = complaints
+        self._log_once = complaints
         self._on_failure = on_failure
         self._is_old = is_old
         self.direct = True  # whether files are opened with O_DIRECT
@@ -88,7 +87,7 @@ class RowFileIo:
 
     def _failed(self, what: str, error: OSError | AgentError) -> None:
         reason = describe(error) if isinstance(error, OSError) else error
-        self._complaints.about(what, f"{self._shelves.path}: rows cannot be {what} ({reason})")
+        self._log_once.about(what, f"{self._shelves.path}: rows cannot be {what} ({reason})")
         self._on_failure()
 
     def _abandon(self, path: Path | None) -> None:
@@ -112,7 +111,7 @@ class RowFileIo:
                     return RowFile(self._register(descriptor, "ro"), path, status)
             finally:
                 os.close(descriptor)
-            self._complaints.about("spoilt", f"{path} has {status.st_size} bytes and no row")
+            self._log_once.about("spoilt", f"{path} has {status.st_size} bytes and no row")
             self._shelves.condemn(place, status)
             return Outcome.CORRUPT
         except AgentError:

@@ -27,7 +27,7 @@ class NamespaceRows:
     name: str
     sealer: Sealer
     slots: int
-    watch: HealthMonitor
+    health: HealthMonitor
     shelves: DirScanner
     is_old: Callable[[int], bool]
     known: set[Key] = field(default_factory=set)

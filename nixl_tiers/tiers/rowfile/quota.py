@@ -23,6 +23,7 @@ from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from nixl_tiers.chunk import PAGE, Key, align, key_of_object, object_name
 from nixl_tiers.memory.seal import read as read_seal
+from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, NotOurs
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
@@ -30,7 +31,6 @@ from nixl_tiers.tiers.rowfile.temp_names import TempNames
 
 logger = logging.getLogger(__name__)
 
-INCOMING: Final = ".incoming"
 MARGIN_BYTES: Final = 256 << 10  # what a file system may add of its own accord before the next look
 NAME_BYTES: Final = 512  # of a directory, for one more name in it
 FANS: Final = 256
@@ -209,7 +209,7 @@ class DirQuota:
             base.folder(INCOMING, make=True).close()
         self.ask_time()
 
-    def trouble(self, namespace: str) -> str:
+    def problem(self, namespace: str) -> str:
         """What somebody has put in place of our directories, or "". Raises OSError."""
         with self._base() as base:
             for name in (INCOMING, namespace):

@@ -15,8 +15,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOurs, through
-from nixl_tiers.tiers.rowfile.quota import INCOMING, DirQuota, FanoutDir, Place, Seen, seen_as, taken_bytes, weigh
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FanoutDir, Place, Seen, seen_as, taken_bytes, weigh
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 
 logger = logging.getLogger(__name__)

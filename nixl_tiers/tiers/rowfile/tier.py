@@ -9,7 +9,6 @@ renaming and deleting may take long on a network: threads do it, and this one po
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,15 @@ from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Done, Entry, Move, StorageTier, TierDown, TierRefused, seal_row
-from nixl_tiers.tiers.directory import connect, make_path, too_large, unopened
-from nixl_tiers.tiers.disk import FileIdentity, HealthMonitor, MountGuard
+from nixl_tiers.tiers.disk import (
+    FileIdentity,
+    HealthMonitor,
+    MountGuard,
+    direct_works,
+    open_agent,
+    open_error,
+    prepare_path,
+)
 from nixl_tiers.tiers.expiry import has_expired, sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.moves import Batch, Batches
@@ -33,7 +39,6 @@ from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
 from nixl_tiers.tiers.rowfile.quota import FANS, MARGIN_BYTES, NAME_BYTES, Place, Room, counts_from
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
-from nixl_tiers.tiers.slab.slabs import direct_works
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +84,7 @@ class RowFileTier(StorageTier):
         self._row_bytes = geometry.row_bytes
         self._region = region
         self._memory: Registration | None
-        self._agent, self._memory = connect(config, region)
+        self._agent, self._memory = open_agent(config, region)
         self._shelves = DirScanner(
             config.path, config.capacity, self._row_bytes, writes=config.write != "off", server_time=server_time
         )
@@ -87,12 +92,12 @@ class RowFileTier(StorageTier):
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
         self._open: NamespaceRows | None = None
-        self._complaints = LogOnce(logger)
+        self._log_once = LogOnce(logger)
         self._files = RowFileIo(
             self._agent,
             self._shelves,
             self._row_bytes,
-            self._complaints,
+            self._log_once,
             on_failure=self._look_soon,
             is_old=self._is_old,
         )
@@ -116,26 +121,22 @@ class RowFileTier(StorageTier):
                 f"directories in {path}"
             )
         try:
-            make_path(self._config, self._mount)
-            if large := too_large(self._config):
-                self._complaints.about("capacity", large)
-            if os.path.lexists(path / ".ledger"):
-                raise TierRefused(f'path: {path} holds slabs, and a directory has one layout: "slabs" or "files"')
+            prepare_path(self._config, self._mount, self._log_once)
             self._shelves.prepare(namespace.hex())
             with self._shelves.incoming() as incoming:
                 self._files.direct = direct_works(incoming)
             mark = FileIdentity(path)
-            watch = HealthMonitor(lambda: mark.trouble() or self._shelves.trouble(namespace.hex()))
+            health = HealthMonitor(lambda: mark.problem() or self._shelves.problem(namespace.hex()))
         except OSError as error:
-            raise unopened(error) from error
+            raise open_error(error) from error
         if not self._files.direct:
-            self._complaints.about("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
+            self._log_once.about("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
         before = self._open
         self._open = NamespaceRows(
-            namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, watch, self._shelves, self._is_old
+            namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._shelves, self._is_old
         )
         if before is not None:
-            before.watch.close()
+            before.health.close()
             if (before.name, before.sealer.epoch) == (namespace.hex(), epoch):
                 self._open.before = before.known | before.before
         self._mount.remember(path)
@@ -178,12 +179,12 @@ class RowFileTier(StorageTier):
         self._storing = [task for task in self._storing if not self._over(task, self._begin_write, self._end_write)]
         self._loading = [task for task in self._loading if not self._over(task, self._begin_read, self._end_read)]
         self._reap_drops()
-        trouble = self._open.watch.poll() if self._open is not None else ""
-        if trouble:
+        problem = self._open.health.poll() if self._open is not None else ""
+        if problem:
             self._give_up()
         self._start_more()
-        if trouble and not (self._storing or self._loading or self._dropping or self._batches.waiting):
-            raise TierDown(trouble)
+        if problem and not (self._storing or self._loading or self._dropping or self._batches.waiting):
+            raise TierDown(problem)
         return self._batches.take()
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
@@ -200,7 +201,7 @@ class RowFileTier(StorageTier):
     @property
     def busy(self) -> bool:
         running = self._storing or self._loading or self._stores or self._loads or self._dropping
-        going = self._open is not None and self._open.watch.trouble
+        going = self._open is not None and self._open.health.problem
         return bool(running or going or self._batches.waiting)
 
     @property
@@ -210,7 +211,7 @@ class RowFileTier(StorageTier):
 
     def close(self) -> None:
         if self._open is not None:
-            self._open.watch.close()
+            self._open.health.close()
         self._open = None
         for thread in (self._lister, self._sweeper):
             thread.shutdown(wait=False, cancel_futures=True)
@@ -221,7 +222,7 @@ class RowFileTier(StorageTier):
 
     def _look_soon(self) -> None:
         if (served := self._open) is not None:
-            served.watch.soon()
+            served.health.check_soon()
 
     # --- listing ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class RowFileTier(StorageTier):
             self._end(self._stores.popleft(), Outcome.FAILED, writes=True)
 
     def _start_more(self) -> None:
-        if self._open is not None and self._open.watch.trouble:
+        if self._open is not None and self._open.health.problem:
             return
         while self._loads and len(self._loading) < self._most:
             task = self._loads.popleft()
@@ -370,7 +371,7 @@ class RowFileTier(StorageTier):
         if old:
             return Outcome.MISSING
         if verdict is not Verdict.OK:
-            self._complaints.about("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
+            self._log_once.about("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
             return Outcome.CORRUPT
         return Outcome.OK
 

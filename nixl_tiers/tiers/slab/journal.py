@@ -86,7 +86,7 @@ class Journal:
         self._path = directory / NAME
         self._lock = threading.Condition()
         self._pending: dict[int, _Put | _Forget | _Touch] = {}  # one a slot: the newest decides
-        self._complaints = LogOnce(logger)
+        self._log_once = LogOnce(logger)
         self._closing = False
         self._urgent = False  # somebody waits for what is pending
         self._ailing = False
@@ -225,10 +225,10 @@ class Journal:
         self._stored = None
         self.whole = True
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """What somebody has done to the file, or "". On any thread. Raises OSError."""
         mark = self._mark
-        return mark.trouble() if mark is not None else ""
+        return mark.problem() if mark is not None else ""
 
     def close(self) -> None:
         """Write what is pending, as far as the medium lets it, and close the file."""
@@ -268,7 +268,7 @@ class Journal:
             self._db.execute(f"PRAGMA user_version = {_WHOLE}")
 
     def _replace(self, damage: sqlite3.Error) -> sqlite3.Connection:
-        self._complaints.about("damage", f"{self._path} is damaged ({damage}): starting with an empty one")
+        self._log_once.about("damage", f"{self._path} is damaged ({damage}): starting with an empty one")
         self._mark = None
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
@@ -328,7 +328,7 @@ class Journal:
                 self.whole = self._marked_whole = False
                 self._db = self._replace(error)
         elif not complained:
-            self._complaints.about(
+            self._log_once.about(
                 "write", f"{self._path} cannot be written ({error}): what is stored now may be lost at a restart"
             )
         return True

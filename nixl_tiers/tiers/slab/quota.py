@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.disk import FileIdentity
+from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, NotOurs
 
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 ABOUT: Final = "namespace.json"
 _LOCK: Final = ".lock"
-_LEDGER: Final = ".ledger"
 _GONE: Final = ".gone-"
 _WANTED: Final = ".wanted"
 _ASKED_S: Final = 30.0  # for how long who asked for room goes before who has more than its part
@@ -54,11 +53,11 @@ class Claim:
             FileIdentity(folder.path / _LOCK, os.fstat(descriptor)),
         )
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """What somebody has done to the directory, to our lock or to the description, or "". Raises OSError."""
         for mark in self._marks:
-            if trouble := mark.trouble():
-                return trouble
+            if problem := mark.problem():
+                return problem
         about = self.directory / ABOUT
         return "" if about.exists() else f"{about} has been deleted"
 
@@ -96,7 +95,7 @@ class SlabQuota:
         """Nobody else claims, allocates or forgets meanwhile, in any process. Not reentrant."""
         with Folder.base(self.path, self._uid) as base:
             self._uid = base.uid
-            descriptor = base.open(_LEDGER, os.O_RDWR | os.O_CREAT)
+            descriptor = base.open(SLAB_LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 self._base = base

@@ -34,7 +34,7 @@ class Rebalancer:
         """`allocator`: the one thread on which slabs grow and shrink."""
         self.slots = replica.slabs.plan.slots
         self._replica = replica
-        self._ledger = ledger
+        self._quota = ledger
         self._allocator = allocator
         self._asked_ns = ledger.asked_ns()
         self._retry_at_s = 0.0
@@ -59,9 +59,9 @@ class Rebalancer:
             with suppress(NoSpace, OSError):
                 trying.result()
                 self.slots = plan.slots
-        if not self._replica.manifest.whole:
+        if not self._replica.journal.whole:
             return  # nobody knows yet what stands in the tail
-        if (asked_ns := self._ledger.asked_ns()) != self._asked_ns:
+        if (asked_ns := self._quota.asked_ns()) != self._asked_ns:
             self._asked_ns = asked_ns
             looking = self._allocator.submit(self._to_give)
             while not looking.done():
@@ -79,13 +79,13 @@ class Rebalancer:
 
     def _to_give(self) -> int:
         """On the allocator's thread: slots that somebody else should have."""
-        with self._ledger.locked():
-            nbytes = self._ledger.asked_bytes(self._replica.directory)
+        with self._quota.locked():
+            nbytes = self._quota.asked_bytes(self._replica.directory)
         return nbytes // self._replica.slabs.plan.row_bytes
 
     def _vacate(self, end: int) -> Iterator[list[Entry]]:
         """The rows beyond `end`. Those that a job has hands on stay for now; they are told of again."""
-        manifest = self._replica.manifest
+        manifest = self._replica.journal
         slots = (np.flatnonzero(manifest.tags[end:]) + end).tolist()
         for start in range(0, len(slots), MAX_ENTRIES):
             part = slots[start : start + MAX_ENTRIES]
@@ -107,7 +107,7 @@ class Rebalancer:
 
     def _cut(self, in_use: set[int]) -> Iterator[list[Entry]]:
         """Give back the tail in which nothing stands."""
-        slabs, manifest = self._replica.slabs, self._replica.manifest
+        slabs, manifest = self._replica.slabs, self._replica.journal
         end = max(_last(manifest.tags, slabs.end), max(in_use, default=-1)) + 1
         if self.slots >= slabs.end:  # nobody asked for it
             end = (-(-end // slabs.plan.step_slots) + 1) * slabs.plan.step_slots

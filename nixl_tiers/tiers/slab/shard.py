@@ -55,7 +55,7 @@ class Shard:
         self.sealer = sealer
         self._claim = claim
         self.directory = claim.directory
-        self._ledger = ledger
+        self._quota = ledger
         self._max_age_s = max_age_s
         self._clock = clock
         plan = _plan(claim, sealer.geometry, slots)
@@ -76,7 +76,7 @@ class Shard:
         if claim.about != about:  # a full medium must not keep the tier from serving what it holds
             claim.describe(about)
         self.slabs = Slabs(claim.folder, plan, agent, ledger)
-        self.manifest = Journal(claim.directory, slots)
+        self.journal = Journal(claim.directory, slots)
         self.listed = False
         """Whether `adopt` has told of all that was there, as far as it can be known."""
         self.erasing: frozenset[int] = frozenset()
@@ -85,27 +85,27 @@ class Shard:
         self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
         self._closing = False
         self._scan: Scan | None = None
-        self._complaints = LogOnce(logger)
+        self._log_once = LogOnce(logger)
         self._stores_fail = False
-        self.watch = HealthMonitor(self._look)
+        self.health = HealthMonitor(self._look)
 
     def adopt(self) -> Iterator[list[Entry]]:
         """The rows in it; see StorageTier.adopt."""
         last = 0
-        for batch in self.manifest.adopt():
+        for batch in self.journal.adopt():
             last = max([last, *(entry.tick for entry in batch)])
             yield [entry for entry in batch if self.slabs.has_room(entry.slot)]
-        if not self.manifest.whole:
+        if not self.journal.whole:
             yield from self._rebuilt(last)
         else:
-            self.manifest.complete()
+            self.journal.complete()
         self.listed = True
 
     def has_expired(self, slot: int, sealed_at: int) -> bool:
         """Whether the row in that slot, whose seal tells that time, is too old."""
         now = self._clock()
         if sealed_at > now:  # it counts from when it was first seen, once a sweep has seen it
-            sealed_at = int(self.manifest.sealed_at[slot]) or sealed_at
+            sealed_at = int(self.journal.sealed_at[slot]) or sealed_at
         return has_expired(sealed_at, now, self._max_age_s)
 
     def sweep(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
@@ -115,8 +115,8 @@ class Shard:
         if self._max_age_s is None or abs(self._clock() - self._swept_at_s) < sweep_s(self._max_age_s):
             return
         now, max_age_s = self._clock(), self._max_age_s
-        self.manifest.limit_times(int(now))
-        sealed_at = self.manifest.sealed_at
+        self.journal.limit_times(int(now))
+        sealed_at = self.journal.sealed_at
 
         def old_ones(slots: NDArray[np.int64]) -> list[int]:
             ages: list[int] = slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)].tolist()
@@ -133,7 +133,7 @@ class Shard:
             slots = [slot for slot in old_ones(np.array(old[start : start + MAX_ENTRIES])) if slot not in busy]
             self.erasing = frozenset(slot for slot in slots if self.slabs.has_room(slot))
             for slot in self.erasing.symmetric_difference(slots):
-                self.manifest.erase(slot)
+                self.journal.erase(slot)
             erasing = self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s)
             while not erasing.done():
                 yield []
@@ -141,11 +141,11 @@ class Shard:
             if erased is not None:
                 found, young = erased
                 # Bytes of a row that the engine has dropped before may bear a key that it holds elsewhere.
-                gone = [Entry(GONE, row.key, 0) for row in found if self.manifest.holds(row.slot, row.key)]
+                gone = [Entry(GONE, row.key, 0) for row in found if self.journal.holds(row.slot, row.key)]
                 for slot in self.erasing.difference(row.slot for row in young):
-                    self.manifest.erase(slot)
+                    self.journal.erase(slot)
                 for row in young:
-                    self.manifest.date(row.slot, row.sealed_at)
+                    self.journal.date(row.slot, row.sealed_at)
                 yield gone
             self.erasing = frozenset()
         while not swept.done():
@@ -160,15 +160,15 @@ class Shard:
     def store_failed(self) -> None:
         """Not for want of space. The next look, which is due now, finds out why."""
         self._stores_fail = True
-        self.watch.soon()
+        self.health.check_soon()
 
     def load_failed(self) -> None:
-        self._complaints.about("load", f"{self._claim.directory}: rows cannot be read; the kernel's log may tell why")
-        self.watch.soon()
+        self._log_once.about("load", f"{self._claim.directory}: rows cannot be read; the kernel's log may tell why")
+        self.health.check_soon()
 
     def spoilt(self, slot: int, verdict: str) -> None:
         """A row's seal says that it is not the row, or not whole."""
-        self._complaints.about(
+        self._log_once.about(
             "spoilt", f"{self._claim.directory}: slot {slot} is not the row that it should be ({verdict})"
         )
 
@@ -176,35 +176,35 @@ class Shard:
         """Write what is pending, as far as that is possible, and let go."""
         self._closing = True
         self._eraser.shutdown(cancel_futures=True)
-        self.watch.close()
+        self.health.close()
         if self._scan is not None:
             self._scan.stop()
-        self.manifest.close()
+        self.journal.close()
         self.slabs.close()
         self._claim.release()
 
     def _rebuilt(self, last: int) -> Iterator[list[Entry]]:
         """The rows that the journal did not tell of, by their seals; used later than `last`, as they lack there."""
-        unknown = self.manifest.unknown()
+        unknown = self.journal.unknown()
         scan = self._scan = Scan(self.slabs.stretches(unknown), self.sealer)
         while not scan.done:
             yield []
         for start in range(0, len(scan.found), MAX_ENTRIES):
             batch = []
             for place, row in enumerate(scan.found[start : start + MAX_ENTRIES]):
-                if not self.manifest.was_stored(row.slot):
+                if not self.journal.was_stored(row.slot):
                     entry = Entry(row.slot, row.key, last + 1 + start + place)
-                    self.manifest.put(entry.slot, entry.key, entry.tick, row.sealed_at)
+                    self.journal.put(entry.slot, entry.key, entry.tick, row.sealed_at)
                     batch.append(entry)
             yield batch
         if scan.found:
             logger.info("%s: found %d rows by their seals", self._claim.directory, len(scan.found))
         if not scan.failed:
             # What has no seal may be part of a row all the same: it ages from now on.
-            for slot in np.flatnonzero(unknown & (self.manifest.sealed_at == 0)).tolist():
-                if self.slabs.has_room(slot) and not self.manifest.was_stored(slot):
-                    self.manifest.sealed_at[slot] = int(self._clock())
-            self.manifest.complete()
+            for slot in np.flatnonzero(unknown & (self.journal.sealed_at == 0)).tolist():
+                if self.slabs.has_room(slot) and not self.journal.was_stored(slot):
+                    self.journal.sealed_at[slot] = int(self._clock())
+            self.journal.complete()
 
     def _erase(self, slots: list[int], now_s: float, max_age_s: float) -> tuple[list[Found], list[Found]] | None:
         """On the eraser's thread: the rows that stood there, and those that were left, because the clock has caught up
@@ -220,22 +220,22 @@ class Shard:
                 self.slabs.erase([slot for slot in slots if slot not in young])
                 return [row for row in found if row.slot not in young], list(young.values())
         except OSError as error:
-            self._complaints.about("erase", f"{self._claim.directory}: old rows cannot be erased ({describe(error)})")
-            self.watch.soon()
+            self._log_once.about("erase", f"{self._claim.directory}: old rows cannot be erased ({describe(error)})")
+            self.health.check_soon()
         return None
 
     def _forget_others(self, max_age_s: float) -> None:
-        with suppress(OSError), self._ledger.locked():
-            self._ledger.forget_expired(max_age_s, self._clock())
+        with suppress(OSError), self._quota.locked():
+            self._quota.forget_expired(max_age_s, self._clock())
 
     def _look(self) -> str:
         """On the watch's thread: what has happened to what we stand on, or ""."""
-        trouble = self._claim.trouble() or self.manifest.trouble() or self.slabs.trouble()
-        if self._stores_fail and not trouble:
+        problem = self._claim.problem() or self.journal.problem() or self.slabs.problem()
+        if self._stores_fail and not problem:
             self._stores_fail = False
             reason = _why_not_written(self._claim.folder)
-            self._complaints.about("store", f"{self._claim.directory}: rows cannot be written ({reason})")
-        return trouble
+            self._log_once.about("store", f"{self._claim.directory}: rows cannot be written ({reason})")
+        return problem
 
 
 def slots_within(capacity_bytes: int, row_bytes: int) -> int:

@@ -6,15 +6,11 @@ nothing beyond is. Space is taken with fallocate(2) itself: the emulation in lib
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
-import mmap
 import os
 import re
-import secrets
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,9 +19,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import PAGE
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.disk import FileIdentity
+from nixl_tiers.tiers.disk import FileIdentity, direct_works, fallocate
 from nixl_tiers.tiers.folder import Folder, through
 from nixl_tiers.tiers.nixl_agent import Agent, Registration
 from nixl_tiers.tiers.slab.quota import SlabQuota
@@ -40,7 +35,6 @@ _ASKED_STEPS: Final = 4  # extents that are asked of others at a time
 _NAME: Final = re.compile(r"slab-(\d{5})\.kv")
 _KEEP_SIZE: Final = 0x01  # FALLOC_FL_KEEP_SIZE
 _ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NoSpace(Exception):
@@ -83,7 +77,7 @@ class Slabs:
         self._folder = folder
         self._directory = directory = folder.path
         self._agent = agent
-        self._ledger = ledger
+        self._quota = ledger
         self._direct = direct_works(folder)
         if not self._direct:
             logger.warning("%s does not support O_DIRECT: rows go through the page cache", directory)
@@ -117,17 +111,17 @@ class Slabs:
     def grow(self, slot: int) -> None:
         """Allocate the extent that the slot stands in, once the ledger has room. Raises NoSpace, OSError."""
         slab, place = divmod(slot, self.plan.slots_per_slab)
-        with self._ledger.locked():
+        with self._quota.locked():
             have = self._allocated.get(slab, 0)
             step = self.plan.step_slots
             wanted = min(-(-(place + 1) // step) * step, self.plan.slots_of(slab))
             for end in dict.fromkeys((wanted, place + 1)):
                 nbytes = (end - have) * self.plan.row_bytes
-                if end > have and self._ledger.may_take(self._directory, nbytes) and self._ledger.make_room(nbytes):
+                if end > have and self._quota.may_take(self._directory, nbytes) and self._quota.make_room(nbytes):
                     self._allocate(slab, end)
                     return
-            self._ledger.ask(self._directory, _ASKED_STEPS * step * self.plan.row_bytes)
-        raise NoSpace(f"{self._ledger.path} is full: what other live movers hold leaves no room below its capacity")
+            self._quota.ask(self._directory, _ASKED_STEPS * step * self.plan.row_bytes)
+        raise NoSpace(f"{self._quota.path} is full: what other live movers hold leaves no room below its capacity")
 
     def stretches(self, wanted: NDArray[np.bool_]) -> list[Stretch]:
         """Where the wanted ones of the allocated slots stand; one flag for each of the plan's slots."""
@@ -172,10 +166,10 @@ class Slabs:
 
     def give_back(self, cuts: list[tuple[int, int]]) -> None:
         """Return to the file system what `lower` told. On the thread that `grow` is called on. Raises OSError."""
-        with self._ledger.locked():
+        with self._quota.locked():
             for slab, keep in cuts:
                 left = keep * self.plan.row_bytes
-                self._ledger.used_bytes -= max(0, self._folder.stat(_name(slab)).st_size - left)
+                self._quota.used_bytes -= max(0, self._folder.stat(_name(slab)).st_size - left)
                 if keep:
                     self._cut(slab, left)
                 else:
@@ -193,13 +187,13 @@ class Slabs:
             finally:
                 os.close(descriptor)
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """What somebody has done to a file of ours, or "". On any thread. Raises OSError."""
         for slab, mark in list(self._marks.items()):
             slots = self._allocated.get(slab, 0)
-            trouble = mark.trouble(slots * self.plan.row_bytes)
-            if trouble and self._marks.get(slab) is mark and self._allocated.get(slab, 0) == slots:
-                return trouble
+            problem = mark.problem(slots * self.plan.row_bytes)
+            if problem and self._marks.get(slab) is mark and self._allocated.get(slab, 0) == slots:
+                return problem
         return ""
 
     def close(self) -> None:
@@ -249,14 +243,14 @@ class Slabs:
                     break
                 if failed not in (errno.ENOSPC, errno.EDQUOT):
                     raise OSError(failed, os.strerror(failed), str(self._path(slab)))
-                if not self._ledger.forget_oldest():
+                if not self._quota.forget_oldest():
                     raise NoSpace(f"the file system of {self._directory} is full")
         finally:
             os.close(descriptor)
         if slab not in self._marks:
             self._marks[slab] = FileIdentity(self._path(slab), status)
         self._allocated[slab] = end
-        self._ledger.used_bytes += end * row_bytes - size
+        self._quota.used_bytes += end * row_bytes - size
 
     def _note_sparse(self) -> None:
         if not self._sparse:
@@ -292,38 +286,6 @@ def _zero(descriptor: int, offset: int, nbytes: int) -> None:
             os.pwrite(descriptor, zeros[: nbytes - at], offset + at)
     elif failed:
         raise OSError(failed, os.strerror(failed))
-
-
-def fallocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
-    """Allocate for real, without writing, or what `mode` says; 0, or the errno."""
-    if nbytes <= 0:
-        return 0
-    while True:
-        if _libc.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
-            return 0
-        if (error := ctypes.get_errno()) != errno.EINTR:
-            return error
-
-
-def direct_works(folder: Folder) -> bool:
-    """Write and read one page with O_DIRECT: some file systems take the flag and then refuse every transfer."""
-    name = f"probe-{secrets.token_hex(8)}.tmp"
-    with mmap.mmap(-1, PAGE) as page:
-        try:
-            descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            return False
-        finally:
-            with suppress(OSError):  # some make it and then refuse the flag
-                folder.unlink(name)
-        try:
-            return os.pwritev(descriptor, [page], 0) == PAGE and os.preadv(descriptor, [page], 0) == PAGE
-        except OSError as error:
-            return error.errno == errno.ENOSPC  # no verdict, and a full medium must still serve what it holds
-        finally:
-            os.close(descriptor)
 
 
 def guess_plan(folder: Folder, sealer: Sealer, slots: int) -> Plan | None:

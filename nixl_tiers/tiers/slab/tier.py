@@ -8,7 +8,6 @@ and a row that does not verify was promised to nobody yet.
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import time
 from collections import deque
@@ -22,13 +21,11 @@ from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Done, Entry, Move, StorageTier, TierDown, TierRefused, seal_row
-from nixl_tiers.tiers.directory import connect, make_path, too_large, unopened
-from nixl_tiers.tiers.disk import MountGuard, describe
+from nixl_tiers.tiers.disk import MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.moves import Batch, Batches
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Transfer, TransferState
-from nixl_tiers.tiers.rowfile.quota import INCOMING
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.rebalance import TEND_S, Rebalancer
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
@@ -70,19 +67,19 @@ class SlabTier(StorageTier):
         self._clock = clock
         self._geometry = geometry
         self._region = region
-        self._ledger = SlabQuota(config.path, config.capacity)
+        self._quota = SlabQuota(config.path, config.capacity)
         self._memory: Registration | None
-        self._agent, self._memory = connect(config, region)
+        self._agent, self._memory = open_agent(config, region)
         self._mount = MountGuard()
         self._open: Shard | None = None
-        self._share: Rebalancer | None = None
+        self._rebalancer: Rebalancer | None = None
         self._batches = Batches()
         self._loads: deque[_Unit] = deque()
         self._stores: deque[_Unit] = deque()
         self._running: list[_Running] = []
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
-        self._complaints = LogOnce(logger)
+        self._log_once = LogOnce(logger)
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
         self._unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // geometry.row_bytes))
@@ -91,7 +88,7 @@ class SlabTier(StorageTier):
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        self._close_replica()
+        self._close_shard()
         path, row_bytes = self._config.path, self._geometry.row_bytes
         slots = slots_within(self._config.capacity, row_bytes)
         if slots < 1:
@@ -99,16 +96,10 @@ class SlabTier(StorageTier):
                 f"capacity: {self._config.capacity} bytes hold no row of {row_bytes} bytes beside the journal in {path}"
             )
         try:
-            make_path(self._config, self._mount)
-            if large := too_large(self._config):
-                self._complaints.about("capacity", large)
-            if os.path.lexists(path / INCOMING):
-                raise TierRefused(
-                    f'path: {path} holds rows as files, and a directory has one layout: "files" or "slabs"'
-                )
-            self._ledger.forget_user()
-            with self._ledger.locked():
-                claim = self._ledger.claim(namespace)
+            prepare_path(self._config, self._mount, self._log_once)
+            self._quota.forget_user()
+            with self._quota.locked():
+                claim = self._quota.claim(namespace)
                 try:
                     sealer = Sealer(self._geometry, namespace, epoch)
                     self._open = Shard(
@@ -116,19 +107,19 @@ class SlabTier(StorageTier):
                         slots,
                         sealer,
                         self._agent,
-                        self._ledger,
+                        self._quota,
                         max_age_s=self._config.max_age,
                         clock=self._clock,
                     )
-                    self._ledger.make_room(0)  # the capacity may be smaller than last time
+                    self._quota.make_room(0)  # the capacity may be smaller than last time
                 except BaseException:
                     if self._open is None:
-                        self._ledger.abandon(claim)
+                        self._quota.abandon(claim)
                     raise
         except OSError as error:
-            raise unopened(error) from error
+            raise open_error(error) from error
         self._mount.remember(path)
-        self._share = Rebalancer(self._open, self._ledger, self._allocator)
+        self._rebalancer = Rebalancer(self._open, self._quota, self._allocator)
         self._full_until_s = 0.0
         return slots
 
@@ -139,10 +130,10 @@ class SlabTier(StorageTier):
 
     @property
     def slots(self) -> int | None:
-        return self._share.slots if self._share is not None else None
+        return self._rebalancer.slots if self._rebalancer is not None else None
 
     def adopt(self) -> Iterator[list[Entry]]:
-        served, share = self._served, self._share
+        served, share = self._served, self._rebalancer
         if not served.listed:
             yield from served.adopt()
             return
@@ -151,7 +142,7 @@ class SlabTier(StorageTier):
             yield from share.tend(self._slots_in_use, lambda: self._growth is not None)
 
     def store(self, moves: Sequence[Move]) -> int:
-        manifest = self._served.manifest
+        manifest = self._served.journal
         for move in moves:
             manifest.forget(move.slot)  # a crash in the middle must not leave the old key over new bytes
         return self._accept(moves, writes=True)
@@ -169,30 +160,30 @@ class SlabTier(StorageTier):
                 self._finish(running.unit, good=state is TransferState.DONE)
         if self._growth is not None and self._growth.done():
             self._grown(self._growth)
-        trouble = self._open.watch.poll() if self._open is not None else ""
-        if trouble:
+        problem = self._open.health.poll() if self._open is not None else ""
+        if problem:
             self._give_up()
         self._start_more()
-        if trouble and not self._running and self._growth is None and not self._batches.waiting:
-            raise TierDown(trouble)
+        if problem and not self._running and self._growth is None and not self._batches.waiting:
+            raise TierDown(problem)
         return self._batches.take()
 
     def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:
-            self._served.manifest.forget(slot, key)
+            self._served.journal.forget(slot, key)
 
     @property
     def busy(self) -> bool:
         return bool(self._running or self._loads or self._stores or self._batches.waiting) or (
-            self._open is not None and bool(self._open.watch.trouble)
+            self._open is not None and bool(self._open.health.problem)
         )
 
     @property
     def used_bytes(self) -> int:
-        return self._ledger.used_bytes
+        return self._quota.used_bytes
 
     def close(self) -> None:
-        self._close_replica()
+        self._close_shard()
         self._allocator.shutdown(wait=False, cancel_futures=True)
         if self._memory is not None:
             self._agent.deregister(self._memory)
@@ -206,8 +197,8 @@ class SlabTier(StorageTier):
             raise RuntimeError("the tier is not open")
         return self._open
 
-    def _close_replica(self) -> None:
-        replica, self._open, self._share = self._open, None, None
+    def _close_shard(self) -> None:
+        replica, self._open, self._rebalancer = self._open, None, None
         if replica is not None:
             self._allocator.submit(lambda: None).result()  # what it is at is about this replica
             replica.close()
@@ -233,7 +224,7 @@ class SlabTier(StorageTier):
     def _start_more(self) -> None:
         """Neither direction waits for the other: requests wait for loads, and stores that starved would be overdue.
         Stores that need a new extent wait for it, and for each other. Nothing begins on what is no longer ours."""
-        if self._open is not None and self._open.watch.trouble:
+        if self._open is not None and self._open.health.problem:
             return
         while self._loads and self._has_turn(writes=False):
             unit = self._loads.popleft()
@@ -241,7 +232,7 @@ class SlabTier(StorageTier):
             self._start(unit)
         while self._stores and self._growth is None and self._has_turn(writes=True):
             slots = [move.slot for move in self._stores[0].moves]
-            if not self._served.manifest.may_overwrite(slots) or not self._served.erasing.isdisjoint(slots):
+            if not self._served.journal.may_overwrite(slots) or not self._served.erasing.isdisjoint(slots):
                 return
             unit = self._stores.popleft()
             beyond = [not 0 <= move.slot < self._served.slabs.plan.slots for move in unit.moves]
@@ -260,7 +251,7 @@ class SlabTier(StorageTier):
         served = self._served
         if not served.slabs.has_room(slot) or slot in served.erasing:
             return False
-        return not served.listed or bool(served.manifest.sealed_at[slot])
+        return not served.listed or bool(served.journal.sealed_at[slot])
 
     def _slots_in_use(self) -> set[int]:
         units = [*self._loads, *self._stores, *(running.unit for running in self._running)]
@@ -281,8 +272,8 @@ class SlabTier(StorageTier):
                 if move.seal and unit.writes:
                     seal_row(served.sealer, region, move, self._clock())
         except (AgentError, OSError) as error:
-            self._complaints.about("agent", describe(error) if isinstance(error, OSError) else str(error))
-            served.watch.soon()
+            self._log_once.about("agent", describe(error) if isinstance(error, OSError) else str(error))
+            served.health.check_soon()
             self._settle(unit, [True] * len(unit.moves), Outcome.FAILED)
             return
         transfer = self._agent.write(spans) if unit.writes else self._agent.read(spans)
@@ -303,9 +294,9 @@ class SlabTier(StorageTier):
         if writes:
             sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
             if good:
-                served.manifest.put(move.slot, move.key, move.tick, sealed_at)
+                served.journal.put(move.slot, move.key, move.tick, sealed_at)
                 return Outcome.OK
-            served.manifest.spoil(move.slot, sealed_at)
+            served.journal.spoil(move.slot, sealed_at)
             if served.slabs.medium_is_full():
                 return Outcome.NO_SPACE
             served.store_failed()
@@ -316,13 +307,13 @@ class SlabTier(StorageTier):
         verdict = served.sealer.verify(self._region.rows_view[move.row], move.key)
         if verdict is not Verdict.OK:
             served.spoilt(move.slot, verdict.name)
-            served.manifest.forget(move.slot, move.key)
+            served.journal.forget(move.slot, move.key)
             return Outcome.CORRUPT
         if served.has_expired(move.slot, served.sealer.sealed_at(self._region.rows_view[move.row])):
-            served.manifest.forget(move.slot, move.key)  # its bytes stay, for the next sweep
+            served.journal.forget(move.slot, move.key)  # its bytes stay, for the next sweep
             return Outcome.MISSING
         if move.tick:
-            served.manifest.touch(move.slot, move.key, move.tick)
+            served.journal.touch(move.slot, move.key, move.tick)
         return Outcome.OK
 
     def _settle(self, unit: _Unit, which: list[bool], outcome: Outcome) -> None:
@@ -342,10 +333,10 @@ class SlabTier(StorageTier):
         except (NoSpace, OSError) as error:
             if not self._full_until_s:
                 logger.warning("no room for more rows: %s", describe(error) if isinstance(error, OSError) else error)
-            self._served.watch.soon()
+            self._served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
-            if self._share is not None:
-                self._share.refused()
+            if self._rebalancer is not None:
+                self._rebalancer.refused()
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:
             self._full_until_s = 0.0

@@ -13,8 +13,9 @@ from nixl_tiers.chunk import Outcome
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Entry, Move
+from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.io import TOUCH_S
-from nixl_tiers.tiers.rowfile.quota import INCOMING, Place
+from nixl_tiers.tiers.rowfile.quota import Place
 from nixl_tiers.tiers.rowfile.scanner import OLD_S
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.tier import RowFileTier

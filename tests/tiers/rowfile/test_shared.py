@@ -17,7 +17,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.protocol import Delete, Listed, Open, Refused, Store
 from nixl_tiers.tiers.base import GONE, Entry, Move
-from nixl_tiers.tiers.rowfile.quota import INCOMING
+from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.scanner import OLD_S
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, files_tier, key_of, payload, wait_until
