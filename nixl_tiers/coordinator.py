@@ -492,7 +492,7 @@ class Coordinator:
         """
         rows = self._core.unflushed_stores()
         if rows:
-            ended = self.region.ended([row.index for row in rows], [row.ticket for row in rows])
+            ended = self.region.ended([row.index for row in rows], [row.store_seq for row in rows])
             self._core.ended_in_vain([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
 
     def _failed(self, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:
@@ -502,12 +502,12 @@ class Coordinator:
         if rows and self.region.geometry.sub_blocks > 1:
             for row, missing in zip(rows, self.region.missing([row.index for row in rows]).tolist(), strict=True):
                 row.missing = missing
-        for ticket in {row.ticket for row in rows}:
-            of_ticket = [row for row in rows if row.ticket == ticket]
-            places = np.array([row.index for row in of_ticket])
-            if (written := self.region.written(places, ticket)).all():
+        for store_seq in {row.store_seq for row in rows}:
+            of_store = [row for row in rows if row.store_seq == store_seq]
+            places = np.array([row.index for row in of_store])
+            if (written := self.region.written(places, store_seq)).all():
                 continue
-            words = zip(of_ticket, written.tolist(), self.region.copied(places, ticket).tolist(), strict=True)
+            words = zip(of_store, written.tolist(), self.region.copied(places, store_seq).tolist(), strict=True)
             for row, good, copied in words:
                 if not good:
                     (incomplete if copied else failed).add(row.key)

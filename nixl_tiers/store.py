@@ -176,7 +176,7 @@ class TieredStore:
                 self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
                 interrupts.point()
             if plan.keys:
-                self._region.mark(np.array(plan.rows), 0, plan.ticket, True)
+                self._region.mark(np.array(plan.rows), 0, plan.store_seq, True)
         finally:
             self.coordinator.end_call(name)  # whatever has happened; what is not marked has failed
 

@@ -228,7 +228,7 @@ class Soak:
         plan = coordinator.prepare_store(
             [b"claim-%d" % next(self._names) for _ in range(coordinator.region.rows)], "claim"
         )
-        coordinator.region.mark(np.array(plan.rows), 0, plan.ticket, False)
+        coordinator.region.mark(np.array(plan.rows), 0, plan.store_seq, False)
         coordinator.complete_store(plan.keys)
         coordinator.finish_request("claim")
         return len(plan.rows) == coordinator.region.rows

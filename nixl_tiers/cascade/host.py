@@ -40,7 +40,7 @@ class Row(msgspec.Struct, gc=False, eq=False):
     mover: int = 0
     calls: int = 0
     holds: int = 0
-    ticket: int = 0
+    store_seq: int = 0
     tick: int = 0  # of its last use: lower copies are as recent as that
     step: int = -1
     sealed: bool = False

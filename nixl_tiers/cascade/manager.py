@@ -31,11 +31,11 @@ class Lookup(Enum):
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What prepare_store accepted: `keys[i]` goes into host row `rows[i]`; workers quote `ticket` when it is done."""
+    """What prepare_store accepted: `keys[i]` goes into host row `rows[i]`; workers mark it with `store_seq`."""
 
     keys: list[Key]
     rows: list[int]
-    ticket: int
+    store_seq: int
     evicted: list[Key] = field(default_factory=list)
 
 
@@ -78,7 +78,7 @@ class TierManager(Traffic):
         self._allowed: dict[str, frozenset[int]] = {}  # of the requests that are not to load from every storage tier
         self._unflushed: list[Row] = []
         self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
-        self._ticket = 0
+        self._store_seq = 0
 
     def lookup(self, key: Key, name: str, position: int | None, now: float, first: int = 0) -> Lookup:
         """Is `key` a hit for request `name`? O(1). PENDING promises an answer within the request's deadline.
@@ -192,12 +192,12 @@ class TierManager(Traffic):
             if key in self.host.index:
                 self.host.touch(key, tick)
         room = self._make_room(len(fresh))
-        self._ticket += 1
-        plan = StorePlan(fresh[:room], [], self._ticket)
+        self._store_seq += 1
+        plan = StorePlan(fresh[:room], [], self._store_seq)
         for key in plan.keys:
             row = self.host.insert(key, RowState.FILLING, tick, self.generation)
             self._take(row, name, call)
-            row.ticket = self._ticket
+            row.store_seq = self._store_seq
             plan.rows.append(row.index)
         self.cpu_counters.misses += len(fresh)
         for storage in self.storage:

@@ -43,11 +43,11 @@ MAX_NOTE_BYTES: Final = 400
 WRITTEN: Final = 1
 FAILED: Final = 2
 INCOMPLETE: Final = 3  # copied, but what was not there to be copied may be wanted
-# A control word: the job's ticket in the upper 40 bits, how many sub-blocks are missing at the cell's beginning in the
-# next 16, and the state.
-_TICKET_AT: Final = 24
+# A control word: the job's store_seq in the upper 40 bits, how many sub-blocks are missing at the cell's beginning in
+# the next 16, and the state.
+_STORE_SEQ_AT: Final = 24
 _MISSING_AT: Final = 8
-MAX_MISSING: Final = (1 << _TICKET_AT - _MISSING_AT) - 1
+MAX_MISSING: Final = (1 << _STORE_SEQ_AT - _MISSING_AT) - 1
 
 
 class RegionError(RuntimeError):
@@ -148,42 +148,42 @@ class HostRegion:
                 raise
             raise RegionError(f"cannot map the region behind descriptor {fd}: {error.strerror}") from error
 
-    def mark(self, rows: NDArray[np.integer[Any]] | Sequence[int], cell: int, ticket: int,
+    def mark(self, rows: NDArray[np.integer[Any]] | Sequence[int], cell: int, store_seq: int,
              ok: NDArray[np.bool_] | bool, missing: NDArray[np.integer[Any]] | int = 0, *,
              whole: NDArray[np.bool_] | bool = True) -> None:  # fmt: skip
-        """Say that copying job `ticket` has written its cell of these rows, or failed to; `ok` for all or one a row.
+        """Say that copying job `store_seq` has written its cell of these rows, or failed to; `ok` for all or one a row.
 
         `missing`: how many sub-blocks at the cell's beginning were not written, for all or one a row; `whole`: False
         where a load may want them (as is taken for granted of more than MAX_MISSING), so that the row is of no use.
 
         Called by the rank that owns the cell, after its bytes are in memory (streaming stores fenced). A late word of
-        an older job cannot pass for a newer one's: tickets (0 to 2**40 - 1) are never used twice in a region.
+        an older job cannot pass for a newer one's: store_seqs (0 to 2**40 - 1) are never used twice in a region.
         """
         counts = np.asarray(missing, np.uint64)
         good = np.where(np.logical_and(whole, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(INCOMPLETE))
         states = np.where(ok, good, np.uint64(FAILED))
         counts = np.minimum(counts, MAX_MISSING) << np.uint64(_MISSING_AT)
-        self._control[rows, cell] = np.uint64(ticket << _TICKET_AT) | counts | states
+        self._control[rows, cell] = np.uint64(store_seq << _STORE_SEQ_AT) | counts | states
 
-    def written(self, rows: NDArray[np.integer[Any]] | Sequence[int], ticket: int) -> NDArray[np.bool_]:
-        """bool (len(rows),): True where every cell's word says that job `ticket` has written it."""
-        word = np.uint64(ticket << _TICKET_AT | WRITTEN)
+    def written(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seq: int) -> NDArray[np.bool_]:
+        """bool (len(rows),): True where every cell's word says that job `store_seq` has written it."""
+        word = np.uint64(store_seq << _STORE_SEQ_AT | WRITTEN)
         words = self._control[rows] & ~np.uint64(MAX_MISSING << _MISSING_AT)
         good: NDArray[np.bool_] = (words == word).all(axis=1)
         return good
 
-    def ended(self, rows: NDArray[np.integer[Any]] | Sequence[int], tickets: Sequence[int]) -> NDArray[np.bool_]:
+    def ended(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seqs: Sequence[int]) -> NDArray[np.bool_]:
         """bool (len(rows),): True where every cell's word says that its row's job has ended, well or not."""
         words = self._control[rows]
-        of_job = words >> np.uint64(_TICKET_AT) == np.asarray(tickets, np.uint64)[:, None]
+        of_job = words >> np.uint64(_STORE_SEQ_AT) == np.asarray(store_seqs, np.uint64)[:, None]
         done: NDArray[np.bool_] = (of_job & (words & np.uint64((1 << _MISSING_AT) - 1) != 0)).all(axis=1)
         return done
 
-    def copied(self, rows: NDArray[np.integer[Any]] | Sequence[int], ticket: int) -> NDArray[np.bool_]:
-        """bool (len(rows),): True where every cell's word says that job `ticket` has copied what was there to copy,
+    def copied(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seq: int) -> NDArray[np.bool_]:
+        """bool (len(rows),): True where every cell's word says that job `store_seq` has copied what was there to copy,
         whole or not."""
         words = self._control[rows] & ~np.uint64(MAX_MISSING << _MISSING_AT)
-        known = np.array([ticket << _TICKET_AT | WRITTEN, ticket << _TICKET_AT | INCOMPLETE], np.uint64)
+        known = np.array([store_seq << _STORE_SEQ_AT | WRITTEN, store_seq << _STORE_SEQ_AT | INCOMPLETE], np.uint64)
         good: NDArray[np.bool_] = np.isin(words, known)
         return np.asarray(good.all(axis=1))
 

@@ -16,21 +16,21 @@ class EventLog:
 
     def __init__(self, region: HostRegion) -> None:
         self._region = region
-        self._filling: dict[OffloadKey, tuple[int, int]] = {}  # key -> (row, ticket) of the open store
+        self._filling: dict[OffloadKey, tuple[int, int]] = {}  # key -> (row, store_seq) of the open store
         self._announced: set[OffloadKey] = set()
         self._events: list[OffloadingEvent] = []
 
-    def filling(self, keys: Sequence[OffloadKey], rows: NDArray[np.int64], ticket: int) -> None:
+    def filling(self, keys: Sequence[OffloadKey], rows: NDArray[np.int64], store_seq: int) -> None:
         """A store of these keys into these rows begins."""
         for key, row in zip(keys, rows.tolist(), strict=True):
-            self._filling[key] = (row, ticket)
+            self._filling[key] = (row, store_seq)
 
     def written(self, keys: Collection[OffloadKey]) -> None:
         """The store of these keys has ended: announce those that every worker wrote."""
         good = []
         for key in keys:
-            row, ticket = self._filling.pop(key, (-1, 0))
-            if row >= 0 and self._region.written(np.array([row], np.int64), ticket)[0]:
+            row, store_seq = self._filling.pop(key, (-1, 0))
+            if row >= 0 and self._region.written(np.array([row], np.int64), store_seq)[0]:
                 good.append(key)
         self._announce(good)
 

@@ -161,10 +161,10 @@ class NixlTiersManager(OffloadingManager):
         rows = np.array([row_of[key] for key in accepted], np.int64)
         if self._events is not None:
             self._events.removed(plan.evicted)
-            self._events.filling(accepted, rows, plan.ticket)
+            self._events.filling(accepted, rows, plan.store_seq)
         return PrepareStoreOutput(
             keys_to_store=accepted,
-            store_spec=RowsSpec(rows, self._counts(accepted), plan.ticket),
+            store_spec=RowsSpec(rows, self._counts(accepted), plan.store_seq),
             evicted_keys=list(plan.evicted),
         )
 

@@ -15,7 +15,7 @@ class RowsSpec(LoadStoreSpec):
     """The host side of a job: region rows, ordered by KV group, travelling from the scheduler to every worker.
 
     `rows`: int64 (n,). `counts`: rows of each KV group, in the order of OffloadingConfig.groups; they add up to n.
-    `ticket`: what a store's rows are marked with; 0 for loads. `missing`: of a load's rows, those that lack
+    `store_seq`: what a store's rows are marked with; 0 for loads. `missing`: of a load's rows, those that lack
     sub-blocks: place in `rows` -> how many at the row's beginning.
     """
 
@@ -23,23 +23,23 @@ class RowsSpec(LoadStoreSpec):
         self,
         rows: NDArray[np.int64],
         counts: Sequence[int],
-        ticket: int = 0,
+        store_seq: int = 0,
         missing: Mapping[int, int] | None = None,
     ) -> None:
         self.rows = rows
         self.counts = tuple(counts)
-        self.ticket = ticket
+        self.store_seq = store_seq
         self.missing = dict(missing or {})
 
     def __reduce__(self) -> tuple[Callable[..., RowsSpec], tuple[bytes, tuple[int, ...], int, dict[int, int]]]:
-        return _unpack, (self.rows.astype("<u4").tobytes(), self.counts, self.ticket, self.missing)
+        return _unpack, (self.rows.astype("<u4").tobytes(), self.counts, self.store_seq, self.missing)
 
     def __repr__(self) -> str:
-        return f"RowsSpec(rows={self.rows.tolist()}, counts={self.counts}, ticket={self.ticket})"
+        return f"RowsSpec(rows={self.rows.tolist()}, counts={self.counts}, store_seq={self.store_seq})"
 
 
-def _unpack(rows: bytes, counts: tuple[int, ...], ticket: int, missing: dict[int, int]) -> RowsSpec:
-    return RowsSpec(np.frombuffer(rows, "<u4").astype(np.int64), counts, ticket, missing)
+def _unpack(rows: bytes, counts: tuple[int, ...], store_seq: int, missing: dict[int, int]) -> RowsSpec:
+    return RowsSpec(np.frombuffer(rows, "<u4").astype(np.int64), counts, store_seq, missing)
 
 
 class Part(NamedTuple):

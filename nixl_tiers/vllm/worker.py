@@ -240,7 +240,9 @@ class NixlTiersWorker(OffloadingWorker):
         """A store never fails: a row that is not marked as written becomes no hit."""
         copies: list[Finish] = []
         try:
-            copies = [self._store_part(part, rows.ticket) for part in split_store(rows, engine, self._blocks_per_chunk)]
+            copies = [
+                self._store_part(part, rows.store_seq) for part in split_store(rows, engine, self._blocks_per_chunk)
+            ]
         except Exception:
             log.exception("nixl_tiers: blocks and rows of a store do not match; its chunks are dropped")
 
@@ -255,7 +257,7 @@ class NixlTiersWorker(OffloadingWorker):
 
         return finish
 
-    def _store_part(self, part: Part, ticket: int) -> Finish:
+    def _store_part(self, part: Part, store_seq: int) -> Finish:
         def finish() -> Moved:
             copied, moved = not part.known, Moved()  # what is not known is nobody's failure
             if started is not None:
@@ -268,7 +270,7 @@ class NixlTiersWorker(OffloadingWorker):
             missing[0] = part.first
             # Elsewhere nobody can tell at a look-up whether the load would read what is missing.
             whole = part.known & ((missing == 0) | (part.group in self._last_block_only))
-            self._region.mark(part.rows, self._cell, ticket, copied, missing, whole=whole)
+            self._region.mark(part.rows, self._cell, store_seq, copied, missing, whole=whole)
             return moved
 
         started: Finish | None = None

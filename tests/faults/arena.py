@@ -256,7 +256,7 @@ class Arena:
     def _every_row_can_be_had(self) -> bool:
         coordinator, rows = self.store.coordinator, self.store._region.rows
         plan = coordinator.prepare_store([b"claim-%d" % next(_turns) for _ in range(rows)], "claim")
-        self.store._region.mark(np.array(plan.rows), 0, plan.ticket, False)
+        self.store._region.mark(np.array(plan.rows), 0, plan.store_seq, False)
         coordinator.complete_store(plan.keys)
         coordinator.finish_request("claim")
         return len(plan.rows) == rows

@@ -97,7 +97,7 @@ def forget(llm: Any, store: Any) -> None:
 
     def emptied() -> bool:
         plan = coordinator.prepare_store([b"filler-%d-0000" % n for n in range(coordinator.region.rows)], "filler")
-        coordinator.region.mark(np.array(plan.rows), 0, plan.ticket, False)
+        coordinator.region.mark(np.array(plan.rows), 0, plan.store_seq, False)
         coordinator.complete_store(plan.keys)
         coordinator.finish_request("filler")
         return len(plan.rows) == coordinator.region.rows

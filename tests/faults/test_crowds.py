@@ -114,9 +114,9 @@ def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> N
                 region.rows_view[row, : arena.chunk] = content(key, arena.chunk) if it_is else 0xBB
             rows = np.array(plan.rows)
             if good.any():
-                region.mark(rows[good], 0, plan.ticket, True)
+                region.mark(rows[good], 0, plan.store_seq, True)
             if not good.all():
-                region.mark(rows[~good], 0, plan.ticket, False)
+                region.mark(rows[~good], 0, plan.store_seq, False)
             coordinator.complete_store(plan.keys)
             coordinator.finish_request(f"worker-{turn}")
             written += [key for key, it_is in zip(plan.keys, good, strict=True) if it_is]

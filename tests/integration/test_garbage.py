@@ -216,7 +216,7 @@ def act(coordinator: Coordinator, region: HostRegion, what: str, keys: list[byte
     if what == "put":
         plan = coordinator.prepare_store(keys, request)
         if len(plan.rows):
-            region.mark(np.array(plan.rows), 0, plan.ticket, True)
+            region.mark(np.array(plan.rows), 0, plan.store_seq, True)
         coordinator.complete_store(plan.keys)
     else:
         for key in keys:
@@ -229,7 +229,7 @@ def claim(coordinator: Coordinator, region: HostRegion) -> list[int]:
     """Every row of the host that can be had."""
     plan = coordinator.prepare_store([b"claim-%d" % n for n in range(ROWS)], "claim")
     if len(plan.rows):
-        region.mark(np.array(plan.rows), 0, plan.ticket, False)
+        region.mark(np.array(plan.rows), 0, plan.store_seq, False)
     coordinator.complete_store(plan.keys)
     return list(plan.rows)
 

@@ -46,7 +46,7 @@ class Bench:
         plan = self.coordinator.prepare_store([key], "writer")
         self.region.rows_view[plan.rows[0]] = key[0]
         for cell in range(GEOMETRY.cells):
-            self.region.mark(plan.rows, cell, plan.ticket, True, missing)
+            self.region.mark(plan.rows, cell, plan.store_seq, True, missing)
         self.coordinator.complete_store(plan.keys)
         self.coordinator.finish_request("writer")
 

@@ -88,7 +88,7 @@ def load(coordinator: Coordinator, number: int) -> None:
 
 def store(coordinator: Coordinator, *names: Key) -> None:
     plan = coordinator.prepare_store(names, "store")
-    coordinator.region.mark(np.array(plan.rows), 0, plan.ticket, True)
+    coordinator.region.mark(np.array(plan.rows), 0, plan.store_seq, True)
     coordinator.complete_store(plan.keys)
     coordinator.finish_request("store")
     coordinator.end_step()

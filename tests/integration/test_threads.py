@@ -188,11 +188,11 @@ def test_a_reset_when_all_rows_are_in_workers_hands_does_not_cost_them_for_good(
         coordinator.reset()
         assert coordinator.prepare_store(keys[:1], "too early").rows == []
         coordinator.region.mark(
-            np.array(plan.rows[:-1]), 0, plan.ticket, np.arange(rows - 1) % 2 == 0
+            np.array(plan.rows[:-1]), 0, plan.store_seq, np.arange(rows - 1) % 2 == 0
         )  # half of them fail
         after = coordinator.prepare_store(keys, f"after-{number}")
         assert sorted(after.rows) == sorted(plan.rows[:-1])
-        coordinator.region.mark(np.array(after.rows), 0, after.ticket, True)
+        coordinator.region.mark(np.array(after.rows), 0, after.store_seq, True)
         coordinator.complete_store(after.keys)
         assert rows_in_use(store) == rows - 1
         coordinator.reset()

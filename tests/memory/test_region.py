@@ -191,7 +191,7 @@ def test_a_kernel_without_noexec_seals_is_served(monkeypatch: pytest.MonkeyPatch
         HostRegion.create(GEOMETRY, ROWS)
 
 
-def test_a_row_is_written_when_every_cell_says_so_for_that_ticket(made: HostRegion) -> None:
+def test_a_row_is_written_when_every_cell_says_so_for_that_store_seq(made: HostRegion) -> None:
     rows = np.array([4, 1, 2])
     assert not made.written(rows, 0).any()
     made.mark(rows, 0, 7, ok=True)
@@ -225,7 +225,7 @@ def test_a_row_that_was_copied_and_is_not_whole_is_neither_written_nor_failed(ma
     assert not made.copied(rows, 8).any()
 
 
-def test_tickets_of_40_bits_are_kept_apart_and_larger_ones_refused(made: HostRegion) -> None:
+def test_store_seqs_of_40_bits_are_kept_apart_and_larger_ones_refused(made: HostRegion) -> None:
     largest = (1 << 40) - 1
     for cell in range(3):
         made.mark([0], cell, largest, ok=True)

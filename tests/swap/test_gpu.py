@@ -227,7 +227,7 @@ def test_a_store_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = rng.permutation(blocks)[: 3 * sub_blocks]
     places = swap.plan.places([5, 0, 7], 0, len(ids))
     swap.store(0, ids, places).wait()
-    region.mark([5, 0, 7], 0, ticket=9, ok=True)
+    region.mark([5, 0, 7], 0, store_seq=9, ok=True)
 
     other = HostRegion.attach(os.dup(region.fd))
     assert other.written([5, 0, 7], 9).all()

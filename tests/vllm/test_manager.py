@@ -50,7 +50,7 @@ class Bench:
         output = self.manager.prepare_store(keys, context)
         spec = output.store_spec
         for cell in cells:
-            self.region.mark(spec.rows, cell, spec.ticket, True)
+            self.region.mark(spec.rows, cell, spec.store_seq, True)
         self.manager.complete_store(set(output.keys_to_store), context)
         self.manager.on_schedule_end(STEP)
         return output.keys_to_store
@@ -454,7 +454,7 @@ def test_a_chunk_that_the_engine_has_not_all_of_is_counted_as_such_and_not_as_a_
     context = bench.request("r", first, second, third)
     spec = bench.manager.prepare_store([first, second, third], context).store_spec
     for cell in (0, 1):
-        bench.region.mark(spec.rows, cell, spec.ticket, [True, True, cell == 0], whole=np.array([True, False, True]))
+        bench.region.mark(spec.rows, cell, spec.store_seq, [True, True, cell == 0], whole=np.array([True, False, True]))
     bench.manager.complete_store({first, second, third}, context)
     stats = bench.manager._coordinator.counters()["cpu"]
     assert [stats[name] for name in ("stored", "incomplete", "failed", "rows")] == [1, 1, 1, 1]

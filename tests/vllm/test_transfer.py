@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from nixl_tiers.vllm.transfer import RowsSpec, split_load, split_store
 
 
-def rows_of(*rows: int, counts: tuple[int, ...], ticket: int = 0) -> RowsSpec:
-    return RowsSpec(np.array(rows, np.int64), counts, ticket)
+def rows_of(*rows: int, counts: tuple[int, ...], store_seq: int = 0) -> RowsSpec:
+    return RowsSpec(np.array(rows, np.int64), counts, store_seq)
 
 
 def test_a_spec_survives_pickling_and_is_small() -> None:
@@ -22,7 +22,7 @@ def test_a_spec_survives_pickling_and_is_small() -> None:
     again = pickle.loads(raw)
     assert again.rows.tolist() == list(range(1000))
     assert again.rows.dtype == np.int64
-    assert (again.counts, again.ticket, again.missing) == ((600, 400), (1 << 40) - 1, {7: 3})
+    assert (again.counts, again.store_seq, again.missing) == ((600, 400), (1 << 40) - 1, {7: 3})
     assert len(raw) < 4 * 1000 + 300
 
 

@@ -86,8 +86,8 @@ class Rank:
             tensor.tensor.zero_()
 
 
-def rows_of(*rows: int, counts: tuple[int, ...], ticket: int = 1) -> RowsSpec:
-    return RowsSpec(np.array(rows, np.int64), counts, ticket)
+def rows_of(*rows: int, counts: tuple[int, ...], store_seq: int = 1) -> RowsSpec:
+    return RowsSpec(np.array(rows, np.int64), counts, store_seq)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_chunk_with_null_blocks_is_stored_as_failed_and_its_neighbours_are_not
     assert result.success, "vLLM would end the engine"
     assert rank.region.written([3, 5], 1).tolist() == [False, True]
     assert rank.region.rows_view[5, 512:768].tobytes() == fourth
-    result = rank.store(rows_of(3, 5, counts=(2,), ticket=2), GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [0]))
+    result = rank.store(rows_of(3, 5, counts=(2,), store_seq=2), GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [0]))
     assert result.success
     assert not rank.region.written([3, 5], 2).any()
     assert rank.region.copied([3, 5], 2).all(), "it is no failure that the engine has not all of a chunk"

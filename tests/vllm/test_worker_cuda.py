@@ -50,9 +50,9 @@ class Rank:
         self.worker.keep_failed_loads()
         self.jobs = 0
 
-    def store(self, blocks: list[int], rows: list[int], ticket: int) -> TransferResult:
+    def store(self, blocks: list[int], rows: list[int], store_seq: int) -> TransferResult:
         self.jobs += 1
-        self.worker.submit_store(self.jobs, engine(blocks), RowsSpec(np.array(rows), (len(rows),), ticket))
+        self.worker.submit_store(self.jobs, engine(blocks), RowsSpec(np.array(rows), (len(rows),), store_seq))
         return self._ended()
 
     def load(self, rows: list[int], blocks: list[int]) -> TransferResult:
@@ -84,7 +84,7 @@ def rank(fake_library: Path, request: pytest.FixtureRequest, monkeypatch: pytest
 @pytest.mark.parametrize("rank", WAYS, indirect=True)
 def test_there_and_back(rank: Rank) -> None:
     before = [rank.block(block) for block in range(BLOCKS)]
-    result = rank.store([3, 9, 0, 7], [4, 1], ticket=1)
+    result = rank.store([3, 9, 0, 7], [4, 1], store_seq=1)
     assert result.success
     assert result.transfer_size == 4 * LAYERS * PAGE
     assert result.transfer_time > 0
@@ -105,9 +105,9 @@ def test_there_and_back(rank: Rank) -> None:
 def test_a_copy_that_does_not_start_is_told_in_the_rows_and_never_to_vllm(rank: Rank, call: str) -> None:
     way = rank.worker._swap._choice(True, 0, 1)  # type: ignore[attr-defined]
     own = {"engine": "cuMemcpyBatchAsync"}.get(way, "cuLaunchKernel")
-    assert rank.store([0, 1], [0], ticket=1).success  # ways are made when first taken
+    assert rank.store([0, 1], [0], store_seq=1).success  # ways are made when first taken
     rank.fake.fail(own if call == "the way's own" else call, OUT_OF_MEMORY)
-    assert rank.store([2, 3], [1], ticket=2).success
+    assert rank.store([2, 3], [1], store_seq=2).success
     assert not rank.region.written([1], 2).any()
     before = [rank.block(block) for block in range(BLOCKS)]
     rank.fake.fail(own if call == "the way's own" else call, OUT_OF_MEMORY)
@@ -115,7 +115,7 @@ def test_a_copy_that_does_not_start_is_told_in_the_rows_and_never_to_vllm(rank: 
     assert rank.worker.take_failed_loads() == {3}
     after = [rank.block(block) for block in range(BLOCKS)]
     assert [n for n in range(BLOCKS) if before[n] != after[n] and n not in (4, 5)] == []
-    assert rank.store([2, 3], [1], ticket=3).success
+    assert rank.store([2, 3], [1], store_seq=3).success
     assert rank.region.written([1], 3).all()
     assert rank.load([1], [4, 5]).success
     assert rank.worker.take_failed_loads() == set()
@@ -125,9 +125,9 @@ def test_a_copy_that_does_not_start_is_told_in_the_rows_and_never_to_vllm(rank: 
 @pytest.mark.parametrize("rank", WAYS, indirect=True)
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_gpu_that_fails_while_copying_writes_no_row_and_ends_with_the_worker(rank: Rank, after: int) -> None:
-    assert rank.store([0, 1], [0], ticket=1).success
+    assert rank.store([0, 1], [0], store_seq=1).success
     rank.fake.fail_running(after)
-    assert rank.store([2, 3, 4, 5], [1, 2], ticket=2).success, "vLLM would end the engine"
+    assert rank.store([2, 3, 4, 5], [1, 2], store_seq=2).success, "vLLM would end the engine"
     assert not rank.region.written([1, 2], 2).any()
     assert rank.load([0], [6, 7]).success
     assert rank.worker.take_failed_loads() == {3}
@@ -142,7 +142,7 @@ def test_whatever_is_wrong_with_a_store_is_not_told_to_vllm(
         raise TypeError("blocks of another kind")
 
     monkeypatch.setattr(worker_module, "split_store", broken)
-    assert rank.store([0, 1], [0], ticket=1).success
+    assert rank.store([0, 1], [0], store_seq=1).success
     assert not rank.region.written([0], 1).any()
     assert "its chunks are dropped" in caplog.text
 
