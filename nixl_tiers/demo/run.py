@@ -30,7 +30,7 @@ from typing import Any, Final
 from nixl_tiers.config.schema import ConfigError
 from nixl_tiers.demo.plot import plot
 from nixl_tiers.demo.server import ServerFailure, VllmServer
-from nixl_tiers.demo.verify import SOURCES, TIERS, Counts, DemoFailure, Run, judge, table
+from nixl_tiers.demo.verify import SOURCES, TIERS, Counts, DemoFailure, Run, table, verify
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import S3Server, ServerError, moto_server
 
@@ -147,7 +147,7 @@ class Demo:
         finally:
             if self._runs:
                 self._write(model, kv_bytes_per_token)
-        self._judge(kv_bytes_per_token)
+        self._verify(kv_bytes_per_token)
         print("\n" + table(self._runs, self._prompt_tokens))
         print(f"\nSame tokens every time, each hit from its own tier: {self._out / 'demo.json'}, ttft.png")
         return 0
@@ -248,12 +248,12 @@ class Demo:
         (self._out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
         plot([(run.source, run.answer.ttft_s) for run in self._runs], cold.prompt_tokens, self._out / "ttft.png")
 
-    def _judge(self, kv_bytes_per_token: int) -> None:
+    def _verify(self, kv_bytes_per_token: int) -> None:
         cold = self._runs[0]
         for each in self._runs:
             if each.answer.token_ids != cold.answer.token_ids:
                 raise DemoFailure(f"the {each.source} run answered with other tokens than the cold one")
-            judge(each, kv_bytes_per_token)
+            verify(each, kv_bytes_per_token)
 
 
 def _least(stored: Mapping[str, float]) -> float:

@@ -59,7 +59,7 @@ class Run(NamedTuple):
         }
 
 
-def judge(run: Run, kv_bytes_per_token: int) -> None:
+def verify(run: Run, kv_bytes_per_token: int) -> None:
     """Raise DemoFailure unless this run's hits came from the tier that it is named after, and from no other."""
     for source, name in SOURCES.items():
         cached = run.cached_tokens[name]

@@ -1,11 +1,11 @@
-"""The demo's judgement: what must be believed of a run, and every way in which it may not."""
+"""The demo's checks of a run: each way in which a run can be wrong is refused with a sentence."""
 
 from __future__ import annotations
 
 import pytest
 
 from nixl_tiers.demo.server import Answer
-from nixl_tiers.demo.verify import SOURCES, DemoFailure, Run, judge, table
+from nixl_tiers.demo.verify import SOURCES, DemoFailure, Run, table, verify
 
 PROMPT, KV = 1000, 100
 
@@ -23,7 +23,7 @@ def run(source: str, *, cached: int = 960, loaded: int | None = None, **read: in
 
 @pytest.mark.parametrize("source", ["cold", *SOURCES])
 def test_a_run_as_it_should_be_is_accepted(source: str) -> None:
-    judge(run(source), KV)
+    verify(run(source), KV)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_run_as_it_should_be_is_accepted(source: str) -> None:
 )
 def test_a_run_that_took_another_way_is_refused(wrong: Run, sentence: str) -> None:
     with pytest.raises(DemoFailure, match=sentence):
-        judge(wrong, KV)
+        verify(wrong, KV)
 
 
 @pytest.mark.parametrize("source", ["cold", *SOURCES])
@@ -51,7 +51,7 @@ def test_no_token_may_come_from_elsewhere(source: str, other: str) -> None:
         mixed = run(source)
         mixed.cached_tokens[SOURCES[other]] = 128
         with pytest.raises(DemoFailure, match=f"the {source} run took 128 tokens from {other}"):
-            judge(mixed, KV)
+            verify(mixed, KV)
 
 
 def test_the_table_has_a_line_for_each_run() -> None:
