@@ -29,7 +29,7 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Configure, Listed, decode_to_coordinator, encode
-from nixl_tiers.tiers.base import MAX_ENTRIES, Done, Entry, Move, StorageTier
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 64
@@ -50,7 +50,7 @@ class Lister(StorageTier):
     def open(self, namespace: bytes, epoch: int) -> int:
         return self._rows
 
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
         while not self._go.exists():
             yield []
         slots = np.random.default_rng(1).permutation(self._rows)
@@ -64,10 +64,10 @@ class Lister(StorageTier):
     def load(self, moves: Sequence[Move]) -> int:
         raise NotImplementedError
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         return []
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         pass
 
     @property

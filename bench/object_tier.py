@@ -47,7 +47,7 @@ class Tier:
         self._rows = region.rows
         self._storage = S3Tier(config, geometry, region)
         self._storage.open(NAMESPACE, 0)
-        for batch in self._storage.adopt():
+        for batch in self._storage.list_rows():
             if not batch:
                 time.sleep(0.01)
 
@@ -58,13 +58,13 @@ class Tier:
         self._finish(self._storage.load([Move(row, row, key_of(row)) for row in range(self._rows)]))
 
     def close(self) -> None:
-        self._storage.drop([(row, key_of(row)) for row in range(self._rows)])
+        self._storage.delete([(row, key_of(row)) for row in range(self._rows)])
         self._storage.close()
 
-    def _finish(self, ticket: int) -> None:
+    def _finish(self, batch_id: int) -> None:
         while True:
             for done in self._storage.poll():
-                assert done.ticket == ticket
+                assert done.batch_id == batch_id
                 if set(done.outcomes) != {Outcome.OK}:  # a fast failure must not look like a fast server
                     raise SystemExit(f"the tier failed: {done.outcomes}")
                 return

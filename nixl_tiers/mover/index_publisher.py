@@ -33,19 +33,19 @@ class IndexPublisher:
         self._epoch = epoch
         self._adoption = adoption
         self._beat = beat
-        self._listing: Iterator[list[Entry]] | None = tier.adopt()
+        self._listing: Iterator[list[Entry]] | None = tier.list_rows()
         self._first = True
         self.listed = 0
         """How many rows the first listing has found so far."""
         self._look_at_s = 0.0
-        self._relist_at_s = float("inf")
+        self._relist_at_s = self._maintain_at_s = float("inf")
         self._heard_s: float | None = None  # when the listing last brought rows for a table
 
     @property
     def next_at_s(self) -> float:
         """When step is worth calling again."""
         if self._listing is None:
-            return self._relist_at_s
+            return min(self._relist_at_s, self._maintain_at_s)
         return float("inf") if self._outbox else self._look_at_s
 
     def keys(self, dropped: Sequence[tuple[int, bytes]]) -> list[tuple[int, Key]]:
@@ -54,9 +54,8 @@ class IndexPublisher:
 
     def step(self, now: float) -> None:
         """At most one packet a step, and none while the engine is behind: jobs go first."""
-        if self._listing is None and now >= self._relist_at_s:
-            self._listing = self._tier.adopt()
-            self._look_at_s = now
+        if self._listing is None:
+            self._begin_round(now)
         if self._listing is None or now < self._look_at_s or self._outbox:
             return
         if self._adoption.building:
@@ -84,12 +83,22 @@ class IndexPublisher:
             self._first = False
             self._beat()
             self._outbox.send(Listed(self._epoch, [], last=True))
-        if (relist_s := self._tier.relist_s) is not None:
-            self._relist_at_s = now + relist_s
+        if self._relist_at_s == float("inf"):
+            self._relist_at_s = now + _or_never(self._tier.relist_s)
+        if self._maintain_at_s == float("inf"):
+            self._maintain_at_s = now + _or_never(self._tier.maintain_s)
 
     def close(self) -> None:
         self._listing = None
         self._adoption.close()
+
+    def _begin_round(self, now: float) -> None:
+        """List again, or do upkeep, whichever is due: both yield what has changed. One at a time."""
+        if now >= self._relist_at_s:
+            self._listing, self._relist_at_s = self._tier.list_rows(), float("inf")
+        elif now >= self._maintain_at_s:
+            self._listing, self._maintain_at_s = self._tier.maintain(), float("inf")
+        self._look_at_s = now
 
     def _pause(self, now: float) -> None:
         since = self._heard_s
@@ -104,4 +113,8 @@ class IndexPublisher:
             return
         self._outbox.send(ListedIndex(self._epoch, table.newest), table.fd)
         for start in range(0, len(table.left_out), MAX_ENTRIES):
-            self._tier.drop(table.left_out[start : start + MAX_ENTRIES])
+            self._tier.delete(table.left_out[start : start + MAX_ENTRIES])
+
+
+def _or_never(interval_s: float | None) -> float:
+    return float("inf") if interval_s is None else interval_s

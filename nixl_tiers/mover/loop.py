@@ -83,7 +83,7 @@ class Mover:
         self._region = region
         self._named = named
         self._inbox: deque[ToMover] = deque()
-        self._jobs: dict[int, tuple[Store | Load, float]] = {}  # ticket -> the engine's job, started at
+        self._jobs: dict[int, tuple[Store | Load, float]] = {}  # batch_id -> the engine's job, started at
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="opener")
         self._opening: tuple[Open, Future[int]] | None = None
         self._again: tuple[float, Open] | None = None  # when to try the open that failed
@@ -168,12 +168,12 @@ class Mover:
             elif isinstance(message, (Store, Load)):
                 self._begin_job(message, now)
             elif isinstance(message, CheckExistence):
-                if self._served is None or not self._tier.probe(message.probe, message.keys, message.chain):
+                if self._served is None or not self._tier.check_existence(message.probe, message.keys, message.chain):
                     self.outbox.send(ExistenceChecked(message.probe, []))
             elif isinstance(message, Delete) and self._served is not None:
-                self._tier.drop(message.entries)
+                self._tier.delete(message.entries)
             elif isinstance(message, DeleteCold) and self._teller is not None:
-                self._tier.drop(self._teller.keys(message.entries))
+                self._tier.delete(self._teller.keys(message.entries))
 
     def _begin_open(self, message: Open) -> None:
         self._again = None
@@ -245,16 +245,16 @@ class Mover:
             self._down(self._served, error, now)
             return
         for done in ended:
-            message, started = self._jobs.pop(done.ticket)
+            message, started = self._jobs.pop(done.batch_id)
             self.outbox.send(
                 Finished(message.job, bytes(done.outcomes), now - started, self._partial(message, done.outcomes))
             )
-        for answer in self._tier.answers():
+        for answer in self._tier.existence_answers():
             assert self._served is not None
             for start in range(0, len(answer.found), MAX_ENTRIES):
                 batch = list(answer.found[start : start + MAX_ENTRIES])
                 self.outbox.send(Listed(self._served.epoch, batch, last=False))
-            self.outbox.send(ExistenceChecked(answer.number, list(answer.absent)))
+            self.outbox.send(ExistenceChecked(answer.check_id, list(answer.absent)))
 
     def _partial(self, message: Store | Load, outcomes: Sequence[Outcome]) -> list[tuple[int, int]]:
         """Which of the rows that a load brought lack sub-blocks, by their seals."""

@@ -93,11 +93,11 @@ class StorageTierTests:
 
     def test_many_batches_at_once_in_both_directions(self, rig: Rig) -> None:
         rig.store(keys(16))
-        tickets = []
+        batch_ids = []
         for turn in range(8):
-            tickets.append(rig.begin_load(keys(2, first=2 * turn)))
-            tickets.append(rig.begin_store(keys(2, first=16 + 2 * turn)))
-        assert rig.finish(*tickets) == [[Outcome.OK] * 2] * 16
+            batch_ids.append(rig.begin_load(keys(2, first=2 * turn)))
+            batch_ids.append(rig.begin_store(keys(2, first=16 + 2 * turn)))
+        assert rig.finish(*batch_ids) == [[Outcome.OK] * 2] * 16
         assert set(rig.load(keys(32))) == {Outcome.OK}
 
     def test_busy_ends(self, rig: Rig) -> None:
@@ -115,19 +115,19 @@ class StorageTierTests:
         assert set(outcomes[:3]) <= NOT_OURS
         assert outcomes[3] is Outcome.OK
 
-    def test_a_dropped_row_is_gone_and_its_neighbours_are_not(self, rig: Rig) -> None:
+    def test_deleted_row_is_gone_and_its_neighbours_are_not(self, rig: Rig) -> None:
         rig.store(keys(4))
-        rig.drop({1: keys(4)[1]})
+        rig.delete({1: keys(4)[1]})
         if rig.medium.erases:
-            rig.until(lambda: set(rig.load({1: keys(4)[1]})) <= NOT_OURS, "the dropped row to be gone")
+            rig.until(lambda: set(rig.load({1: keys(4)[1]})) <= NOT_OURS, "the deleted row to be gone")
         outcomes = rig.load(keys(4))  # OK for row 1, where only its slot is free now, still means: the right bytes
         assert [outcomes[place] for place in (0, 2, 3)] == [Outcome.OK] * 3
 
-    def test_a_dropped_slot_may_be_stored_into_at_once(self, rig: Rig) -> None:
+    def test_slot_of_a_deleted_row_may_be_stored_into_at_once(self, rig: Rig) -> None:
         rig.store(keys(4))
         for turn in range(3):
             old, new = b"turn-%d" % (turn - 1) if turn else keys(1)[0], b"turn-%d" % turn
-            rig.drop({0: old})
+            rig.delete({0: old})
             assert rig.store({0: new}) == [Outcome.OK]
             assert rig.load({0: new}) == [Outcome.OK]
             if rig.medium.physical_slots or rig.medium.erases:
@@ -135,11 +135,11 @@ class StorageTierTests:
         assert set(rig.load(keys(3, first=1))) == {Outcome.OK}
 
     @pytest.mark.parametrize("slot", [2, 5], ids=["same-slot", "other-slot"])
-    def test_a_dropped_key_may_be_stored_again(self, rig: Rig, slot: int) -> None:
+    def test_deleted_key_may_be_stored_again(self, rig: Rig, slot: int) -> None:
         key = keys(4)[2]
         rig.store(keys(4))
         for version in range(1, 4):
-            rig.drop({2 if version == 1 else slot: key})
+            rig.delete({2 if version == 1 else slot: key})
             assert rig.store({slot: key}, version=version) == [Outcome.OK]
             assert rig.load({slot: key}) == [Outcome.OK]
 
@@ -149,20 +149,20 @@ class StorageTierTests:
         assert rig.store({1: keys(2)[1]}, version=1) == [Outcome.OK]
         assert rig.load(keys(3)) == [Outcome.OK] * 3
 
-    def test_a_late_drop_does_not_take_the_new_row(self, rig: Rig) -> None:
+    def test_late_delete_does_not_take_the_new_row(self, rig: Rig) -> None:
         rig.store({0: b"old"})
-        rig.drop({0: b"old"})
+        rig.delete({0: b"old"})
         rig.store({0: b"new"})
-        rig.drop({0: b"old"})
+        rig.delete({0: b"old"})
         rig.settle()
         assert rig.load({0: b"new"}) == [Outcome.OK]
         if rig.medium.keeps_rows:
             self._expect(rig, rig.reopen(), {0: b"new"})
 
-    def test_dropping_what_is_not_there(self, rig: Rig) -> None:
+    def test_deleting_an_unknown_row_changes_nothing(self, rig: Rig) -> None:
         rig.store(keys(2))
-        rig.drop({1: b"never stored", 6: b"never stored either", rig.slots - 1: b"nor this"})
-        rig.drop({})
+        rig.delete({1: b"never stored", 6: b"never stored either", rig.slots - 1: b"nor this"})
+        rig.delete({})
         assert rig.load(keys(2)) == [Outcome.OK] * 2
 
     # --- the seal ---------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class StorageTierTests:
     def test_a_restart_keeps_every_row_and_no_other(self, rig: Rig) -> None:
         self._needs_rows_kept(rig)
         rig.store(keys(20))
-        rig.drop(keys(5))
+        rig.delete(keys(5))
         rig.store({3: b"again in 3", 30: keys(5)[4]})
         expected = keys(15, first=5) | {3: b"again in 3", 30: keys(5)[4]}
         rig.settle()
@@ -280,7 +280,7 @@ class StorageTierTests:
         assert {slot for slot, outcome in answers.items() if outcome is not Outcome.OK} == set(lost)
         told = {name: rig.load({slot: key})[0] for name, (slot, key) in damaged.items()}
         assert set(told.values()) <= NOT_OURS, f"neither MISSING nor CORRUPT: {told}"
-        rig.drop(lost)
+        rig.delete(lost)
         assert set(rig.store(lost)) == {Outcome.OK}
         assert set(rig.load(rows)) == {Outcome.OK}
 
@@ -289,7 +289,7 @@ class StorageTierTests:
     def test_used_bytes_tells_what_the_medium_holds(self, rig: Rig) -> None:
         rig.store(keys(10))
         self._expect_account(rig)
-        rig.drop(keys(6))
+        rig.delete(keys(6))
         rig.settle()
         self._expect_account(rig)
         self._wait_for_rows(rig, 4)
@@ -305,7 +305,7 @@ class StorageTierTests:
             for turn in range(2):
                 rows = {slot: b"%d-%d" % (turn, slot) for slot in range(rig.slots)}
                 for slots in (range(0, rig.slots, 2), range(1, rig.slots, 2)):
-                    rig.drop({slot: before[slot] for slot in slots if slot in before})
+                    rig.delete({slot: before[slot] for slot in slots if slot in before})
                     assert set(rig.store({slot: rows[slot] for slot in slots})) == {Outcome.OK}
                     self._expect_within(rig)
                 assert set(rig.load(rows)) == {Outcome.OK}
@@ -342,13 +342,13 @@ class StorageTierTests:
 
     @pytest.mark.parametrize("seed", range(2))
     def test_a_random_life(self, rig: Rig, seed: int) -> None:
-        """Stores, loads, drops and restarts at random, many at once: what is held is what was stored last."""
+        """Stores, loads, deletes and restarts at random, many at once: what is held is what was stored last."""
         rng = random.Random(seed)
         held: dict[int, Key] = {}
         names = [b"name-%02d" % number for number in range(40)]
         for turn in range(15):
             victims = rng.sample(sorted(held), min(len(held), rng.randrange(6)))
-            rig.drop({slot: held.pop(slot) for slot in victims})
+            rig.delete({slot: held.pop(slot) for slot in victims})
             free = [slot for slot in range(24) if slot not in held]
             fresh = sorted(set(names) - set(held.values()))
             loads = dict(rng.sample(sorted(held.items()), min(len(held), rng.randrange(12))))
@@ -373,7 +373,7 @@ class StorageTierTests:
             pytest.skip("this medium is empty after a restart")
 
     def _expect(self, rig: Rig, found: dict[int, Key], expected: dict[int, Key]) -> None:
-        """What was adopted is what was stored, in its place if that is a place, and all of it loads."""
+        """What is listed is what was stored, in its place if that is a place, and all of it loads."""
         if rig.medium.physical_slots:
             assert found == expected
         assert sorted(found.values()) == sorted(expected.values())
@@ -387,7 +387,7 @@ class StorageTierTests:
             rig.until(lambda: medium.held_bytes() == tier.used_bytes, "used_bytes to be what the medium holds")
 
     def _wait_for_rows(self, rig: Rig, count: int) -> None:
-        """Drops may take a moment to reach the medium."""
+        """Deletes may take a moment to reach the medium."""
         rig.until(lambda: rig.medium.held_rows(rig.namespace) == count, f"the medium to hold {count} rows")
 
 

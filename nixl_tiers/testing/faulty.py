@@ -24,7 +24,7 @@ from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.protocol import Configure
-from nixl_tiers.tiers.base import Done, Entry, Move, StorageTier, TierRefused, seal_row
+from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierRefused, seal_row
 
 MakeTier = Callable[[Geometry, HostRegion], StorageTier]
 
@@ -160,9 +160,9 @@ class FaultyTier(StorageTier):
         self._plan = plan
         self._turns: Counter[tuple[Way, Key]] = Counter()
         self._sealer: Sealer | None = None
-        self._tickets = 0
+        self._last_id = 0
         self._batches: dict[int, _Batch] = {}
-        self._tickets_inside: dict[int, int] = {}  # the inner tier's ticket -> ours
+        self._inner_ids: dict[int, int] = {}  # the inner tier's batch_id -> ours
         self.struck: Counter[Fault] = Counter()
         """How often each fault has happened."""
 
@@ -171,8 +171,8 @@ class FaultyTier(StorageTier):
         self._sealer = Sealer(self._geometry, namespace, epoch)
         return slots
 
-    def adopt(self) -> Iterator[list[Entry]]:
-        return self._inner.adopt()
+    def list_rows(self) -> Iterator[list[Entry]]:
+        return self._inner.list_rows()
 
     def store(self, moves: Sequence[Move]) -> int:
         batch = self._strike(moves, Way.STORE)
@@ -190,18 +190,18 @@ class FaultyTier(StorageTier):
         inside = [batch.moves[place] for place in batch.inside]
         return self._begin(batch, self._inner.load(inside) if inside else None)
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         for done in self._inner.poll():
-            batch = self._batches[self._tickets_inside.pop(done.ticket)]
+            batch = self._batches[self._inner_ids.pop(done.batch_id)]
             for place, outcome in zip(batch.inside, done.outcomes, strict=True):
                 if batch.way is Way.LOAD and outcome is Outcome.OK:
                     batch.outcomes[place] = self._copy_up(batch, place)
                 else:
                     batch.outcomes[place] = outcome
-        return [self._report(ticket) for ticket in [*self._batches] if self._over(self._batches[ticket])]
+        return [self._report(batch_id) for batch_id in [*self._batches] if self._over(self._batches[batch_id])]
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        self._inner.drop(entries)
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        self._inner.delete(entries)
 
     @property
     def busy(self) -> bool:
@@ -249,19 +249,19 @@ class FaultyTier(StorageTier):
                 batch.ready_s = float("inf")
         return batch
 
-    def _begin(self, batch: _Batch, ticket_inside: int | None) -> int:
-        self._tickets += 1
-        self._batches[self._tickets] = batch
-        if ticket_inside is not None:
-            self._tickets_inside[ticket_inside] = self._tickets
-        return self._tickets
+    def _begin(self, batch: _Batch, inner_id: int | None) -> int:
+        self._last_id += 1
+        self._batches[self._last_id] = batch
+        if inner_id is not None:
+            self._inner_ids[inner_id] = self._last_id
+        return self._last_id
 
     def _over(self, batch: _Batch) -> bool:
         return len(batch.outcomes) == len(batch.moves) and time.monotonic() >= batch.ready_s
 
-    def _report(self, ticket: int) -> Done:
-        batch = self._batches.pop(ticket)
-        return Done(ticket, [batch.outcomes[place] for place in range(len(batch.moves))])
+    def _report(self, batch_id: int) -> FinishedBatch:
+        batch = self._batches.pop(batch_id)
+        return FinishedBatch(batch_id, [batch.outcomes[place] for place in range(len(batch.moves))])
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 

@@ -33,13 +33,13 @@ class Medium(ABC):
     """
 
     keeps_rows: ClassVar[bool] = True
-    """Rows outlive the tier object: after close, another one that opens the same namespace adopts them."""
+    """Rows outlive the tier object: after close, another one that opens the same namespace lists them."""
     keeps_namespaces: ClassVar[bool] = True
     """Opening another namespace leaves the rows of the first one where they are."""
     physical_slots: ClassVar[bool] = True
-    """A slot is a place: adopt names the slot that a row was stored into. False: a row is found by its key alone."""
+    """A slot is a place: list_rows names the slot a row was stored into. False: a row is found by its key alone."""
     erases: ClassVar[bool] = True
-    """A dropped row is gone from the medium soon. False: it is only forgotten, until its slot is stored into."""
+    """A deleted row is gone from the medium soon. False: it is only forgotten, until its slot is stored into."""
     exact: ClassVar[bool] = True
     """used_bytes comes to equal held_bytes. False: it may be more, for journals and what is allocated ahead."""
 
@@ -100,7 +100,7 @@ class _Flight:
 class Rig:
     """One tier and its region, used as a mover uses them; checks at every report what must hold at every report.
 
-    - A ticket is reported once, with one outcome a move.
+    - A batch_id is reported once, with one outcome a move.
     - A row that was loaded OK is the right one, seal and all. A stored one is unharmed, and sealed if that was asked.
     - What was reported is quiet: rows out of use keep what they are filled with until they are used again.
     """
@@ -137,7 +137,7 @@ class Rig:
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:
-        """Serve a namespace, as soon as the tier is not down; returns what it adopts, by slot."""
+        """Serve a namespace, as soon as the tier is not down; returns the rows that it lists, by slot."""
         self.namespace, self.epoch = namespace, epoch
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -150,26 +150,26 @@ class Rig:
             else:
                 break
         assert self.slots > 0, "a tier that opens has slots"
-        return self.adopt()
+        return self.list_rows()
 
-    def adopt(self) -> dict[int, Key]:
+    def list_rows(self) -> dict[int, Key]:
         entries: list[Entry] = []
         deadline = time.monotonic() + PATIENCE_S
-        for batch in self.tier.adopt():
+        for batch in self.tier.list_rows():
             entries += batch
             if not batch:
-                assert time.monotonic() < deadline, "adopt does not end"
+                assert time.monotonic() < deadline, "list_rows does not end"
                 time.sleep(0.002)
         found = {entry.slot: entry.key for entry in entries}
-        assert len(found) == len(entries), "adopt names a slot twice"
-        assert len(set(found.values())) == len(entries), "adopt names a key twice"
-        assert all(0 <= slot < self.slots for slot in found), "adopt names a slot that open did not offer"
+        assert len(found) == len(entries), "list_rows names a slot twice"
+        assert len(set(found.values())) == len(entries), "list_rows names a key twice"
+        assert all(0 <= slot < self.slots for slot in found), "list_rows names a slot that open did not offer"
         ticks = [entry.tick for entry in entries]
-        assert ticks == sorted(ticks), "adopt lists the oldest first"
+        assert ticks == sorted(ticks), "list_rows lists the oldest first"
         return found
 
     def reopen(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:
-        """End this tier and open the namespace with another one, as after a restart; returns what that adopts."""
+        """End this tier and open the namespace with another one, as after a restart; returns the rows that it lists."""
         self.restart()
         return self.open(namespace, epoch)
 
@@ -195,13 +195,13 @@ class Rig:
     def begin_moves(self, moves: list[Move]) -> int:
         """Start storing rows that `take_row` gave and the caller has filled."""
         before = [self.region.rows_view[move.row].copy() for move in moves]
-        ticket = self.tier.store(moves)
-        return self._flies(ticket, _Flight(moves, True, before))
+        batch_id = self.tier.store(moves)
+        return self._flies(batch_id, _Flight(moves, True, before))
 
     def begin_load(self, where: Mapping[int, Key]) -> int:
         moves = [Move(self.take_row(), slot, key) for slot, key in where.items()]
-        ticket = self.tier.load(moves)
-        return self._flies(ticket, _Flight(moves, False, []))
+        batch_id = self.tier.load(moves)
+        return self._flies(batch_id, _Flight(moves, False, []))
 
     def store(self, where: Mapping[int, Key], *, version: int = 0) -> list[Outcome]:
         return self._in_parts(where, lambda part: self.begin_store(part, version=version))
@@ -209,17 +209,17 @@ class Rig:
     def load(self, where: Mapping[int, Key]) -> list[Outcome]:
         return self._in_parts(where, self.begin_load)
 
-    def drop(self, where: Mapping[int, Key]) -> None:
-        self.tier.drop(list(where.items()))
+    def delete(self, where: Mapping[int, Key]) -> None:
+        self.tier.delete(list(where.items()))
 
-    def finish(self, *tickets: int) -> list[list[Outcome]]:
+    def finish(self, *batch_ids: int) -> list[list[Outcome]]:
         """Poll until these have been reported; returns their outcomes."""
-        self.until(lambda: set(tickets) <= set(self._ended), "every batch to be reported")
-        return [self._ended.pop(ticket) for ticket in tickets]
+        self.until(lambda: set(batch_ids) <= set(self._ended), "every batch to be reported")
+        return [self._ended.pop(batch_id) for batch_id in batch_ids]
 
-    def abandon(self, ticket: int) -> None:
+    def abandon(self, batch_id: int) -> None:
         """Wait no longer for a batch, which has not been reported; its rows are not used again."""
-        del self._flying[ticket]
+        del self._flying[batch_id]
 
     def settle(self) -> None:
         """Poll until the tier has nothing left to do."""
@@ -251,16 +251,16 @@ class Rig:
             outcomes += part
         return outcomes
 
-    def _flies(self, ticket: int, flight: _Flight) -> int:
-        assert ticket not in self._flying, "two batches have the same ticket"
-        assert ticket not in self._ended, "two batches have the same ticket"
-        self._flying[ticket] = flight
-        return ticket
+    def _flies(self, batch_id: int, flight: _Flight) -> int:
+        assert batch_id not in self._flying, "two batches have the same batch_id"
+        assert batch_id not in self._ended, "two batches have the same batch_id"
+        self._flying[batch_id] = flight
+        return batch_id
 
     def _poll(self) -> None:
         for done in self.tier.poll():
-            flight = self._flying.pop(done.ticket, None)
-            assert flight is not None, f"ticket {done.ticket} was reported twice, or never given"
+            flight = self._flying.pop(done.batch_id, None)
+            assert flight is not None, f"batch_id {done.batch_id} was reported twice, or never given"
             assert len(done.outcomes) == len(flight.moves), "one outcome a move"
             outcomes = [Outcome(outcome) for outcome in done.outcomes]
             for place, (move, outcome) in enumerate(zip(flight.moves, outcomes, strict=True)):
@@ -270,7 +270,7 @@ class Rig:
                     self._check_loaded(move)
                 self.region.rows_view[move.row] = _REST
                 self._free.append(move.row)
-            self._ended[done.ticket] = outcomes
+            self._ended[done.batch_id] = outcomes
 
     def _check_stored(self, move: Move, outcome: Outcome, before: NDArray[np.uint8]) -> None:
         row = self.region.rows_view[move.row]

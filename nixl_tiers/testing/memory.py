@@ -15,7 +15,7 @@ from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import parse_size
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import MAX_ENTRIES, Done, Entry, Move, StorageTier, TierRefused, seal_row
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierRefused, seal_row
 
 
 @dataclass
@@ -55,8 +55,8 @@ class MemoryTier(StorageTier):
         self._rows: dict[int, StoredRow] = {}
         self._slots = 0
         self._sealer: Sealer | None = None
-        self._tickets = 0
-        self._ended: list[Done] = []
+        self._last_id = 0
+        self._ended: list[FinishedBatch] = []
 
     def open(self, namespace: bytes, epoch: int) -> int:
         slots = self._slots = self._capacity_bytes // self._geometry.row_bytes
@@ -70,7 +70,7 @@ class MemoryTier(StorageTier):
         self._make_room(0)
         return slots
 
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
         entries = sorted((Entry(slot, s.key, s.tick) for slot, s in self._rows.items()), key=lambda entry: entry.tick)
         for start in range(0, len(entries), MAX_ENTRIES):
             yield entries[start : start + MAX_ENTRIES]
@@ -81,11 +81,11 @@ class MemoryTier(StorageTier):
     def load(self, moves: Sequence[Move]) -> int:
         return self._end([self._load(move) for move in moves])
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         ended, self._ended = self._ended, []
         return ended
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:
             stored = self._rows.get(slot)
             if stored is not None and stored.key == key:  # the slot may have gone to another key by now
@@ -137,6 +137,6 @@ class MemoryTier(StorageTier):
             del namespaces[next(iter(namespaces))]
 
     def _end(self, outcomes: list[Outcome]) -> int:
-        self._tickets += 1
-        self._ended.append(Done(self._tickets, outcomes))
-        return self._tickets
+        self._last_id += 1
+        self._ended.append(FinishedBatch(self._last_id, outcomes))
+        return self._last_id

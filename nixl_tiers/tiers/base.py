@@ -1,6 +1,6 @@
 """The contract of a storage tier: what a mover process asks of it. Public: others write tiers too.
 
-A tier is used by one thread. No call may wait for the medium for long: transfers are started by `store`
+A tier is used by one thread. No call but `open` and `close` may block on the medium: transfers are started by `store`
 and `load` and collected by `poll`; what blocks (listings, deletes) belongs on a thread of the tier's own.
 """
 
@@ -19,7 +19,7 @@ from nixl_tiers.memory.seal import Sealer
 
 MAX_ENTRIES: Final = 256
 GONE: Final = -1
-"""As the slot of an Entry: the row was removed by another process."""
+"""As the slot of an Entry: the row is no longer there. Another process removed it, or upkeep did."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Tick = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -33,11 +33,13 @@ class Move(msgspec.Struct, array_like=True, frozen=True):
     slot: Count
     key: RowKey
     tick: Tick = 0  # recency, for the journal (stores)
-    seal: bool = False  # the mover must seal the row before it writes it (stores)
-    missing: Count = 0  # how many sub-blocks at the beginning hold nothing, to be sealed as absent (stores)
+    seal: bool = False  # seal the row before it is written (stores)
+    missing: Count = 0  # how many leading sub-blocks hold nothing and are sealed as absent (stores)
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
+    """One row that a tier lists; slot GONE: the key is no longer there."""
+
     slot: Annotated[int, msgspec.Meta(ge=GONE, le=2**32 - 1)]
     key: RowKey
     tick: Tick
@@ -52,11 +54,20 @@ class TierRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Done:
-    """A finished batch: the ticket that store or load returned, and one outcome a move, in order."""
+class FinishedBatch:
+    """A batch that has ended: the ID that `store` or `load` returned, and one outcome per move, in order."""
 
-    ticket: int
+    batch_id: int
     outcomes: Sequence[Outcome]
+
+
+@dataclass(frozen=True)
+class ExistenceAnswer:
+    """An existence check that has ended: rows found, and keys certainly absent. The other keys are unknown."""
+
+    check_id: int
+    found: Sequence[Entry]
+    absent: Sequence[bytes]
 
 
 def seal_row(sealer: Sealer, region: HostRegion, move: Move, now_s: float) -> None:
@@ -65,19 +76,11 @@ def seal_row(sealer: Sealer, region: HostRegion, move: Move, now_s: float) -> No
     sealer.seal(region.rows_view[move.row], move.key, present=present, sealed_at=int(now_s))
 
 
-@dataclass(frozen=True)
-class ExistenceAnswer:
-    """A probe that has ended: what is there, to be adopted, and what is surely not. The rest is not known."""
-
-    number: int
-    found: Sequence[Entry]
-    absent: Sequence[bytes]
-
-
 class StorageTier(ABC):
     """One namespace of one medium, as slots of one row each.
 
-    The core owns the slots: it never stores into a slot that another key still holds, nor drops one that a load reads.
+    The core owns the slots: it never stores into a slot that another key still holds, nor deletes one that a load
+    reads.
     """
 
     @abstractmethod
@@ -86,68 +89,89 @@ class StorageTier(ABC):
         with nothing in flight. Raises TierDown or TierRefused, and then may be called again."""
 
     @abstractmethod
-    def adopt(self) -> Iterator[list[Entry]]:
-        """The rows already there, in batches, after open. A batch may be empty: 'nothing yet, ask again'."""
+    def close(self) -> None:
+        """Write what is pending and release everything. Nothing is in flight. May be called twice, or before open."""
 
-    @property
-    def relist_s(self) -> float | None:
-        """Where others write to the medium too: how long after a listing `adopt` is called again, in seconds.
-
-        It then yields what has appeared since, and as entries of slot GONE keys that are no longer there.
-        """
-        return None
-
-    @property
-    def slots(self) -> int | None:
-        """How many slots the engine may use now, where that changes after `open`; None: as many as that said."""
-        return None
-
-    def probe(self, number: int, keys: Sequence[bytes], chain: bool) -> bool:
-        """Where others write to the medium too: start to find out which of `keys` are there. False: cannot be asked.
-
-        `chain`: each key is worth nothing without those before it, so that its end is all there is to find.
-        """
-        return False
-
-    def answers(self) -> Sequence[ExistenceAnswer]:
-        """The probes that have ended since the last call."""
-        return ()
-
-    @property
-    def denials(self) -> Mapping[str, str]:
-        """What the medium does not let this tier do now, though it is up: one sentence for each kind of request."""
-        return {}
+    # --- rows in and out ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def store(self, moves: Sequence[Move]) -> int:
-        """Start writing region rows into slots, sealing those that ask for it; returns a ticket."""
+        """Start writing region rows into slots, sealing those that ask for it; returns the batch's ID."""
 
     @abstractmethod
     def load(self, moves: Sequence[Move]) -> int:
-        """Start reading slots into region rows; returns a ticket. OK only for a row whose seal was verified."""
+        """Start reading slots into region rows; returns the batch's ID. OK only for a row whose seal was verified."""
 
     @abstractmethod
-    def poll(self) -> list[Done]:
-        """What has ended since. When a batch is reported, nothing of it touches the region any more.
+    def poll(self) -> list[FinishedBatch]:
+        """The batches that have ended since the last call. Nothing of a batch touches the region once it is reported.
 
         Raises TierDown when the medium has gone from under the tier, once every batch has been reported: `open` is
         called again then, until it succeeds.
         """
 
     @abstractmethod
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        """Forget these (slot, key) pairs; the slots may be stored into from the next call on."""
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        """Delete these (slot, key) pairs, or forget them where other processes may use the rows. The slots may be
+        stored into from the next call on. A pair that no longer holds changes nothing."""
 
     @property
     @abstractmethod
     def busy(self) -> bool:
         """Whether poll is worth calling soon."""
 
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def list_rows(self) -> Iterator[list[Entry]]:
+        """The rows that are there, in batches, oldest first, after open. An empty batch: nothing yet, ask again.
+
+        Where others write to the medium too it is called again, `relist_s` seconds after it ended. It then yields rows
+        that have appeared since, and as entries of slot GONE keys that have disappeared.
+        """
+
+    @property
+    def relist_s(self) -> float | None:
+        """How long after a listing `list_rows` is called again, in seconds. None: never, nobody else writes here."""
+        return None
+
+    def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:
+        """Where others write to the medium too: start to find out which of `keys` are there. False: not possible.
+
+        `chain`: each key is useful only with all those before it, so finding where the chain ends is enough.
+        """
+        return False
+
+    def existence_answers(self) -> Sequence[ExistenceAnswer]:
+        """The existence checks that have ended since the last call."""
+        return ()
+
+    # --- upkeep and state ---------------------------------------------------------------------------------------------
+
+    def maintain(self) -> Iterator[list[Entry]]:
+        """One round of upkeep: delete what is too old, share out room, whatever a medium needs from time to time.
+
+        Runs step by step, as `list_rows` does and never beside it: after the first listing, and again `maintain_s`
+        seconds after it ended. Yields the keys that it took away as entries of slot GONE; an empty batch: not done yet.
+        """
+        return iter(())
+
+    @property
+    def maintain_s(self) -> float | None:
+        """How long after a round of upkeep the next one is due, in seconds. None: there is no upkeep to do."""
+        return None
+
+    @property
+    def slots(self) -> int | None:
+        """How many slots may be used now, where that changes after `open`; None: as many as `open` returned."""
+        return None
+
+    @property
+    def denials(self) -> Mapping[str, str]:
+        """What the medium does not let this tier do now, though it is up: one sentence per kind of request."""
+        return {}
+
     @property
     @abstractmethod
     def used_bytes(self) -> int:
         """What this tier takes on its medium now."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write what is pending and let go. Nothing is in flight."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.tiers.base import Done
+from nixl_tiers.tiers.base import FinishedBatch
 
 
 @dataclass(eq=False)
 class Batch:
     """One call's moves. A move that never ends keeps its batch from being reported."""
 
-    ticket: int
+    batch_id: int
     outcomes: list[Outcome]
     left: int
 
@@ -21,15 +21,15 @@ class Batches:
     """The batches of one tier, for `poll` to report. For the tier's own thread."""
 
     def __init__(self) -> None:
-        self._ticket = 0
-        self._ended: list[Done] = []
+        self._last_id = 0
+        self._ended: list[FinishedBatch] = []
 
     def begin(self, moves: int) -> Batch:
-        """A batch with a ticket of its own; one of no moves has ended."""
-        self._ticket += 1
-        batch = Batch(self._ticket, [Outcome.FAILED] * moves, moves)
+        """A batch with a batch_id of its own; one of no moves has ended."""
+        self._last_id += 1
+        batch = Batch(self._last_id, [Outcome.FAILED] * moves, moves)
         if not moves:
-            self._ended.append(Done(batch.ticket, batch.outcomes))
+            self._ended.append(FinishedBatch(batch.batch_id, batch.outcomes))
         return batch
 
     def end(self, batch: Batch, place: int, outcome: Outcome) -> None:
@@ -37,9 +37,9 @@ class Batches:
         batch.outcomes[place] = outcome
         batch.left -= 1
         if not batch.left:
-            self._ended.append(Done(batch.ticket, batch.outcomes))
+            self._ended.append(FinishedBatch(batch.batch_id, batch.outcomes))
 
-    def take(self) -> list[Done]:
+    def take(self) -> list[FinishedBatch]:
         """Those that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended

@@ -13,7 +13,7 @@ from typing import Any
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.config.schema import FileConfig, tier_from_dict
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import Done
+from nixl_tiers.tiers.base import FinishedBatch
 from nixl_tiers.tiers.slab.tier import SlabTier
 
 LOOK_S = 0.02
@@ -27,7 +27,7 @@ class Babbling(SlabTier):
         self._say = Path(config["say"])
         self._look_at_s = 0.0
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         if time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + LOOK_S
             packets = []

@@ -125,11 +125,11 @@ class ListedQuick(Quick):
         self.batches = list(batches)
         self.dropped: list[tuple[int, bytes]] = []
 
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
         while self.batches:
             yield self.batches.pop(0)
 
-    def drop(self, entries: object) -> None:
+    def delete(self, entries: object) -> None:
         self.dropped += entries  # type: ignore[operator]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config, tier_from_dict
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import MAX_ENTRIES, Done, Entry, Move, StorageTier, TierDown, TierRefused
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
 
 
 def held_up_files(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
@@ -22,8 +22,8 @@ def held_up_files(config: dict[str, Any], geometry: Geometry, region: HostRegion
     from nixl_tiers.tiers.slab.tier import SlabTier
 
     class HeldUp(SlabTier):
-        def adopt(self) -> Iterator[list[Entry]]:
-            found = [entry for batch in super().adopt() for entry in batch]
+        def list_rows(self) -> Iterator[list[Entry]]:
+            found = [entry for batch in super().list_rows() for entry in batch]
             yield found[: len(found) // 2]
             while not Path(config["listed"]).exists():
                 yield []
@@ -59,31 +59,31 @@ class Quick(StorageTier):
     def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
         self.config = config
         self.opened = 0
-        self._done: list[Done] = []
-        self._ticket = 0
+        self._done: list[FinishedBatch] = []
+        self._last_id = 0
 
     def open(self, namespace: bytes, epoch: int) -> int:
         self.opened += 1
         return 100
 
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
         yield []
         yield [Entry(1, b"one", 1)]
         yield []
 
     def store(self, moves: Sequence[Move]) -> int:
-        self._ticket += 1
-        self._done.append(Done(self._ticket, [Outcome.OK] * len(moves)))
-        return self._ticket
+        self._last_id += 1
+        self._done.append(FinishedBatch(self._last_id, [Outcome.OK] * len(moves)))
+        return self._last_id
 
     def load(self, moves: Sequence[Move]) -> int:
         return self.store(moves)
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         done, self._done = self._done, []
         return done
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         pass
 
     @property
@@ -116,7 +116,7 @@ class Refusing(Quick):
 
 
 class Crashing(Quick):
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         if self._done:
             raise ZeroDivisionError("a bug")
         return []
@@ -125,7 +125,7 @@ class Crashing(Quick):
 class Endless(Quick):
     """What is asked of it never ends."""
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         return []
 
     @property
@@ -153,7 +153,7 @@ class Holding(Quick):
         self._hang_at_s = time.monotonic() + 2.0
         return 1
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         if self.busy and time.monotonic() > self._hang_at_s:
             self._hang()
         return []
@@ -177,7 +177,7 @@ class Hoard(Quick):
     def open(self, namespace: bytes, epoch: int) -> int:
         return int(self.config["slots"])
 
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
         rows = int(self.config["rows"])
         for start in range(0, rows, MAX_ENTRIES):
             yield [Entry(n, b"row-%d" % n, n) for n in range(start, min(start + MAX_ENTRIES, rows))]
@@ -188,6 +188,6 @@ class Hoard(Quick):
         for start in range(0, more, MAX_ENTRIES):
             yield [Entry(n, b"more-%d" % n, rows + n) for n in range(start, min(start + MAX_ENTRIES, more))]
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         with Path(str(self.config["dropped"])).open("a") as file:
             file.writelines(f"{slot} {key.decode()}\n" for slot, key in entries)

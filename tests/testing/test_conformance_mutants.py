@@ -13,7 +13,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.conformance import SMALL, StorageTierTests
 from nixl_tiers.testing.medium import Medium, Rig
 from nixl_tiers.testing.memory import MemoryTier
-from nixl_tiers.tiers.base import Done, Entry, Move, StorageTier
+from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier
 from tests.tiers.media import Memory
 
 
@@ -46,49 +46,49 @@ class NeverSeals(MemoryTier):
         return super().store([Move(move.row, move.slot, move.key, move.tick, False) for move in moves])
 
 
-class DropsTheSlot(MemoryTier):
-    """Whoever it belongs to by now."""
+class DeletesTheSlot(MemoryTier):
+    """Whichever key it holds by now."""
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, _ in entries:
             self._rows.pop(slot, None)
 
 
-class NeverDrops(MemoryTier):
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+class NeverDeletes(MemoryTier):
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         pass
 
 
 class ForgetsARow(MemoryTier):
-    def adopt(self) -> Iterator[list[Entry]]:
-        for batch in super().adopt():
+    def list_rows(self) -> Iterator[list[Entry]]:
+        for batch in super().list_rows():
             yield batch[:-1]
 
 
 class ListsTheNewestFirst(MemoryTier):
-    def adopt(self) -> Iterator[list[Entry]]:
-        for batch in super().adopt():
+    def list_rows(self) -> Iterator[list[Entry]]:
+        for batch in super().list_rows():
             yield batch[::-1]
 
 
 class ShowsEveryNamespace(MemoryTier):
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
         for rows in self._medium.namespaces.values():
             yield [Entry(slot, stored.key, stored.tick) for slot, stored in rows.items()]
 
 
 class OneOutcomeTooMany(MemoryTier):
-    def poll(self) -> list[Done]:
-        return [Done(done.ticket, [*done.outcomes, Outcome.OK]) for done in super().poll()]
+    def poll(self) -> list[FinishedBatch]:
+        return [FinishedBatch(done.batch_id, [*done.outcomes, Outcome.OK]) for done in super().poll()]
 
 
 class ReportsTwice(MemoryTier):
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         return super().poll() * 2
 
 
 class LosesABatch(MemoryTier):
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         return super().poll()[:1]
 
 
@@ -99,7 +99,7 @@ class LandsLate(MemoryTier):
         self._late = list(moves)
         return super().load(moves)
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         done = super().poll()
         if not done:
             for move in getattr(self, "_late", ()):
@@ -134,12 +134,12 @@ class CloseBreaksTheSecondTime(MemoryTier):
 
 Test = Callable[[StorageTierTests, Medium, Rig], object]
 SUITE: dict[type[MemoryTier], Test] = {
-    Believes: lambda suite, _, rig: suite.test_a_dropped_slot_may_be_stored_into_at_once(rig),
+    Believes: lambda suite, _, rig: suite.test_slot_of_a_deleted_row_may_be_stored_into_at_once(rig),
     BelievesItsIndex: lambda suite, _, rig: suite.test_a_damaged_row_is_a_miss(rig, "bit-flips", True),
     SealsAnything: lambda suite, _, rig: suite.test_a_row_without_a_seal_is_never_a_hit(rig),
     NeverSeals: lambda suite, _, rig: suite.test_one_row_at_a_time(rig),
-    DropsTheSlot: lambda suite, _, rig: suite.test_a_late_drop_does_not_take_the_new_row(rig),
-    NeverDrops: lambda suite, _, rig: suite.test_a_dropped_row_is_gone_and_its_neighbours_are_not(rig),
+    DeletesTheSlot: lambda suite, _, rig: suite.test_late_delete_does_not_take_the_new_row(rig),
+    NeverDeletes: lambda suite, _, rig: suite.test_deleted_row_is_gone_and_its_neighbours_are_not(rig),
     ForgetsARow: lambda suite, _, rig: suite.test_a_restart_keeps_every_row_and_no_other(rig),
     ListsTheNewestFirst: lambda suite, _, rig: suite.test_a_restart_keeps_every_row_and_no_other(rig),
     ShowsEveryNamespace: lambda suite, _, rig: suite.test_another_namespace_sees_nothing(rig),

@@ -36,7 +36,7 @@ class TestFaultyStorageWithoutFaults(StorageTierTests):
 
 
 class TestFaultyStorageThatIsOnlySlow(StorageTierTests):
-    """Reports come late and in another order than tickets were given."""
+    """Reports come late and in another order than batch_ids were given."""
 
     @pytest.fixture
     def medium(self) -> Medium:
@@ -79,7 +79,7 @@ def test_a_fault_on_the_way_down(fault: Fault) -> None:
         outcomes = rig.load(keys(8))
         assert set(outcomes[::2]) <= loaded
         assert set(outcomes[1::2]) == {Outcome.OK}
-        rig.drop(dict(zip(range(0, 8, 2), HIT, strict=True)))
+        rig.delete(dict(zip(range(0, 8, 2), HIT, strict=True)))
         assert set(rig.store(keys(8))) == {Outcome.OK}
         assert set(rig.load(keys(8))) == {Outcome.OK}
 
@@ -130,7 +130,7 @@ def test_everything_at_once(seed: int) -> None:
             loaded = rig.load(keys(16))
             hits += loaded.count(Outcome.OK)
             assert stored.count(Outcome.OK) > 4
-            rig.drop({slot: key for (slot, key), it in zip(keys(16).items(), loaded, strict=True) if it in NOT_OURS})
+            rig.delete({slot: key for (slot, key), it in zip(keys(16).items(), loaded, strict=True) if it in NOT_OURS})
             assert turn < 3 or len(set(loaded)) > 1
         assert hits > 50
         assert set(rig.tier.struck) == set(Fault) - ENDLESS

@@ -74,12 +74,12 @@ def store(tier: SlabTier | RowFileTier, region: HostRegion, numbers: range) -> s
     return ended(tier, tier.store([Move(row, n, key_of(n), seal=True) for row, n in enumerate(numbers)]))
 
 
-def ended(tier: SlabTier | RowFileTier, ticket: int) -> set[Outcome]:
+def ended(tier: SlabTier | RowFileTier, batch_id: int) -> set[Outcome]:
     """What the moves of a batch ended with. Raises TierDown."""
     found: list[set[Outcome]] = []
 
     def over() -> bool:
-        found.extend(set(done.outcomes) for done in tier.poll() if done.ticket == ticket)
+        found.extend(set(done.outcomes) for done in tier.poll() if done.batch_id == batch_id)
         return bool(found)
 
     assert wait_until(over)
@@ -87,7 +87,7 @@ def ended(tier: SlabTier | RowFileTier, ticket: int) -> set[Outcome]:
 
 
 def serves(tier: SlabTier | RowFileTier, region: HostRegion) -> None:
-    for _ in tier.adopt():
+    for _ in tier.list_rows():
         pass
     assert store(tier, region, range(ROWS)) == {Outcome.OK}
     moves = [Move(row, row, key_of(row)) for row in range(ROWS)]
@@ -237,7 +237,7 @@ def test_row_files_of_others_are_not_evicted(path: Path, region: HostRegion, vic
     (ours / "ab").symlink_to(victim / "ab")
     tier = made("files", path, region, 8 << 20)
     slots = tier.open(NAMESPACE, 0)
-    for _ in tier.adopt():
+    for _ in tier.list_rows():
         pass
     for start in range(0, 2 * slots, ROWS):
         assert store(tier, region, range(start, start + ROWS)) == {Outcome.OK}
@@ -256,7 +256,7 @@ def test_a_directory_that_is_exchanged_under_a_running_tier(
     while not down:
         try:
             store(tier, region, range(start, start + ROWS))  # slabs grow, row files are made
-            tier.drop([(number, key_of(number)) for number in range(start, start + ROWS)])
+            tier.delete([(number, key_of(number)) for number in range(start, start + ROWS)])
             tier.poll()
         except TierDown as error:
             down = str(error)

@@ -20,7 +20,17 @@ from nixl_tiers.chunk import PAGE, Geometry, Key, Outcome
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Done, Entry, Move, StorageTier, TierDown, TierRefused, seal_row
+from nixl_tiers.tiers.base import (
+    GONE,
+    MAX_ENTRIES,
+    Entry,
+    FinishedBatch,
+    Move,
+    StorageTier,
+    TierDown,
+    TierRefused,
+    seal_row,
+)
 from nixl_tiers.tiers.disk import (
     FileIdentity,
     HealthMonitor,
@@ -148,7 +158,7 @@ class RowFileTier(StorageTier):
         age_s = self._config.max_age
         return RELIST_S if age_s is None else min(RELIST_S, sweep_s(age_s))
 
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
         """What is new since the last call, and as entries of slot GONE what the engine believes in and is not there
         any more. No more than there are slots for: the engine would drop it, and others may need it."""
         served = self._served
@@ -162,7 +172,18 @@ class RowFileTier(StorageTier):
         yield from self._in_batches(served, served.still_new(new))
         lost, served.before = served.before - served.known, set()
         yield from self._in_batches(served, (Entry(GONE, key, 0) for key in lost))
-        self._sweep()  # what it takes away, the next listing tells
+
+    def maintain(self) -> Iterator[list[Entry]]:
+        """Begin to delete what is too old, when it is time: the next listing finds out what is gone."""
+        age_s, now = self._config.max_age, self._shelves.server_time.now_s()
+        if age_s is not None and self._sweeping.done() and abs(now - self._swept_at_s) >= sweep_s(age_s):
+            self._swept_at_s = now
+            self._sweeping = self._sweeper.submit(self._shelves.expire, now, age_s)
+        return iter(())
+
+    @property
+    def maintain_s(self) -> float | None:
+        return None if self._config.max_age is None or self._config.write == "off" else self.relist_s
 
     def store(self, moves: Sequence[Move]) -> int:
         served = self._served
@@ -175,7 +196,7 @@ class RowFileTier(StorageTier):
     def load(self, moves: Sequence[Move]) -> int:
         return self._accept(moves, self._loads)
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         self._storing = [task for task in self._storing if not self._over(task, self._begin_write, self._end_write)]
         self._loading = [task for task in self._loading if not self._over(task, self._begin_read, self._end_read)]
         self._reap_drops()
@@ -187,7 +208,7 @@ class RowFileTier(StorageTier):
             raise TierDown(problem)
         return self._batches.take()
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         served = self._served
         for _, key in entries:
             if key in served.known:  # else it has gone already, and what is there now is somebody else's
@@ -240,15 +261,6 @@ class RowFileTier(StorageTier):
         age_s = self._config.max_age
         return age_s is not None and has_expired(counted_from, self._shelves.server_time.now_s(), age_s)
 
-    def _sweep(self) -> None:
-        """Begin to delete what is too old, when it is time. Who only reads deletes nothing."""
-        age_s, now = self._config.max_age, self._shelves.server_time.now_s()
-        if age_s is None or self._config.write == "off" or not self._sweeping.done():
-            return
-        if abs(now - self._swept_at_s) >= sweep_s(age_s):
-            self._swept_at_s = now
-            self._sweeping = self._sweeper.submit(self._shelves.expire, now, age_s)
-
     def _in_batches(self, served: NamespaceRows, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
         batch: list[Entry] = []
         for entry in entries:
@@ -268,7 +280,7 @@ class RowFileTier(StorageTier):
         name = self._served.name
         waiting.extend(_Task(batch, index, move, Place.of(name, move.key)) for index, move in enumerate(moves))
         self._start_more()
-        return batch.ticket
+        return batch.batch_id
 
     def _give_up(self) -> None:
         """The directory has gone: end what has not been started. What runs ends by itself."""
@@ -333,7 +345,7 @@ class RowFileTier(StorageTier):
             served.storing[key] -= 1
             if not served.storing[key]:
                 del served.storing[key]
-        # What the engine will forget now is not ours to take away: see `drop`.
+        # What the engine will forget now is not ours to take away: see `delete`.
         forgotten = outcome is not Outcome.OK if writes else outcome in (Outcome.MISSING, Outcome.CORRUPT)
         if forgotten:
             served.known.discard(key)

@@ -25,7 +25,7 @@ from nixl_tiers.chunk import Geometry, Key, Outcome, object_name
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Done, Entry, ExistenceAnswer, Move, StorageTier, seal_row
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, seal_row
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.moves import Batches
 from nixl_tiers.tiers.nixl_agent import TransferState
@@ -107,16 +107,28 @@ class S3Tier(StorageTier):
 
     @property
     def relist_s(self) -> float | None:
-        """Others store into a shared prefix, and rows grow old: how long after its end `adopt` is called again."""
-        if self._allowance is not None:
-            return RELIST_S
-        # Alone on its prefix, an engine looks again only for what has become too old.
-        age_s = self._config.max_age
-        return None if age_s is None else min(max(age_s / SWEEPS_IN_AN_AGE, RELIST_S), SWEEP_S)
+        return RELIST_S if self._allowance is not None else None
 
-    def adopt(self) -> Iterator[list[Entry]]:
-        if self._listing is None and self.relist_s is not None:
+    def list_rows(self) -> Iterator[list[Entry]]:
+        if self._listing is None and self._allowance is not None:
             self._list()
+        yield from self._listed_rows()
+
+    def maintain(self) -> Iterator[list[Entry]]:
+        """On a private prefix: delete what has become too old. On a shared one, that is the janitor's work."""
+        if self.maintain_s is not None and self._listing is None:
+            self._list()
+        yield from self._listed_rows()
+
+    @property
+    def maintain_s(self) -> float | None:
+        age_s = self._config.max_age
+        if age_s is None or self._allowance is not None:
+            return None
+        return min(max(age_s / SWEEPS_IN_AN_AGE, RELIST_S), SWEEP_S)
+
+    def _listed_rows(self) -> Iterator[list[Entry]]:
+        """What the listing under way finds, for the core."""
         listing = self._listing
         if listing is None:
             return
@@ -180,7 +192,7 @@ class S3Tier(StorageTier):
     def load(self, moves: Sequence[Move]) -> int:
         return self._begin(moves, Direction.DOWNLOAD, self._downloads)
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         self._reap_deletes()
         now = time.monotonic()
         if now >= self._look_at_s:
@@ -194,13 +206,13 @@ class S3Tier(StorageTier):
         self._start_waiting()
         return self._batches.take()
 
-    def probe(self, number: int, keys: Sequence[Key], chain: bool) -> bool:
+    def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
         if self._allowance is None:
             return False
-        self._prober.ask(number, keys, chain=chain)
+        self._prober.ask(check_id, keys, chain=chain)
         return True
 
-    def answers(self) -> Sequence[ExistenceAnswer]:
+    def existence_answers(self) -> Sequence[ExistenceAnswer]:
         return [self._told(answer) for answer in self._prober.answers()]
 
     def _told(self, answer: Answer) -> ExistenceAnswer:
@@ -211,7 +223,7 @@ class S3Tier(StorageTier):
                 self._since.add(key)
         return ExistenceAnswer(answer.probe, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         uploading = {task.move.key for task in self._transfers.running if task.direction is Direction.UPLOAD}
         self._doom(*(key for _, key in entries if key not in uploading))
         # What is being written, or perhaps not listed yet, goes when that has ended.
@@ -247,7 +259,7 @@ class S3Tier(StorageTier):
         batch = self._batches.begin(len(moves))
         queue.extend(Task(batch, index, move, direction) for index, move in enumerate(moves))
         self._start_waiting()
-        return batch.ticket
+        return batch.batch_id
 
     def _start_waiting(self) -> None:
         """Start what may start, loads first: somebody waits for them."""

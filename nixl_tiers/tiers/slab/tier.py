@@ -20,7 +20,7 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import Done, Entry, Move, StorageTier, TierDown, TierRefused, seal_row
+from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, seal_row
 from nixl_tiers.tiers.disk import MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
@@ -124,22 +124,23 @@ class SlabTier(StorageTier):
         return slots
 
     @property
-    def relist_s(self) -> float | None:
-        age_s = self._config.max_age
-        return TEND_S if age_s is None else min(TEND_S, sweep_s(age_s))
-
-    @property
     def slots(self) -> int | None:
         return self._rebalancer.slots if self._rebalancer is not None else None
 
-    def adopt(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[list[Entry]]:
+        return self._served.adopt()
+
+    def maintain(self) -> Iterator[list[Entry]]:
+        """Erase what is too old, then take or give room among the processes that share the path."""
         served, share = self._served, self._rebalancer
-        if not served.listed:
-            yield from served.adopt()
-            return
         yield from served.sweep(self._slots_in_use)
         if share is not None:
             yield from share.tend(self._slots_in_use, lambda: self._growth is not None)
+
+    @property
+    def maintain_s(self) -> float | None:
+        age_s = self._config.max_age
+        return TEND_S if age_s is None else min(TEND_S, sweep_s(age_s))
 
     def store(self, moves: Sequence[Move]) -> int:
         manifest = self._served.journal
@@ -150,7 +151,7 @@ class SlabTier(StorageTier):
     def load(self, moves: Sequence[Move]) -> int:
         return self._accept(moves, writes=False)
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedBatch]:
         for running in list(self._running):
             state = running.transfer.state()
             if state is not TransferState.PENDING:
@@ -168,7 +169,7 @@ class SlabTier(StorageTier):
             raise TierDown(problem)
         return self._batches.take()
 
-    def drop(self, entries: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:
             self._served.journal.forget(slot, key)
 
@@ -212,7 +213,7 @@ class SlabTier(StorageTier):
             end = min(start + self._unit_rows, len(moves))
             waiting.append(_Unit(batch, writes, list(range(start, end)), list(moves[start:end])))
         self._start_more()
-        return batch.ticket
+        return batch.batch_id
 
     def _give_up(self) -> None:
         """What stands under the tier has gone: end what has not been started. What runs ends by itself."""

@@ -69,10 +69,12 @@ def open_tier(
 
 
 def listing(tier: RowFileTier) -> list[Entry]:
-    """What a listing tells, and then what the sweep that it began has taken away."""
-    entries = [entry for batch in tier.adopt() for entry in batch]
+    """What a listing tells, and then what the sweep after it has taken away."""
+    entries = [entry for batch in tier.list_rows() for entry in batch]
+    if tier.maintain_s is not None:
+        assert list(tier.maintain()) == []
     assert wait_until(tier._sweeping.done)
-    return entries + [entry for batch in tier.adopt() for entry in batch]
+    return entries + [entry for batch in tier.list_rows() for entry in batch]
 
 
 def store(tier: RowFileTier, region: HostRegion, numbers: range) -> None:

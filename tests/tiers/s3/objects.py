@@ -96,25 +96,26 @@ class Driver:
         return True
 
     def adopted(self) -> list[Entry]:
-        entries: list[Entry] = []
+        """What the mover's next round brings: a listing, or upkeep where nobody else writes."""
+        tier, entries = self.tier, list[Entry]()
         deadline = time.monotonic() + PATIENCE_S
-        for batch in self.tier.adopt():
+        for batch in tier.maintain() if tier._listed and tier.maintain_s is not None else tier.list_rows():
             entries += batch
             if not batch:
                 assert time.monotonic() < deadline, "the listing does not end"
                 time.sleep(0.002)
         return entries
 
-    def finish(self, *tickets: int) -> list[list[Outcome]]:
+    def finish(self, *batch_ids: int) -> list[list[Outcome]]:
         ended: dict[int, list[Outcome]] = {}
 
         def poll() -> bool:
             for done in self.tier.poll():
-                ended[done.ticket] = list(done.outcomes)
-            return set(tickets) <= set(ended)
+                ended[done.batch_id] = list(done.outcomes)
+            return set(batch_ids) <= set(ended)
 
         assert wait_until(poll), "a batch does not end"
-        return [ended[ticket] for ticket in tickets]
+        return [ended[batch_id] for batch_id in batch_ids]
 
     def name(self, number: int, namespace: bytes = NAMESPACE) -> str:
         """The object that key `number` is stored as."""
@@ -160,7 +161,7 @@ class Driver:
         return all(np.array_equal(row[at : at + size], wanted[at : at + size]) for at in starts)
 
     def drop(self, *numbers: int) -> None:
-        self.tier.drop([(number, key_of(number)) for number in numbers])
+        self.tier.delete([(number, key_of(number)) for number in numbers])
 
     def settled(self, rows: int) -> bool:
         """Whether the tier comes to hold exactly `rows` rows."""

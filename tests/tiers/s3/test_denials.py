@@ -68,7 +68,7 @@ def test_each_kind_is_told_with_its_right_and_heals(driver: Driver, faulty: Faul
     assert driver.tier.denials == {}
     faulty.fault = denying(KINDS[kind])
     driver.tier.open(NAMESPACE, 0)
-    listing = driver.tier.adopt()
+    listing = driver.tier.list_rows()
     driver.drop(2)
 
     def told() -> bool:

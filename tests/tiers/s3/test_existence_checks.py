@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("brisk")
 
 def ask(driver: Driver, numbers: Sequence[int], chain: bool = True) -> ExistenceAnswer:
     """The answer to one probe."""
-    assert driver.tier.probe(7, [key_of(number) for number in numbers], chain)
+    assert driver.tier.check_existence(7, [key_of(number) for number in numbers], chain)
     answers: list[ExistenceAnswer] = []
-    assert wait_until(lambda: bool(answers.extend(driver.tier.answers()) or answers))
+    assert wait_until(lambda: bool(answers.extend(driver.tier.existence_answers()) or answers))
     assert not driver.tier._prober.busy
-    assert [answer.number for answer in answers] == [7]
+    assert [answer.check_id for answer in answers] == [7]
     return answers[0]
 
 
@@ -94,7 +94,7 @@ class TestAnswers:
 
     def test_what_is_found_outlives_a_listing_that_began_before(self, driver: Driver, faulty: FaultyS3) -> None:
         gate = held_up(faulty, is_listing)
-        listing = driver.tier.adopt()
+        listing = driver.tier.list_rows()
         assert next(listing) == []
         names = set(faulty.objects)
         self.put(driver, faulty, 1)
@@ -115,13 +115,13 @@ class TestAnswers:
                 faulty.lock.acquire()
 
         faulty.fault = slow
-        assert driver.tier.probe(1, keys(1), True)
+        assert driver.tier.check_existence(1, keys(1), True)
         driver.open(epoch=1)
         gate.set()
         assert not driver.tier._prober.busy
-        assert list(driver.tier.answers()) == []
+        assert list(driver.tier.existence_answers()) == []
 
     def test_a_private_prefix_cannot_be_asked(self, faulty: FaultyS3) -> None:
         with Driver(SMALL, 8, bucket="kv-probe", endpoint=faulty.endpoint) as driver:
             driver.open()
-            assert not driver.tier.probe(1, keys(1), True)
+            assert not driver.tier.check_existence(1, keys(1), True)

@@ -53,7 +53,7 @@ class TestTheSealTells:
             driver.open()
             assert driver.store_sealed(1, 1) is Outcome.OK
             assert driver.load([1]) == [Outcome.OK]
-            assert driver.tier.relist_s is None
+            assert driver.tier.maintain_s is None
 
 
 class TestClocksApart:
@@ -99,7 +99,7 @@ class TestTheListingTells:
     ) -> None:
         with Driver(SMALL, 8, **place, max_age=1) as driver:
             driver.open()
-            assert driver.tier.relist_s is not None
+            assert driver.tier.maintain_s is not None
             assert driver.store([1, 2]) == [Outcome.OK] * 2
             told: set[bytes] = set()
             assert wait_until(lambda: bool(told.update(gone(driver)) or told == {key_of(1), key_of(2)}))
@@ -140,7 +140,7 @@ class TestOneListing:
             driver.open()
             assert driver.store([1, 2]) == [Outcome.OK] * 2
             gate = held_up(faulty, is_listing)
-            listing = driver.tier.adopt()
+            listing = driver.tier.maintain()
             assert next(listing) == []
             assert driver.store([2]) == [Outcome.OK]
             gate.set()

@@ -109,7 +109,7 @@ class TestOpen:
         driver.store([1])
         faulty.fault = failing("GET")
         driver.tier.open(NAMESPACE, 1)
-        listing = driver.tier.adopt()
+        listing = driver.tier.list_rows()
         assert next(listing) == []
         faulty.fault = lambda _: None
         assert driver.open(OTHER_NAMESPACE) == []
@@ -232,7 +232,7 @@ class TestCredentials:
             renewed = Credentials("role", SECRET_KEY, "second-token")
             assert wait_until(lambda: driver.tier._bucket.credentials == renewed)
             behind = driver.begin_store([6, 7])
-            assert [done.ticket for done in driver.tier.poll()] == []
+            assert [done.batch_id for done in driver.tier.poll()] == []
             assert driver.tier._transfers.plane is not None
             assert driver.tier._transfers.plane.credentials.session_token == "first-token", (
                 "it is not let go while it works"
@@ -453,11 +453,11 @@ class TestBudget:
 
     def test_a_row_dropped_while_it_is_written_goes(self, small: Driver, faulty: FaultyS3) -> None:
         gate = held_up(faulty, lambda request: request.method == "PUT")
-        ticket = small.begin_store([1])
+        batch_id = small.begin_store([1])
         assert wait_until(lambda: faulty.count("PUT") > 0)
         small.drop(1)
         gate.set()
-        small.finish(ticket)
+        small.finish(batch_id)
         assert small.settled(0)
         assert faulty.objects == {}
 
@@ -466,11 +466,11 @@ class TestBudget:
         gate = held_up(faulty, lambda request: request.method == "POST")
         small.drop(1)
         assert wait_until(lambda: faulty.count("POST") == 1)
-        ticket = small.begin_store([1])
+        batch_id = small.begin_store([1])
         assert small.tier.poll() == []
         assert faulty.count("PUT") == 1
         gate.set()
-        assert small.finish(ticket) == [[Outcome.OK]]
+        assert small.finish(batch_id) == [[Outcome.OK]]
         assert set(faulty.objects) == {small.name(1)}
         assert small.load([1]) == [Outcome.OK]
 

@@ -111,7 +111,7 @@ class TestRowsOfOthers:
             assert stored(one, number)
         assert len(two.open()) == 2
         s3_server.client().delete_object(Bucket=place["bucket"], Key=one.name(1))
-        listing = two.tier.adopt()
+        listing = two.tier.list_rows()
         assert next(listing) == []
         assert stored(two, 3), "a row that the listing may have missed"
         entries = [entry for batch in listing for entry in batch]
@@ -161,12 +161,12 @@ class TestBudget:
         try:
             while arrived < 5 * CAPACITY_ROWS and time.monotonic() < deadline:
                 # Each engine offers far more than its window, all of the time.
-                tickets = []
+                batch_ids = []
                 for index, driver in enumerate(drivers):
                     first = 1000 * index + 16 * turn
-                    tickets.append(driver.begin_store(range(first, first + 16)))
-                for driver, ticket in zip(drivers, tickets, strict=True):
-                    outcomes = driver.finish(ticket)[0]
+                    batch_ids.append(driver.begin_store(range(first, first + 16)))
+                for driver, batch_id in zip(drivers, batch_ids, strict=True):
+                    outcomes = driver.finish(batch_id)[0]
                     assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
                     arrived += outcomes.count(Outcome.OK)
                 turn += 1

@@ -55,7 +55,9 @@ def open_tier(path: Path, region: HostRegion, clock: Clock, namespace: bytes = N
 
 
 def listing(tier: SlabTier) -> list[Entry]:
-    return [entry for batch in tier.adopt() for entry in batch]
+    """The rows, once; after that, what a round of upkeep takes away."""
+    batches = tier.maintain() if tier._served.listed else tier.list_rows()
+    return [entry for batch in batches for entry in batch]
 
 
 def on_disk(path: Path, number: int) -> bool:
@@ -124,7 +126,7 @@ def test_what_the_engine_has_dropped_is_erased_too_and_does_not_speak_for_a_youn
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(4))
-    tier.drop([(n, key_of(n)) for n in range(2)])
+    tier.delete([(n, key_of(n)) for n in range(2)])
     clock.now += 1800
     region.rows_view[0] = payload(0, GEOMETRY)
     (ended,) = outcomes(tier, tier.store([Move(0, 9, key_of(0), 9, seal=True)]))  # elsewhere, and younger
@@ -235,13 +237,13 @@ def test_rows_that_are_stored_while_a_sweep_runs_stay(
     listing(tier)
     store(tier, region, range(12))
     clock.now += AGE_S
-    sweep = tier.adopt()
+    sweep = tier.maintain()
     next(sweep)  # begun with the first four
-    tier.drop([(n, key_of(n)) for n in range(4, 10)])
+    tier.delete([(n, key_of(n)) for n in range(4, 10)])
     for row in range(6):
         region.rows_view[row] = payload(50 + row, GEOMETRY)
-    ticket = tier.store([Move(row, 4 + row, key_of(50 + row), 9, seal=True) for row in range(6)])
-    assert set(outcomes(tier, ticket)[0]) == {Outcome.OK}
+    batch_id = tier.store([Move(row, 4 + row, key_of(50 + row), 9, seal=True) for row in range(6)])
+    assert set(outcomes(tier, batch_id)[0]) == {Outcome.OK}
     assert gone([entry for batch in sweep for entry in batch]) == [0, 1, 2, 3, 10, 11]
     assert not on_disk(tmp_path, 11)
     for _ in range(2):  # also by the journal
@@ -295,9 +297,9 @@ def test_rows_in_use_are_left_to_the_next_sweep(tmp_path: Path, region: HostRegi
     listing(tier)
     store(tier, region, range(4))
     clock.now += AGE_S
-    ticket = tier.load([Move(row, row, key_of(row)) for row in range(2)])  # under way
+    batch_id = tier.load([Move(row, row, key_of(row)) for row in range(2)])  # under way
     assert gone(listing(tier)) == [2, 3]
-    assert [list(part) for part in outcomes(tier, ticket)] == [[Outcome.MISSING] * 2]
+    assert [list(part) for part in outcomes(tier, batch_id)] == [[Outcome.MISSING] * 2]
     listing(tier)
     assert not on_disk(tmp_path, 0)
     tier.close()
@@ -308,14 +310,14 @@ def test_a_store_into_a_slot_that_is_being_erased_waits(tmp_path: Path, region: 
     listing(tier)
     store(tier, region, range(4))
     clock.now += AGE_S
-    sweep = tier.adopt()
+    sweep = tier.maintain()
     next(sweep)  # begun
     for row in range(4):
         region.rows_view[row] = payload(50 + row, GEOMETRY)
-    ticket = tier.store([Move(row, row, key_of(50 + row), seal=True) for row in range(4)])
+    batch_id = tier.store([Move(row, row, key_of(50 + row), seal=True) for row in range(4)])
     for _ in sweep:
         assert tier.poll() == []
-    assert set(outcomes(tier, ticket)[0]) == {Outcome.OK}
+    assert set(outcomes(tier, batch_id)[0]) == {Outcome.OK}
     (ended,) = outcomes(tier, tier.load([Move(row, row, key_of(50 + row)) for row in range(4)]))
     assert set(ended) == {Outcome.OK}
     tier.close()

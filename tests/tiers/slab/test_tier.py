@@ -31,16 +31,16 @@ def storage(path: Path, region: HostRegion, capacity: int = 16 << 20) -> SlabTie
     return SlabTier(FileConfig(type="file", path=path, capacity=capacity), GEOMETRY, region)
 
 
-def outcomes(tier: SlabTier, *tickets: int) -> list[Sequence[Outcome]]:
-    """What these batches ended with, in the order of the tickets."""
+def outcomes(tier: SlabTier, *batch_ids: int) -> list[Sequence[Outcome]]:
+    """What these batches ended with, in the order of the batch_ids."""
     found: dict[int, Sequence[Outcome]] = {}
     deadline = time.monotonic() + 120
-    while set(found) != set(tickets):
+    while set(found) != set(batch_ids):
         assert time.monotonic() < deadline
-        found.update({done.ticket: done.outcomes for done in tier.poll()})
+        found.update({done.batch_id: done.outcomes for done in tier.poll()})
         time.sleep(0.0003)
     assert not tier.busy
-    return [found[ticket] for ticket in tickets]
+    return [found[batch_id] for batch_id in batch_ids]
 
 
 def store(tier: SlabTier, region: HostRegion, numbers: range) -> list[Outcome]:
