@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -87,6 +88,8 @@ def _type(annotation: Any, metadata: Iterable[Any]) -> str:
     metadata = [part for given in metadata for part in (given.metadata if isinstance(given, FieldInfo) else [given])]
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__, (*annotation.__metadata__, *metadata))
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return ", ".join(f"`{value}`" for value in annotation)
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:

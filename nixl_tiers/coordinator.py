@@ -94,7 +94,7 @@ class Coordinator:
         self._names = config.names
         geometry = region.geometry
         specs = [
-            TierSpec(name, Write(tier.write), _has_places(tier), tier.eviction, _can_be_asked(tier))
+            TierSpec(name, tier.write, tier.physical_slots, tier.eviction, tier.existence_checks)
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
         limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20, probe_s=config.probe_s)
@@ -537,19 +537,9 @@ class Coordinator:
             log.info("nixl_tiers: the %s tier is still being listed: %s", self._names[tier], what)
 
 
-def _has_places(tier: StorageConfig) -> bool:
-    """Whether the tier's slots are places on its medium; elsewhere rows are found by their keys."""
-    return tier.type == "file" and tier.layout == "slabs"
-
-
 def _written_below(tiers: Sequence[StorageConfig], place: int) -> bool:
     """Whether rows that leave the tier at `place` may have to be written to the next one that is ever written to."""
-    return next((tier.write == "on_evict" for tier in tiers[place + 1 :] if tier.write != "off"), False)
-
-
-def _can_be_asked(tier: StorageConfig) -> bool:
-    """Whether others store to this tier, and it can tell of single keys."""
-    return tier.type == "s3" and tier.shared
+    return next((tier.write is Write.ON_EVICT for tier in tiers[place + 1 :] if tier.write is not Write.OFF), False)
 
 
 def _message(job: Job) -> Store | Load:

@@ -7,6 +7,7 @@ from enum import Enum
 
 import msgspec
 
+from nixl_tiers import policies
 from nixl_tiers.cascade.eviction import PolicyName
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.chunk import Key
@@ -23,12 +24,7 @@ class Direction(Enum):
     LOAD = "load"
 
 
-class Write(Enum):
-    """When a tier is written to."""
-
-    THROUGH = "through"  # as soon as a row is complete above
-    ON_EVICT = "on_evict"  # when the tier above is about to evict it
-    OFF = "off"  # never: a read-only tier
+Write = policies.Write
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nixl_tiers.config import schema
-from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
+from nixl_tiers.config.schema import CpuConfig, S3Config, TiersConfig
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 
 _MEANINGS: Final = {
@@ -43,16 +43,9 @@ def _summary(read: TiersConfig) -> list[str]:
     names = ("cpu", *read.names)
     lines: list[str] = []
     for i, (name, tier) in enumerate(zip(names, read.tiers, strict=True)):
-        lines += [f"tiers[{i}] {name}: {schema.format_size(tier.capacity)}, {_place(tier)}", *_fields(tier), ""]
+        place = "host memory of this node" if isinstance(tier, CpuConfig) else tier.place
+        lines += [f"tiers[{i}] {name}: {schema.format_size(tier.capacity)}, {place}", *_fields(tier), ""]
     return [*lines, "all tiers", *_fields(read), ""]
-
-
-def _place(tier: CpuConfig | FileConfig | S3Config) -> str:
-    if isinstance(tier, CpuConfig):
-        return "host memory of this node"
-    if isinstance(tier, FileConfig):
-        return str(tier.path)
-    return f"{tier.bucket}/{tier.prefix} at {tier.endpoint or 'AWS'}"
 
 
 def _fields(model: BaseModel) -> list[str]:

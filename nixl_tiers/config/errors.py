@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -14,7 +14,6 @@ from nixl_tiers.config import fields
 
 _SECRET_FIELD: Final = re.compile(r"secret|passw|token|accesskey|apikey|credential|privatekey")
 _SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
-_POINTERS: Final = {"credentials_file", "access_key_env", "secret_key_env", "session_token_env"}
 
 
 MAX_VALUES: Final = 10_000  # a few lines of YAML can stand for billions: aliases of lists of aliases
@@ -57,13 +56,14 @@ class ConfigError(ValueError):
     """A configuration that cannot work: one sentence that begins with the field's name."""
 
 
-def refuse_secrets(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what looks like a secret, without repeating it."""
+def refuse_secrets(raw: Mapping[str, Any], pointers: Collection[str]) -> None:
+    """Raises ConfigError for what looks like a secret, without repeating it. `pointers`: fields that say where one is
+    kept, and whose own names may sound like a secret."""
     for number, (place, field, value) in enumerate(_leaves(raw)):
         if number > MAX_VALUES:
             raise ConfigError("tiers: has more values than a configuration can have")
         plain = re.sub(r"[^a-z]", "", field.lower())
-        if (_SECRET_FIELD.search(plain) and field not in _POINTERS) or (
+        if (_SECRET_FIELD.search(plain) and field not in pointers) or (
             isinstance(value, str) and _SECRET_VALUE.search(value)
         ):
             raise ConfigError(
@@ -84,26 +84,27 @@ def _leaves(raw: object, place: str = "", field: str = "") -> Iterator[tuple[str
             yield from _leaves(value, f"{place}[{i}]", field)
 
 
-def sentence(errors: list[ErrorDetails], top: type[BaseModel], tiers: Mapping[str, type[BaseModel]]) -> str:
-    """The most useful of what pydantic found. `top`, `tiers`: the models of the whole and, by type, of a tier."""
+def sentence(
+    errors: list[ErrorDetails],
+    top: type[BaseModel],
+    tiers: Sequence[type[BaseModel] | None],
+    known: Mapping[str, type[BaseModel]],
+) -> str:
+    """The most useful of what pydantic found. `top`: the model that was read; `tiers`: those of its tiers; `known`: the
+    built-in ones, by type ("": the whole configuration's)."""
     # A misspelt field also shows as a missing one; the misspelling is the better news.
     error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
     kind, context, loc = error["type"], error.get("ctx", {}), list(error["loc"])
-    model = top
-    if len(loc) > 2 and loc[0] == "tiers" and loc[2] in tiers:
-        model = tiers[str(loc.pop(2))]
-    elif loc and loc[0] in tiers:
-        model = tiers[str(loc.pop(0))]
-    if kind.startswith("union_tag"):
-        loc.append("type")
+    in_tier = len(loc) > 2 and loc[0] == "tiers" and isinstance(loc[1], int)
+    model = tiers[int(loc[1])] or top if in_tier else top
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if kind == "extra_forbidden":
-        text = _unknown(str(loc[-1]), error["input"], model, {"": top, **tiers})
-    elif kind in ("missing", "union_tag_not_found"):
+        text = _unknown(str(loc[-1]), error["input"], model, known)
+    elif kind == "missing":
         text = "this field is missing"
-    elif kind == "union_tag_invalid":
-        text = f'must be "cpu", "file" or "s3", not {fields.shown(context.get("tag"))}'
-    elif kind == "literal_error":
+    elif kind == "tier_type":
+        text = context["sentence"]
+    elif kind in ("literal_error", "enum"):
         text = f"must be {context['expected']}, not {fields.shown(error['input'])}".replace("'", '"')
     elif kind == "value_error":
         text = str(context["error"])

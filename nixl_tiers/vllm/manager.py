@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.config.schema import FileConfig, TiersConfig
+from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.store import TieredStore
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import (
@@ -64,11 +64,7 @@ class NixlTiersManager(OffloadingManager):
         self._coordinator = store.coordinator
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
-        # Nobody knows where a shared file system lies.
-        self._localities = [
-            ("LOCAL" if tier.layout == "slabs" else None) if isinstance(tier, FileConfig) else "REMOTE"
-            for tier in config.storage
-        ]
+        self._localities = [tier.locality for tier in config.storage]
         self._reporter = Reporter()
         self._events = events
         self._pause_s = pause_s
@@ -253,7 +249,7 @@ def _sources(config: TiersConfig) -> Mapping[str, Any]:
     if known is None:
         return dict.fromkeys(("cpu", *config.names))
     storage = {
-        name: known.DISK if isinstance(tier, FileConfig) else known.EXTERNAL_UNSPECIFIED
+        name: known.DISK if tier.on_disk else known.EXTERNAL_UNSPECIFIED
         for name, tier in zip(config.names, config.storage, strict=True)
     }
     return {"cpu": known.HOST, **storage}

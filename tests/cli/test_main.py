@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -131,7 +130,7 @@ def test_a_bad_one_is_refused_in_one_sentence(
     assert sentence in told.err
 
 
-@pytest.mark.parametrize("write_policy", get_args(Write))
+@pytest.mark.parametrize("write_policy", Write)
 def test_every_write_policy_has_words(tmp_path: Path, write_policy: str) -> None:
     tier = f"{{type: file, path: {tmp_path}, capacity: 1TiB, write: '{write_policy}'}}"
     assert cli.main(["config", str(write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {tier}]"))]) == 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
+from nixl_tiers import policies
 from nixl_tiers.cascade.eviction.arc import Arc
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
 from nixl_tiers.cascade.eviction.lru import LeafFirstLru
 from nixl_tiers.cascade.eviction.s3fifo import S3Fifo
 
-PolicyName = Literal["lru", "s3fifo", "arc"]
+PolicyName = policies.Eviction
 
 
 def make_policy(name: PolicyName, rows: int) -> EvictionPolicy:

@@ -1,0 +1,110 @@
+"""The S3 tier's configuration, and what it needs of this machine."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from nixl_tiers.config import fields
+from nixl_tiers.config.errors import ConfigError
+from nixl_tiers.config.tier import AbsolutePath, Age, EnvironmentName, Size, StorageConfig, when_unset
+
+Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
+
+
+class S3Config(StorageConfig):
+    """A prefix of a bucket. Without any credential field: the usual AWS chain."""
+
+    type: Literal["s3"] = Field(description="kind of the tier")
+    bucket: Annotated[str, BeforeValidator(fields.bucket)] = Field(description="name of the bucket")
+    prefix: Annotated[str, BeforeValidator(fields.prefix)] = Field(
+        "nixl-tiers",
+        description="where in the bucket the tier's objects are",
+    )
+    endpoint: Annotated[str | None, BeforeValidator(fields.endpoint)] = Field(
+        None,
+        description="URL of the server, `http:` or `https:`",
+        json_schema_extra=when_unset("AWS"),
+    )
+    region: Annotated[str | None, BeforeValidator(fields.region)] = Field(
+        None,
+        description="region that requests are signed for",
+        json_schema_extra=when_unset("AWS_REGION, AWS_DEFAULT_REGION, the profile's, or the bucket's own"),
+    )
+    capacity: Size = Field(description="budget of all rows below `prefix`, of all namespaces that ever lived there")
+    shared: bool = Field(
+        False,
+        strict=True,
+        description="several engines use this prefix, find each other's chunks and keep its `capacity` together",
+    )
+    max_age: Age = None
+    profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        None,
+        description="profile of AWS's own files that has the credentials",
+    )
+    credentials_file: AbsolutePath | None = Field(
+        None,
+        description="file that has the credentials, in the format of AWS's `credentials` file",
+    )
+    access_key_env: EnvironmentName = Field(
+        None,
+        description="name of the environment variable that holds the access key id",
+    )
+    secret_key_env: EnvironmentName = Field(
+        None,
+        description="name of the environment variable that holds the secret key",
+    )
+    session_token_env: EnvironmentName = Field(
+        None,
+        description="name of the environment variable that holds the session token",
+    )
+    ca_file: AbsolutePath | None = Field(None, description="certificates (PEM) that verify the endpoint")
+    sse: Sse | None = Field(
+        None,
+        description="default encryption that the bucket must have; the tier is down while it has another",
+    )
+    sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
+        None,
+        description="KMS key that this encryption must use: its id, alias or ARN",
+    )
+
+    implementation: ClassVar[str] = "nixl_tiers.tiers.s3.tier:S3Tier"
+    locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+
+    @property
+    def place(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix} at {self.endpoint or 'AWS'}"
+
+    @property
+    def existence_checks(self) -> bool:
+        return self.shared
+
+    def shares_place(self, other: StorageConfig) -> bool:
+        if not isinstance(other, S3Config) or (self.endpoint, self.bucket) != (other.endpoint, other.bucket):
+            return False
+        return f"{self.prefix}/".startswith(f"{other.prefix}/") or f"{other.prefix}/".startswith(f"{self.prefix}/")
+
+    def check_here(self, *, starting: bool) -> None:
+        for field in ("credentials_file", "ca_file"):
+            path = getattr(self, field)
+            if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+                raise ConfigError(f"{field}: there is no readable file at {path}")
+        super().check_here(starting=starting)
+
+    @model_validator(mode="after")
+    def _agree(self) -> S3Config:
+        if (self.access_key_env is None) != (self.secret_key_env is None):
+            given, missing = ("access", "secret") if self.access_key_env else ("secret", "access")
+            raise ValueError(f"{given}_key_env needs {missing}_key_env beside it")
+        if self.session_token_env and not self.access_key_env:
+            raise ValueError("session_token_env needs access_key_env and secret_key_env beside it")
+        ways = [way for way in ("profile", "credentials_file", "access_key_env") if getattr(self, way) is not None]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} are different ways to find credentials; give one")
+        if self.ca_file and self.endpoint and self.endpoint.startswith("http:"):
+            raise ValueError("ca_file has no use with an endpoint that begins with http:")
+        if self.sse_key and self.sse in (None, "AES256"):
+            raise ValueError('sse_key needs sse: "aws:kms" or "aws:kms:dsse" beside it')
+        return self

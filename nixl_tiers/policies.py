@@ -1,0 +1,17 @@
+"""What a tier may be told to do: when it is written to, and what it evicts first. Words of the configuration."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+
+class Write(StrEnum):
+    """When a storage tier is written to."""
+
+    THROUGH = "through"  # as soon as a row is complete above
+    ON_EVICT = "on_evict"  # when the tier above is about to evict it (write-back)
+    OFF = "off"  # never: a read-only tier
+
+
+Eviction = Literal["lru", "s3fifo", "arc"]
