@@ -16,7 +16,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from nixl_tiers.testing.waiting import until, until_up
+from tests.support.waiting import until, until_up
 
 CHUNK_BYTES = 60_000
 GEOMETRY = Geometry(1, CHUNK_BYTES)

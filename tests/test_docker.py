@@ -18,7 +18,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, free_ports
-from nixl_tiers.testing.waiting import until
+from tests.support.waiting import until
 
 COMPOSE = Path(__file__).parents[1] / "docker" / "compose.yaml"
 GONE = ("minio/minio", "minio/mc", "quay.io/minio", "bitnami/", "bitnamilegacy/")

@@ -13,9 +13,9 @@ import torch
 import nixl_tiers
 from nixl_tiers.mover.protocol import Listed
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until, until_up
 from nixl_tiers.tiers.base import Entry
 from tests.support.leftovers import rows_in_use
+from tests.support.waiting import until, until_up
 
 SIZE = 64 << 10
 CPU: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": 4 << 20}]}

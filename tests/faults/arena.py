@@ -22,9 +22,9 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.faulty import FaultPlan
-from nixl_tiers.testing.waiting import until
 from tests.support.leaks import ResourceCount, children
 from tests.support.load import Load, get, put
+from tests.support.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB

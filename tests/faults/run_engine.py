@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.waiting import until, until_up
 from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.waiting import until, until_up
 from tests.vllm.run_engine import generate
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]

@@ -14,10 +14,10 @@ import pytest
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.mover import child
 from nixl_tiers.mover.protocol import Delete, encode
-from nixl_tiers.testing.waiting import until
 from tests.faults.arena import LIMITS, PATIENCE_S, Arena
 from tests.support.leaks import ResourceCount
 from tests.support.load import content, get, put
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 

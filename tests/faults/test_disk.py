@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.testing.waiting import until
 from tests.faults.arena import PATIENCE_S, Arena
 from tests.faults.interposer import Interposer
 from tests.faults.test_mover import matrix
 from tests.support.disks import run, tmpfs
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -16,8 +16,8 @@ from nixl_tiers.cascade.tier_index import Direction
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.mover import child
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from nixl_tiers.testing.waiting import until
 from tests.faults.arena import KILLS, PATIENCE_S, Arena
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 

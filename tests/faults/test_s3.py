@@ -11,11 +11,11 @@ import pytest
 from botocore.exceptions import ClientError
 
 from nixl_tiers.testing.servers import SECRET_KEY, MotoServer
-from nixl_tiers.testing.waiting import until
 from tests.faults.arena import CAPACITY, PATIENCE_S, Arena
 from tests.support.leaks import ResourceCount
 from tests.support.load import put
 from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -15,8 +15,8 @@ import nixl_tiers
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.seal import read
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until, until_up
 from tests.integration.test_round_trips import MIB, chunks
+from tests.support.waiting import until, until_up
 
 SIZE = 60_000
 ROW = Geometry(1, SIZE).row_bytes

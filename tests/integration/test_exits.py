@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from nixl_tiers.testing.waiting import until
 from tests.support.leftovers import MARK, marked, shared_names
+from tests.support.waiting import until
 
 # What every process begins with. `fds` and `threads` are those of before the store.
 BEGIN = """
@@ -24,7 +24,7 @@ import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
 from nixl_tiers.coordinator import TierManager
-from nixl_tiers.testing.waiting import until
+from tests.support.waiting import until
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
 path, endpoint = sys.argv[1:]
@@ -54,7 +54,7 @@ def children():
 
 CHILD = '''
 import os, signal, sys
-from nixl_tiers.testing.waiting import until
+from tests.support.waiting import until
 
 parent, *movers = map(int, sys.argv[1:])
 assert any("memfd:nixl_tiers" in os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))

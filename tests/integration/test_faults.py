@@ -18,7 +18,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.cascade.types import TierState
 from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
-from nixl_tiers.testing.waiting import until, until_up
+from tests.support.waiting import until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB

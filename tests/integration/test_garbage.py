@@ -43,10 +43,10 @@ from nixl_tiers.mover.protocol import (
     encode,
 )
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing.waiting import until
 from nixl_tiers.tiers.base import Entry, Move
 from tests.support.leaks import ResourceCount
 from tests.support.load import get, put
+from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 60_000)
 ROWS = 16

@@ -27,10 +27,10 @@ import pytest
 import nixl_tiers
 from nixl_tiers.chunk import PAGE
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANS, MARGIN_BYTES, NAME_BYTES
 from tests.support.leftovers import MARK, Watched, marked, shared_names
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(3600)
 

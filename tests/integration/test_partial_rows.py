@@ -15,7 +15,7 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until, until_up
+from tests.support.waiting import until, until_up
 
 MIB = 1 << 20
 GEOMETRY = Geometry(cells=2, cell_payload=4 * 4096, sub_blocks=4)

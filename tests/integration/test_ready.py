@@ -21,8 +21,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
-from nixl_tiers.testing.waiting import until
 from tests.support.load import get, put
+from tests.support.waiting import until
 
 SIZE = 60_000
 KEYS: list[Key] = [b"key-%d" % number for number in range(8)]

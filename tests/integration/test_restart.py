@@ -20,7 +20,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.mover.index_builder import TOLD_ROWS
 from nixl_tiers.mover.protocol import Configure
-from nixl_tiers.testing.waiting import until
+from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 16

@@ -12,7 +12,7 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.testing.waiting import until, until_up
+from tests.support.waiting import until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
 

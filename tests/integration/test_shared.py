@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import nixl_tiers
-from nixl_tiers.testing.waiting import until, until_up
 from tests.integration.test_round_trips import KIB, MIB, check, chunks
+from tests.support.waiting import until, until_up
 
 
 def test_another_engine_hits_what_this_one_has_stored_and_with_another_salt_never(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import nixl_tiers
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Open
 from nixl_tiers.mover.supervisor import Supervisor
-from nixl_tiers.testing.waiting import until_up
 from tests.support.leftovers import rows_in_use
+from tests.support.waiting import until_up
 
 SIZE = 4 << 10
 ROWS = 32

@@ -21,16 +21,16 @@ TRAPS = ("msgspec", "xxhash", "argparse", "numpy", "nixl_tiers", "sitecustomize"
 
 # An engine whose modules are all loaded goes to work in a directory that others can write to.
 PROGRAM = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 path, python_path, first, last = json.loads(sys.argv[1])
 sys.path[:] = [*first, *sys.path, *last]
 import nixl_tiers
-from nixl_tiers.testing.waiting import until
 os.environ["PYTHONPATH"] = python_path
 tiers = [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": path, "capacity": "64MiB"}]
 with nixl_tiers.open({"tiers": tiers}, chunk_bytes=4096, namespace="n") as store:
-    until(lambda: store.stats()["file"]["up"], "the file tier", 30)
+    while not store.stats()["file"]["up"]:
+        time.sleep(0.01)
     pid = store.coordinator.mover_pids[0]
     command = Path(f"/proc/{pid}/cmdline").read_text().split(chr(0))
 print(json.dumps([command, nixl_tiers.__file__]))

@@ -17,9 +17,9 @@ from nixl_tiers.mover.index_builder import IndexBuilder, PublishedIndex
 from nixl_tiers.mover.index_publisher import LOOK_S, MAX_TABLES, PAUSE_S, IndexPublisher
 from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedIndex, ToCoordinator, encode
 from nixl_tiers.mover.send_queue import SendQueue
-from nixl_tiers.testing.waiting import until
 from nixl_tiers.tiers.base import Entry
 from tests.mover.toys import Quick
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -32,8 +32,8 @@ from nixl_tiers.mover.protocol import (
     ToMover,
 )
 from nixl_tiers.mover.supervisor import Supervisor
-from nixl_tiers.testing.waiting import until
 from tests.mover.harness import NAMESPACE
+from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 60_000)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.testing.waiting import until
 from tests.support.load import Load, content, get, put
+from tests.support.waiting import until
 
 SIZE = 4096
 HOST = {"tiers": [{"type": "cpu", "capacity": "4MiB"}]}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nixl_tiers.testing.waiting import until
 from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.waiting import until
 
 BODY = bytes(range(256)) * 1024  # four pieces
 

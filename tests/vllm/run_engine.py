@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.waiting import until, until_up
+from tests.support.waiting import until, until_up
 
 
 def main(plan: dict[str, Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.waiting import until_up
+from tests.support.waiting import until_up
 
 TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6

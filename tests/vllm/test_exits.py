@@ -18,9 +18,9 @@ pytest.importorskip("vllm")
 from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
-from nixl_tiers.testing.waiting import until
 from tests.support.leftovers import MARK, Watched, family, marked, shared_names
 from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 

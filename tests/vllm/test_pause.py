@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 from nixl_tiers.demo.server import Answer, ServerFailure, VllmServer
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
-from nixl_tiers.testing.waiting import until
 from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

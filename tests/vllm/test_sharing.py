@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
-from nixl_tiers.testing.waiting import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.testing.waiting import until
 from nixl_tiers.tiers.s3.existence import (
     ANSWER_S,
     AT_ONCE,
@@ -19,6 +18,7 @@ from nixl_tiers.tiers.s3.existence import (
     Seen,
     galloping_search,
 )
+from tests.support.waiting import until
 
 
 def run(search: Search, there: list[Seen]) -> tuple[list[int], list[int], list[list[int]]]:
