@@ -136,7 +136,7 @@ def one_by_one_us(rows: int) -> float:
     for packet in packets:
         message = decode_to_coordinator(packet)
         assert isinstance(message, Listed)
-        core.adopt(0, [(entry.slot, entry.key, entry.tick) for entry in message.entries], message.last)
+        core.listed(0, [(entry.slot, entry.key, entry.tick) for entry in message.entries], message.last)
     return (time.thread_time() - start) / rows * 1e6
 
 
@@ -159,7 +159,7 @@ def main() -> None:
         coordinator.on_message = watched(coordinator.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
         coordinator.on_table = watched(coordinator.on_table, time.thread_time, tables_s)  # type: ignore[method-assign]
         core = coordinator._core
-        core.adopt_rows = watched(core.adopt_rows, time.perf_counter, adopting_s)  # type: ignore[method-assign]
+        core.index_listed = watched(core.index_listed, time.perf_counter, adopting_s)  # type: ignore[method-assign]
         coordinator.start(30.0)
         scheduler = Scheduler(coordinator, rows)
         scheduler.start()
@@ -175,7 +175,7 @@ def main() -> None:
         scheduler.join()
         grown = anonymous_bytes() - before
         held = coordinator.counters()["file"]["rows"]
-        table_bytes = sum(table.nbytes for table in core.storage[0].adopted)  # type: ignore[attr-defined]
+        table_bytes = sum(table.nbytes for table in core.tiers[0].cold)  # type: ignore[attr-defined]
         coordinator.close(10.0)
     calm, during = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))
     print(f"| {held:.0f} rows adopted through a mover, {os.cpu_count()} processors | |\n| --- | --- |")

@@ -105,7 +105,7 @@ def replay(prompts: Sequence[Prompt], rows: int, policy: PolicyName, stored: tup
     core = TierManager(rows, ROW_BYTES, specs, policy=policy)
     if stored:
         core.opened(0, stored[0])
-        core.adopt(0, [], last=True)
+        core.listed(0, [], last=True)
     clock = Clock()
     hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)
     slowest_s = 0.0
@@ -149,11 +149,11 @@ def serve(core: TierManager, prompt: Prompt, found: list[Key], clock: Clock) -> 
         core.complete_load(found)
     with clock.take("store", len(rest)):
         plan = core.prepare_store(rest, prompt.name)
-        core.complete_store(core.filling(plan.keys), ())
+        core.complete_store(core.rows_being_filled(plan.keys), ())
     with clock.take("end", len(prompt.keys)):
         core.finish_request(prompt.name)
         core.end_step()
-    if core.storage:
+    if core.tiers:
         move(core, prompt.now_s, clock)
 
 
@@ -167,8 +167,8 @@ def move(core: TierManager, now_s: float, clock: Clock) -> None:
         with clock.take("finished", rows):
             for job in jobs:
                 core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
-        for storage in core.storage:
-            for _ in storage.drops(256):
+        for storage in core.tiers:
+            for _ in storage.delete_batches(256):
                 pass
         if not jobs:
             return

@@ -97,7 +97,9 @@ class Coordinator:
             TierSpec(name, tier.write, tier.physical_slots, tier.eviction, tier.existence_checks)
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
-        limits = limits or replace(Limits(), wait_s=config.wait_s, hold_s=config.wait_s + 20, probe_s=config.probe_s)
+        limits = limits or replace(
+            Limits(), wait_s=config.wait_s, pin_s=config.wait_s + 20, check_timeout_s=config.probe_s
+        )
         self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
@@ -164,7 +166,7 @@ class Coordinator:
         with self._lock:
             return all(
                 storage.state is TierState.UP or (storage.state is TierState.DOWN and tier in self._answered)
-                for tier, storage in enumerate(self._core.storage)
+                for tier, storage in enumerate(self._core.tiers)
             )
 
     def close(self, patience_s: float) -> None:
@@ -190,13 +192,13 @@ class Coordinator:
     def be_patient(self, request: str) -> None:
         """Have a request wait for keys that nobody knows yet while a tier tells what it holds. Call it first."""
         with self._lock:
-            self._core.be_patient(request)
+            self._core.wait_for_listing(request)
 
     def restrict(self, request: str, tiers: Iterable[int]) -> None:
         """Have a new request load from these storage tiers only (numbered as configured, from 0), until it is
         finished. Host memory is always a hit."""
         with self._lock:
-            self._core.restrict(request, tiers)
+            self._core.set_allowed_tiers(request, tiers)
 
     def source(self, key: Key) -> str:
         """ "cpu", or the storage tier that the bytes of this hit were promoted from."""
@@ -206,7 +208,7 @@ class Coordinator:
     def end_step(self) -> None:
         with self._lock:
             self._core.end_step()
-            work = self._core.busy
+            work = self._core.events.busy
         if work:
             self._movers.wake()
 
@@ -246,9 +248,9 @@ class Coordinator:
     def complete_store(self, keys: Collection[Key]) -> None:
         """Every worker is done with the store job of `keys`; the region's control words say which rows are good."""
         with self._lock:
-            rows = self._core.filling(keys)
+            rows = self._core.rows_being_filled(keys)
             self._core.complete_store(rows, *self._failed(rows))
-            work = self._core.busy
+            work = self._core.events.busy
         if work:
             self._movers.wake()
 
@@ -256,8 +258,8 @@ class Coordinator:
         """A thread's call has ended, well or not, and touches no row any more; those that it was to fill are hits if
         the region's control words say so. Nothing happens for a call that has no rows."""
         with self.changed:
-            self._core.end_call(call, *self._failed(self._core.filling_of_call(call)))
-            work = self._core.busy
+            self._core.end_call(call, *self._failed(self._core.rows_being_filled_by_call(call)))
+            work = self._core.events.busy
             self.changed.notify_all()
         if work:
             self._movers.wake()
@@ -265,7 +267,7 @@ class Coordinator:
     def keep(self, keys: Sequence[Key], request: str) -> None:
         """Spare the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
         with self._lock:
-            self._core.keep(keys, request)
+            self._core.pin(keys, request)
 
     def touch(self, keys: Iterable[Key], request: str) -> None:
         """The engine used these chunks (in prefix order) from its own memory; call it before anything deeper."""
@@ -285,7 +287,7 @@ class Coordinator:
         """The bytes may no longer match the weights: nothing stored so far is a hit any more."""
         keep = self._config.on_reset == "keep"
         with self._lock:
-            self._core.reset(keep_storage=keep)
+            self._core.reset(keep_tiers=keep)
             if not keep:
                 self._answered.clear()
                 # Epoch 0 is for weights as they were loaded; those of after a reset are nobody else's.
@@ -372,7 +374,7 @@ class Coordinator:
             match message:
                 case Finished():
                     outcomes = [Outcome(code) for code in message.outcomes]
-                    self._core.finished(tier, message.job, outcomes, now, message.partial)
+                    self._core.events.finished(tier, message.job, outcomes, now, message.partial)
                 case Heartbeat():
                     self._used_bytes[tier] = message.used_bytes
                     self._listed[tier] = message.listed
@@ -382,42 +384,42 @@ class Coordinator:
                 case Listed():
                     if message.epoch == self.namespace.epoch:
                         entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
-                        self._core.adopt(tier, entries, message.last)
+                        self._core.events.listed(tier, entries, message.last)
                         if message.last:
-                            self._logs[tier].listed(len(self._core.storage[tier].slots))
+                            self._logs[tier].listed(len(self._core.tiers[tier].slots))
                 case ExistenceChecked():
-                    self._core.probed(tier, message.probe, message.absent, now)
+                    self._core.events.existence_checked(tier, message.probe, message.absent, now)
                 case Opened():
                     self._check_slots(tier, message.slots)
                     if message.epoch == self.namespace.epoch:
                         self._answered.add(tier)
                         self._say_listing_at[tier] = now + LISTING_S
-                        self._core.opened(tier, message.slots)
+                        self._core.events.opened(tier, message.slots)
                         self._last_word[tier] = ""
                         self._logs[tier].up(now)
                 case Slots():
                     self._check_slots(tier, message.slots)
                     if message.epoch == self.namespace.epoch:
-                        self._core.resized(tier, message.slots)
+                        self._core.events.resized(tier, message.slots)
                 case Down():
                     self._answered.add(tier)
-                    self._core.down(tier, now)
+                    self._core.events.down(tier, now)
                     self.on_trouble(tier, message.reason)
                 case Refused():
                     self._answered.add(tier)
-                    self._core.down(tier, now)
+                    self._core.events.down(tier, now)
                     self._refusals[tier] = message.reason
                     self.on_trouble(tier, message.reason)
             self.changed.notify_all()
 
     def on_table(self, tier: int, message: ListedIndex, table: SharedColdIndex) -> None:
         with self._lock:
-            known = self._core.known(tier)
+            known = self._core.events.known_keys(tier)
         for key in known:  # without the lock: where a tier was opened again these can be many
             table.remove(key)
         with self.changed:
             if message.epoch == self.namespace.epoch:
-                self._core.adopt_rows(tier, table, message.newest)
+                self._core.events.index_listed(tier, table, message.newest)
                 self.changed.notify_all()
                 return
         table.close()
@@ -433,39 +435,39 @@ class Coordinator:
 
     def on_killed(self, tier: int) -> None:
         with self.changed:
-            self._core.killed(tier, self._clock())
+            self._core.events.killed(tier, self._clock())
             self.changed.notify_all()
 
     def on_lost(self, tier: int) -> None:
         with self.changed:
             self._denials[tier] = {}  # the next mover finds out anew
-            self._core.lost(tier, self._clock())
+            self._core.events.lost(tier, self._clock())
             self.changed.notify_all()
 
     def on_tick(self, heard_s: float, room: Sequence[int]) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
         with self._lock:
             now = self._clock()
             self._core.expire(heard_s)
-            for storage, packets in zip(self._core.storage, room, strict=True):
-                storage.room = packets
-            jobs = self._core.plan(now)
+            for storage, packets in zip(self._core.tiers, room, strict=True):
+                storage.send_credits = packets
+            jobs = self._core.events.plan(now)
             moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
             messages: list[tuple[int, ToMover]] = []
             messages += [(job.tier, message) for job, message in moves if job.direction is Direction.LOAD]
-            most = self._core.limits.drops_per_batch
-            for tier, storage in enumerate(self._core.storage):
-                messages += [(tier, Delete(batch)) for batch in storage.drops(most)]
-                messages += [(tier, DeleteCold(nameless)) for nameless in storage.adopted_drops(most)]
+            most = self._core.limits.deletes_per_batch
+            for tier, storage in enumerate(self._core.tiers):
+                messages += [(tier, Delete(batch)) for batch in storage.delete_batches(most)]
+                messages += [(tier, DeleteCold(nameless)) for nameless in storage.cold_delete_batches(most)]
             messages += [(job.tier, message) for job, message in moves if job.direction is Direction.STORE]
-            for probe in self._core.plan_probes(now):
+            for probe in self._core.events.plan_checks(now):
                 if sendable(question := CheckExistence(probe.id, probe.keys, probe.chain)):
                     messages.append((probe.tier, question))
                 else:
-                    self._core.probed(probe.tier, probe.id, (), now)
-            for tier_log, storage in zip(self._logs, self._core.storage, strict=True):
+                    self._core.events.existence_checked(probe.tier, probe.id, (), now)
+            for tier_log, storage in zip(self._logs, self._core.tiers, strict=True):
                 tier_log.watch(storage.breakers, now)
-            closing = [rows for storage in self._core.storage for rows in storage.take_closing()]
-            result = messages, self._core.overdue(heard_s), self._core.busy
+            closing = [rows for storage in self._core.tiers for rows in storage.take_retired()]
+            result = messages, self._core.health.overdue(heard_s), self._core.events.busy
         for rows in closing:
             rows.close()
         return result
@@ -483,7 +485,7 @@ class Coordinator:
         message = _message(job)
         if sendable(message):
             return message
-        self._core.finished(job.tier, job.id, [Outcome.FAILED] * len(job.moves), now)
+        self._core.events.finished(job.tier, job.id, [Outcome.FAILED] * len(job.moves), now)
         return None
 
     def _look_for_ended(self) -> None:
@@ -493,7 +495,7 @@ class Coordinator:
         rows = self._core.unflushed_stores()
         if rows:
             ended = self.region.ended([row.index for row in rows], [row.store_seq for row in rows])
-            self._core.ended_in_vain([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
+            self._core.release_unflushed([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
 
     def _failed(self, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:
         """Which of these rows that were to be filled were not, and which lack sub-blocks that a load may want; of the
@@ -531,7 +533,7 @@ class Coordinator:
 
     def _say_listing(self, tier: int, now: float) -> None:
         """One line now and then while a tier takes long to tell what it holds."""
-        if self._core.storage[tier].state is TierState.ADOPTING and now >= self._say_listing_at[tier]:
+        if self._core.tiers[tier].state is TierState.LISTING and now >= self._say_listing_at[tier]:
             self._say_listing_at[tier] = now + LISTING_S
             what = f"{self._listed[tier]:,} rows so far; what it has not told of yet is a miss"
             log.info("nixl_tiers: the %s tier is still being listed: %s", self._names[tier], what)

@@ -48,7 +48,9 @@ CAPACITY: Final = 64 << 20
 ROUND_S: Final = 30.0
 HEAL_S: Final = 300.0  # a tier that is not up again by then has not healed
 GROWTH_BYTES: Final = 32 << 20  # resident memory may grow by so much from a third of the run to its end
-LIMITS: Final = replace(Limits(), wait_s=2.0, hold_s=5.0, overdue_least_s=10.0, overdue_most_s=20.0, retry_s=1.0)
+LIMITS: Final = replace(
+    Limits(), wait_s=2.0, pin_s=5.0, hard_deadline_min_s=10.0, hard_deadline_max_s=20.0, retry_s=1.0
+)
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 GETS: Final = frozenset({"GET"})
 TROUBLES: Final = (

@@ -51,7 +51,7 @@ def store_over(path: Path, *rules: Rule, wait_s: float = 60.0, overdue_s: float 
     }
     hello = Configure(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
-    limits = Limits(wait_s=wait_s, overdue_least_s=overdue_s, overdue_most_s=overdue_s)
+    limits = Limits(wait_s=wait_s, hard_deadline_min_s=overdue_s, hard_deadline_max_s=overdue_s)
     coordinator = Coordinator(config, Namespace.of({"name": "faulty"}), region, hellos=[hello], limits=limits)
     with TieredStore(coordinator, region, config) as store:
         coordinator.start()

@@ -24,12 +24,12 @@ class BreakerLimits:
     as one that fails always, and a single bad row in a good medium costs nobody but those who want it.
     """
 
-    verdicts: int = 8
-    bad: int = 4
-    memory_s: float = 60.0  # older verdicts say nothing about now
-    first_s: float = 1.0  # the first back-off; each one soon after another is twice as long
-    most_s: float = 60.0
-    probes: int = 2  # good ones, one after the other, that close it
+    results: int = 8
+    failures_to_open: int = 4
+    window_s: float = 60.0  # older verdicts say nothing about now
+    min_backoff_s: float = 1.0  # the first back-off; each one soon after another is twice as long
+    max_backoff_s: float = 60.0
+    probes_to_close: int = 2  # good ones, one after the other, that close it
 
 
 class Breaker:
@@ -39,7 +39,7 @@ class Breaker:
         self.limits = limits or BreakerLimits()
         self.state = BreakerState.CLOSED
         self.episode = 0  # how often it has opened
-        self._verdicts: deque[tuple[float, bool]] = deque(maxlen=self.limits.verdicts)
+        self._results: deque[tuple[float, bool]] = deque(maxlen=self.limits.results)
         self._closed_at = float("-inf")
         self._backoff_s = 0.0
         self._retry_at = 0.0
@@ -59,25 +59,25 @@ class Breaker:
     def wants_probe(self) -> bool:
         return self.state is BreakerState.HALF_OPEN and not self._probing
 
-    def judge(self, good: bool, now: float) -> None:
+    def record(self, good: bool, now: float) -> None:
         """Something that went through has ended. What began before the circuit opened is old news."""
         if self.state is not BreakerState.CLOSED:
             return
-        self._verdicts.append((now, good))
-        bad = sum(not was_good for when, was_good in self._verdicts if now - when <= self.limits.memory_s)
-        if bad >= self.limits.bad:
+        self._results.append((now, good))
+        bad = sum(not was_good for when, was_good in self._results if now - when <= self.limits.window_s)
+        if bad >= self.limits.failures_to_open:
             self.trip(now)
 
     def trip(self, now: float) -> None:
         """Open. Does nothing if it is open already."""
         if self.state is BreakerState.OPEN:
             return
-        calm = self.state is BreakerState.CLOSED and now - self._closed_at > max(self.limits.memory_s, self._backoff_s)
-        self._backoff_s = self.limits.first_s if calm else min(2 * self._backoff_s, self.limits.most_s)
+        calm = self.state is BreakerState.CLOSED and now - self._closed_at > max(self.limits.window_s, self._backoff_s)
+        self._backoff_s = self.limits.min_backoff_s if calm else min(2 * self._backoff_s, self.limits.max_backoff_s)
         self._retry_at = now + self._backoff_s
         self.state = BreakerState.OPEN
         self.episode += 1
-        self._verdicts.clear()
+        self._results.clear()
 
     def watch(self, now: float) -> None:
         """Call now and then: an open circuit whose back-off has passed is half-open."""
@@ -101,6 +101,6 @@ class Breaker:
             self.trip(now)
             return
         self._good += 1
-        if self._good >= self.limits.probes:
+        if self._good >= self.limits.probes_to_close:
             self.state = BreakerState.CLOSED
             self._closed_at = now

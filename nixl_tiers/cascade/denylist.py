@@ -12,13 +12,13 @@ REMEMBERED: Final = 4096
 
 
 class _Suspect:
-    __slots__ = ("accused", "company", "retry_at", "strikes")
+    __slots__ = ("batch", "failures", "retry_at", "suspected")
 
     def __init__(self) -> None:
-        self.strikes = 0
+        self.failures = 0
         self.retry_at = 0.0
-        self.accused = False
-        self.company: list[Key] = []
+        self.suspected = False
+        self.batch: list[Key] = []
 
 
 class Denylist:
@@ -40,48 +40,48 @@ class Denylist:
     def __len__(self) -> int:
         return len(self._book)
 
-    def barred(self, key: Key, now: float) -> bool:
+    def is_denied(self, key: Key, now: float) -> bool:
         """Whether nobody may ask for `key` now."""
         suspect = self._book.get(key) if self._book else None
-        return suspect is not None and (suspect.accused or suspect.retry_at > now)
+        return suspect is not None and (suspect.suspected or suspect.retry_at > now)
 
-    def accused(self, key: Key) -> bool:
+    def is_suspect(self, key: Key) -> bool:
         suspect = self._book.get(key) if self._book else None
-        return suspect is not None and suspect.accused
+        return suspect is not None and suspect.suspected
 
     def trial_due(self, key: Key, now: float) -> bool:
         """Whether an accused key may be tried, alone."""
         suspect = self._book.get(key) if self._book else None
-        return suspect is not None and suspect.accused and suspect.retry_at <= now
+        return suspect is not None and suspect.suspected and suspect.retry_at <= now
 
-    def failed(self, key: Key, now: float) -> None:
+    def record_failure(self, key: Key, now: float) -> None:
         """Its move ended in an error. Whoever says so is alive: the key kills nobody."""
-        self._strike(key, now).accused = False
+        self._record(key, now).suspected = False
 
-    def accuse(self, keys: Iterable[Key], now: float) -> None:
+    def suspect(self, keys: Iterable[Key], now: float) -> None:
         """Their moves did not end in time, or their mover died with them in hand."""
-        company = list(keys)
-        for key in company:
-            suspect = self._strike(key, now)
-            suspect.accused = True
-            suspect.company = company
+        batch = list(keys)
+        for key in batch:
+            suspect = self._record(key, now)
+            suspect.suspected = True
+            suspect.batch = batch
 
-    def acquit(self, key: Key) -> Sequence[Key]:
+    def clear(self, key: Key) -> Sequence[Key]:
         """It came through. Returns those that were accused together with it, once, if it was: they may be tried now."""
         suspect = self._book.pop(key, None) if self._book else None
         if suspect is None:
             return ()
-        company = [*suspect.company]
-        suspect.company.clear()
-        return company
+        batch = [*suspect.batch]
+        suspect.batch.clear()
+        return batch
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         self._book.clear()
 
-    def _strike(self, key: Key, now: float) -> _Suspect:
+    def _record(self, key: Key, now: float) -> _Suspect:
         suspect = self._book.pop(key, None) or _Suspect()
-        suspect.retry_at = now + min(self._most_s, self._first_s * 2.0 ** min(suspect.strikes, 30))
-        suspect.strikes += 1
+        suspect.retry_at = now + min(self._most_s, self._first_s * 2.0 ** min(suspect.failures, 30))
+        suspect.failures += 1
         self._book[key] = suspect
         if len(self._book) > REMEMBERED:
             self._book.popitem(last=False)

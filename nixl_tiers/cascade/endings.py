@@ -27,7 +27,7 @@ class Endings(Queues):
         `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many).
         Raises ValueError for what cannot be the end of that job; it is still open then, until its mover is dead.
         """
-        storage = self.storage[tier]
+        storage = self.tiers[tier]
         job = storage.jobs.get(job_id)
         if job is None:
             return
@@ -36,19 +36,19 @@ class Endings(Queues):
             raise ValueError(f"an end of job {job_id} that does not fit its {len(places)} moves")
         del storage.jobs[job_id]
         if any(outcome is Outcome.OK for outcome in outcomes):
-            storage.paces[job.direction].ended(job.nbytes, now - job.began_s)
+            storage.throughput[job.direction].record(job.nbytes, now - job.started_s)
         for place, missing in partial:
             job.moves[place].row.missing = missing
-        if not job.late:
+        if not job.abandoned:
             self._learn(storage, job, outcomes, now)
         self._end(tier, job, outcomes, now)
 
     def abandon(self, now: float) -> None:
         """Nobody waits for late jobs any longer: their keys are misses, and the rows of loads are quarantined until
         the mover is done with them, or dead. The mover is left alone."""
-        for tier, storage in enumerate(self.storage):
+        for tier, storage in enumerate(self.tiers):
             for job in storage.jobs.values():
-                if not job.late and now > job.late_s:
+                if not job.abandoned and now > job.soft_deadline_s:
                     self._abandon(tier, job, now)
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -58,42 +58,44 @@ class Endings(Queues):
         for move, outcome in zip(job.moves, outcomes, strict=True):
             if outcome is Outcome.OK:
                 # The request that asked for it will ask for the next of them only when it comes again.
-                company = storage.suspects.acquit(move.key)
-                storage.trials.update((key, None) for key in company if storage.suspects.accused(key))
-            elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or storage.suspects.accused(move.key)):
-                storage.suspects.failed(move.key, now)
+                company = storage.denylist.clear(move.key)
+                storage.trials.update((key, None) for key in company if storage.denylist.is_suspect(key))
+            elif outcome is Outcome.FAILED and (
+                job.direction is Direction.LOAD or storage.denylist.is_suspect(move.key)
+            ):
+                storage.denylist.record_failure(move.key, now)
         failed = sum(outcome is Outcome.FAILED for outcome in outcomes)
         # A full medium is no failing one: it says so at once, and is well when there is room.
         full = all(outcome is Outcome.NO_SPACE for outcome in outcomes)
-        if not full or job.episode is not None:
+        if not full or job.probe_episode is not None:
             self._judge(storage, job, 2 * failed < len(outcomes), now)
 
     def _abandon(self, tier: int, job: Job, now: float, accuse: bool = True) -> None:
-        storage = self.storage[tier]
-        job.late = True
+        storage = self.tiers[tier]
+        job.abandoned = True
         self._judge(storage, job, False, now)
         if job.direction is Direction.STORE:
             return  # its rows can be read as ever; they are only pinned
         storage.counters.late += len(job.moves)
         if accuse:
-            storage.suspects.accuse((move.key for move in job.moves), now)
+            storage.denylist.suspect((move.key for move in job.moves), now)
         for move in job.moves:
             if storage.index.get(move.key) is move.entry:
-                storage.stay(move.key, self._tick)
-            if not move.row.gone:
-                self.host.forget(move.row)
+                storage.cancel_eviction(move.key, self._tick)
+            if not move.row.invalidated:
+                self.host.invalidate(move.row)
                 self._retry(storage, move.key, move.row, now)
 
     def _judge(self, storage: TierIndex, job: Job, good: bool, now: float) -> None:
         """A suspect that was tried alone says nothing about its tier unless it came through."""
         breaker = storage.breakers[job.direction]
-        if job.episode is not None:
-            breaker.end_probe(job.episode, good, now)
-        elif good or not job.alone:
-            breaker.judge(good, now)
+        if job.probe_episode is not None:
+            breaker.end_probe(job.probe_episode, good, now)
+        elif good or not job.is_trial:
+            breaker.record(good, now)
 
     def _end(self, tier: int, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
-        storage = self.storage[tier]
+        storage = self.tiers[tier]
         if job.direction is Direction.STORE:
             storage.rows_storing -= len(job.moves)
             for move, outcome in zip(job.moves, outcomes, strict=True):
@@ -104,8 +106,8 @@ class Endings(Queues):
                 self._load_ended(tier, move, outcome, now)
 
     def _store_ended(self, tier: int, move: PlannedMove, outcome: Outcome) -> None:
-        storage, row = self.storage[tier], move.row
-        row.mover -= 1
+        storage, row = self.tiers[tier], move.row
+        row.mover_refs -= 1
         if move.seal:
             row.sealing = False
             row.sealed = outcome is Outcome.OK
@@ -118,45 +120,45 @@ class Endings(Queues):
                 self._written(tier, move.key)
         else:
             storage.counters.failed += 1
-            storage.forget(move.key, move.entry)
+            storage.invalidate(move.key, move.entry)
             if ours:
                 self._not_written(tier, move.key)
-        self.host.settle(row)
+        self.host.reclaim(row)
 
     def _load_ended(self, tier: int, move: PlannedMove, outcome: Outcome, now: float) -> None:
-        storage = self.storage[tier]
+        storage = self.tiers[tier]
         row = move.row
-        row.mover -= 1
+        row.mover_refs -= 1
         move.entry.readers -= 1
         if outcome is Outcome.OK:
             storage.counters.bytes_read += self.row_bytes
-            if not row.gone:
+            if not row.invalidated:
                 row.state = RowState.READY
                 row.sealed = True
                 self.host.counters.promoted += 1
                 if storage.staged.get(move.key) is row:
                     self._demote(tier, move.key)
                 else:
-                    self._cascade(row, self.storage[:tier])
+                    self._cascade(row, self.tiers[:tier])
         else:
             if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 storage.counters.failed += 1
                 if storage.index.get(move.key) is move.entry:
-                    storage.stay(move.key, self._tick)
-            elif storage.forget(move.key, move.entry):
+                    storage.cancel_eviction(move.key, self._tick)
+            elif storage.invalidate(move.key, move.entry):
                 storage.counters.corrupt += outcome is Outcome.CORRUPT
                 storage.counters.missing += outcome is Outcome.MISSING
-                self.probes.was_bad(tier, move.key, now)
-            if not row.gone:
-                self.host.forget(row)
+                self.checks.mark_absent(tier, move.key, now)
+            if not row.invalidated:
+                self.host.invalidate(row)
                 self._retry(storage, move.key, row, now)
-        self.host.settle(row)
+        self.host.reclaim(row)
 
     def _demote(self, tier: int, key: Key) -> None:
         """A row has come up only to be written further down."""
         below = self._below(tier)
-        if below is not None and self.storage[below].writable:
-            self.storage[below].to_store[key] = self._tick
+        if below is not None and self.tiers[below].writable:
+            self.tiers[below].to_store[key] = self._tick
         else:
             self._let_go(tier, key, written=False)
 
@@ -166,42 +168,42 @@ class Endings(Queues):
 
     def _not_written(self, tier: int, key: Key) -> None:
         """`key` will not be written to this tier (now)."""
-        self.storage[tier].counters.dropped += 1
+        self.tiers[tier].counters.dropped += 1
         self._above_may_go(tier, key, written=False)
 
     def _above_may_go(self, tier: int, key: Key, written: bool) -> None:
-        if self.storage[tier].spec.write is not Write.ON_EVICT:
+        if self.tiers[tier].spec.write is not Write.ON_EVICT:
             return
         above = self._above(tier)
         if above is not None:
             self._let_go(above, key, written)
             return
         row = self.host.index.get(key)
-        if row is not None and row.leaving:
+        if row is not None and row.evicting:
             if written:
-                self.host.leave(row)
+                self.host.finish_eviction(row)
             else:
-                self.host.stay(row, self._tick)
+                self.host.cancel_eviction(row, self._tick)
 
     def _let_go(self, tier: int, key: Key, written: bool) -> None:
         """A demotion out of a storage tier has ended: its host row is nobody's, its slot may be free."""
-        storage = self.storage[tier]
+        storage = self.tiers[tier]
         row = storage.staged.pop(key, None)
         if row is not None:
-            row.holds -= 1
-        if key in storage.leaving:
+            row.request_pins -= 1
+        if key in storage.evicting:
             if written:
                 storage.release(key)
             else:
-                storage.stay(key, self._tick)
+                storage.cancel_eviction(key, self._tick)
 
     def _retry(self, storage: TierIndex, key: Key, row: Row, now: float) -> None:
         """A promotion failed: whoever waits for it asks the next tier that has the key."""
         if storage.staged.get(key) is row:
             del storage.staged[key]
         for request in self._holding.values():
-            if request.held.get(key) is row:
-                del request.held[key]
-                row.holds -= 1
+            if request.pinned.get(key) is row:
+                del request.pinned[key]
+                row.request_pins -= 1
                 request.asked.pop(key, None)
                 self._ask(key, request, now)

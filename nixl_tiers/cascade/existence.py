@@ -28,27 +28,27 @@ class ExistenceCheck:
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
-    probe: ExistenceCheck
+class _OpenCheck:
+    question: ExistenceCheck
     sent_s: float
     requests: list[Request] = field(default_factory=list)
 
 
-class _Shared:
+class _TierChecks:
     """What is asked of one tier, and what is known to be absent there."""
 
     def __init__(self, number: int, storage: TierIndex, limits: Limits) -> None:
         self.number = number
-        self.storage = storage
-        self.flights: dict[int, _Flight] = {}
-        self.by_first: dict[Key, _Flight] = {}
+        self.tier = storage
+        self.open: dict[int, _OpenCheck] = {}
+        self.by_first: dict[Key, _OpenCheck] = {}
         self.slow = False
         self.try_at_s = 0.0  # not before, while slow
         self._limits = limits
         self._absent: dict[Key, float] = {}  # until when; the first to be forgotten comes first
 
     @property
-    def known_absent(self) -> int:
+    def absent_count(self) -> int:
         return len(self._absent)
 
     def is_absent(self, key: Key, now: float) -> bool:
@@ -56,11 +56,11 @@ class _Shared:
 
     def has_room(self, now: float) -> bool:
         """Whether one more may be asked now; of a slow tier, one at a time and rarely."""
-        if not self.storage.readable:
+        if not self.tier.readable:
             return False
-        return len(self.flights) < self._limits.probes if not self.slow else not self.flights and now >= self.try_at_s
+        return len(self.open) < self._limits.max_checks if not self.slow else not self.open and now >= self.try_at_s
 
-    def learn(self, absent: Collection[Key], now: float) -> None:
+    def remember_absent(self, absent: Collection[Key], now: float) -> None:
         for key in absent:
             self._absent.pop(key, None)
             self._absent[key] = now + self._limits.absent_s
@@ -70,25 +70,25 @@ class _Shared:
                 return
             del self._absent[oldest]
 
-    def was_no_help(self, now: float) -> None:
+    def mark_slow(self, now: float) -> None:
         """Late, or without a word about any key."""
         self.slow = True
         self.try_at_s = now + self._limits.retry_s
 
-    def take_off(self, flight: _Flight) -> None:
-        self.flights[flight.probe.id] = self.by_first[flight.probe.keys[0]] = flight
+    def start(self, check: _OpenCheck) -> None:
+        self.open[check.question.id] = self.by_first[check.question.keys[0]] = check
 
-    def land(self, flight: _Flight) -> None:
+    def end(self, check: _OpenCheck) -> None:
         """Nobody waits for this answer any more."""
-        del self.flights[flight.probe.id]
-        if self.by_first.get(flight.probe.keys[0]) is flight:
-            del self.by_first[flight.probe.keys[0]]
-        for request in flight.requests:
-            request.probes -= 1
+        del self.open[check.question.id]
+        if self.by_first.get(check.question.keys[0]) is check:
+            del self.by_first[check.question.keys[0]]
+        for request in check.requests:
+            request.open_checks -= 1
 
     def clear(self) -> None:
-        for flight in list(self.flights.values()):
-            self.land(flight)
+        for check in list(self.open.values()):
+            self.end(check)
         self.slow = False
         self._absent.clear()
 
@@ -98,7 +98,9 @@ class ExistenceChecks:
 
     def __init__(self, storage: Sequence[TierIndex], limits: Limits) -> None:
         self._limits = limits
-        self.tiers = {n: _Shared(n, s, limits) for n, s in enumerate(storage) if s.spec.shared and limits.probe_s > 0}
+        self.tiers = {
+            n: _TierChecks(n, s, limits) for n, s in enumerate(storage) if s.spec.shared and limits.check_timeout_s > 0
+        }
         self._scanning: list[Request] = []  # have met unknown keys in this step
         self._asking: list[Request] = []  # in an earlier step
         self._ready: list[ExistenceCheck] = []
@@ -106,37 +108,37 @@ class ExistenceChecks:
 
     @property
     def busy(self) -> bool:
-        return bool(self._asking or self._ready) or any(shared.flights for shared in self.tiers.values())
+        return bool(self._asking or self._ready) or any(shared.open for shared in self.tiers.values())
 
-    def waits(self, key: Key, request: Request, now: float) -> bool:
+    def should_wait(self, key: Key, request: Request, now: float) -> bool:
         """Whether `request` waits to hear about `key`, which no tier has here; O(1). Notes what is to be asked for."""
         if not self.tiers:
             return False
-        until_s = request.probe_until_s
+        until_s = request.check_deadline_s
         if until_s is None:  # counted from when it began to wait, for whatever it was
             since_s = now if request.deadline_s is None else request.deadline_s - self._limits.wait_s
-            until_s = since_s + self._limits.probe_s
+            until_s = since_s + self._limits.check_timeout_s
         if now > until_s:
             return False
         if key in request.unknown:
-            return request.asking or request.probes > 0
-        if request.probes or not request.first_scan:
+            return request.check_queued or request.open_checks > 0
+        if request.open_checks or not request.first_scan:
             return False
         # The first key of a chain tells whether the others are worth a look.
-        most = 1 if request.ascending and not request.sounded else self._limits.probe_keys
-        if request.asking and len(request.unknown) >= most:
+        most = 1 if request.ascending and not request.first_key_found else self._limits.keys_per_check
+        if request.check_queued and len(request.unknown) >= most:
             return False
         if not sum(self._worth(shared, key, now) for shared in self._open_to(request)):
             return False
-        request.probe_until_s = until_s
-        if not request.asking:
-            request.asking = True
+        request.check_deadline_s = until_s
+        if not request.check_queued:
+            request.check_queued = True
             request.unknown.clear()
             self._scanning.append(request)
         request.unknown[key] = None
         return True
 
-    def surely_absent(self, tier: int, key: Key, now: float) -> bool:
+    def known_absent(self, tier: int, key: Key, now: float) -> bool:
         """Whether the tier's medium has said a moment ago that it does not hold `key`."""
         return tier in self.tiers and self.tiers[tier].is_absent(key, now)
 
@@ -148,8 +150,8 @@ class ExistenceChecks:
     def plan(self, now: float) -> list[ExistenceCheck]:
         """What to ask now, within every bound."""
         for request in self._asking:
-            request.asking = False
-            if not request.given_up:
+            request.check_queued = False
+            if not request.expired:
                 for shared in self._open_to(request):
                     self._ask(shared, request, now)
         self._asking.clear()
@@ -159,48 +161,48 @@ class ExistenceChecks:
     def answered(self, tier: int, number: int, absent: Collection[Key], now: float) -> None:
         """A probe has ended: what it has found was adopted before this, and `absent` is surely not there."""
         shared = self.tiers.get(tier)
-        flight = shared.flights.get(number) if shared is not None else None
-        if shared is None or flight is None:
+        check = shared.open.get(number) if shared is not None else None
+        if shared is None or check is None:
             return
-        shared.land(flight)
-        shared.learn(absent, now)
+        shared.end(check)
+        shared.remember_absent(absent, now)
         # A chain without its first key is of no use; the requests that share a probe have that one in common.
-        asked = flight.probe.keys[:1] if flight.probe.chain else flight.probe.keys
-        found = any(key in shared.storage for key in asked)
-        if now - flight.sent_s > self._limits.probe_s or not (found or absent):
-            shared.was_no_help(now)
+        asked = check.question.keys[:1] if check.question.chain else check.question.keys
+        found = any(key in shared.tier for key in asked)
+        if now - check.sent_s > self._limits.check_timeout_s or not (found or absent):
+            shared.mark_slow(now)
         else:
             shared.slow = False
         if found:
-            for request in flight.requests:
+            for request in check.requests:
                 # Collect what has been found, and ask for what follows it.
-                request.sounded = request.scan_again = True
+                request.first_key_found = request.rescan = True
 
-    def was_bad(self, tier: int, key: Key, now: float) -> None:
+    def mark_absent(self, tier: int, key: Key, now: float) -> None:
         """What is there under this key was no row, or had gone: to ask for it again would find the same again."""
         if tier in self.tiers:
-            self.tiers[tier].learn([key], now)
+            self.tiers[tier].remember_absent([key], now)
 
     def expire(self, now: float) -> None:
         for shared in self.tiers.values():
-            for flight in list(shared.flights.values()):
-                late_s = now - flight.sent_s
-                if late_s > self._limits.probe_s and not shared.slow:
-                    shared.was_no_help(now)
-                if late_s > self._limits.overdue_least_s:
-                    shared.was_no_help(now)
-                    shared.land(flight)
+            for check in list(shared.open.values()):
+                late_s = now - check.sent_s
+                if late_s > self._limits.check_timeout_s and not shared.slow:
+                    shared.mark_slow(now)
+                if late_s > self._limits.hard_deadline_min_s:
+                    shared.mark_slow(now)
+                    shared.end(check)
 
     def lost(self, tier: int) -> None:
         """Nothing that was asked of this tier will be answered."""
         if tier in self.tiers:
-            for flight in list(self.tiers[tier].flights.values()):
-                self.tiers[tier].land(flight)
+            for check in list(self.tiers[tier].open.values()):
+                self.tiers[tier].end(check)
 
     def reset(self) -> None:
         """What is absent from one namespace may stand in another."""
         for request in [*self._scanning, *self._asking]:
-            request.asking = False
+            request.check_queued = False
         self._scanning.clear()
         self._asking.clear()
         self._ready.clear()
@@ -209,12 +211,12 @@ class ExistenceChecks:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _open_to(self, request: Request) -> Iterator[_Shared]:
+    def _open_to(self, request: Request) -> Iterator[_TierChecks]:
         return (s for s in self.tiers.values() if request.allowed is None or s.number in request.allowed)
 
-    def _worth(self, shared: _Shared, key: Key, now: float) -> bool:
+    def _worth(self, shared: _TierChecks, key: Key, now: float) -> bool:
         """Whether waiting for this tier's answer may be worth it. Of a slow tier one asks without waiting."""
-        if not shared.storage.readable or key in shared.storage or shared.is_absent(key, now):
+        if not shared.tier.readable or key in shared.tier or shared.is_absent(key, now):
             return False
         if shared.slow:
             if shared.has_room(now):
@@ -222,7 +224,7 @@ class ExistenceChecks:
             return False
         return shared.has_room(now) or key in shared.by_first
 
-    def _ask(self, shared: _Shared, request: Request, now: float) -> None:
+    def _ask(self, shared: _TierChecks, request: Request, now: float) -> None:
         keys: list[Key] = []
         for key in request.unknown:
             if not shared.is_absent(key, now):
@@ -231,17 +233,17 @@ class ExistenceChecks:
                 break
         if not keys or shared.slow:
             return
-        flight = shared.by_first.get(keys[0])
-        if flight is None and shared.has_room(now):
-            flight = self._send(shared, keys, chain=request.ascending, now=now)
-        if flight is not None:
-            flight.requests.append(request)
-            request.probes += 1
+        check = shared.by_first.get(keys[0])
+        if check is None and shared.has_room(now):
+            check = self._send(shared, keys, chain=request.ascending, now=now)
+        if check is not None:
+            check.requests.append(request)
+            request.open_checks += 1
 
-    def _send(self, shared: _Shared, keys: list[Key], *, chain: bool, now: float) -> _Flight:
+    def _send(self, shared: _TierChecks, keys: list[Key], *, chain: bool, now: float) -> _OpenCheck:
         self._id += 1
-        flight = _Flight(ExistenceCheck(self._id, shared.number, keys, chain), now)
-        shared.take_off(flight)
-        shared.storage.counters.probes += 1
-        self._ready.append(flight.probe)
-        return flight
+        check = _OpenCheck(ExistenceCheck(self._id, shared.number, keys, chain), now)
+        shared.start(check)
+        shared.tier.counters.probes += 1
+        self._ready.append(check.question)
+        return check

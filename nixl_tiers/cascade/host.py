@@ -36,24 +36,24 @@ class Row(msgspec.Struct, gc=False, eq=False):
     order: int  # rows of one prefix are inserted in its order
     state: RowState
     generation: int
-    worker: int = 0
-    mover: int = 0
-    calls: int = 0
-    holds: int = 0
+    worker_refs: int = 0
+    mover_refs: int = 0
+    call_refs: int = 0
+    request_pins: int = 0
     store_seq: int = 0
     tick: int = 0  # of its last use: lower copies are as recent as that
     step: int = -1
     sealed: bool = False
     sealing: bool = False
-    gone: bool = False
-    leaving: bool = False
+    invalidated: bool = False
+    evicting: bool = False
     source: str = CPU
     missing: int = 0  # sub-blocks at its beginning that hold nothing
 
     @property
-    def busy(self) -> bool:
+    def referenced(self) -> bool:
         """Whether anybody's job reads or writes it."""
-        return bool(self.worker or self.mover or self.calls)
+        return bool(self.worker_refs or self.mover_refs or self.call_refs)
 
 
 class HostTier:
@@ -65,7 +65,7 @@ class HostTier:
         # For whoever publishes events; bounded, since there may be nobody who takes them.
         self.counters = Counters()
         self.evicted: deque[Key] = deque(maxlen=4 * rows)
-        self.leaving: dict[Key, Row] = {}
+        self.evicting: dict[Key, Row] = {}
         self.step = 0
         self._policy = policy
         self._slots = Slots(rows)
@@ -85,35 +85,35 @@ class HostTier:
         missing = count - self._slots.free
         victims: list[Row] = []
         if missing > 0:
-            victims = [row for key, row in self.leaving.items() if not self._spare(key)][:missing]
-            victims += [self.index[key] for key in self._policy.evict(missing - len(victims), self._spare)]
+            victims = [row for key, row in self.evicting.items() if not self._is_pinned(key)][:missing]
+            victims += [self.index[key] for key in self._policy.evict(missing - len(victims), self._is_pinned)]
             for row in victims:
                 self._remove(row)
         return [row.key for row in victims]
 
-    def choose(self, count: int) -> list[Row]:
+    def select_victims(self, count: int) -> list[Row]:
         """The `count` least valuable rows, from now on leaving: still hits, until `leave` is called for them."""
-        rows = [self.index[key] for key in self._policy.evict(count, self._spare)]
+        rows = [self.index[key] for key in self._policy.evict(count, self._is_pinned)]
         for row in rows:
-            row.leaving = True
-            self.leaving[row.key] = row
+            row.evicting = True
+            self.evicting[row.key] = row
         return rows
 
-    def leave(self, row: Row) -> None:
+    def finish_eviction(self, row: Row) -> None:
         """Evict a leaving row; one that somebody still counts on, or wants again, stays."""
-        if row.leaving and not self._spare(row.key):
+        if row.evicting and not self._is_pinned(row.key):
             self._remove(row)
 
-    def stay(self, row: Row, tick: int) -> None:
+    def cancel_eviction(self, row: Row, tick: int) -> None:
         """A leaving row is wanted again, or cannot be written below: it takes its turn anew."""
-        if row.leaving:
-            row.leaving = False
-            del self.leaving[row.key]
+        if row.evicting:
+            row.evicting = False
+            del self.evicting[row.key]
             self._policy.add(row.key, tick)
 
     def insert(self, key: Key, state: RowState, tick: int, generation: int) -> Row:
         """A free row for `key`; call make_room first."""
-        index = self._slots.take()
+        index = self._slots.allocate()
         assert index is not None, "insert without room"
         self._inserted += 1
         row = self.index[key] = Row(key, index, self._inserted, state, generation)
@@ -121,46 +121,46 @@ class HostTier:
         self._policy.add(key, tick)
         return row
 
-    def lend(self, key: Key, generation: int) -> Row:
-        """A free row for bytes that nobody shall find: `settle` takes it back. Call make_room first."""
-        index = self._slots.take()
-        assert index is not None, "lend without room"
-        return Row(key, index, order=0, state=RowState.LOADING, generation=generation, gone=True)
+    def allocate_scratch(self, key: Key, generation: int) -> Row:
+        """A free row for bytes that nobody shall find: `reclaim` takes it back. Call make_room first."""
+        index = self._slots.allocate()
+        assert index is not None, "allocate_scratch without room"
+        return Row(key, index, order=0, state=RowState.LOADING, generation=generation, invalidated=True)
 
     def touch(self, key: Key, tick: int) -> None:
         row = self.index[key]
         row.tick = tick
-        if row.leaving:
-            self.stay(row, tick)
+        if row.evicting:
+            self.cancel_eviction(row, tick)
         else:
             self._policy.touch(key, tick)
 
-    def forget(self, row: Row) -> None:
+    def invalidate(self, row: Row) -> None:
         """Nobody finds this row from now on; its place is free once no job has hands on it."""
-        if not row.gone:
-            row.gone = True
+        if not row.invalidated:
+            row.invalidated = True
             del self.index[row.key]
-            if row.leaving:
-                del self.leaving[row.key]
+            if row.evicting:
+                del self.evicting[row.key]
             else:
                 self._policy.remove(row.key)
             self.evicted.append(row.key)
-        self.settle(row)
+        self.reclaim(row)
 
-    def settle(self, row: Row) -> None:
+    def reclaim(self, row: Row) -> None:
         """Call when a job on `row` has ended: frees the place of a forgotten row after its last job."""
-        if row.gone and not row.busy and row.index >= 0:
-            self._slots.give(row.index)
+        if row.invalidated and not row.referenced and row.index >= 0:
+            self._slots.release(row.index)
             row.index = -1
 
     def _remove(self, row: Row) -> None:
         del self.index[row.key]
-        self.leaving.pop(row.key, None)
-        self._slots.give(row.index)
+        self.evicting.pop(row.key, None)
+        self._slots.release(row.index)
         self.counters.evictions += 1
         self.evicted.append(row.key)
 
-    def _spare(self, key: Key) -> bool:
+    def _is_pinned(self, key: Key) -> bool:
         row = self.index[key]
         # A row that this step's look-ups called a hit must still be there when the same step prepares the load.
-        return bool(row.busy or row.holds or row.state is not RowState.READY or row.step == self.step)
+        return bool(row.referenced or row.request_pins or row.state is not RowState.READY or row.step == self.step)

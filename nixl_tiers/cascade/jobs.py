@@ -20,9 +20,9 @@ class Jobs(Endings):
     ) -> list[Job]:
         rows = storage.rows_loading if direction is Direction.LOAD else storage.rows_storing
         nbytes = rows * self.row_bytes
-        pace, limits = storage.paces[direction], self.limits
-        late_s = now + pace.patience_s(nbytes, min(limits.late_least_s, limits.wait_s), limits.wait_s)
-        overdue_s = now + pace.patience_s(4 * nbytes, limits.overdue_least_s, limits.overdue_most_s)
+        pace, limits = storage.throughput[direction], self.limits
+        late_s = now + pace.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
+        overdue_s = now + pace.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
         size = self._job_rows
         jobs = []
         for start in range(0, len(moves), size):
@@ -30,7 +30,7 @@ class Jobs(Endings):
             part = moves[start : start + size]
             jobs.append(Job(self._job_id, tier, direction, part, nbytes, now, late_s, overdue_s))
         storage.jobs.update((job.id, job) for job in jobs)
-        storage.room -= len(jobs)
+        storage.send_credits -= len(jobs)
         return jobs
 
     def _begin_stores(self, tier: int, storage: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
@@ -41,14 +41,14 @@ class Jobs(Endings):
             if entry is None:
                 self._not_written(tier, row.key)
                 continue
-            row.mover += 1
+            row.mover_refs += 1
             seal = row.sealing = not row.sealed
             moves.append(PlannedMove(row, entry, row.key, tick, seal))
         storage.rows_storing += len(moves)
         return moves
 
     def _begin_load(self, storage: TierIndex, row: Row) -> PlannedMove:
-        row.mover = 1
+        row.mover_refs = 1
         entry = storage.index[row.key]
         entry.readers += 1
         storage.rows_loading += 1
@@ -58,18 +58,18 @@ class Jobs(Endings):
         """One suspect that somebody has asked for; or one probe for each half-open circuit. No request waits for it."""
         jobs: list[Job] = []
         loads, stores = storage.breakers[Direction.LOAD], storage.breakers[Direction.STORE]
-        if storage.readable and not storage.trying:
+        if storage.readable and not storage.trial_running:
             while storage.trials and not jobs:
                 key, _ = storage.trials.popitem(last=False)
-                entry = storage.inspect(key)
-                if entry is not None and not entry.readers and storage.suspects.trial_due(key, now):
+                entry = storage.open_for_trial(key)
+                if entry is not None and not entry.readers and storage.denylist.trial_due(key, now):
                     jobs = self._try_load(tier, storage, key, now)
         elif storage.state is not TierState.DOWN and loads.wants_probe:
-            sampled = storage.sample()
-            if sampled is not None and storage.inspect(sampled) is not None:
+            sampled = storage.probe_candidate()
+            if sampled is not None and storage.open_for_trial(sampled) is not None:
                 jobs = self._try_load(tier, storage, sampled, now)
                 for job in jobs:
-                    job.episode = loads.begin_probe()
+                    job.probe_episode = loads.begin_probe()
         if storage.state is TierState.UP and stores.wants_probe:
             row = self._unwritten(storage)
             if row is not None:
@@ -77,8 +77,8 @@ class Jobs(Endings):
                     tier, storage, Direction.STORE, self._begin_stores(tier, storage, [(row, row.tick)]), now
                 )
                 for job in probes:
-                    job.alone = True
-                    job.episode = stores.begin_probe()
+                    job.is_trial = True
+                    job.probe_episode = stores.begin_probe()
                 jobs += probes
         return jobs
 
@@ -86,10 +86,10 @@ class Jobs(Endings):
         """A load whose bytes nobody will see; it costs the least valuable row of a full host."""
         if not self._make_room(1):
             return []
-        move = self._begin_load(storage, self.host.lend(key, self.generation))
+        move = self._begin_load(storage, self.host.allocate_scratch(key, self.generation))
         jobs = self._jobs(tier, storage, Direction.LOAD, [move], now)
         for job in jobs:
-            job.alone = True
+            job.is_trial = True
         return jobs
 
     def _unwritten(self, storage: TierIndex) -> Row | None:
@@ -98,7 +98,7 @@ class Jobs(Endings):
             return None
         for key, row in islice(reversed(self.host.index.items()), SAMPLED):
             ready = row.state is RowState.READY and not row.sealing
-            if ready and key not in storage and not storage.suspects.accused(key):
+            if ready and key not in storage and not storage.denylist.is_suspect(key):
                 return row
         return None
 
@@ -107,9 +107,9 @@ class Jobs(Endings):
         overdue jobs, then a suspect on trial, then late jobs; if nobody is, all of them may be."""
         jobs = list(storage.jobs.values())
         blamed = (
-            [job for job in jobs if job.overdue_s < now]
-            or [job for job in jobs if job.alone]
-            or [job for job in jobs if job.late]
+            [job for job in jobs if job.hard_deadline_s < now]
+            or [job for job in jobs if job.is_trial]
+            or [job for job in jobs if job.abandoned]
             or jobs
         )
-        storage.suspects.accuse((move.key for job in blamed for move in job.moves), now)
+        storage.denylist.suspect((move.key for job in blamed for move in job.moves), now)

@@ -80,13 +80,23 @@ class TierManager(Traffic):
         self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
         self._store_seq = 0
 
+    @property
+    def events(self) -> TierManager:
+        """What movers report, and the jobs that they get."""
+        return self
+
+    @property
+    def health(self) -> TierManager:
+        """Deadlines and breakers."""
+        return self
+
     def lookup(self, key: Key, name: str, position: int | None, now: float, first: int = 0) -> Lookup:
         """Is `key` a hit for request `name`? O(1). PENDING promises an answer within the request's deadline.
 
         `first`: the first sub-block that the load is going to read; a row that lacks it is a miss.
         """
         request = self._request(name)
-        if request.barred:
+        if request.load_failed:
             return Lookup.MISS
         request.begin(self.host.step, position)
         row = self.host.index.get(key)
@@ -95,27 +105,29 @@ class TierManager(Traffic):
                 return Lookup.MISS
             row.step = self.host.step
             if request.waiting:
-                request.hold(row)
+                request.pin(row)
             else:
-                request.seen.append(row)
+                request.scan_hits.append(row)
             return Lookup.HIT
         if request.stopped or self._gives_up(request, now):
             return Lookup.MISS
         if row is not None or request.asked.get(key, False) or self._ask(key, request, now):
             return self._wait(request, now)
-        if self.probes.waits(key, request, now) or (request.patient and self._may_be_told(key, request, now)):
+        if self.checks.should_wait(key, request, now) or (
+            request.waits_for_listing and self._may_be_told(key, request, now)
+        ):
             return self._wait(request, now)
-        if request.waiting and not request.held and not request.asked:
+        if request.waiting and not request.pinned and not request.asked:
             self._release(request)  # it has waited for an answer, and nothing came of it
         return Lookup.MISS
 
-    def restrict(self, name: str, tiers: Iterable[int]) -> None:
+    def set_allowed_tiers(self, name: str, tiers: Iterable[int]) -> None:
         """Have a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
         self._allowed[name] = frozenset(tiers)
 
-    def be_patient(self, name: str) -> None:
+    def wait_for_listing(self, name: str) -> None:
         """Have this request wait for keys that nobody knows yet, while a tier is being listed that may hold them."""
-        self._request(name).patient = True
+        self._request(name).waits_for_listing = True
 
     def source(self, key: Key) -> str:
         """The tier that the bytes of a hit came from."""
@@ -125,7 +137,7 @@ class TierManager(Traffic):
     def end_step(self) -> None:
         """The engine's step is over: what it called a hit and did not load may be evicted again."""
         self.host.step += 1
-        self.probes.end_step()
+        self.checks.end_step()
 
     def prepare_load(self, keys: Sequence[Key], name: str, *, call: bool = False) -> list[int]:
         """Pin the rows of `keys`, which this step's look-ups called hits; returns them in order.
@@ -142,7 +154,7 @@ class TierManager(Traffic):
             self.host.touch(key, tick)
             counters = self._counters(row.source)
             counters.hits += 1
-            for storage in self.storage:
+            for storage in self.tiers:
                 storage.touch(key, tick)
             rows.append(row.index)
         self._release(request)
@@ -158,8 +170,8 @@ class TierManager(Traffic):
         """Workers are done reading these rows."""
         for key in keys:
             row = self.host.index.get(key)
-            if row is not None and row.worker:
-                row.worker -= 1
+            if row is not None and row.worker_refs:
+                row.worker_refs -= 1
                 self._read(row)
                 self._flushed(row.generation)
 
@@ -168,18 +180,18 @@ class TierManager(Traffic):
         for from now on. Otherwise what failed would be hit, and fail, again at once and for ever."""
         request = self._requests.get(name)
         if request is not None:
-            request.barred = True
+            request.load_failed = True
         for key in keys:
             row = self.host.index.get(key)
-            if row is None or not row.worker:
+            if row is None or not row.worker_refs:
                 continue
-            row.worker -= 1
+            row.worker_refs -= 1
             row.source = CPU
             self._flushed(row.generation)
             self.cpu_counters.failed += 1
-            if not row.worker:  # another load may still count on it, and has its own end
+            if not row.worker_refs:  # another load may still count on it, and has its own end
                 self.cpu_counters.unreadable += row.state is RowState.READY
-                self.host.forget(row)
+                self.host.invalidate(row)
 
     def prepare_store(self, keys: Sequence[Key], name: str, *, call: bool = False) -> StorePlan:
         """Rows for those of `keys` (in prefix order) that the host does not hold; for their prefix if it is full.
@@ -200,29 +212,29 @@ class TierManager(Traffic):
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
         self.cpu_counters.misses += len(fresh)
-        for storage in self.storage:
+        for storage in self.tiers:
             storage.counters.misses += sum(key not in storage for key in fresh)
         self.cpu_counters.dropped += len(fresh) - room
         plan.evicted.extend(self.take_evicted())
         return plan
 
-    def filling(self, keys: Iterable[Key]) -> list[Row]:
+    def rows_being_filled(self, keys: Iterable[Key]) -> list[Row]:
         """The rows of `keys` that workers fill now, in prefix order (`keys` may be a set)."""
         rows = (self.host.index.get(key) for key in keys)
-        filling = (r for r in rows if r is not None and r.worker and r.state is RowState.FILLING)
+        filling = (r for r in rows if r is not None and r.worker_refs and r.state is RowState.FILLING)
         return sorted(filling, key=lambda r: r.order)
 
-    def filling_of_call(self, name: str) -> list[Row]:
+    def rows_being_filled_by_call(self, name: str) -> list[Row]:
         """The rows that a call fills now and that somebody could find afterwards, in prefix order."""
-        return [row for row in self._calls.get(name, ()) if row.state is RowState.FILLING and not row.gone]
+        return [row for row in self._calls.get(name, ()) if row.state is RowState.FILLING and not row.invalidated]
 
     def end_call(self, name: str, failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
         """A call is over, well or not: from now on it neither reads nor writes any row, and is no request any more.
         Of the rows that it was to fill, those of `failed` and `incomplete` are as complete_store says."""
         for row in self._calls.pop(name, ()):
-            row.calls -= 1
-            if row.gone:
-                self.host.settle(row)
+            row.call_refs -= 1
+            if row.invalidated:
+                self.host.reclaim(row)
             elif row.state is RowState.FILLING:
                 self._filled(row, failed, incomplete)
             else:
@@ -234,26 +246,26 @@ class TierManager(Traffic):
         """Workers are done writing these rows. Those of `failed` hold nothing usable; in those of `incomplete` there is
         something missing from the first, so that no load could do with them."""
         for row in rows:
-            row.worker = 0
+            row.worker_refs = 0
             if self._filled(row, failed, incomplete):
                 self._flushed(row.generation)
         self._clean_all()
 
-    def keep(self, keys: Iterable[Key], name: str) -> None:
+    def pin(self, keys: Iterable[Key], name: str) -> None:
         """Spare the rows of `keys` from eviction until request `name` ends, if no tier below could take them: a put of
         more than the host holds would otherwise throw out its own beginning, without which the rest is worth little."""
-        if any(storage.writable and storage.spec.write is not Write.OFF for storage in self.storage):
+        if any(storage.writable and storage.spec.write is not Write.OFF for storage in self.tiers):
             return
         request = self._request(name)
         for key in keys:
             if (row := self.host.index.get(key)) is not None:
-                request.hold(row)
+                request.pin(row)
 
     def finish_request(self, name: str) -> None:
         self._allowed.pop(name, None)
         request = self._requests.pop(name, None)
         if request is not None:
-            request.given_up = True
+            request.expired = True
             self._release(request)
 
     def touch(self, keys: Iterable[Key], name: str) -> None:
@@ -265,56 +277,56 @@ class TierManager(Traffic):
         for key in keys:
             if key in self.host.index:
                 self.host.touch(key, tick)
-            for storage in self.storage:
+            for storage in self.tiers:
                 storage.touch(key, tick)
 
-    def reset(self, keep_storage: bool) -> None:
+    def reset(self, keep_tiers: bool) -> None:
         """The bytes may no longer match the weights. Rows with open jobs are quarantined, all others are free: those of
         workers until `flushed`, or until a job of after the reset completes; those of a call until it ends.
 
-        Storage tiers are emptied (of this epoch) unless `keep_storage`; they come back through `opened`.
+        Storage tiers are emptied (of this epoch) unless `keep_tiers`; they come back through `opened`.
         """
         self.generation += 1
         for request in self._requests.values():  # they live on, with the deadlines that they have
             self._release(request)
-        self.probes.reset()
+        self.checks.reset()
         for row in list(self.host.index.values()):
-            if row.worker:
+            if row.worker_refs:
                 self._unflushed.append(row)
             self.cpu_counters.reset += row.state is RowState.READY
-            self.host.forget(row)
-        for storage in self.storage:
+            self.host.invalidate(row)
+        for storage in self.tiers:
             storage.to_load.clear()
             storage.to_store.clear()
             storage.to_demote.clear()
             storage.staged.clear()
-            for key in list(storage.leaving):
-                storage.stay(key, self._tick)
-            if not keep_storage:
+            for key in list(storage.evicting):
+                storage.cancel_eviction(key, self._tick)
+            if not keep_tiers:
                 storage.clear()
 
     def flushed(self) -> None:
         """Workers have ended every job that was open at the last reset."""
-        self.ended_in_vain(self._unflushed)
+        self.release_unflushed(self._unflushed)
 
     def unflushed_stores(self) -> list[Row]:
         """Rows that workers filled at the last reset, as far as is known."""
         return [row for row in self._unflushed if row.state is RowState.FILLING]
 
-    def ended_in_vain(self, rows: Collection[Row]) -> None:
+    def release_unflushed(self, rows: Collection[Row]) -> None:
         """Of these, workers have turned out to be done."""
         for row in rows:
-            row.worker = 0
-            self.host.settle(row)
-        self._unflushed = [row for row in self._unflushed if row.worker]
+            row.worker_refs = 0
+            self.host.reclaim(row)
+        self._unflushed = [row for row in self._unflushed if row.worker_refs]
 
     def expire(self, now: float) -> None:
         """Let go of late jobs and answers, and of rows that were promoted for requests that never came for them."""
         self.watch(now)
-        self.probes.expire(now)
-        limit = now - self.limits.hold_s
+        self.checks.expire(now)
+        limit = now - self.limits.pin_s
         for request in [r for r in self._holding.values() if r.deadline_s is None or r.deadline_s < limit]:
-            request.given_up = True
+            request.expired = True
             self._release(request)
 
     def take_evicted(self) -> list[Key]:
@@ -328,13 +340,13 @@ class TierManager(Traffic):
         row = self.host.index.get(key)
         if row is not None and row.state is RowState.READY:
             return CPU
-        return next((s.spec.name for s in self.storage if s.find(key, now)), None)
+        return next((s.spec.name for s in self.tiers if s.can_load(key, now)), None)
 
     def counters(self) -> Mapping[str, TierStats]:
         """By tier, the host's too."""
         cpu = self.cpu_counters
         book = {CPU: TierStats(cpu, cpu.rows, self.host.used, True, BreakerState.CLOSED, 0)}
-        for storage in self.storage:
+        for storage in self.tiers:
             book[storage.spec.name] = TierStats(
                 storage.counters,
                 storage.counters.rows,
@@ -356,21 +368,21 @@ class TierManager(Traffic):
     def _take(self, row: Row, name: str, call: bool) -> None:
         """Somebody is going to read or write this row."""
         if call:
-            row.calls += 1
+            row.call_refs += 1
             self._calls.setdefault(name, []).append(row)
         else:
-            row.worker += 1
+            row.worker_refs += 1
 
     def _filled(self, row: Row, failed: Collection[Key], incomplete: Collection[Key]) -> bool:
         if row.key in failed or row.key in incomplete:
             self.cpu_counters.failed += row.key in failed
             self.cpu_counters.incomplete += row.key not in failed
-            self.host.forget(row)
+            self.host.invalidate(row)
             return False
         row.state = RowState.READY
         self.cpu_counters.stored += 1
         self.cpu_counters.bytes_written += self.row_bytes
-        self._cascade(row, self.storage)
+        self._cascade(row, self.tiers)
         return True
 
     def _read(self, row: Row) -> None:
@@ -378,7 +390,7 @@ class TierManager(Traffic):
         self.cpu_counters.bytes_read += self.row_bytes
 
     def _counters(self, name: str) -> Counters:
-        for storage in self.storage:
+        for storage in self.tiers:
             if storage.spec.name == name:
                 return storage.counters
         return self.cpu_counters
@@ -386,39 +398,39 @@ class TierManager(Traffic):
     def _wait(self, request: Request, now: float) -> Lookup:
         if request.deadline_s is None:
             request.deadline_s = now + self.limits.wait_s
-        if not request.waits:
-            request.waits = True
+        if not request.pending:
+            request.pending = True
             self._holding[request.name] = request
-            for row in request.seen:
-                if not row.gone:
-                    request.hold(row)
+            for row in request.scan_hits:
+                if not row.invalidated:
+                    request.pin(row)
         request.stopped = not request.first_scan and request.ascending
         return Lookup.PENDING
 
     def _may_be_told(self, key: Key, request: Request, now: float) -> bool:
         return any(
-            storage.state is TierState.ADOPTING
+            storage.state is TierState.LISTING
             and storage.readable
             and key not in storage
             and (request.allowed is None or tier in request.allowed)
-            and not self.probes.surely_absent(tier, key, now)
-            for tier, storage in enumerate(self.storage)
+            and not self.checks.known_absent(tier, key, now)
+            for tier, storage in enumerate(self.tiers)
         )
 
     def _gives_up(self, request: Request, now: float) -> bool:
         """Whether the request's deadline has passed. What is held for it stays so: it may come for that."""
-        if not request.given_up and request.deadline_s is not None and now > request.deadline_s:
-            request.given_up = True
+        if not request.expired and request.deadline_s is not None and now > request.deadline_s:
+            request.expired = True
             self._waited_in_vain(request, now)
-        return request.given_up
+        return request.expired
 
     def _waited_in_vain(self, request: Request, now: float) -> None:
         """Slower than its jobs' deadlines would tell: a tier that lets requests wait and recompute is no help."""
-        sources = {row.source for row in request.held.values() if row.state is RowState.LOADING}
+        sources = {row.source for row in request.pinned.values() if row.state is RowState.LOADING}
         queued = any(request.asked.values())
-        for storage in self.storage:
+        for storage in self.tiers:
             if storage.spec.name in sources or (queued and not sources and storage.to_load):
-                storage.breakers[Direction.LOAD].judge(False, now)
+                storage.breakers[Direction.LOAD].record(False, now)
 
     def _release(self, request: Request) -> None:
         request.release()

@@ -17,25 +17,25 @@ class Request:
         "allowed",
         "ascending",
         "asked",
-        "asking",
-        "barred",
+        "check_deadline_s",
+        "check_queued",
         "deadline_s",
+        "expired",
+        "first_key_found",
         "first_scan",
-        "given_up",
-        "held",
+        "load_failed",
         "name",
-        "patient",
+        "open_checks",
+        "pending",
+        "pinned",
         "position",
-        "probe_until_s",
-        "probes",
-        "scan_again",
-        "seen",
-        "sounded",
+        "rescan",
+        "scan_hits",
         "step",
         "stopped",
         "tick",
         "unknown",
-        "waits",
+        "waits_for_listing",
     )
 
     def __init__(self, name: str, allowed: frozenset[int] | None = None) -> None:
@@ -44,14 +44,14 @@ class Request:
         self.tick: int | None = None
         # One for all that it waits for, from its first PENDING until its load is prepared: nothing else arms it again.
         self.deadline_s: float | None = None
-        self.waits = False  # it counts on what was asked for or is held on its behalf
-        self.given_up = False  # the deadline has passed: nothing is asked for on its behalf any more
-        self.patient = False  # it waits for tiers that are still being listed
-        self.barred = False  # a load of it failed: it computes everything itself, whatever is stored
+        self.pending = False  # it counts on what was asked for or is held on its behalf
+        self.expired = False  # the deadline has passed: nothing is asked for on its behalf any more
+        self.waits_for_listing = False  # it waits for tiers that are still being listed
+        self.load_failed = False  # a load of it failed: it computes everything itself, whatever is stored
         # Keys queued for promotion on its behalf: True while that may still come true, False once it was declined.
         self.asked: dict[Key, bool] = {}
-        self.held: dict[Key, Row] = {}
-        self.seen: list[Row] = []  # hits of the scan so far, to be held if the request turns out to wait
+        self.pinned: dict[Key, Row] = {}
+        self.scan_hits: list[Row] = []  # hits of the scan so far, to be held if the request turns out to wait
         self.step = -1
         self.position: int | None = None
         self.ascending = True
@@ -59,45 +59,45 @@ class Request:
         self.stopped = False
         # What it asks other engines' media for (probes.py): the keys, and how many answers are awaited.
         self.unknown: dict[Key, None] = {}
-        self.asking = False
-        self.probes = 0
-        self.probe_until_s: float | None = None
-        self.sounded = False
-        self.scan_again = False
+        self.check_queued = False
+        self.open_checks = 0
+        self.check_deadline_s: float | None = None
+        self.first_key_found = False
+        self.rescan = False
 
     @property
     def waiting(self) -> bool:
-        return self.waits and not self.given_up
+        return self.pending and not self.expired
 
     def begin(self, step: int, position: int | None) -> None:
         """Note a look-up at `position` (the key's end token) in `step`; a new step is a new scan."""
         if step != self.step:
             if self.step >= 0:
-                self.first_scan = not self.waits or self.scan_again
-                self.scan_again = False
+                self.first_scan = not self.pending or self.rescan
+                self.rescan = False
             self.step = step
             self.stopped = False
-            self.seen.clear()
+            self.scan_hits.clear()
         elif position is None or (self.position is not None and position <= self.position):
             # A windowed group is scanned from its end: there, stopping early would lose the hit.
             self.ascending = False
         self.position = position
 
-    def hold(self, row: Row) -> None:
+    def pin(self, row: Row) -> None:
         """Keep `row` from eviction until the request loads it, ends, or gives up."""
-        if row.key not in self.held:
-            self.held[row.key] = row
-            row.holds += 1
+        if row.key not in self.pinned:
+            self.pinned[row.key] = row
+            row.request_pins += 1
 
     def rearm(self) -> None:
         """Its load is prepared: should it come back, because it was preempted, it may wait anew."""
         self.deadline_s = None
-        self.given_up = False
+        self.expired = False
 
     def release(self) -> None:
-        self.waits = False
-        for row in self.held.values():
-            row.holds -= 1
-        self.held.clear()
-        self.seen.clear()
+        self.pending = False
+        for row in self.pinned.values():
+            row.request_pins -= 1
+        self.pinned.clear()
+        self.scan_hits.clear()
         self.asked.clear()

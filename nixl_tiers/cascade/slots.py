@@ -6,7 +6,7 @@ from nixl_tiers.cascade.cold_index import ColdIndex
 
 
 class Slots:
-    """`limit` slots numbered from 0, one byte of memory each. `take` gives the lowest free one; the budget holds
+    """`limit` slots numbered from 0, one byte of memory each. `allocate` gives the lowest free one; the budget holds
     because nothing else gives."""
 
     def __init__(self, limit: int) -> None:
@@ -34,7 +34,7 @@ class Slots:
         """How many more rows fit the budget; below zero while a smaller limit is being kept."""
         return self._limit - self._used
 
-    def take(self) -> int | None:
+    def allocate(self) -> int | None:
         """The lowest free slot, or None if there is none, or if rows beyond the limit still use up the budget."""
         if self._used >= self._limit:
             return None
@@ -54,25 +54,25 @@ class Slots:
         self._used += 1
         return True
 
-    def give(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Return a slot that was taken."""
         assert self._map[slot], "a slot that nobody has is given back"
         self._map[slot] = 0
         self._used -= 1
         self._lowest = min(self._lowest, slot)
 
-    def admit(self, rows: ColdIndex) -> None:
+    def claim_rows(self, rows: ColdIndex) -> None:
         """Take the slots of all these rows; they become fewer by those whose slots are taken or beyond the limit."""
         rows.claim(self._map, self._limit)
         self._used += len(rows)
 
-    def dismiss(self, rows: ColdIndex) -> None:
+    def release_rows(self, rows: ColdIndex) -> None:
         """Return the slots of all these rows."""
         rows.release(self._map)
         self._used -= len(rows)
         self._lowest = 0
 
-    def lend(self, count: int) -> None:
+    def adjust_used(self, count: int) -> None:
         """Take `count` slots without saying which, or return so many where it is negative. This may pass the limit."""
         self._used += count
 

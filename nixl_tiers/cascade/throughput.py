@@ -25,7 +25,7 @@ class ThroughputEstimate:
         self._assumed = assumed_bytes_per_s
         self._samples: deque[float] = deque(maxlen=REMEMBERED)
 
-    def ended(self, nbytes: int, seconds: float) -> None:
+    def record(self, nbytes: int, seconds: float) -> None:
         """A job has ended well (late or not) after `seconds`, with `nbytes` under way when it began."""
         self._samples.append(nbytes / max(seconds, 1e-6))
 
@@ -37,6 +37,6 @@ class ThroughputEstimate:
         slow = sorted(self._samples)[len(self._samples) // SLOW_SHARE]
         return slow if len(self._samples) >= ENOUGH else min(slow, self._assumed)
 
-    def patience_s(self, nbytes: int, least_s: float, most_s: float) -> float:
+    def timeout_s(self, nbytes: int, least_s: float, most_s: float) -> float:
         """After how long a job is late that has `nbytes` under way when it begins, its own included."""
         return min(most_s, max(least_s, PATIENCE * nbytes / self.bytes_per_s))

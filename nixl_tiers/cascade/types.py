@@ -15,7 +15,7 @@ from nixl_tiers.chunk import Key
 
 class TierState(Enum):
     DOWN = "down"  # no mover, or its medium does not answer: every look-up misses, cascades are dropped
-    ADOPTING = "adopting"  # serves what it has already told of; stores wait until all of it is known
+    LISTING = "listing"  # serves what it has already told of; stores wait until all of it is known
     UP = "up"
 
 
@@ -39,12 +39,12 @@ class TierSpec:
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """A key's place in a storage tier. `stored` is False while its first write is under way; `leaving`: chosen for
+    """A key's place in a storage tier. `stored` is False while its first write is under way; `evicting`: chosen for
     eviction, and to be written to the tier below first. Hidden from the garbage collector, as Row is."""
 
     slot: int
     stored: bool
-    leaving: bool = False
+    evicting: bool = False
     readers: int = 0
 
 
@@ -66,9 +66,9 @@ class Job:
     direction: Direction
     moves: list[PlannedMove]
     nbytes: int  # under way in its direction when it began, its own included
-    began_s: float
-    late_s: float  # nobody waits for it after that
-    overdue_s: float  # its mover dies then
-    alone: bool = False  # of one row, for nobody: to try a suspect, or a tier that failed
-    episode: int | None = None  # of the breaker, if it is that one's probe
-    late: bool = False
+    started_s: float
+    soft_deadline_s: float  # nobody waits for it after that
+    hard_deadline_s: float  # its mover dies then
+    is_trial: bool = False  # of one row, for nobody: to try a suspect, or a tier that failed
+    probe_episode: int | None = None  # of the breaker, if it is that one's probe
+    abandoned: bool = False

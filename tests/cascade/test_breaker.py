@@ -1,4 +1,4 @@
-"""The parts of the core that keep a bad tier away: breaker, pace, suspects."""
+"""The parts of the core that keep a bad tier away: breaker, pace, denylist."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EVENTS = st.lists(
 
 def opened(limits: BreakerLimits | None = None) -> Breaker:
     breaker = Breaker(limits)
-    for _ in range(breaker.limits.bad):
-        breaker.judge(False, 0.0)
+    for _ in range(breaker.limits.failures_to_open):
+        breaker.record(False, 0.0)
     assert breaker.state is BreakerState.OPEN
     return breaker
 
@@ -34,9 +34,9 @@ def test_whatever_happened_a_circuit_closes_when_the_tier_is_well(events: list[t
         elif event == "trip":
             breaker.trip(now)
         else:
-            breaker.judge(event == "good", now)
-        assert 0 <= breaker.backoff_s <= breaker.limits.most_s
-    now += breaker.limits.most_s
+            breaker.record(event == "good", now)
+        assert 0 <= breaker.backoff_s <= breaker.limits.max_backoff_s
+    now += breaker.limits.max_backoff_s
     breaker.watch(now)
     assert breaker.state is not BreakerState.OPEN
     while breaker.wants_probe:
@@ -47,14 +47,14 @@ def test_whatever_happened_a_circuit_closes_when_the_tier_is_well(events: list[t
 def test_one_bad_job_among_good_ones_does_not_open_it() -> None:
     breaker = Breaker()
     for number in range(100):
-        breaker.judge(number % 3 != 0, float(number))
+        breaker.record(number % 3 != 0, float(number))
     assert breaker.closed
 
 
 def test_old_verdicts_do_not_count() -> None:
     breaker = Breaker()
     for number in range(20):
-        breaker.judge(False, 30.0 * number)
+        breaker.record(False, 30.0 * number)
     assert breaker.closed
 
 
@@ -87,42 +87,42 @@ def test_one_probe_at_a_time_and_none_of_an_earlier_episode_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(0, 1000)), max_size=100), st.integers(1, 1 << 30))
 def test_patience_has_a_floor_and_a_ceiling(jobs: list[tuple[int, float]], nbytes: int) -> None:
-    pace = ThroughputEstimate(4e6)
+    estimate = ThroughputEstimate(4e6)
     for size, seconds in jobs:
-        pace.ended(size, seconds)
-    assert 5.0 <= pace.patience_s(nbytes, 5.0, 10.0) <= 10.0
+        estimate.record(size, seconds)
+    assert 5.0 <= estimate.timeout_s(nbytes, 5.0, 10.0) <= 10.0
 
 
 def test_patience_follows_the_slower_jobs() -> None:
-    pace = ThroughputEstimate(4e6)
+    estimate = ThroughputEstimate(4e6)
     for _ in range(18):
-        pace.ended(100_000_000, 1.0)
-    assert pace.patience_s(1_000_000_000, 1.0, 1e9) == 40.0
+        estimate.record(100_000_000, 1.0)
+    assert estimate.timeout_s(1_000_000_000, 1.0, 1e9) == 40.0
     for _ in range(18):
-        pace.ended(10_000_000, 1.0)
-    assert pace.patience_s(1_000_000_000, 1.0, 1e9) == 400.0
+        estimate.record(10_000_000, 1.0)
+    assert estimate.timeout_s(1_000_000_000, 1.0, 1e9) == 400.0
 
 
 def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial() -> None:
-    suspects = Denylist(5.0, 12.0)
-    suspects.failed(b"failed", 0.0)
-    suspects.accuse([b"accused"], 0.0)
-    assert suspects.barred(b"failed", 4.0)
-    assert not suspects.barred(b"failed", 5.0)
-    assert suspects.barred(b"accused", 1000.0)
-    assert not suspects.trial_due(b"accused", 4.0)
-    assert suspects.trial_due(b"accused", 5.0)
+    denylist = Denylist(5.0, 12.0)
+    denylist.record_failure(b"failed", 0.0)
+    denylist.suspect([b"accused"], 0.0)
+    assert denylist.is_denied(b"failed", 4.0)
+    assert not denylist.is_denied(b"failed", 5.0)
+    assert denylist.is_denied(b"accused", 1000.0)
+    assert not denylist.trial_due(b"accused", 4.0)
+    assert denylist.trial_due(b"accused", 5.0)
     for at, wait in ((5.0, 10.0), (15.0, 12.0), (27.0, 12.0)):
-        suspects.accuse([b"accused"], at)
-        assert not suspects.trial_due(b"accused", at + wait - 0.1)
-        assert suspects.trial_due(b"accused", at + wait)
-    suspects.acquit(b"accused")
-    assert not suspects.barred(b"accused", 27.0)
+        denylist.suspect([b"accused"], at)
+        assert not denylist.trial_due(b"accused", at + wait - 0.1)
+        assert denylist.trial_due(b"accused", at + wait)
+    denylist.clear(b"accused")
+    assert not denylist.is_denied(b"accused", 27.0)
 
 
 def test_suspects_are_a_bounded_number() -> None:
-    suspects = Denylist(5.0, 12.0)
+    denylist = Denylist(5.0, 12.0)
     for number in range(REMEMBERED + 10):
-        suspects.accuse([b"%d" % number], 0.0)
-    assert len(suspects) == REMEMBERED
-    assert not suspects.accused(b"0")
+        denylist.suspect([b"%d" % number], 0.0)
+    assert len(denylist) == REMEMBERED
+    assert not denylist.is_suspect(b"0")

@@ -26,14 +26,14 @@ def rows(numbers: range, named: bool = False) -> PlainColdIndex:
 def opened(spec: TierSpec, slots: int = 10, held: int = 6) -> TierManager:
     core = TierManager(8, 4096, [spec])
     core.opened(0, slots)
-    core.adopt_rows(0, rows(range(held)), newest=held - 1)
-    core.adopt(0, [], last=True)
+    core.index_listed(0, rows(range(held)), newest=held - 1)
+    core.listed(0, [], last=True)
     return core
 
 
 def store(core: TierManager, *numbers: int) -> None:
     plan = core.prepare_store([key(number) for number in numbers], f"store {numbers}")
-    core.complete_store(core.filling(plan.keys), set())
+    core.complete_store(core.rows_being_filled(plan.keys), set())
     core.finish_request(f"store {numbers}")
     core.end_step()
     finish(core)
@@ -46,62 +46,64 @@ def finish(core: TierManager) -> None:
 
 
 def dropped(storage: TierIndex) -> set[tuple[int, Key]]:
-    nameless = [pair for batch in storage.adopted_drops(2) for pair in batch]
-    return {(slot, key_of(digest)) for slot, digest in nameless} | {p for batch in storage.drops(2) for p in batch}
+    nameless = [pair for batch in storage.cold_delete_batches(2) for pair in batch]
+    return {(slot, key_of(digest)) for slot, digest in nameless} | {
+        p for batch in storage.delete_batches(2) for p in batch
+    }
 
 
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
 class TestAnyTier:
     def test_an_adopted_row_is_loaded_from_its_slot_and_stands_in_the_book_from_then_on(self, spec: TierSpec) -> None:
         core = opened(spec)
-        assert core.storage[0].state is TierState.UP
+        assert core.tiers[0].state is TierState.UP
         assert core.where(key(3), 0.0) == spec.name
-        assert not core.storage[0].index  # asking is not using
+        assert not core.tiers[0].index  # asking is not using
         assert core.lookup(key(3), "request", 0, 0.0) is Lookup.PENDING
         (job,) = core.plan(0.0)
         assert job.direction is Direction.LOAD
         assert spec is COUNT or job.moves[0].entry.slot == 3
         core.finished(0, job.id, [Outcome.OK], 0.0)
         assert core.lookup(key(3), "request", 0, 0.0) is Lookup.HIT
-        assert list(core.storage[0].index) == [key(3)]
-        assert len(core.storage[0].adopted[0]) == 5
-        assert len(core.storage[0].slots) == 6
+        assert list(core.tiers[0].index) == [key(3)]
+        assert len(core.tiers[0].cold[0]) == 5
+        assert len(core.tiers[0].slots) == 6
 
     def test_it_is_not_stored_again(self, spec: TierSpec) -> None:
         core = opened(spec)
         store(core, 2, 7)
-        assert key(7) in core.storage[0].index
-        assert core.storage[0].counters.bytes_written == 4096
+        assert key(7) in core.tiers[0].index
+        assert core.tiers[0].counters.bytes_written == 4096
 
     def test_the_coldest_go_first_and_the_medium_is_told_by_digest(self, spec: TierSpec) -> None:
         core = opened(spec, slots=6)
         core.touch([key(0)], "request")
         store(core, 10, 11)
-        storage = core.storage[0]
+        storage = core.tiers[0]
         assert {name for _, name in dropped(storage)} == {key(1), key(2)}
         assert storage.counters.evictions == 2
         assert len(storage.slots) == 6
         assert core.where(key(0), 0.0) == spec.name
         store(core, 12, 13, 14, 15)
-        assert storage.adopted == []
+        assert storage.cold == []
         assert {name for _, name in dropped(storage)} == {key(3), key(4), key(5), key(0)}
 
     def test_what_others_took_away_is_found_no_more(self, spec: TierSpec) -> None:
         core = opened(spec)
-        core.adopt(0, [(-1, key(4), 0)], last=False)
+        core.listed(0, [(-1, key(4), 0)], last=False)
         assert core.where(key(4), 0.0) is None
-        assert len(core.storage[0].slots) == 5
+        assert len(core.tiers[0].slots) == 5
 
     def test_another_epoch_finds_nothing_and_closes_them(self, spec: TierSpec) -> None:
         core = opened(spec)
-        (held,) = core.storage[0].adopted
-        core.reset(keep_storage=False)
+        (held,) = core.tiers[0].cold
+        core.reset(keep_tiers=False)
         assert core.where(key(1), 0.0) is None
-        assert core.storage[0].closing == [held]
+        assert core.tiers[0].retired == [held]
         core.opened(0, 10)
-        core.adopt(0, [], last=True)
+        core.listed(0, [], last=True)
         assert core.where(key(1), 0.0) is None
-        assert len(core.storage[0].slots) == 0
+        assert len(core.tiers[0].slots) == 0
 
     def test_a_tier_that_is_opened_again_serves_what_it_had_told_until_it_has_told_it_again(
         self, spec: TierSpec
@@ -115,53 +117,53 @@ class TestAnyTier:
         assert core.where(key(3), 0.0) == spec.name
         core.touch([key(3)], "request")
         again = rows(range(7))
-        for known in core.known(0):
+        for known in core.known_keys(0):
             again.remove(known)
-        core.adopt_rows(0, again, newest=6)
-        assert len(core.storage[0].closing) == 1
-        assert core.storage[0].adopted == [again]
-        core.adopt(0, [], last=True)
+        core.index_listed(0, again, newest=6)
+        assert len(core.tiers[0].retired) == 1
+        assert core.tiers[0].cold == [again]
+        core.listed(0, [], last=True)
         assert [n for n in range(7) if core.where(key(n), 0.0) is None] == []
-        assert len(core.storage[0].slots) == 7
-        assert dropped(core.storage[0]) == set()
+        assert len(core.tiers[0].slots) == 7
+        assert dropped(core.tiers[0]) == set()
 
     def test_a_smaller_tier_waits_to_be_told_again(self, spec: TierSpec) -> None:
         core = opened(spec)
         core.opened(0, 4)
         assert core.where(key(1), 0.0) is None
-        core.adopt_rows(0, rows(range(6)), newest=5)
-        assert len(core.storage[0].slots) == 4
+        core.index_listed(0, rows(range(6)), newest=5)
+        assert len(core.tiers[0].slots) == 4
         if spec is COUNT:
-            assert dropped(core.storage[0]) == {(0, key(0)), (1, key(1))}
+            assert dropped(core.tiers[0]) == {(0, key(0)), (1, key(1))}
 
 
 def test_a_slot_that_the_book_has_given_away_is_not_adopted() -> None:
     core = TierManager(8, 4096, [PLACES])
     core.opened(0, 10)
-    core.adopt(0, [(2, b"other", 1)], last=False)
-    core.adopt_rows(0, rows(range(12)), newest=11)
+    core.listed(0, [(2, b"other", 1)], last=False)
+    core.index_listed(0, rows(range(12)), newest=11)
     assert [n for n in range(12) if core.where(key(n), 0.0) is None] == [2, 10, 11]
-    assert len(core.storage[0].slots) == 10
+    assert len(core.tiers[0].slots) == 10
 
 
 def test_slots_of_adopted_rows_come_free_when_they_are_given_up() -> None:
     core = opened(PLACES, slots=6)
     core.opened(0, 6)
-    core.adopt(0, [], last=True)  # it holds nothing any more
-    assert len(core.storage[0].slots) == 0
+    core.listed(0, [], last=True)  # it holds nothing any more
+    assert len(core.tiers[0].slots) == 0
     store(core, *range(10, 16))
-    assert sorted(entry.slot for entry in core.storage[0].index.values()) == list(range(6))
+    assert sorted(entry.slot for entry in core.tiers[0].index.values()) == list(range(6))
 
 
 def test_rows_with_names_are_written_below_before_they_go() -> None:
     core = TierManager(8, 4096, [PLACES, TierSpec("s3", Write.ON_EVICT, physical_slots=False)])
     core.opened(1, 100)
-    core.adopt(1, [], last=True)
+    core.listed(1, [], last=True)
     core.opened(0, 40)
-    core.adopt_rows(0, rows(range(40), named=True), newest=39)
-    core.adopt(0, [], last=True)
+    core.index_listed(0, rows(range(40), named=True), newest=39)
+    core.listed(0, [], last=True)
     finish(core)
-    upper, lower = core.storage
+    upper, lower = core.tiers
     assert set(lower.index) == {key(0), key(1)}  # a twentieth is kept free
     assert {name for _, name in dropped(upper)} == {key(0), key(1)}
     assert len(upper.slots) == 38
@@ -171,23 +173,23 @@ def test_rows_with_names_are_written_below_before_they_go() -> None:
 def test_a_row_that_was_told_twice_is_written_below_once(spec: TierSpec) -> None:
     core = TierManager(8, 4096, [spec, TierSpec("below", Write.ON_EVICT, physical_slots=False)])
     core.opened(1, 100)
-    core.adopt(1, [], last=True)
+    core.listed(1, [], last=True)
     core.opened(0, 20)
-    core.adopt(0, [(19, key(0), 0)], last=False)
-    core.adopt_rows(0, rows(range(19), named=True), newest=18)
-    core.adopt(0, [], last=True)
+    core.listed(0, [(19, key(0), 0)], last=False)
+    core.index_listed(0, rows(range(19), named=True), newest=18)
+    core.listed(0, [], last=True)
     finish(core)
-    upper, lower = core.storage
+    upper, lower = core.tiers
     assert set(lower.index) == {key(0)}
-    assert len(upper.slots) == len(upper.index) + sum(map(len, upper.adopted)) == 18
+    assert len(upper.slots) == len(upper.index) + sum(map(len, upper.cold)) == 18
     assert {name for _, name in dropped(upper)} == {key(0)}
 
 
 def test_a_row_keeps_its_age_when_it_is_only_looked_at() -> None:
     core = opened(PLACES, slots=6)
-    storage = core.storage[0]
+    storage = core.tiers[0]
     for number in (5, 1, 3):
-        assert storage.fetch(key(number), 0.0) is not None
+        assert storage.open_for_load(key(number), 0.0) is not None
     storage.make_room(6)
-    order = [name for batch in storage.drops(9) for _, name in batch]
+    order = [name for batch in storage.delete_batches(9) for _, name in batch]
     assert order == [key(1), key(3), key(5)]

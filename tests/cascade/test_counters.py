@@ -31,11 +31,11 @@ class Life:
     def opened(self) -> None:
         for tier, slots in enumerate((6, 100)):
             self.core.opened(tier, slots)
-            self.core.adopt(tier, [], last=True)
+            self.core.listed(tier, [], last=True)
 
     def put(self, *keys: Key, failed: Sequence[Key] = (), incomplete: Sequence[Key] = ()) -> None:
         plan = self.core.prepare_store(keys, "put")
-        self.core.complete_store(self.core.filling(plan.keys), failed, incomplete)
+        self.core.complete_store(self.core.rows_being_filled(plan.keys), failed, incomplete)
         self.ends("put")
 
     def scan(self, key: Key) -> Lookup:
@@ -49,8 +49,8 @@ class Life:
             if self.scan(key) is not Lookup.PENDING:
                 break
             self.settle(outcome)
-            for probe in self.core.plan_probes(self.now):
-                self.core.probed(probe.tier, probe.id, probe.keys, self.now)
+            for probe in self.core.plan_checks(self.now):
+                self.core.existence_checked(probe.tier, probe.id, probe.keys, self.now)
         found = self.core.lookup(key, "get", 0, self.now) is Lookup.HIT
         if found:
             self.core.prepare_load([key], "get")
@@ -75,7 +75,7 @@ class Life:
 
     def check(self) -> None:
         held = {"cpu": len(self.core.host.index)}
-        for storage in self.core.storage:
+        for storage in self.core.tiers:
             unwritten = sum(not entry.stored for entry in storage.index.values())
             held[storage.spec.name] = len(storage.slots) - unwritten
         for name, book in self.core.counters().items():
@@ -111,7 +111,7 @@ def test_every_counter_counts_what_it_says() -> None:
     assert s3.bytes_written == 3 * ROW_BYTES
     assert cpu.promoted == file.bytes_read // ROW_BYTES, "what was brought up to be written below"
 
-    demoted = next(key for key in life.core.storage[1].index if key not in life.core.host.index)
+    demoted = next(key for key in life.core.tiers[1].index if key not in life.core.host.index)
     promoted = cpu.promoted
     assert life.get(demoted)
     assert (s3.hits, s3.bytes_read) == (1, ROW_BYTES)
@@ -122,21 +122,21 @@ def test_every_counter_counts_what_it_says() -> None:
     assert life.get(demoted, copied=False)
     assert (cpu.unreadable, cpu.failed) == (1, 2)
     for count, (outcome, reason) in enumerate([(Outcome.CORRUPT, "corrupt"), (Outcome.MISSING, "missing")]):
-        life.core.adopt(1, [(count, b"other %d" % count, 0)], last=False)
+        life.core.listed(1, [(count, b"other %d" % count, 0)], last=False)
         assert s3.found == count + 1
         assert not life.get(b"other %d" % count, outcome)
         assert getattr(s3, reason) == 1
-    life.core.adopt(1, [(2, b"third", 0)], last=False)
-    life.core.adopt(1, [(-1, b"third", 0)], last=False)
+    life.core.listed(1, [(2, b"third", 0)], last=False)
+    life.core.listed(1, [(-1, b"third", 0)], last=False)
     assert s3.removed == 1
     life.check()
 
-    life.core.adopt_rows(1, PlainColdIndex([(0, b"cold", 0), (1, b"colder", 0)]), newest=0)
+    life.core.index_listed(1, PlainColdIndex([(0, b"cold", 0), (1, b"colder", 0)]), newest=0)
     assert s3.found == 5
     life.core.lost(1, life.now)
     life.core.opened(1, 100)
-    life.core.adopt_rows(1, PlainColdIndex([(0, b"cold", 0)]), newest=0)
-    life.core.adopt(1, [], last=True)
+    life.core.index_listed(1, PlainColdIndex([(0, b"cold", 0)]), newest=0)
+    life.core.listed(1, [], last=True)
     assert (s3.deaths, s3.relisted, s3.found) == (1, 2, 6)
     life.check()
 
@@ -151,12 +151,12 @@ def test_every_counter_counts_what_it_says() -> None:
     life.ends("get")
 
     held = {name: book.rows for name, book in life.core.counters().items()}
-    life.core.reset(keep_storage=False)
+    life.core.reset(keep_tiers=False)
     assert held == {"cpu": cpu.reset, "file": file.reset, "s3": s3.reset}
     life.check()
 
     life.opened()
-    life.core.storage[1].breakers[Direction.STORE].trip(life.now)
+    life.core.tiers[1].breakers[Direction.STORE].trip(life.now)
     for number in range(8):
         life.put(b"late %d" % number)
         life.settle()

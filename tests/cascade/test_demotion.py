@@ -17,13 +17,13 @@ def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierMan
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25))
     for tier, count in enumerate(slots):
         core.opened(tier, count)
-        core.adopt(tier, [], last=True)
+        core.listed(tier, [], last=True)
     return core
 
 
 def put(core: TierManager, key: Key, now: float) -> None:
     plan = core.prepare_store([key], key.decode())
-    core.complete_store(core.filling(plan.keys), set())
+    core.complete_store(core.rows_being_filled(plan.keys), set())
     core.finish_request(key.decode())
     core.end_step()
 
@@ -50,8 +50,8 @@ def test_what_the_host_evicts_is_in_the_tier_below(writes: tuple[Write, ...]) ->
         put(core, key, 0.0)
         settle(core)
     assert all(core.where(key, 0.0) for key in keys(40))
-    assert core.storage[-1].counters.dropped == 0
-    assert len(core.storage[-1].index) <= 40 - 8 + 3  # lazily: what still fits the host was not written
+    assert core.tiers[-1].counters.dropped == 0
+    assert len(core.tiers[-1].index) <= 40 - 8 + 3  # lazily: what still fits the host was not written
 
 
 def test_nothing_is_written_while_the_host_has_room() -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_written_while_the_host_has_room() -> None:
     for key in keys(5):
         put(core, key, 0.0)
         settle(core)
-    assert core.storage[0].counters.bytes_written == 0
+    assert core.tiers[0].counters.bytes_written == 0
 
 
 @pytest.mark.parametrize("first", [Write.THROUGH, Write.ON_EVICT])
@@ -69,10 +69,10 @@ def test_what_a_storage_tier_evicts_goes_further_down(first: Write) -> None:
         put(core, key, 0.0)
         settle(core)
     assert all(core.where(key, 0.0) for key in keys(60))
-    assert [storage.counters.dropped for storage in core.storage] == [0, 0]
-    assert len(core.storage[0].slots) <= 12
+    assert [storage.counters.dropped for storage in core.tiers] == [0, 0]
+    assert len(core.tiers[0].slots) <= 12
     rows = core.host.index.values()
-    assert not any(row.holds or row.mover for row in rows)
+    assert not any(row.request_pins or row.mover_refs for row in rows)
 
 
 def test_a_store_never_waits_for_the_cleaner() -> None:
@@ -83,7 +83,7 @@ def test_a_store_never_waits_for_the_cleaner() -> None:
     # What a mover reads is pinned, the rest is given up, newest wins, and every loss is counted.
     lost = [key for key in keys(20) if core.where(key, 0.0) is None]
     assert core.where(keys(20)[-1], 0.0) == "cpu"
-    assert core.storage[0].counters.dropped == len(lost) > 0
+    assert core.tiers[0].counters.dropped == len(lost) > 0
 
 
 def test_rows_that_cannot_be_written_stay_where_they_are() -> None:
@@ -94,7 +94,7 @@ def test_rows_that_cannot_be_written_stay_where_they_are() -> None:
         core.finished(job.tier, job.id, [Outcome.NO_SPACE] * len(job.moves), 0.0)
     core.down(0, 0.0)
     assert all(core.where(key, 0.0) == "cpu" for key in keys(7))
-    assert not core.host.leaving
+    assert not core.host.evicting
 
 
 def test_a_row_that_is_wanted_again_is_not_evicted_when_its_write_ends() -> None:
@@ -102,7 +102,7 @@ def test_a_row_that_is_wanted_again_is_not_evicted_when_its_write_ends() -> None
     for key in keys(8):
         put(core, key, 0.0)
     jobs = core.plan(0.0)
-    leaving = next(iter(core.host.leaving))
+    leaving = next(iter(core.host.evicting))
     core.lookup(leaving, "again", 0, 0.0)
     core.prepare_load([leaving], "again")
     core.complete_load([leaving])
@@ -118,12 +118,12 @@ def test_leaving_the_engine_can_write_all_that_is_dirty() -> None:
         put(core, key, 0.0)
     core.demote_all()
     settle(core)
-    assert set(core.storage[0].index) == set(keys(6))
+    assert set(core.tiers[0].index) == set(keys(6))
 
 
 def test_what_requests_wait_for_comes_up_before_what_leaves() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
-    core.adopt(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    core.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
     assert core.lookup(keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
     first, *others = core.plan(0.0)
     assert [move.key for move in first.moves] == [keys(20)[-1]], "in a job of its own"
@@ -132,15 +132,15 @@ def test_what_requests_wait_for_comes_up_before_what_leaves() -> None:
 
 def test_what_cannot_be_written_below_does_not_come_up() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
-    core.adopt(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    core.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
     (job,) = core.plan(0.0)
     core.down(1, 0.0)
     assert core.plan(0.0) == []
     core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    storage = core.storage[0]
-    assert not any((storage.leaving, storage.to_demote, storage.staged))
-    assert not any(row.holds for row in core.host.index.values())
-    assert core.storage[1].counters.dropped == 0
+    storage = core.tiers[0]
+    assert not any((storage.evicting, storage.to_demote, storage.staged))
+    assert not any(row.request_pins for row in core.host.index.values())
+    assert core.tiers[1].counters.dropped == 0
 
 
 def test_what_a_tier_evicts_before_it_was_written_below_is_counted() -> None:
@@ -152,10 +152,10 @@ def test_what_a_tier_evicts_before_it_was_written_below_is_counted() -> None:
                 core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     nowhere = [key for key in keys(24) if core.where(key, 0.0) is None]
     assert nowhere
-    under_way = {move.key for job in core.storage[1].jobs.values() for move in job.moves}
-    lost = [key for key in keys(24) if key not in core.storage[0] and key not in under_way]
-    queued = [key for key in lost if key in core.storage[1].to_store]
-    assert core.storage[1].counters.dropped == len(lost) - len(queued)
+    under_way = {move.key for job in core.tiers[1].jobs.values() for move in job.moves}
+    lost = [key for key in keys(24) if key not in core.tiers[0] and key not in under_way]
+    queued = [key for key in lost if key in core.tiers[1].to_store]
+    assert core.tiers[1].counters.dropped == len(lost) - len(queued)
 
 
 class SlowBelow:
@@ -173,7 +173,7 @@ class SlowBelow:
         self.most_pinned = 0
         for tier, slots in enumerate((600, 100_000)):
             self.core.opened(tier, slots)
-            self.core.adopt(tier, [], last=True)
+            self.core.listed(tier, [], last=True)
 
     def passes(self, seconds: float) -> None:
         until = self.now + seconds
@@ -186,12 +186,12 @@ class SlowBelow:
             self.core.expire(self.now)
             for job in self.core.plan(self.now):
                 self.ends.append((self.now + self.took_s[job.tier] * len(job.moves), job))
-            pinned = sum(bool(row.holds or row.mover) for row in self.core.host.index.values())
+            pinned = sum(bool(row.request_pins or row.mover_refs) for row in self.core.host.index.values())
             self.most_pinned = max(self.most_pinned, pinned)
 
     def put(self, chunks: Sequence[Key]) -> int:
         plan = self.core.prepare_store(chunks, "put")
-        self.core.complete_store(self.core.filling(plan.keys), set())
+        self.core.complete_store(self.core.rows_being_filled(plan.keys), set())
         self.core.finish_request("put")
         self.core.end_step()
         return len(plan.keys)
@@ -234,7 +234,7 @@ def test_what_comes_up_waits_only_a_moment_for_what_a_slow_tier_takes(put_s: flo
     """The host's own rows are written when they go, and a tier that is only read is in good health."""
     life = SlowBelow(Write.ON_EVICT, put_s, file=Write.OFF)
     old = [b"old-%d" % number for number in range(100)]
-    life.core.adopt(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
+    life.core.listed(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
     hits, waited_s = 0, 0.0
     for number in range(0, len(old), 2):
         assert life.put([b"new-%d" % number]) == 1
@@ -245,5 +245,5 @@ def test_what_comes_up_waits_only_a_moment_for_what_a_slow_tier_takes(put_s: flo
         life.passes(0.05)
     assert hits == len(old)
     assert waited_s < 2 * life.core.limits.clean_s
-    lost = life.core.storage[1].counters.dropped
+    lost = life.core.tiers[1].counters.dropped
     assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"

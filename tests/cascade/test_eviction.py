@@ -95,20 +95,20 @@ def test_no_key_is_lost_doubled_or_taken_from_who_holds_it(
     known: set[Key] = set()
     tick = 0
 
-    def evict(count: int, spared: frozenset[Key]) -> None:
+    def evict(count: int, pinned: frozenset[Key]) -> None:
         asked: list[Key] = []
 
-        def spare(key: Key) -> bool:
+        def is_pinned(key: Key) -> bool:
             asked.append(key)
-            return key in spared
+            return key in pinned
 
         before = set(known)
-        victims = policy.evict(count, spare)
+        victims = policy.evict(count, is_pinned)
         assert set(asked) <= before, "asked for a key that the tier does not have"
         assert len(asked) <= 2 * len(before)
         assert len(set(victims)) == len(victims)
-        assert set(victims) <= before - spared
-        assert len(victims) == min(count, len(before - spared))
+        assert set(victims) <= before - pinned
+        assert len(victims) == min(count, len(before - pinned))
         known.difference_update(victims)
 
     for verb, operand, number in steps:
@@ -163,16 +163,16 @@ def test_a_long_job_on_the_oldest_keys_does_not_slow_every_eviction(name: Policy
     held = set(old)
     asked = 0
 
-    def spare(key: Key) -> bool:
+    def is_pinned(key: Key) -> bool:
         nonlocal asked
         asked += 1
         return key in held
 
     for _ in range(200):
-        assert len(policy.evict(1, spare)) == 1
+        assert len(policy.evict(1, is_pinned)) == 1
     assert asked < 2 * (1000 + 200 * 20)  # a walk for each would be 200,000
     held.clear()
-    assert set(policy.evict(2800, spare)) >= set(old)
+    assert set(policy.evict(2800, is_pinned)) >= set(old)
 
 
 @every_policy

@@ -13,7 +13,15 @@ from nixl_tiers.cascade.types import Direction, TierSpec, Write
 from nixl_tiers.chunk import Outcome
 
 CHAIN = [b"k%d" % i for i in range(8)]
-LIMITS = Limits(probe_s=0.25, probes=2, probe_keys=5, absent_s=30.0, absent_keys=3, retry_s=5.0, overdue_least_s=20.0)
+LIMITS = Limits(
+    check_timeout_s=0.25,
+    max_checks=2,
+    keys_per_check=5,
+    absent_s=30.0,
+    absent_keys=3,
+    retry_s=5.0,
+    hard_deadline_min_s=20.0,
+)
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 
 
@@ -24,7 +32,7 @@ class Core:
         specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, shared=shared)]
         self.core = TierManager(64, 4096, specs, limits)
         self.core.opened(0, 100)
-        self.core.adopt(0, [], last=True)
+        self.core.listed(0, [], last=True)
         self.now = 0.0
 
     def scan(self, name: str, keys: Sequence[bytes] = CHAIN) -> list[Lookup]:
@@ -44,12 +52,12 @@ class Core:
 
     def asked(self) -> list[ExistenceCheck]:
         self.core.expire(self.now)
-        return self.core.plan_probes(self.now)
+        return self.core.plan_checks(self.now)
 
     def answer(self, probe: ExistenceCheck, found: int) -> None:
         """The first `found` keys are there, the next one is not."""
-        self.core.adopt(0, [(0, key, 0) for key in probe.keys[:found]], last=False)
-        self.core.probed(0, probe.id, probe.keys[found : found + 1], self.now)
+        self.core.listed(0, [(0, key, 0) for key in probe.keys[:found]], last=False)
+        self.core.existence_checked(0, probe.id, probe.keys[found : found + 1], self.now)
 
     @property
     def loading(self) -> list[bytes]:
@@ -104,7 +112,7 @@ def test_the_memory_of_what_is_absent_is_bounded(core: Core) -> None:
     for number in range(5):
         core.scan(f"r{number}", [b"x%d" % number])
         core.answer(core.asked()[0], 0)
-    assert core.core.probes.tiers[0].known_absent == 3
+    assert core.core.checks.tiers[0].absent_count == 3
     assert core.scan("r", [b"x4"]) == [MISS]
     assert core.scan("r", [b"x0"]) == [PENDING]
 
@@ -146,7 +154,7 @@ def test_an_answer_that_never_comes_makes_room_for_others(core: Core) -> None:
     core.asked()
     core.now = 21.0
     assert core.asked() == []
-    assert not core.core.probes.busy
+    assert not core.core.checks.busy
     core.now = 27.0
     core.scan("s", [b"a"])
     assert len(core.asked()) == 1
@@ -169,12 +177,12 @@ def test_probes_are_shared_and_bounded(core: Core) -> None:
 
 def test_hits_before_the_unknown_are_held_while_it_is_asked_for(core: Core) -> None:
     plan = core.core.prepare_store(CHAIN[:2], "w")
-    core.core.complete_store(core.core.filling(plan.keys), set())
+    core.core.complete_store(core.core.rows_being_filled(plan.keys), set())
     core.core.finish_request("w")
     assert core.scan("r", CHAIN[:4]) == [HIT, HIT, PENDING, MISS]
     (probe,) = core.asked()
     assert probe.keys == CHAIN[2:3]
-    assert all(core.core.host.index[key].holds for key in CHAIN[:2])
+    assert all(core.core.host.index[key].request_pins for key in CHAIN[:2])
     core.answer(probe, 0)
     assert core.scan("r", CHAIN[:4]) == [HIT, HIT, MISS]
 
@@ -183,8 +191,8 @@ def test_keys_without_an_order_are_asked_for_one_by_one(core: Core) -> None:
     assert core.each("r", CHAIN[:3]) == [PENDING] * 3
     (probe,) = core.asked()
     assert (probe.keys, probe.chain) == (CHAIN[:3], False)
-    core.core.adopt(0, [(0, CHAIN[1], 0)], last=False)
-    core.core.probed(0, probe.id, [CHAIN[0], CHAIN[2]], core.now)
+    core.core.listed(0, [(0, CHAIN[1], 0)], last=False)
+    core.core.existence_checked(0, probe.id, [CHAIN[0], CHAIN[2]], core.now)
     assert core.each("r", CHAIN[:3]) == [MISS, PENDING, MISS]
 
 
@@ -203,23 +211,23 @@ def test_a_reset_forgets_what_was_absent_and_what_was_asked(core: Core) -> None:
     core.answer(core.asked()[0], 0)
     core.scan("s", [b"b"])
     (old,) = core.asked()
-    core.core.reset(keep_storage=False)
+    core.core.reset(keep_tiers=False)
     core.core.opened(0, 100)
-    core.core.probed(0, old.id, old.keys, core.now)
+    core.core.existence_checked(0, old.id, old.keys, core.now)
     assert core.scan("t", [b"a"]) == [PENDING]
     assert core.scan("u", [b"b"]) == [PENDING]
     assert len(core.asked()) == 2
 
 
-@pytest.mark.parametrize("core", [Core(shared=False), Core(limits=Limits(probe_s=0.0))], ids=["private", "off"])
+@pytest.mark.parametrize("core", [Core(shared=False), Core(limits=Limits(check_timeout_s=0.0))], ids=["private", "off"])
 def test_nobody_is_asked_where_nobody_else_writes_or_it_is_turned_off(core: Core) -> None:
     assert core.scan("r") == [MISS]
     assert core.asked() == []
 
 
 def test_a_row_that_is_known_but_cannot_be_loaded_now_is_not_asked_for(core: Core) -> None:
-    core.core.adopt(0, [(0, CHAIN[0], 0)], last=False)
-    core.core.storage[0].index[CHAIN[0]].stored = False
+    core.core.listed(0, [(0, CHAIN[0], 0)], last=False)
+    core.core.tiers[0].index[CHAIN[0]].stored = False
     assert core.scan("r") == [MISS]
     assert core.asked() == []
 
@@ -227,7 +235,7 @@ def test_a_row_that_is_known_but_cannot_be_loaded_now_is_not_asked_for(core: Cor
 def test_a_tier_whose_circuit_is_open_is_neither_asked_nor_waited_for(core: Core) -> None:
     assert core.scan("r") == [PENDING, MISS]
     (probe,) = core.asked()
-    core.core.storage[0].breakers[Direction.LOAD].trip(core.now)
+    core.core.tiers[0].breakers[Direction.LOAD].trip(core.now)
     assert core.scan("s") == [MISS], "not even for what is under way"
     assert core.scan("t", [b"x"]) == [MISS]
     core.answer(probe, 1)
@@ -237,9 +245,9 @@ def test_a_tier_whose_circuit_is_open_is_neither_asked_nor_waited_for(core: Core
 
 
 def test_a_request_asks_only_where_it_may_load_from(core: Core) -> None:
-    core.core.restrict("r", [1])
+    core.core.set_allowed_tiers("r", [1])
     assert core.scan("r") == [MISS]
-    core.core.restrict("s", [0])
+    core.core.set_allowed_tiers("s", [0])
     assert core.scan("s") == [PENDING, MISS]
     assert len(core.asked()) == 1
 
@@ -261,7 +269,7 @@ def test_what_was_there_and_no_row_is_not_asked_for_again(core: Core, outcome: O
 def test_a_tier_that_answers_without_a_word_is_not_waited_for(core: Core) -> None:
     core.scan("r")
     (probe,) = core.asked()
-    core.core.probed(0, probe.id, [], core.now)
+    core.core.existence_checked(0, probe.id, [], core.now)
     assert core.scan("r") == [MISS]
     assert core.scan("s", [b"a"]) == [MISS]
     core.now = 6.0

@@ -19,18 +19,18 @@ CHUNKS = 16  # a request
 def test_the_collector_does_not_see_rows(policy: PolicyName) -> None:
     core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
     core.opened(0, ROWS)
-    core.adopt(0, [], last=True)
+    core.listed(0, [], last=True)
     before = tracked()
     for number in range(ROWS // CHUNKS):
         keys = [b"%d %d" % (number, chunk) for chunk in range(CHUNKS)]
         plan = core.prepare_store(keys, f"{number}")
-        core.complete_store(core.filling(plan.keys), set())
+        core.complete_store(core.rows_being_filled(plan.keys), set())
         core.finish_request(f"{number}")
         core.end_step()
         for job in core.plan(0.0):
             core.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
     del job, keys, plan
-    assert core.host.used == len(core.storage[0].index) == ROWS
+    assert core.host.used == len(core.tiers[0].index) == ROWS
     assert tracked() - before < 100
 
 

@@ -20,13 +20,13 @@ def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) ->
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, **limits))  # type: ignore[arg-type]
     for tier in range(len(specs)):
         core.opened(tier, 100)
-        core.adopt(tier, [], last=True)
+        core.listed(tier, [], last=True)
     return core
 
 
 def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
     plan = core.prepare_store(keys, request)
-    core.complete_store(core.filling(plan.keys), set())
+    core.complete_store(core.rows_being_filled(plan.keys), set())
     core.finish_request(request)
     core.end_step()
 
@@ -40,7 +40,7 @@ def only_stored(keys: Sequence[Key], rows: int = 8, tiers: Sequence[str] = ("fil
     """A core whose storage tiers hold `keys` and whose host holds nothing."""
     core = manager(rows, tiers)
     for tier in range(len(tiers)):
-        core.adopt(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+        core.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
     return core
 
 
@@ -146,7 +146,7 @@ def test_a_hit_tells_the_tier_that_it_came_from_once() -> None:
     assert core.source(CHAIN[0]) == "file"
     core.complete_load(CHAIN[:1])
     assert core.source(CHAIN[0]) == "cpu"
-    assert core.storage[0].counters.hits == 1
+    assert core.tiers[0].counters.hits == 1
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED])
@@ -190,13 +190,13 @@ def test_when_the_sealer_fails_the_next_tier_seals() -> None:
 def test_cascades_keep_the_order_of_the_prefix_although_completions_are_a_set() -> None:
     core = manager()
     plan = core.prepare_store(CHAIN, "r")
-    core.complete_store(core.filling(set(plan.keys)), set())
+    core.complete_store(core.rows_being_filled(set(plan.keys)), set())
     assert [move.key for job in core.plan(0.0) for move in job.moves] == CHAIN
 
 
 def test_a_row_that_was_promoted_goes_into_the_tiers_above_its_own() -> None:
     core = manager(tiers=("file", "s3"))
-    core.adopt(1, [(0, CHAIN[0], 0)], last=True)
+    core.listed(1, [(0, CHAIN[0], 0)], last=True)
     scan(core, CHAIN[:1], "r")
     (load,) = core.plan(0.0)
     assert load.direction is Direction.LOAD
@@ -211,9 +211,9 @@ def test_a_tier_that_is_down_is_a_miss_at_once_and_loses_nothing() -> None:
     assert scan(core, CHAIN[:2], "r") == [MISS]
     put(core, CHAIN[4:5])
     assert core.plan(0.0) == []
-    assert core.storage[0].counters.dropped == 1
+    assert core.tiers[0].counters.dropped == 1
     core.opened(0, 100)
-    core.adopt(0, [], last=True)
+    core.listed(0, [], last=True)
     assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
 
 
@@ -248,7 +248,7 @@ def test_all_storage_failing_behaves_like_a_host_only_configuration() -> None:
             put(core, keys, f"put{n}")
             run(core, core.plan(float(n)), Outcome.FAILED)
         assert sorted(bare.host.index) == sorted(failing.host.index)
-    assert not failing.storage[0].index
+    assert not failing.tiers[0].index
 
 
 def test_results_of_a_job_that_is_not_open_are_ignored() -> None:
@@ -258,15 +258,15 @@ def test_results_of_a_job_that_is_not_open_are_ignored() -> None:
     core.lost(0, 0.0)
     run(core, [job])
     assert core.where(CHAIN[0], 0.0) == "cpu"
-    assert CHAIN[0] not in core.storage[0].index
-    assert core.host.index[CHAIN[0]].mover == 0
+    assert CHAIN[0] not in core.tiers[0].index
+    assert core.host.index[CHAIN[0]].mover_refs == 0
 
 
 def test_a_smaller_budget_evicts_what_is_too_much() -> None:
     core = only_stored(CHAIN)
     core.opened(0, 3)
-    assert len(core.storage[0].index) == 3
-    assert len(core.storage[0].to_drop) == 5
+    assert len(core.tiers[0].index) == 3
+    assert len(core.tiers[0].to_delete) == 5
 
 
 def test_a_root_that_only_the_engine_itself_still_uses_outlives_older_leaves() -> None:
@@ -289,12 +289,12 @@ def test_a_row_that_others_took_away_is_forgotten_unless_it_is_being_read() -> N
     core = only_stored(CHAIN[:2])
     scan(core, CHAIN[:1], "r")
     (job,) = core.plan(0.0)
-    core.adopt(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
-    assert core.storage[0].slots.free == core.storage[0].slots.limit - 1
+    core.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
+    assert core.tiers[0].slots.free == core.tiers[0].slots.limit - 1
     assert core.where(CHAIN[1], 0.0) is None
     run(core, [job], Outcome.MISSING)
     assert core.where(CHAIN[0], 0.0) is None
-    core.adopt(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
+    core.listed(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
     assert core.where(CHAIN[1], 0.0) == "file"
 
 
@@ -323,24 +323,24 @@ def test_a_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
     core.fail_load(set(CHAIN[:1]), "bad")
     core.complete_load(set(CHAIN[:1]))
     core.end_step()
-    core.reset(keep_storage=False)
+    core.reset(keep_tiers=False)
     assert core.host.used == 0
 
 
 def test_a_request_that_is_restricted_loads_from_its_tiers_only_and_others_from_all() -> None:
     core = only_stored(CHAIN[:2], tiers=("file", "s3"))
-    core.restrict("far", [1])
-    core.restrict("none", [])
+    core.set_allowed_tiers("far", [1])
+    core.set_allowed_tiers("none", [])
     assert scan(core, CHAIN[:2], "none") == [MISS]
     assert scan(core, CHAIN[:1], "far") == [PENDING]
     assert [job.tier for job in core.plan(0.0)] == [1]
-    core.reset(keep_storage=True)  # which forgets requests, but not what they asked for
+    core.reset(keep_tiers=True)  # which forgets requests, but not what they asked for
     assert scan(core, CHAIN[1:2], "none") == [MISS]
     core.finish_request("none")
     assert scan(core, CHAIN[1:2], "none") == [PENDING]
     assert [job.tier for job in core.plan(0.0)] == [0]
     put(core, CHAIN[2:3])
-    core.restrict("host", [])
+    core.set_allowed_tiers("host", [])
     assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT
 
 
@@ -349,19 +349,19 @@ def test_a_tier_that_gives_room_away_while_it_is_open() -> None:
     core.resized(0, 4)
     assert scan(core, CHAIN[:6], "r") == [PENDING] * 6  # what stands beyond is there until it is said to be gone
     core.finish_request("r")
-    storage = core.storage[0]
+    storage = core.tiers[0]
     beyond = [key for key in CHAIN[:6] if (entry := storage.index.get(key)) is not None and entry.slot >= 4]
     assert len(beyond) == 2
-    core.adopt(0, [(-1, key, 0) for key in beyond], last=False)
+    core.listed(0, [(-1, key, 0) for key in beyond], last=False)
     put(core, CHAIN[6:8], "new")
     stores = core.plan(0.0)
     assert {move.entry.slot for job in stores for move in job.moves} <= set(range(4))
     run(core, stores)
-    assert sum(storage.find(key, 0.0) for key in CHAIN) == 4
+    assert sum(storage.can_load(key, 0.0) for key in CHAIN) == 4
     core.resized(0, 8)
     put(core, beyond, "again")
     run(core, core.plan(0.0))
-    assert sum(storage.find(key, 0.0) for key in CHAIN) == 6
+    assert sum(storage.can_load(key, 0.0) for key in CHAIN) == 6
 
 
 # --- one deadline a request ----------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_row_that_is_being_filled_and_an_unknown_key_hold_nobody_beyond_the_de
 def test_keys_that_are_given_up_one_after_the_other_hold_nobody_beyond_the_deadline() -> None:
     """Of a tier that freezes, what was asked for first is given up first; the rest was never begun."""
     core = manager(rows=4, wait_s=2.0)
-    core.adopt(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
+    core.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
     now = 0.0
     while PENDING in [core.lookup(key, "reader", None, now) for key in CHAIN]:
         core.end_step()
@@ -400,15 +400,15 @@ def test_keys_that_are_given_up_one_after_the_other_hold_nobody_beyond_the_deadl
         assert now <= 2.5
 
 
-@pytest.mark.parametrize("keep_storage", [True, False])
-def test_resets_arm_no_deadline_again(keep_storage: bool) -> None:
+@pytest.mark.parametrize("keep_tiers", [True, False])
+def test_resets_arm_no_deadline_again(keep_tiers: bool) -> None:
     core = manager(wait_s=2.0)
     for half_second in range(6):
         core.prepare_store(CHAIN[:1], "writer")  # whose workers never end
         late = half_second > 4
         assert scan(core, CHAIN[:1], "reader", now=half_second / 2) == [MISS if late else PENDING]
         core.end_step()
-        core.reset(keep_storage)
+        core.reset(keep_tiers)
     core.finish_request("reader")
     core.prepare_store(CHAIN[:1], "writer")
     assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
@@ -442,7 +442,7 @@ def test_a_request_that_gave_up_waits_again_only_after_a_load() -> None:
     core.prepare_load([b"root"], "r")
     core.complete_load([b"root"])
     core.end_step()
-    core.storage[0].to_store.clear()
+    core.tiers[0].to_store.clear()
     assert core.plan(late + 2) == [], "what it asked for before is nobody's wish any more"
     assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]
 
@@ -456,7 +456,7 @@ def test_an_engine_that_never_ends_jobs_of_before_a_reset_loses_no_row() -> None
         assert scan(core, chain[:3], f"load-{number}") == [HIT] * 3
         core.prepare_load(chain[:3], f"load-{number}")
         assert core.prepare_store(chain[3:], f"store-{number}").rows
-        core.reset(keep_storage=False)
+        core.reset(keep_tiers=False)
         assert core.host.used == 8, "a row is given away before the engine can know that it is quiet"
     put(core, CHAIN[:1])
     assert core.host.used == 1
@@ -466,7 +466,7 @@ def test_the_end_of_a_call_says_nothing_about_others() -> None:
     core = manager(tiers=())
     by_workers = core.prepare_store(CHAIN[:2], "workers")
     by_call = core.prepare_store(CHAIN[2:4], "before", call=True)
-    core.reset(keep_storage=False)
+    core.reset(keep_tiers=False)
     core.prepare_store(CHAIN[2:3], "after", call=True)
     core.end_call("after", set())
     assert core.host.used == len(by_workers.rows) + len(by_call.rows) + 1

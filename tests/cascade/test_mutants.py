@@ -40,10 +40,10 @@ class BudgetOffByOne(TierManager):
 class RowReusedAfterReset(TierManager):
     """The last writer of before the reset is not waited for."""
 
-    def reset(self, keep_storage: bool) -> None:
+    def reset(self, keep_tiers: bool) -> None:
         for row in self.host.index.values():
-            row.worker = 0
-        super().reset(keep_storage)
+            row.worker_refs = 0
+        super().reset(keep_tiers)
 
 
 class CallsRowsFlushed(TierManager):
@@ -51,9 +51,9 @@ class CallsRowsFlushed(TierManager):
 
     def end_call(self, name: str, failed: Collection[Key]) -> None:
         super().end_call(name, failed)
-        for row in [row for rows in self._calls.values() for row in rows if row.gone]:
-            row.calls = 0
-            self.host.settle(row)
+        for row in [row for rows in self._calls.values() for row in rows if row.invalidated]:
+            row.call_refs = 0
+            self.host.reclaim(row)
 
 
 class CallEndsByKey(TierManager):
@@ -71,12 +71,12 @@ class InterruptedCallIsAHit(TierManager):
 
 
 class RowFreedWhileMoved(TierManager):
-    def reset(self, keep_storage: bool) -> None:
+    def reset(self, keep_tiers: bool) -> None:
         rows = list(self.host.index.values())
-        super().reset(keep_storage)
+        super().reset(keep_tiers)
         for row in rows:
-            if row.mover and row.index >= 0:
-                self.host._slots.give(row.index)
+            if row.mover_refs and row.index >= 0:
+                self.host._slots.release(row.index)
                 row.index = -1
 
 
@@ -84,7 +84,7 @@ class SlotFreedWhileWritten(TierManager):
     """A row that is still being written counts as evictable in its tier."""
 
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        for storage in self.storage:
+        for storage in self.tiers:
             for entry in storage.index.values():
                 entry.stored = True
                 entry.readers = 0
@@ -93,7 +93,7 @@ class SlotFreedWhileWritten(TierManager):
 
 class PinsIgnored(TierManager):
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        self.host._spare = lambda key: self.host.index[key].state is not RowState.READY  # type: ignore[method-assign]
+        self.host._is_pinned = lambda key: self.host.index[key].state is not RowState.READY  # type: ignore[method-assign]
         return super().plan(now)
 
 
@@ -125,7 +125,7 @@ class DeadlineArmedAnewByARetry(TierManager):
 
     def _retry(self, storage: TierIndex, key: Key, row: Row, now: float) -> None:
         for request in self._holding.values():
-            if request.held.get(key) is row:
+            if request.pinned.get(key) is row:
                 request.deadline_s = now + self.limits.wait_s
         super()._retry(storage, key, row, now)
 
@@ -146,7 +146,7 @@ class DemotionWithoutBounds(TierManager):
 
 class DemotedRowStaysPinned(TierManager):
     def _let_go(self, tier: int, key: Key, written: bool) -> None:
-        self.storage[tier].staged.pop(key, None)
+        self.tiers[tier].staged.pop(key, None)
         super()._let_go(tier, key, written)
 
 
@@ -160,15 +160,15 @@ class BadRowCountedTwice(TierManager):
     """A row that a late load, and then another one, found to be bad has left the tier once."""
 
     def _load_ended(self, tier: int, move: PlannedMove, outcome: Outcome, now: float) -> None:
-        before = self.storage[tier].counters.corrupt
+        before = self.tiers[tier].counters.corrupt
         super()._load_ended(tier, move, outcome, now)
-        self.storage[tier].counters.corrupt = before + (outcome is Outcome.CORRUPT)
+        self.tiers[tier].counters.corrupt = before + (outcome is Outcome.CORRUPT)
 
 
 class ResetUncounted(TierManager):
-    def reset(self, keep_storage: bool) -> None:
-        super().reset(keep_storage)
-        for storage in self.storage:
+    def reset(self, keep_tiers: bool) -> None:
+        super().reset(keep_tiers)
+        for storage in self.tiers:
             storage.counters.reset = 0
 
 
@@ -178,9 +178,11 @@ class PinForgotten(TierManager):
 
 
 class OldEpochSurvives(TierManager):
-    def reset(self, keep_storage: bool) -> None:
-        ready = {key: row for key, row in self.host.index.items() if row.state is RowState.READY and not row.worker}
-        super().reset(keep_storage)
+    def reset(self, keep_tiers: bool) -> None:
+        ready = {
+            key: row for key, row in self.host.index.items() if row.state is RowState.READY and not row.worker_refs
+        }
+        super().reset(keep_tiers)
         for row in ready.values():
             if row.index < 0 and self.host.free:
                 kept = self.host.insert(row.key, RowState.READY, 0, self.generation)
@@ -190,17 +192,17 @@ class OldEpochSurvives(TierManager):
 class AdoptedRowHasTwoOwners(TierManager):
     """A row that moves over into the book is still among the adopted."""
 
-    def adopt_rows(self, tier: int, rows: ColdIndex, newest: int) -> None:
+    def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
         rows.remove = rows.find  # type: ignore[method-assign]
-        super().adopt_rows(tier, rows, newest)
+        super().index_listed(tier, rows, newest)
 
 
 class AdoptedSlotsStayFree(TierManager):
     """A slot that holds an adopted row is given to another one."""
 
-    def adopt_rows(self, tier: int, rows: ColdIndex, newest: int) -> None:
+    def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
         rows.claim = lambda taken, slots_limit: None  # type: ignore[method-assign]
-        super().adopt_rows(tier, rows, newest)
+        super().index_listed(tier, rows, newest)
 
 
 class OverdueLivesOn(TierManager):
@@ -221,14 +223,14 @@ class GenerationIgnored(TierManager):
     """A new mover's jobs are told by the same numbers as those of the one before it."""
 
     def lost(self, tier: int, now: float) -> None:
-        open_jobs = list(self.storage[tier].jobs)
+        open_jobs = list(self.tiers[tier].jobs)
         super().lost(tier, now)
         self._job_id = min(open_jobs, default=self._job_id + 1) - 1
 
 
 class CircuitNeverCloses(TierManager):
     def _judge(self, storage: TierIndex, job: Job, good: bool, now: float) -> None:
-        super()._judge(storage, job, good and job.episode is None, now)
+        super()._judge(storage, job, good and job.probe_episode is None, now)
 
 
 class ReusedBeforeReap(TierManager):
@@ -240,59 +242,59 @@ class ReusedBeforeReap(TierManager):
 
 
 class AsksForTheAbsentAgain(TierManager):
-    def plan_probes(self, now: float) -> list:  # type: ignore[type-arg]
-        for shared in self.probes.tiers.values():
+    def plan_checks(self, now: float) -> list:  # type: ignore[type-arg]
+        for shared in self.checks.tiers.values():
             shared._absent.clear()
-        return super().plan_probes(now)
+        return super().plan_checks(now)
 
 
 class WaitsForLateAnswers(TierManager):
     def lookup(self, key, name, position, now):  # type: ignore[no-untyped-def]
-        self._request(name).probe_until_s = float("inf")
+        self._request(name).check_deadline_s = float("inf")
         return super().lookup(key, name, position, now)
 
 
 class AsksForTheBadAgain(TierManager):
     def _load_ended(self, tier, move, outcome, now):  # type: ignore[no-untyped-def]
-        self.probes.was_bad = lambda *_: None  # type: ignore[method-assign]
+        self.checks.mark_absent = lambda *_: None  # type: ignore[method-assign]
         super()._load_ended(tier, move, outcome, now)
 
 
 class ProbesWithoutBounds(TierManager):
-    def plan_probes(self, now: float) -> list:  # type: ignore[type-arg]
-        for shared in self.probes.tiers.values():
+    def plan_checks(self, now: float) -> list:  # type: ignore[type-arg]
+        for shared in self.checks.tiers.values():
             shared.has_room = lambda now: True  # type: ignore[method-assign]
-        return super().plan_probes(now)
+        return super().plan_checks(now)
 
 
 class PlansForThoseWhoDoNotRead(TierManager):
     """A mover's queue is full, and it is given jobs."""
 
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        full = [storage for storage in self.storage if not storage.room]
+        full = [storage for storage in self.tiers if not storage.send_credits]
         for storage in full:
-            storage.room = 100
+            storage.send_credits = 100
         jobs = super().plan(now)
         for storage in full:
-            storage.room -= 100
+            storage.send_credits -= 100
         return jobs
 
 
 class StoresOvertakeDrops(TierManager):
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        hidden = [(s, s.to_drop, s.to_drop_adopted) for s in self.storage]
-        for storage in self.storage:
-            storage.to_drop, storage.to_drop_adopted, storage.room = [], [], storage.room + 6
+        hidden = [(s, s.to_delete, s.to_delete_cold) for s in self.tiers]
+        for storage in self.tiers:
+            storage.to_delete, storage.to_delete_cold, storage.send_credits = [], [], storage.send_credits + 6
         jobs = super().plan(now)
         for storage, drops, nameless in hidden:
-            storage.to_drop[:0] = drops
-            storage.to_drop_adopted[:0] = nameless
-            storage.room -= 6
+            storage.to_delete[:0] = drops
+            storage.to_delete_cold[:0] = nameless
+            storage.send_credits -= 6
         return jobs
 
 
 class MissesWhatAListingMayBring(TierManager):
-    def be_patient(self, name: str) -> None:
+    def wait_for_listing(self, name: str) -> None:
         pass
 
 
@@ -377,5 +379,5 @@ def test_the_mutants_replace_what_is_really_called() -> None:
         for name in vars(mutant):
             if not name.startswith("__"):
                 assert hasattr(TierManager, name), f"{mutant.__name__}.{name} overrides nothing"
-    assert hasattr(HostTier, "_spare")
-    assert hasattr(TierIndex, "_spare")
+    assert hasattr(HostTier, "_is_pinned")
+    assert hasattr(TierIndex, "_is_pinned")

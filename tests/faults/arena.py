@@ -31,7 +31,7 @@ CHUNK = 64 * KIB
 HOST = 3 * MIB
 CAPACITY = 48 * MIB
 PROMPTS = 12  # of 8 chunks: twice as many as the host holds
-LIMITS = replace(Limits(), wait_s=1.0, hold_s=3.0, overdue_least_s=3.0, overdue_most_s=6.0, retry_s=0.3)
+LIMITS = replace(Limits(), wait_s=1.0, pin_s=3.0, hard_deadline_min_s=3.0, hard_deadline_max_s=6.0, retry_s=0.3)
 PATIENCE_S = 180.0  # of the tests, for what has no deadline of its own; machines may be very slow
 
 _turns = itertools.count()
@@ -161,7 +161,7 @@ class Arena:
     def _comes_back(self) -> bool:
         keys: list[Key] = [b"probe-%d-%d" % (next(_turns), n) for n in range(4)]
         put(self.store, keys)
-        storage = self.store.coordinator._core.storage[0]
+        storage = self.store.coordinator._core.tiers[0]
         deadline = time.monotonic() + 10 * self.limits.wait_s
         while time.monotonic() < deadline:
             queued = [key for key in keys if key in storage.to_store]
@@ -204,7 +204,7 @@ class Arena:
 
     def signal(self, number: int, when: str = "idle") -> int:
         """Send a signal to the mover: at once, or when it is in the middle of stores or loads."""
-        storage = self.store.coordinator._core.storage[0]
+        storage = self.store.coordinator._core.tiers[0]
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             pid = self.a_mover()
@@ -240,8 +240,8 @@ class Arena:
         _, wrong = get(self.store, keys)
         assert not wrong
         core = self.store.coordinator._core
-        until(lambda: not core.storage[0].jobs, "jobs to end", PATIENCE_S)
-        storage = core.storage[0]
+        until(lambda: not core.tiers[0].jobs, "jobs to end", PATIENCE_S)
+        storage = core.tiers[0]
         assert (storage.rows_storing, storage.rows_loading) == (0, 0)
         until(self._every_row_can_be_had, "host rows to be free again", PATIENCE_S)
         stats = self.stats()

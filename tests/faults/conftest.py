@@ -126,7 +126,7 @@ def page(rows: list[tuple[str, ...]]) -> str:
     return INTRODUCTION.format(
         date=datetime.now(UTC).date(),
         machine=f"{platform.machine()}, {cores} cores, {memory} GiB, Linux {platform.release().split('-')[0]}",
-        limits=f"`wait_s` {LIMITS.wait_s:g} s, jobs {LIMITS.overdue_least_s:g} s, silence {4.0:g} s",
+        limits=f"`wait_s` {LIMITS.wait_s:g} s, jobs {LIMITS.hard_deadline_min_s:g} s, silence {4.0:g} s",
     ) + "".join("| " + " | ".join(row) + " |\n" for row in table)
 
 

@@ -36,7 +36,7 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
         f"{number} pending keys, mover stopped",
         tier,
         chunk=1024,
-        limits=replace(LIMITS, overdue_least_s=30.0, overdue_most_s=30.0),
+        limits=replace(LIMITS, hard_deadline_min_s=30.0, hard_deadline_max_s=30.0),
     )
     with arena.under_load():
         store, coordinator = arena.store, arena.store.coordinator
@@ -77,7 +77,7 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
 def test_a_socket_that_is_full(on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     """Not one packet more fits, and the engine has something to say: it waits with that, and with nothing else."""
     monkeypatch.setattr(child, "SILENCE_S", 60.0)
-    arena = on_tier("socket full", tier, limits=replace(LIMITS, overdue_least_s=60.0, overdue_most_s=60.0))
+    arena = on_tier("socket full", tier, limits=replace(LIMITS, hard_deadline_min_s=60.0, hard_deadline_max_s=60.0))
     with arena.under_load():
         arena.go_on()
         pid = arena.a_mover()

@@ -123,7 +123,7 @@ def test_a_mover_that_stops_while_nobody_asks(on_tier: Callable[..., Arena], tie
         arena.go_on()
         load.pause_s = 3600.0
         assert arena.store.flush(PATIENCE_S)
-        loads = arena.store.coordinator._core.storage[0].breakers[Direction.LOAD]
+        loads = arena.store.coordinator._core.tiers[0].breakers[Direction.LOAD]
         answered = load.turns + 2  # those that are under way
         old = arena.a_mover()
         os.kill(old, signal.SIGSTOP)
@@ -141,7 +141,7 @@ def test_a_pause_costs_no_mover(on_tier: Callable[..., Arena], frozen: str, tier
     """Nothing of the engine runs for longer than a mover may be silent, and a job may take; then all goes on. As after
     a SIGSTOP of the engine, or of everything: a frozen container, a suspended machine."""
     arena = on_tier(f"pause of the {frozen}", tier)
-    pause_s = int(max(child.SILENCE_S, arena.limits.overdue_most_s)) + 1
+    pause_s = int(max(child.SILENCE_S, arena.limits.hard_deadline_max_s)) + 1
     with arena.under_load() as load:
         arena.go_on()
         pid = arena.signal(signal.SIGSTOP, "load") if frozen == "node" else arena.a_mover()

@@ -132,7 +132,7 @@ def test_a_server_that_gets_what_a_file_tier_evicts(
     trouble, before = TROUBLES[fault], ResourceCount.take()
     with arena.under_load(before=before) as load:
         core = arena.store.coordinator._core
-        upper, lower = core.storage
+        upper, lower = core.tiers
         prompts = [[b"prompt-%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(140)]
         until(lambda: arena.store.stats()["s3"]["up"] == 1.0, "the server to be up", PATIENCE_S)
         written = iter(prompts[:100])

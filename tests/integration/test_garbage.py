@@ -81,7 +81,7 @@ def engine_of(tmp_path: Path, hello: dict[str, object] | None = None) -> tuple[C
     if hello is not None:
         inner = hello | {"inner": tier_to_dict(config.storage[0])}
         hellos = [Configure(inner, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, ROWS)]
-    limits = replace(Limits(), retry_s=0.1, breaker=BreakerLimits(first_s=0.1, most_s=0.2))
+    limits = replace(Limits(), retry_s=0.1, breaker=BreakerLimits(min_backoff_s=0.1, max_backoff_s=0.2))
     return Coordinator(config, Namespace.of({"of": "garbage"}), region, hellos=hellos, limits=limits), region, config
 
 

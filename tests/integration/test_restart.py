@@ -106,9 +106,9 @@ def test_all_rows_are_hits_and_most_of_them_cost_no_objects(tmp_path: Path) -> N
         assert coordinator.where(b"no row") is None
         load(coordinator, 0)
         load(coordinator, ROWS - 1)
-        (storage,) = coordinator._core.storage
+        (storage,) = coordinator._core.tiers
         assert len(storage.index) == TOLD_ROWS + 1
-        assert sum(map(len, storage.adopted)) == ROWS - TOLD_ROWS - 1
+        assert sum(map(len, storage.cold)) == ROWS - TOLD_ROWS - 1
         assert coordinator.counters()["file"]["rows"] == ROWS
 
 
@@ -145,7 +145,7 @@ def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         told(coordinator)
         assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(TOLD_ROWS)) == "file"
-        assert len(coordinator._core.storage[0].adopted) == 1
+        assert len(coordinator._core.tiers[0].cold) == 1
         assert dropped(tmp_path) == []
 
 
@@ -154,11 +154,11 @@ def test_what_an_earlier_epoch_held_is_given_back(tmp_path: Path) -> None:
     mapped = tables()
     with over_a_hoard(tmp_path, slots=ROWS) as coordinator:
         before = descriptors()
-        (first,) = coordinator._core.storage[0].adopted
+        (first,) = coordinator._core.tiers[0].cold
         coordinator.reset()
         assert coordinator.where(key(ROWS - 1)) is None
         told(coordinator)
-        (second,) = coordinator._core.storage[0].adopted
+        (second,) = coordinator._core.tiers[0].cold
         assert second is not first
         until(lambda: tables() <= mapped + 1, "the old table to be closed")
         assert descriptors() <= before

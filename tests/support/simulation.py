@@ -20,7 +20,7 @@ from nixl_tiers.cascade.existence import ExistenceCheck
 from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.tier_index import ENDLESS
+from nixl_tiers.cascade.tier_index import UNLIMITED
 from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState, Write
 from nixl_tiers.chunk import Key, Outcome
 from tests.support.cold_index import PlainColdIndex, key_of
@@ -160,22 +160,22 @@ class Simulation:
     ) -> None:
         """`told`: of the rows that a tier held before, so many are told one by one; then, when `deliver` comes to it,
         the others without number, a few at a time. None: all at once."""
-        self.room = ENDLESS  # messages that a mover takes a turn
+        self.room = UNLIMITED  # messages that a mover takes a turn
         self.limits = limits or Limits(
             wait_s=5.0,
-            hold_s=10.0,
-            late_least_s=2.0,
-            overdue_least_s=10.0,
-            overdue_most_s=20.0,
+            pin_s=10.0,
+            soft_deadline_min_s=2.0,
+            hard_deadline_min_s=10.0,
+            hard_deadline_max_s=20.0,
             retry_s=3.0,
             moves_per_job=3,
-            drops_per_batch=3,
-            probe_s=0.5,
-            probes=2,
-            probe_keys=4,
+            deletes_per_batch=3,
+            check_timeout_s=0.5,
+            max_checks=2,
+            keys_per_check=4,
             absent_s=8.0,
             reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
-            breaker=BreakerLimits(most_s=20.0),
+            breaker=BreakerLimits(max_backoff_s=20.0),
         )
         self.rows = rows
         self.now = 0.0
@@ -235,25 +235,25 @@ class Simulation:
         self.core.expire(self.now)
         for tier in self.core.overdue(self.now):
             self.doom(tier)
-        for storage in self.core.storage:
-            storage.room = self.room
+        for storage in self.core.tiers:
+            storage.send_credits = self.room
         jobs = sorted(self.core.plan(self.now), key=lambda job: job.direction is Direction.STORE)
         loads = sum(job.direction is Direction.LOAD for job in jobs)
         self._send_jobs(jobs[:loads])
-        for tier, storage in enumerate(self.core.storage):
-            for batch in storage.drops(self.limits.drops_per_batch):
+        for tier, storage in enumerate(self.core.tiers):
+            for batch in storage.delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, batch)
-            for nameless in storage.adopted_drops(self.limits.drops_per_batch):
+            for nameless in storage.cold_delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, [(slot, key_of(digest)) for slot, digest in nameless])
-            for rows in storage.take_closing():
+            for rows in storage.take_retired():
                 rows.close()
-            promise(storage.room >= 0, "more is sent than there is room for")
+            promise(storage.send_credits >= 0, "more is sent than there is room for")
             stores = any(job.tier == tier for job in jobs[loads:])
             promise(
-                not (stores and (storage.to_drop or storage.to_drop_adopted)), "a store overtakes what goes before it"
+                not (stores and (storage.to_delete or storage.to_delete_cold)), "a store overtakes what goes before it"
             )
         self._send_jobs(jobs[loads:])
-        for probe in self.core.plan_probes(self.now):
+        for probe in self.core.plan_checks(self.now):
             self._check_probe(probe)
             self._send(probe.tier, probe)
         self.check()
@@ -274,7 +274,7 @@ class Simulation:
             job.stale = True
         for mover in self.movers:
             mover.told_absent.clear()
-        self.core.reset(keep_storage=False)
+        self.core.reset(keep_tiers=False)
         for tier in range(len(self.movers)):
             self._send(tier, self.epoch)
         self.check()
@@ -318,7 +318,7 @@ class Simulation:
         if job.stale:
             return
         if job.store:
-            rows = self.core.filling(set(job.keys))
+            rows = self.core.rows_being_filled(set(job.keys))
             self.core.complete_store(rows, set() if good else {row.key for row in rows})
         elif good:
             self.core.complete_load(set(job.keys))
@@ -427,10 +427,10 @@ class Simulation:
             ended = mover.finished.popleft()
             if isinstance(ended, Answer):
                 if ended.epoch == self.epoch:
-                    self.core.adopt(tier, [(0, key, 0) for key in ended.found], last=False)
-                if ended.probe in self.core.probes.tiers[tier].flights:  # who is given up on is not listened to
+                    self.core.listed(tier, [(0, key, 0) for key in ended.found], last=False)
+                if ended.probe in self.core.checks.tiers[tier].open:  # who is given up on is not listened to
                     mover.told_absent.update(dict.fromkeys(ended.absent, self.now))
-                self.core.probed(tier, ended.probe, ended.absent, self.now)
+                self.core.existence_checked(tier, ended.probe, ended.absent, self.now)
             else:
                 if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
                     bad = (Outcome.CORRUPT, Outcome.MISSING)
@@ -498,7 +498,7 @@ class Simulation:
         mover.stuck = False
         if mover.doomed:
             return
-        if self.core.storage[tier].state is TierState.DOWN and mover.epoch == self.epoch:
+        if self.core.tiers[tier].state is TierState.DOWN and mover.epoch == self.epoch:
             self._announce(tier)
 
     def rot(self, tier: int, pick: int) -> None:
@@ -523,30 +523,32 @@ class Simulation:
         promise(len(set(indices)) == len(indices), "two keys in one row")
         ready = sum(row.state is RowState.READY for row in core.host.index.values())
         promise(core.cpu_counters.rows == ready, f"the host holds {ready} rows, and {core.cpu_counters} say otherwise")
-        for storage, mover in zip(core.storage, self.movers, strict=True):
-            held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.adopted))
+        for storage, mover in zip(core.tiers, self.movers, strict=True):
+            held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.cold))
             promise(storage.counters.rows == held, f"a tier holds {held} rows, and {storage.counters} say otherwise")
             slots = [entry.slot for entry in storage.index.values()]
             if mover.physical:
-                slots += [slot for rows in storage.adopted for slot in _slots_of(rows)]
+                slots += [slot for rows in storage.cold for slot in _slots_of(rows)]
             promise(len(set(slots)) == len(slots), "two keys in one slot")
-            used = len(storage.index) + sum(map(len, storage.adopted))
+            used = len(storage.index) + sum(map(len, storage.cold))
             promise(used == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
             promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
-            staged = [row for row in storage.staged.values() if not row.gone]
+            staged = [row for row in storage.staged.values() if not row.invalidated]
             promise(len(staged) <= max(1, self.rows // 4), "demotion takes over the host")
-            promise(all(row.holds for row in staged), "a row under demotion may be evicted")
+            promise(all(row.request_pins for row in staged), "a row under demotion may be evicted")
             for job in storage.jobs.values():
-                patience_s = self.now - job.began_s
-                promise(mover.doomed or patience_s <= self.limits.overdue_most_s, "a job that never ends kills nobody")
-                waits = job.direction is Direction.LOAD and any(not move.row.gone for move in job.moves)
+                patience_s = self.now - job.started_s
+                promise(
+                    mover.doomed or patience_s <= self.limits.hard_deadline_max_s, "a job that never ends kills nobody"
+                )
+                waits = job.direction is Direction.LOAD and any(not move.row.invalidated for move in job.moves)
                 promise(not waits or patience_s <= self.limits.wait_s, "requests wait for a job that is late")
-                promise(not job.alone or len(job.moves) == 1, "a suspect has company")
+                promise(not job.is_trial or len(job.moves) == 1, "a suspect has company")
 
-        for shared in core.probes.tiers.values():
-            promise(len(shared.flights) <= self.limits.probes, "too many probes at once")
-            promise(shared.known_absent <= self.limits.absent_keys, "too much is remembered as absent")
+        for shared in core.checks.tiers.values():
+            promise(len(shared.open) <= self.limits.max_checks, "too many probes at once")
+            promise(shared.absent_count <= self.limits.absent_keys, "too much is remembered as absent")
 
     def quiesce(self) -> None:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
@@ -558,28 +560,28 @@ class Simulation:
         for name in list(self.running):
             self.abort(name)
         self.core.flushed()
-        self.advance(max(self.limits.wait_s + self.limits.hold_s, self.limits.overdue_least_s) + 1)
+        self.advance(max(self.limits.wait_s + self.limits.pin_s, self.limits.hard_deadline_min_s) + 1)
         self._run_out()
         rows = self.core.host.index.values()
-        promise(not any(row.busy or row.holds for row in rows), "a row stays pinned for ever")
+        promise(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
         promise(self.core.host.used == len(rows), "a row is lost")
-        promise(not self.core.probes.busy, "a probe never ends")
-        promise(not any(storage.staged for storage in self.core.storage), "a demotion never ends")
+        promise(not self.core.checks.busy, "a probe never ends")
+        promise(not any(storage.staged for storage in self.core.tiers), "a demotion never ends")
         promise(
-            not any(s.to_drop or s.to_drop_adopted for s in self.core.storage), "a medium is never told what to forget"
+            not any(s.to_delete or s.to_delete_cold for s in self.core.tiers), "a medium is never told what to forget"
         )
-        promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.storage), "a job never ends")
+        promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
         self._recover()
 
     def _recover(self) -> None:
         """All media are well: so must be all circuits, soon, if there is but something to try them with."""
         for number in range(20):
-            if all(storage.circuit is BreakerState.CLOSED for storage in self.core.storage):
+            if all(storage.circuit is BreakerState.CLOSED for storage in self.core.tiers):
                 return
             self.request([b"recover%d" % number])
             for _ in range(4):
                 self._run_out()
-                self.advance(self.limits.breaker.most_s / 2)
+                self.advance(self.limits.breaker.max_backoff_s / 2)
         promise(False, "a circuit never closes")
 
     def _run_out(self) -> None:
@@ -632,9 +634,9 @@ class Simulation:
         listing = self.movers[tier].listing
         piece = listing.popleft()
         if isinstance(piece, PlainColdIndex):
-            self.core.adopt_rows(tier, piece, newest=0)
+            self.core.index_listed(tier, piece, newest=0)
         else:
-            self.core.adopt(tier, piece, last=not listing)
+            self.core.listed(tier, piece, last=not listing)
 
     def _look_up(self, name: str, prompt: Prompt) -> list[Key] | None:
         """One step's look-ups of a request: what it is going to load, or None if it is put off."""
@@ -642,16 +644,18 @@ class Simulation:
         put_off = False
         places = list(enumerate(prompt.chain))
         if prompt.scan is Scan.EACH:
-            self.core.be_patient(name)
+            self.core.wait_for_listing(name)
         for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
             answer = self.core.lookup(key, name, None if prompt.scan is Scan.EACH else position, self.now)
             if answer is Lookup.PENDING:
                 put_off = True
                 since = self._since.setdefault(name, self.now)
                 promise(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
-                known = key in self.core.host.index or any(key in storage for storage in self.core.storage)
+                known = key in self.core.host.index or any(key in storage for storage in self.core.tiers)
                 known |= prompt.scan is Scan.EACH and self._listing()
-                promise(known or self.now <= since + self.limits.probe_s, "a request waits too long for an answer")
+                promise(
+                    known or self.now <= since + self.limits.check_timeout_s, "a request waits too long for an answer"
+                )
             elif answer is Lookup.HIT:
                 row = self.core.host.index[key].index
                 promise(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
@@ -665,14 +669,14 @@ class Simulation:
         return None if put_off else hits
 
     def _listing(self) -> bool:
-        return any(storage.state is TierState.ADOPTING for storage in self.core.storage)
+        return any(storage.state is TierState.LISTING for storage in self.core.tiers)
 
     def _yet_to_be_told(self, key: Key) -> bool:
         """Whether a tier that serves is still to tell of `key`. A shared one may have said that it is absent."""
         return any(
             key in {row[1] for row in piece} if isinstance(piece, list) else piece.find(key) is not None
-            for storage, mover in zip(self.core.storage, self.movers, strict=True)
-            if storage.readable and storage.state is TierState.ADOPTING and not storage.spec.shared
+            for storage, mover in zip(self.core.tiers, self.movers, strict=True)
+            if storage.readable and storage.state is TierState.LISTING and not storage.spec.shared
             for piece in (mover.listing if key not in storage else ())
         )
 
@@ -710,7 +714,7 @@ class Simulation:
 
     def _check_probe(self, probe: ExistenceCheck) -> None:
         mover, limits = self.movers[probe.tier], self.limits
-        promise(0 < len(probe.keys) <= limits.probe_keys, "a probe without bounds")
+        promise(0 < len(probe.keys) <= limits.keys_per_check, "a probe without bounds")
         known = [key for key in probe.keys if self.now < mover.told_absent.get(key, -limits.absent_s) + limits.absent_s]
         promise(not known, "a key is asked for again that was absent a moment ago")
 

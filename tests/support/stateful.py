@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.tier_index import ENDLESS
+from nixl_tiers.cascade.tier_index import UNLIMITED
 from nixl_tiers.cascade.types import Write
 from nixl_tiers.chunk import Outcome
 from tests.support.simulation import SOME_ROOM, Scan, Simulation
@@ -130,7 +130,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
         self.world.other_stores(chain[-1:] if stale else chain[:chunks])
 
-    @rule(room=st.sampled_from([0, 1, SOME_ROOM, ENDLESS]))
+    @rule(room=st.sampled_from([0, 1, SOME_ROOM, UNLIMITED]))
     def movers_read(self, room: int) -> None:
         """So many messages a turn from now on; all others must wait."""
         self.world.room = room

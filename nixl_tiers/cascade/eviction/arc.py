@@ -65,13 +65,13 @@ class Arc:
         else:
             self._once.remove(key)
 
-    def evict(self, count: int, spare: Callable[[Key], bool]) -> list[Key]:
+    def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
         over = min(count, max(0, len(self._once) - int(self._recent_rows)))
-        once = self._once.evict(over, spare) if over else []
-        often = self._often.evict(count - len(once), spare) if len(once) < count else []
+        once = self._once.evict(over, is_pinned) if over else []
+        often = self._often.evict(count - len(once), is_pinned) if len(once) < count else []
         missing = count - len(once) - len(often)
         if missing and len(once) == over:
-            once += self._once.evict(missing, spare)  # T2 has nothing more to give: T1 goes below its target
+            once += self._once.evict(missing, is_pinned)  # T2 has nothing more to give: T1 goes below its target
         for key in once:
             del self._last_tick[key]
         self._remember(self._once_ghosts, once)

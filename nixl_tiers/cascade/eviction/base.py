@@ -23,10 +23,10 @@ class EvictionPolicy(Protocol):
     def remove(self, key: Key) -> None:
         """A known key has gone for another reason than eviction."""
 
-    def evict(self, count: int, spare: Callable[[Key], bool]) -> list[Key]:
+    def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
         """Choose and forget up to `count` keys, the least valuable first, passing over those that `spare` names.
 
-        Returns fewer only where every key that is left is spared. Amortised, a victim costs a constant number of
+        Returns fewer only where every key that is left is pinned. Amortised, a victim costs a constant number of
         steps, however many spared keys stand before it.
         """
 

@@ -42,32 +42,32 @@ class LeafFirstLru:
         else:
             del self._aside[key]
 
-    def evict(self, count: int, spare: Callable[[Key], bool]) -> list[Key]:
+    def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
         victims: list[Key] = []
         waiting = len(self._aside)
         soon = min(waiting, 2 * count + 16)
         if soon:
-            self._review(soon, count, spare, victims)
-        spared: list[Key] = []
+            self._review(soon, count, is_pinned, victims)
+        pinned: list[Key] = []
         while len(victims) < count and self._keys:
             key, _ = self._keys.pop()
-            (spared if spare(key) else victims).append(key)
+            (pinned if is_pinned(key) else victims).append(key)
         if waiting > soon and len(victims) < count:
-            self._review(waiting - soon, count, spare, victims)  # the tier has nothing else: a walk is worth it
-        for key in spared:
+            self._review(waiting - soon, count, is_pinned, victims)  # the tier has nothing else: a walk is worth it
+        for key in pinned:
             self._aside[key] = None
         return victims
 
     def resize(self, rows: int) -> None:
         pass
 
-    def _review(self, most: int, count: int, spare: Callable[[Key], bool], victims: list[Key]) -> None:
+    def _review(self, most: int, count: int, is_pinned: Callable[[Key], bool], victims: list[Key]) -> None:
         """Ask again for up to `most` of the keys set aside, the longest unasked first."""
         for _ in range(most):
             if len(victims) >= count:
                 break
             key = next(iter(self._aside))
-            if spare(key):
+            if is_pinned(key):
                 self._aside.move_to_end(key)
             else:
                 del self._aside[key]

@@ -60,19 +60,19 @@ class S3Fifo:
         (self._small if key in self._small else self._main).remove(key)
         self._forget(key)
 
-    def evict(self, count: int, spare: Callable[[Key], bool]) -> list[Key]:
+    def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
         victims: list[Key] = []
         # Whoever is spared is in somebody's hands and takes a new turn at the end of its queue. It gets there only
         # after the loop: so every key is asked for once, and a tier full of spared keys is gone through once.
-        spared_small: list[Key] = []
-        spared_main: list[Key] = []
+        pinned_small: list[Key] = []
+        pinned_main: list[Key] = []
         while len(victims) < count and (self._small or self._main):
-            if self._small and (not self._main or len(self._small) + len(spared_small) >= self._small_rows):
+            if self._small and (not self._main or len(self._small) + len(pinned_small) >= self._small_rows):
                 key, tick = self._small.pop()
                 if self._uses[key] >= USES_TO_STAY:
                     self._main.add_root(key, self._lap_of(self._small, tick))
-                elif spare(key):
-                    spared_small.append(key)
+                elif is_pinned(key):
+                    pinned_small.append(key)
                 else:
                     victims.append(key)
                     self._forget(key)
@@ -82,14 +82,14 @@ class S3Fifo:
                 if self._uses[key]:
                     self._uses[key] -= 1
                     self._main.add_root(key, self._lap_of(self._main, lap))
-                elif spare(key):
-                    spared_main.append(key)
+                elif is_pinned(key):
+                    pinned_main.append(key)
                 else:
                     victims.append(key)
                     self._forget(key)
-        for key in spared_small:
+        for key in pinned_small:
             self._small.add_root(key, self._newest)
-        for key in spared_main:
+        for key in pinned_main:
             self._main.add_root(key, self._lap)
         self._trim()
         return victims
