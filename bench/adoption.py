@@ -153,11 +153,12 @@ def main() -> None:
         tier: dict[str, object] = {"type": "bench.adoption:Lister", "rows": rows, "go": str(go)}
         hello = Configure(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
         coordinator = Coordinator(config, Namespace.of({"name": "bench"}), region, hellos=[hello])
+        link = coordinator._link
         messages_s: list[float] = []
         tables_s: list[float] = []
         adopting_s: list[float] = []
-        coordinator.on_message = watched(coordinator.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
-        coordinator.on_table = watched(coordinator.on_table, time.thread_time, tables_s)  # type: ignore[method-assign]
+        link.on_message = watched(link.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
+        link.on_table = watched(link.on_table, time.thread_time, tables_s)  # type: ignore[method-assign]
         core = coordinator._core
         core.index_listed = watched(core.index_listed, time.perf_counter, adopting_s)  # type: ignore[method-assign]
         coordinator.start(30.0)

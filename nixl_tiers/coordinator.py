@@ -1,8 +1,7 @@
-"""Engine: the cascade, its movers and a host region as one thing that a scheduler may call without ever waiting.
+"""Coordinator: the cascade's core, its movers and the host region, behind calls that a scheduler makes without waiting.
 
-Every public method takes the lock for microseconds and returns; bytes are moved by workers and movers. What movers
-report is applied on the supervisor's thread, so that cascades go on while the scheduler sleeps. That is safe between
-a look-up and the load of one step, because rows that a step called hits are not evicted before its end.
+Every call of a scheduler takes the lock for microseconds and returns; bytes are moved by workers and movers. Only
+what surrounds the calls may wait: `open`, `start`, `wait_ready`, `flush` and `close`.
 """
 
 from __future__ import annotations
@@ -15,55 +14,38 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
-from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState, Write
-from nixl_tiers.chunk import Key, Namespace, Outcome, check_key
+from nixl_tiers.cascade.types import TierSpec, Write
+from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.clock import RunningClock
-from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
-from nixl_tiers.lifetime import ForkedLock
-from nixl_tiers.mover.protocol import (
-    CheckExistence,
-    Configure,
-    Delete,
-    DeleteCold,
-    Down,
-    ExistenceChecked,
-    Finished,
-    Heartbeat,
-    Listed,
-    ListedIndex,
-    Load,
-    Open,
-    Opened,
-    Refused,
-    Slots,
-    Store,
-    ToCoordinator,
-    ToMover,
-    sendable,
-)
-from nixl_tiers.mover.supervisor import Supervisor
-from nixl_tiers.tier_log import TierLog
-from nixl_tiers.tiers.base import Move
+from nixl_tiers.config.schema import ConfigError, StorageConfig, TiersConfig, format_size, tier_to_dict
+from nixl_tiers.config.warnings import warnings_here, warnings_of
+from nixl_tiers.interrupts import Interrupts
+from nixl_tiers.lifetime import ForkedLock, finalize_once
+from nixl_tiers.mover.protocol import Configure
+from nixl_tiers.mover_link import MoverLink, TierStatus
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nixl_tiers.cascade.host import Row
-    from nixl_tiers.memory.cold_index import SharedColdIndex
     from nixl_tiers.memory.region import HostRegion
+    from nixl_tiers.mover.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
 _coordinators: weakref.WeakSet[Coordinator] = weakref.WeakSet()
-LISTING_S: Final = 10.0  # between two lines about a listing that takes so long
-LOCATED_AT_ONCE: Final = 256  # keys, for which the lock is held
-MOST_SLOTS: Final = 2  # in capacities: what others store on a shared medium beyond it must be told of
+START_TIMEOUT_S: Final = 3.0
+CLOSE_TIMEOUT_S: Final = 10.0
+FINALIZER_TIMEOUT_S: Final = 1.0  # for a coordinator that was not closed: its process may be about to end
+POLL_S: Final = 0.25  # deadlines pass without a notification
+LOCATE_BATCH: Final = 256  # keys that are looked up while the lock is held
 
 
 class TierRefusedError(RuntimeError):
@@ -71,10 +53,10 @@ class TierRefusedError(RuntimeError):
 
 
 class Coordinator:
-    """Non-blocking face of the store. One for a scheduler; several threads may call it.
+    """The non-blocking interface to the tiers. One for a scheduler; several threads may call it.
 
-    A step is: any number of lookup and prepare_load calls, then end_step. `changed` is notified whenever a mover
-    reported something, for those that may wait.
+    A step is: any number of lookup and prepare_load calls, then end_step. `changed` is notified when a mover has
+    reported something, for callers that may wait. The region belongs to the coordinator, and is closed with it.
     """
 
     def __init__(
@@ -87,9 +69,9 @@ class Coordinator:
         limits: Limits | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.namespace = namespace
         self.region = region
-        self._config = config
+        self.closed = False
+        self.config = config
         self._clock = clock or RunningClock()
         self._names = config.names
         geometry = region.geometry
@@ -103,17 +85,7 @@ class Coordinator:
         self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
-        self._refusals: dict[int, str] = {}  # by tier
-        self._answered: set[int] = set()
-        self._used_bytes = [0] * len(specs)
-        self._denials: list[dict[str, str]] = [{} for _ in specs]  # by tier and kind of request: a sentence
-        self._listed = [0] * len(specs)
-        self._say_listing_at = [0.0] * len(specs)
-        self._logs = [
-            TierLog(name, tier.place, format_size(tier.capacity))
-            for name, tier in zip(config.names, config.storage, strict=True)
-        ]
-        self._last_word = [""] * len(specs)
+        self._tiers = [TierStatus(name, tier) for name, tier in zip(config.names, config.storage, strict=True)]
         hellos = hellos or [
             Configure(
                 tier_to_dict(tier),
@@ -125,13 +97,52 @@ class Coordinator:
             )
             for place, tier in enumerate(config.storage)
         ]
-        self._movers = Supervisor(hellos, self._names, region.fd, self, self._clock)
+        self._link = MoverLink(
+            self._core,
+            self._tiers,
+            namespace,
+            changed=self.changed,
+            row_bytes=geometry.row_bytes,
+            hellos=hellos,
+            region_fd=region.fd,
+            clock=self._clock,
+        )
         self._pid = os.getpid()
+        self._end = finalize_once(self, partial(_end, self._link.supervisor, region))
         _coordinators.add(self)
 
-    def start(self, patience_s: float = 3.0, ready_s: float = 0.0) -> None:
-        """Start the movers and give the tiers `patience_s` to say what they think of their configuration, and
-        `ready_s`, counted from the start too, to say what they hold (see wait_ready).
+    @classmethod
+    def open(
+        cls,
+        config: TiersConfig,
+        namespace: Namespace,
+        region: HostRegion,
+        timeout_s: float = START_TIMEOUT_S,
+        ready_s: float | None = None,
+    ) -> Self:
+        """Start a coordinator over a region that the caller created or attached; it closes the region when it closes.
+
+        Waits at most `timeout_s` seconds for the tiers to judge their configuration, and for their listings at most
+        `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds.
+
+        Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
+        """
+        for warning in (*warnings_of(config), *warnings_here(config)):
+            log.warning("nixl_tiers: %s", warning)
+        coordinator = cls(config, namespace, region)
+        try:
+            given_s = timeout_s if ready_s is None else ready_s
+            coordinator.start(timeout_s, given_s if config.ready_s is None else config.ready_s)
+        except BaseException as error:
+            coordinator._end()
+            if isinstance(error, TierRefusedError):
+                raise ConfigError(str(error)) from None
+            raise
+        return coordinator
+
+    def start(self, timeout_s: float = START_TIMEOUT_S, ready_s: float = 0.0) -> None:
+        """Start the movers. Wait up to `timeout_s` for the tiers to judge their configuration, and up to `ready_s`,
+        counted from the start too, for them to list what they hold (see wait_ready).
 
         Raises TierRefusedError if one can never work. One that is down, or slow to answer, starts as a miss and heals.
         """
@@ -143,39 +154,60 @@ class Coordinator:
             ", ".join(self._names) or "none",
             self.namespace.digest.hex(),
         )
-        if not self._config.storage:
+        if not self.config.storage:
             return
         began_s = time.monotonic()
-        self._movers.start(self._open_message())
+        self._link.start()
         with self.changed:
-            self.changed.wait_for(lambda: len(self._answered) == len(self._names), max(patience_s, ready_s))
-            refusals = [f"tiers[{tier + 1}].{reason}" for tier, reason in sorted(self._refusals.items())]
+            self.changed.wait_for(lambda: all(tier.answered for tier in self._tiers), max(timeout_s, ready_s))
+            refusals = [f"tiers[{place}].{tier.refusal}" for place, tier in enumerate(self._tiers, 1) if tier.refusal]
         if refusals:
-            self.close(1.0)
+            self._link.supervisor.close(1.0)
             raise TierRefusedError(refusals[0])
-        self.wait_ready(max(0.0, began_s + ready_s - time.monotonic()))
-
-    def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until each tier has told all that it holds, or that it is down; False if that took longer."""
         with self.changed:
-            return self.changed.wait_for(lambda: self.ready, timeout_s)
+            self.changed.wait_for(lambda: self._link.ready, max(0.0, began_s + ready_s - time.monotonic()))
 
     @property
     def ready(self) -> bool:
-        """Whether each tier has told all that it holds, or that it is down."""
+        """Whether each tier has listed all that it holds, or has reported that it is down."""
         with self._lock:
-            return all(
-                storage.state is TierState.UP or (storage.state is TierState.DOWN and tier in self._answered)
-                for tier, storage in enumerate(self._core.tiers)
-            )
+            return self._link.ready
 
-    def close(self, patience_s: float) -> None:
-        """Let the movers write their journals and leave; with a patience of 0 without looking back."""
-        self._movers.close(patience_s)
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until the tiers are `ready`, or until `close` begins; whether that took no longer than `timeout_s`."""
+        return self._wait_for(lambda: self.closed or self.ready, timeout_s)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every write to a storage tier has ended, or until `close` begins; whether that took no longer
+        than `timeout_s`."""
+        return self._wait_for(lambda: self.closed or self.backlog() == 0, timeout_s)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Write down what `flush_on_exit_s` of the configuration has time for, let the movers write their journals and
+        exit, and close the region. Movers that have not exited after `timeout_s` are killed; with 0 they are not
+        waited for. A second call, and one in a forked child, does nothing."""
+        if self.closed or os.getpid() != self._pid:  # a forked child leaves its parent's movers alone
+            return
+        self.closed = True
+        with self.changed:
+            self.changed.notify_all()  # wake waiting threads
+        try:
+            if flush_s := self.config.flush_on_exit_s:
+                until_s = time.monotonic() + flush_s
+                self._wait_for(lambda: self.ready, flush_s)  # nothing is written to a tier before it is listed
+                self.demote_all()
+                self._wait_for(lambda: self.backlog() == 0, max(0.0, until_s - time.monotonic()))
+        finally:
+            self._end.detach()
+            _end(self._link.supervisor, self.region, timeout_s)
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._link.namespace
 
     @property
     def mover_pids(self) -> list[int | None]:
-        return self._movers.pids
+        return self._link.supervisor.pids
 
     # --- what a scheduler calls --------------------------------------------------------------------------------
 
@@ -210,7 +242,7 @@ class Coordinator:
             self._core.end_step()
             work = self._core.events.busy
         if work:
-            self._movers.wake()
+            self._link.supervisor.wake()
 
     def prepare_load(self, keys: Sequence[Key], request: str, *, call: bool = False) -> NDArray[np.int64]:
         """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
@@ -252,7 +284,7 @@ class Coordinator:
             self._core.complete_store(rows, *self._failed(rows))
             work = self._core.events.busy
         if work:
-            self._movers.wake()
+            self._link.supervisor.wake()
 
     def end_call(self, call: str) -> None:
         """A thread's call has ended, well or not, and touches no row any more; those that it was to fill are hits if
@@ -262,7 +294,7 @@ class Coordinator:
             work = self._core.events.busy
             self.changed.notify_all()
         if work:
-            self._movers.wake()
+            self._link.supervisor.wake()
 
     def keep(self, keys: Sequence[Key], request: str) -> None:
         """Spare the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
@@ -285,15 +317,12 @@ class Coordinator:
 
     def reset(self) -> None:
         """The bytes may no longer match the weights: nothing stored so far is a hit any more."""
-        keep = self._config.on_reset == "keep"
+        keep = self.config.on_reset == "keep"
         with self._lock:
             self._core.reset(keep_tiers=keep)
             if not keep:
-                self._answered.clear()
-                # Epoch 0 is for weights as they were loaded; those of after a reset are nobody else's.
-                self.namespace = replace(self.namespace, epoch=secrets.randbits(63) | 1)
-                if self._config.storage:  # with the lock: of two resets, movers must hear of the last one last
-                    self._movers.reopen(self._open_message())
+                # Epoch 0 stands for the weights as they were loaded; after a reset no other engine has the same ones.
+                self._link.reopen(replace(self.namespace, epoch=secrets.randbits(63) | 1))
 
     def flushed(self) -> None:
         """Workers have ended every job of before the last reset (vLLM 0.33 tells; before, the engine finds out)."""
@@ -309,17 +338,17 @@ class Coordinator:
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
         """The same for many keys."""
         places: list[str | None] = []
-        for start in range(0, len(keys), LOCATED_AT_ONCE):
+        for start in range(0, len(keys), LOCATE_BATCH):
             with self._lock:
                 now = self._clock()
-                places += [self._core.where(key, now) for key in keys[start : start + LOCATED_AT_ONCE]]
+                places += [self._core.where(key, now) for key in keys[start : start + LOCATE_BATCH]]
         return places
 
     def demote_all(self) -> None:
         """Queue all that a tier written on eviction does not hold yet: the engine is leaving."""
         with self._lock:
             self._core.demote_all()
-        self._movers.wake()
+        self._link.supervisor.wake()
 
     def backlog(self) -> int:
         """Rows whose cascade to some tier is still to end; 0 when all have ended, well or not."""
@@ -334,159 +363,48 @@ class Coordinator:
     def counters(self) -> dict[str, dict[str, float]]:
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges."""
         with self._lock:
-            book = self._core.counters()
-            used = dict(zip(self._names, self._used_bytes, strict=True))
-            denials = {name: len(each) for name, each in zip(self._names, self._denials, strict=True)}
-            listed = dict(zip(self._names, self._listed, strict=True))
-            row_bytes = self.region.geometry.row_bytes
-            capacity = {"cpu": self._config.cpu.capacity} | {
-                name: tier.capacity for name, tier in zip(self._names, self._config.storage, strict=True)
+            gauges = {tier.name: tier.gauges() for tier in self._tiers}
+            gauges["cpu"] = {
+                "used_bytes": self._core.host.used * self.region.geometry.row_bytes,
+                "capacity_bytes": self.config.cpu.capacity,
+                "denials": 0.0,
+                "listed_rows": 0.0,
             }
             return {
                 name: {
                     **asdict(tier.counters),
-                    "used_bytes": used.get(name, tier.used * row_bytes),
-                    "capacity_bytes": capacity[name],
                     "rows": tier.rows,
                     "up": float(tier.up),
                     "breaker": float(tier.circuit),
                     "quarantined": float(tier.quarantined),
-                    "denials": float(denials.get(name, 0)),
-                    "listed_rows": float(listed.get(name, 0)),
+                    **gauges[name],
                 }
-                for name, tier in book.items()
+                for name, tier in self._core.counters().items()
             }
 
     def problems(self) -> dict[str, str]:
         """By tier: why it is down or what its medium denies, in words; empty where nothing is known to be wrong."""
         with self._lock:
-            known = [
-                "; ".join([*filter(None, [word]), *denials.values()])
-                for word, denials in zip(self._last_word, self._denials, strict=True)
-            ]
-            return {"cpu": "", **dict(zip(self._names, known, strict=True))}
-
-    # --- what the supervisor calls -----------------------------------------------------------------------------
-
-    def on_message(self, tier: int, message: ToCoordinator) -> None:
-        with self.changed:
-            now = self._clock()
-            match message:
-                case Finished():
-                    outcomes = [Outcome(code) for code in message.outcomes]
-                    self._core.events.finished(tier, message.job, outcomes, now, message.partial)
-                case Heartbeat():
-                    self._used_bytes[tier] = message.used_bytes
-                    self._listed[tier] = message.listed
-                    self._say_listing(tier, now)
-                    self._say_denials(tier, message.denials)
-                    return
-                case Listed():
-                    if message.epoch == self.namespace.epoch:
-                        entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
-                        self._core.events.listed(tier, entries, message.last)
-                        if message.last:
-                            self._logs[tier].listed(len(self._core.tiers[tier].slots))
-                case ExistenceChecked():
-                    self._core.events.existence_checked(tier, message.probe, message.absent, now)
-                case Opened():
-                    self._check_slots(tier, message.slots)
-                    if message.epoch == self.namespace.epoch:
-                        self._answered.add(tier)
-                        self._say_listing_at[tier] = now + LISTING_S
-                        self._core.events.opened(tier, message.slots)
-                        self._last_word[tier] = ""
-                        self._logs[tier].up(now)
-                case Slots():
-                    self._check_slots(tier, message.slots)
-                    if message.epoch == self.namespace.epoch:
-                        self._core.events.resized(tier, message.slots)
-                case Down():
-                    self._answered.add(tier)
-                    self._core.events.down(tier, now)
-                    self.on_trouble(tier, message.reason)
-                case Refused():
-                    self._answered.add(tier)
-                    self._core.events.down(tier, now)
-                    self._refusals[tier] = message.reason
-                    self.on_trouble(tier, message.reason)
-            self.changed.notify_all()
-
-    def on_table(self, tier: int, message: ListedIndex, table: SharedColdIndex) -> None:
-        with self._lock:
-            known = self._core.events.known_keys(tier)
-        for key in known:  # without the lock: where a tier was opened again these can be many
-            table.remove(key)
-        with self.changed:
-            if message.epoch == self.namespace.epoch:
-                self._core.events.index_listed(tier, table, message.newest)
-                self.changed.notify_all()
-                return
-        table.close()
-
-    def on_trouble(self, tier: int, reason: str) -> None:
-        with self._lock:
-            self._last_word[tier] = reason
-            self._logs[tier].down(reason, self._clock())
-
-    def on_line(self, tier: int, level: int, text: str) -> None:
-        with self._lock:
-            self._logs[tier].line(level, text)
-
-    def on_killed(self, tier: int) -> None:
-        with self.changed:
-            self._core.events.killed(tier, self._clock())
-            self.changed.notify_all()
-
-    def on_lost(self, tier: int) -> None:
-        with self.changed:
-            self._denials[tier] = {}  # the next mover finds out anew
-            self._core.events.lost(tier, self._clock())
-            self.changed.notify_all()
-
-    def on_tick(self, heard_s: float, room: Sequence[int]) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
-        with self._lock:
-            now = self._clock()
-            self._core.expire(heard_s)
-            for storage, packets in zip(self._core.tiers, room, strict=True):
-                storage.send_credits = packets
-            jobs = self._core.events.plan(now)
-            moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
-            messages: list[tuple[int, ToMover]] = []
-            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.LOAD]
-            most = self._core.limits.deletes_per_batch
-            for tier, storage in enumerate(self._core.tiers):
-                messages += [(tier, Delete(batch)) for batch in storage.delete_batches(most)]
-                messages += [(tier, DeleteCold(nameless)) for nameless in storage.cold_delete_batches(most)]
-            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.STORE]
-            for probe in self._core.events.plan_checks(now):
-                if sendable(question := CheckExistence(probe.id, probe.keys, probe.chain)):
-                    messages.append((probe.tier, question))
-                else:
-                    self._core.events.existence_checked(probe.tier, probe.id, (), now)
-            for tier_log, storage in zip(self._logs, self._core.tiers, strict=True):
-                tier_log.watch(storage.breakers, now)
-            closing = [rows for storage in self._core.tiers for rows in storage.take_retired()]
-            result = messages, self._core.health.overdue(heard_s), self._core.events.busy
-        for rows in closing:
-            rows.close()
-        return result
+            return {"cpu": "", **{tier.name: tier.log.problem for tier in self._tiers}}
 
     def leave_to_parent(self) -> None:
         """In a forked child: let go of what is the parent's, and answer every call with a RuntimeError."""
         self._lock = ForkedLock(self._pid)  # type: ignore[assignment]
-        self.changed = ForkedLock(self._pid)  # type: ignore[assignment]
-        self._movers.leave_to_parent()
+        self.changed = self._link.changed = ForkedLock(self._pid)  # type: ignore[assignment]
+        self._link.supervisor.leave_to_parent()
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _sendable(self, job: Job, now: float) -> Store | Load | None:
-        """The message for a job; None for one that no mover would take, which must cost no more than itself."""
-        message = _message(job)
-        if sendable(message):
-            return message
-        self._core.events.finished(job.tier, job.id, [Outcome.FAILED] * len(job.moves), now)
-        return None
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Poll `condition` with the lock held, and at every change. May be interrupted by Ctrl-C."""
+        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        with Interrupts() as interrupts, self.changed:
+            while not condition():
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    return False
+                self.changed.wait(min(POLL_S, left_s))
+                interrupts.point()
+        return True
 
     def _look_for_ended(self) -> None:
         """Take back rows of stores of before a reset that workers have ended by their own words. An engine that says
@@ -515,39 +433,15 @@ class Coordinator:
                     (incomplete if copied else failed).add(row.key)
         return failed, incomplete
 
-    def _check_slots(self, tier: int, slots: int) -> None:
-        """Raises ValueError for more than any medium of this capacity has: each costs the book a byte."""
-        if slots * self.region.geometry.row_bytes > MOST_SLOTS * self._config.storage[tier].capacity:
-            raise ValueError(f"the {self._names[tier]} tier cannot have {slots} slots")
-
-    def _open_message(self) -> Open:
-        return Open(self.namespace.digest, self.namespace.epoch)
-
-    def _say_denials(self, tier: int, denials: dict[str, str]) -> None:
-        """One line for each kind of request, when the medium begins to deny it and when it has ended."""
-        before, self._denials[tier] = self._denials[tier], denials
-        for kind in denials.keys() - before.keys():
-            log.warning("nixl_tiers: the %s tier: %s", self._names[tier], denials[kind])
-        for kind in before.keys() - denials.keys():
-            log.warning("nixl_tiers: the %s tier: %s is no longer denied", self._names[tier], kind)
-
-    def _say_listing(self, tier: int, now: float) -> None:
-        """One line now and then while a tier takes long to tell what it holds."""
-        if self._core.tiers[tier].state is TierState.LISTING and now >= self._say_listing_at[tier]:
-            self._say_listing_at[tier] = now + LISTING_S
-            what = f"{self._listed[tier]:,} rows so far; what it has not told of yet is a miss"
-            log.info("nixl_tiers: the %s tier is still being listed: %s", self._names[tier], what)
-
 
 def _written_below(tiers: Sequence[StorageConfig], place: int) -> bool:
     """Whether rows that leave the tier at `place` may have to be written to the next one that is ever written to."""
     return next((tier.write is Write.ON_EVICT for tier in tiers[place + 1 :] if tier.write is not Write.OFF), False)
 
 
-def _message(job: Job) -> Store | Load:
-    if job.direction is Direction.LOAD:
-        return Load(job.id, [Move(move.row.index, move.entry.slot, move.key) for move in job.moves])
-    return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
+def _end(supervisor: Supervisor, region: HostRegion, timeout_s: float = FINALIZER_TIMEOUT_S) -> None:
+    supervisor.close(timeout_s)
+    region.close()
 
 
 def _leave_to_parent() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -22,10 +20,8 @@ from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
-from nixl_tiers.config.warnings import warnings_here, warnings_of
-from nixl_tiers.coordinator import Coordinator, TierRefusedError
+from nixl_tiers.coordinator import CLOSE_TIMEOUT_S, POLL_S, Coordinator
 from nixl_tiers.interrupts import Interrupts
-from nixl_tiers.lifetime import finalize_once
 from nixl_tiers.memory.region import HostRegion
 
 if TYPE_CHECKING:
@@ -33,11 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 3.0
 READY_S: Final = 10.0  # of `open`, unless the configuration says otherwise
-LEAVE_S: Final = 10.0
-POLL_S: Final = 0.25  # deadlines pass without anybody saying so
-UNASKED_S: Final = 1.0  # for a store that nobody closed: its process may be about to end
 
 
 def open(  # noqa: A001 - nixl_tiers.open is what it is called
@@ -63,7 +55,7 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes)
     region.prefault()
     try:
-        return TieredStore.over(checked, Namespace.of(facts), region, ready_s=READY_S)
+        return TieredStore(Coordinator.open(checked, Namespace.of(facts), region, ready_s=READY_S))
     except BaseException:
         region.close()
         raise
@@ -93,47 +85,13 @@ class TieredStore:
     interface below, for schedulers.
     """
 
-    def __init__(self, coordinator: Coordinator, region: HostRegion, config: TiersConfig) -> None:
-        """Not for callers: use nixl_tiers.open or TieredStore.over."""
-        self._patience_s = config.wait_s
-        self._flush_on_exit_s = config.flush_on_exit_s
-        self._tiers = ("cpu", *config.names)
+    def __init__(self, coordinator: Coordinator) -> None:
+        """Not for callers: use nixl_tiers.open."""
         self.coordinator = coordinator
-        self._region = region
+        self._region = coordinator.region
+        self._wait_s = coordinator.config.wait_s
         self._names = itertools.count()
-        self._batch = max(1, region.rows // 4)
-        self._closed = False
-        self._pid = os.getpid()
-        self._end = finalize_once(self, partial(_end, coordinator, region))
-
-    @classmethod
-    def over(
-        cls,
-        config: TiersConfig,
-        namespace: Namespace,
-        region: HostRegion,
-        patience_s: float = PATIENCE_S,
-        ready_s: float | None = None,
-    ) -> Self:
-        """A store over a region that the caller made or attached; closing the store closes the region too.
-
-        Waits at most `patience_s` seconds for the tiers to judge their configuration, and for their listings at most
-        `ready_s` of the configuration, else `ready_s`, else `patience_s` seconds.
-
-        Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
-        """
-        for warning in (*warnings_of(config), *warnings_here(config)):
-            log.warning("nixl_tiers: %s", warning)
-        coordinator = Coordinator(config, namespace, region)
-        try:
-            given_s = patience_s if ready_s is None else ready_s
-            coordinator.start(patience_s, given_s if config.ready_s is None else config.ready_s)
-            return cls(coordinator, region, config)
-        except BaseException as error:
-            coordinator.close(UNASKED_S)
-            if isinstance(error, TierRefusedError):
-                raise ConfigError(str(error)) from None
-            raise
+        self._batch = max(1, self._region.rows // 4)
 
     def put(self, keys: Sequence[Key], rows: Any) -> int:
         """Store chunk `rows[i]` under `keys[i]`. Returns how many of them, counted from the first, are in a tier now.
@@ -153,7 +111,7 @@ class TieredStore:
             keys = _checked_keys(keys)
             chunks = self._chunks(keys, rows)
             whole = self._name()
-            stall = _Stall(self._patience_s)
+            stall = StallTimeout(self._wait_s)
             try:
                 for start in range(0, len(keys), self._batch):
                     self._wait_for_room(stall, interrupts)
@@ -194,25 +152,27 @@ class TieredStore:
             keys = _checked_keys(keys)
             rows = out_of(out, len(keys), self.chunk_bytes)
             hits: list[bool] = []
-            stall = _Stall(self._patience_s)
+            stall = StallTimeout(self._wait_s)
             for start in range(0, len(keys), self._batch):
                 part = keys[start : start + self._batch]
                 hits += self._get_part(part, rows[start : start + len(part)], stall, interrupts)
             return hits
 
-    def _get_part(self, keys: list[Key], out: NDArray[np.uint8], stall: _Stall, interrupts: Interrupts) -> list[bool]:
+    def _get_part(
+        self, keys: list[Key], out: NDArray[np.uint8], stall: StallTimeout, interrupts: Interrupts
+    ) -> list[bool]:
         name = self._name()
         try:
             with self.coordinator.changed:  # held from the look-ups to the load, and while nothing is awaited
                 try:
                     self.coordinator.be_patient(name)
-                    stall.begin()
+                    stall.restart()
                     while Lookup.PENDING in (answers := [self.coordinator.lookup(key, name) for key in keys]):
-                        if stall.over(answers.count(Lookup.HIT)):
+                        if stall.expired(answers.count(Lookup.HIT)):
                             break  # what is pending is no hit
                         self.coordinator.end_step()
                         self._wait(stall, interrupts)
-                    stall.saw(answers.count(Lookup.HIT))
+                    stall.note(answers.count(Lookup.HIT))
                     hits = [answer is Lookup.HIT for answer in answers]
                     rows = self.coordinator.prepare_load(list(itertools.compress(keys, hits)), name, call=True)
                 finally:
@@ -237,7 +197,7 @@ class TieredStore:
         seconds (None: no limit). Until then `get` waits for unknown keys (within `wait_s`), `locate` does not find
         them, and nothing is written to the tier."""
         self._check_open()
-        ready = self._wait_for(lambda: self._closed or self.coordinator.ready, timeout_s)
+        ready = self.coordinator.wait_ready(timeout_s)
         self._check_open()
         return ready
 
@@ -245,9 +205,9 @@ class TieredStore:
         """Wait until every write to a storage tier has finished or failed. False if that took longer than `timeout_s`
         seconds (None: no limit)."""
         self._check_open()
-        done = self._wait_for(lambda: self._closed or self.coordinator.backlog() == 0, timeout_s)
+        flushed = self.coordinator.flush(timeout_s)
         self._check_open()
-        return done
+        return flushed
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Counters and gauges by tier, the same numbers as the metrics (bytes where a name says so, else rows), and as
@@ -261,29 +221,11 @@ class TieredStore:
         with self._call():
             self.coordinator.reset()
 
-    def close(self, patience_s: float = LEAVE_S) -> None:
-        """End the store. Moves that run are finished, for at most `patience_s` seconds. Chunks that are not written to
-        a storage tier yet are lost: `flush` first, or configure `flush_on_exit_s` for tiers with `write: on_evict`.
-        A second call, and one in a forked child, does nothing."""
-        if self._closed or os.getpid() != self._pid:  # a forked child leaves its parent's store alone
-            return
-        self._closed = True
-        with self.coordinator.changed:
-            self.coordinator.changed.notify_all()  # whoever waits is told
-        try:
-            if self._flush_on_exit_s:
-                until_s = time.monotonic() + self._flush_on_exit_s
-                self.coordinator.wait_ready(self._flush_on_exit_s)  # nothing is written to a tier that is still listed
-                self.coordinator.demote_all()
-                self._wait_for(lambda: self.coordinator.backlog() == 0, max(0.0, until_s - time.monotonic()))
-        finally:
-            self._end.detach()
-            _end(self.coordinator, self._region, patience_s)
-
-    @property
-    def sub_blocks(self) -> int:
-        """How many parts of a chunk may be absent on their own: blocks of vLLM in a chunk; 1 with `nixl_tiers.open`."""
-        return self._region.geometry.sub_blocks
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Close the store. Moves that are running are finished, for at most `timeout_s` seconds. Chunks that are not
+        written to a storage tier yet are lost: `flush` first, or configure `flush_on_exit_s` for tiers with
+        `write: on_evict`. A second call, and one in a forked child, does nothing."""
+        self.coordinator.close(timeout_s)
 
     @property
     def chunk_bytes(self) -> int:
@@ -291,8 +233,9 @@ class TieredStore:
         return self._region.geometry.payload_bytes
 
     def __repr__(self) -> str:
-        tiers = ", ".join(self._tiers)
-        return f"<TieredStore {tiers}: chunks of {self.chunk_bytes} bytes{', closed' if self._closed else ''}>"
+        tiers = ", ".join(("cpu", *self.coordinator.config.names))
+        closed = ", closed" if self.coordinator.closed else ""
+        return f"<TieredStore {tiers}: chunks of {self.chunk_bytes} bytes{closed}>"
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -315,33 +258,23 @@ class TieredStore:
             raise
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.coordinator.closed:
             raise RuntimeError("this store is closed")
 
-    def _wait_for_room(self, stall: _Stall, interrupts: Interrupts) -> None:
+    def _wait_for_room(self, stall: StallTimeout, interrupts: Interrupts) -> None:
         """Hold up a put that is faster than the tiers are."""
-        until_s = time.monotonic() + self._patience_s
+        until_s = time.monotonic() + self._wait_s
         with self.coordinator.changed:
-            stall.begin()
+            stall.restart()
             while (backlog := self.coordinator.pressure()) > 2 * self._batch and time.monotonic() < until_s:
-                if stall.over(-backlog):
+                if stall.expired(-backlog):
                     return
                 self._wait(stall, interrupts)
 
-    def _wait(self, stall: _Stall, interrupts: Interrupts) -> None:
+    def _wait(self, stall: StallTimeout, interrupts: Interrupts) -> None:
         stall.wait(self.coordinator.changed)
         self._check_open()
         interrupts.point()
-
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with Interrupts() as interrupts, self.coordinator.changed:
-            while not condition():
-                if (left_s := until_s - time.monotonic()) <= 0:
-                    return False
-                self.coordinator.changed.wait(min(POLL_S, left_s))
-                interrupts.point()
-        return True
 
     def _name(self) -> str:
         return f"api-{next(self._names)}"
@@ -365,34 +298,29 @@ def _checked_keys(keys: Any) -> list[Key]:
     return checked
 
 
-class _Stall:
-    """For how long one call has waited, part after part, without any progress: after `most_s` it waits no more."""
+class StallTimeout:
+    """Ends a call's waiting once it has waited for `timeout_s`, in all of its parts, without any progress."""
 
-    def __init__(self, most_s: float) -> None:
-        self._most_s = most_s
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._waited_s = 0.0
         self._best: int | None = None
 
-    def begin(self) -> None:
-        """Another part, whose first measure of progress is no progress yet."""
+    def restart(self) -> None:
+        """Another part begins, whose first measure of progress is no progress yet."""
         self._best = None
 
-    def saw(self, progress: int) -> None:
+    def note(self, progress: int) -> None:
         """`progress`: any number that grows while there is some."""
         if self._best is not None and progress > self._best:
             self._waited_s = 0.0
         self._best = progress if self._best is None else max(self._best, progress)
 
-    def over(self, progress: int) -> bool:
-        self.saw(progress)
-        return self._waited_s >= self._most_s
+    def expired(self, progress: int) -> bool:
+        self.note(progress)
+        return self._waited_s >= self._timeout_s
 
     def wait(self, changed: threading.Condition) -> None:
         began_s = time.monotonic()
-        changed.wait(min(POLL_S, self._most_s - self._waited_s))
+        changed.wait(min(POLL_S, self._timeout_s - self._waited_s))
         self._waited_s += time.monotonic() - began_s
-
-
-def _end(coordinator: Coordinator, region: HostRegion, patience_s: float = UNASKED_S) -> None:
-    coordinator.close(patience_s)
-    region.close()

@@ -1,7 +1,7 @@
-"""What an operator reads of a storage tier: one line at its start, one when it goes down, one when it is back.
+"""What an operator reads of a storage tier: one line at its start, one when it goes down, one when it is up again.
 
-A tier that fails, fails for every job and with every restart of its mover; a line for each would bury the one that
-tells why. Times are moments of the caller's clock, in seconds.
+A tier that fails, fails for every job and at every restart of its mover; a line for each would bury the one that
+gives the reason. Times (`now`) are readings of the caller's clock, in seconds.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from nixl_tiers.cascade.types import Direction
 
 log = logging.getLogger(__name__)
 
-RELAPSE_S: Final = 600.0  # what fails again so soon has not been mended
-STEADY_S: Final = 60.0  # for so long it must work then to count as back; doubled up to RELAPSE_S
-REASONS: Final = 3  # other reasons that are told in one outage
+RELAPSE_S: Final = 600.0  # an outage that begins so soon after the last one counts as its relapse
+STEADY_S: Final = 60.0  # how long it must then work to count as up again; doubled up to RELAPSE_S
+REASONS: Final = 3  # further reasons that are logged in one outage
 LINES: Final = 64  # lines of a mover that are remembered, so that its successors do not repeat them
+LISTING_S: Final = 10.0  # between two lines about a listing that is still running
 
-_WAYS: Final = {Direction.LOAD: "loads from", Direction.STORE: "stores to"}
+_DIRECTIONS: Final = {Direction.LOAD: "loads from", Direction.STORE: "stores to"}
 
 
 class Outage:
-    """Whether something works, told when that changes. What goes to and fro is told ever more seldom."""
+    """Logs when something begins to fail and when it works again; of what flaps, less and less often."""
 
     def __init__(self, fails: str, works: str) -> None:
         self.lasts = False
@@ -38,7 +39,7 @@ class Outage:
         self._steady_s = 0.0
 
     def begin(self, reason: str, now: float) -> None:
-        """It fails. Told once; while that lasts, another `reason` is, too, as something less urgent."""
+        """It fails: one WARNING for each outage; while it lasts, an INFO line for each of the first further reasons."""
         self._works_since = None
         if not self.lasts:
             again = now - self._ended_at < RELAPSE_S
@@ -51,52 +52,87 @@ class Outage:
             log.info("nixl_tiers: %s, now because: %s", self._fails, reason)
 
     def end(self, now: float) -> None:
-        """It works; called as often as that is seen."""
+        """It works. May be called as often as that is seen."""
         if self.lasts and self._works_since is None:
             self._works_since = now
         self.watch(now)
 
     def watch(self, now: float) -> None:
-        """Call now and then."""
+        """Log the end of an outage once it has worked for long enough. Call it periodically."""
         if self.lasts and self._works_since is not None and now - self._works_since >= self._steady_s:
             self.lasts, self._ended_at = False, now
             log.warning("nixl_tiers: %s after %.0f s", self._works, self._works_since - self._since)
 
 
 class TierLog:
-    """Of one tier. `place` and `capacity` are said at the start."""
+    """Of one tier. `place` and `capacity` appear in the line at the start."""
 
     def __init__(self, name: str, place: str, capacity: str) -> None:
         self._where = f"{name} tier ({place}, {capacity})"
         self._name = name
         self._tier = Outage(f"the {self._where} is down", f"the {name} tier is up again")
         self._circuits = {
-            way: Outage(f"{words} the {name} tier fail", f"{words} the {name} tier work again")
-            for way, words in _WAYS.items()
+            direction: Outage(f"{words} the {name} tier fail", f"{words} the {name} tier work again")
+            for direction, words in _DIRECTIONS.items()
         }
         self._episodes = dict.fromkeys(Direction, 0)
+        self._reason = ""  # why the tier is down
+        self.denials: Mapping[str, str] = {}
+        """What the medium denies now: kind of request -> a sentence."""
         self._listed = False
+        self._listing_at = 0.0
         self._lines: OrderedDict[str, None] = OrderedDict()
 
+    @property
+    def problem(self) -> str:
+        """Why the tier is down or what its medium denies, in words; empty if nothing is known to be wrong."""
+        return "; ".join([*filter(None, [self._reason]), *self.denials.values()])
+
     def listed(self, rows: int) -> None:
-        """The tier is up and has told of all `rows` that it holds; only the first time is news."""
+        """The tier is up and all its `rows` are listed. Only the first time is logged."""
         if not self._listed:
             self._listed = True
             log.info("nixl_tiers: the %s is up, %d rows found", self._where, rows)
 
+    def listing(self, rows: int, now: float) -> None:
+        """The tier is being listed, with `rows` so far: one line every LISTING_S."""
+        if now >= self._listing_at:
+            self._listing_at = now + LISTING_S
+            log.info(
+                "nixl_tiers: the %s tier is still being listed: %s rows so far; a row that is not listed yet is a miss",
+                self._name,
+                f"{rows:,}",
+            )
+
+    def denied(self, denials: Mapping[str, str]) -> None:
+        """What the medium denies now: one line for each kind of request when that begins, and one when it ends."""
+        before, self.denials = self.denials, denials
+        for kind in denials.keys() - before.keys():
+            log.warning("nixl_tiers: the %s tier: %s", self._name, denials[kind])
+        for kind in before.keys() - denials.keys():
+            log.warning("nixl_tiers: the %s tier: %s is no longer denied", self._name, kind)
+
+    def mover_lost(self) -> None:
+        """The tier's mover is dead: its successor finds out anew what is denied."""
+        self.denials = {}
+
     def down(self, reason: str, now: float) -> None:
-        """Neither its medium nor its mover can be used."""
+        """The medium or the mover cannot be used."""
+        self._reason = reason
         self._tier.begin(reason, now)
 
     def up(self, now: float) -> None:
+        """The mover has opened the medium, and begins to list it."""
+        self._reason = ""
+        self._listing_at = now + LISTING_S
         self._tier.end(now)
 
     def watch(self, breakers: Mapping[Direction, Breaker], now: float) -> None:
-        """Call now and then. A circuit that opens because the tier is down is no news of its own."""
+        """Call it periodically. A circuit that opens because the tier is down is not logged on its own."""
         self._tier.watch(now)
-        for way, breaker in breakers.items():
-            circuit, opened = self._circuits[way], breaker.episode != self._episodes[way]
-            self._episodes[way] = breaker.episode
+        for direction, breaker in breakers.items():
+            circuit, opened = self._circuits[direction], breaker.episode != self._episodes[direction]
+            self._episodes[direction] = breaker.episode
             if opened and not breaker.closed and not self._tier.lasts:
                 circuit.begin("the circuit is open, and tried again now and then", now)
             elif breaker.closed:
@@ -105,7 +141,8 @@ class TierLog:
                 circuit.watch(now)
 
     def line(self, level: int, text: str) -> None:
-        """Something that its mover says. A mover that is started again and again says the same again and again."""
+        """A line of the mover's own log, unless a predecessor wrote the same in this outage: a mover in a restart loop
+        repeats itself."""
         repeated = text in self._lines
         self._lines[text] = None
         self._lines.move_to_end(text)

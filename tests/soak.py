@@ -249,7 +249,7 @@ class Soak:
         hellos = [Configure(tier, *shape) for tier in tiers]
         coordinator = Coordinator(self._config, Namespace.of({"of": "the soak"}), region, hellos=hellos, limits=LIMITS)
         coordinator.start()
-        return TieredStore(coordinator, region, self._config)
+        return TieredStore(coordinator)
 
     # --- what must not grow -----------------------------------------------------------------------------------------
 

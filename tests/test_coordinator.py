@@ -53,7 +53,7 @@ def store_over(path: Path, *rules: Rule, wait_s: float = 60.0, overdue_s: float 
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
     limits = Limits(wait_s=wait_s, hard_deadline_min_s=overdue_s, hard_deadline_max_s=overdue_s)
     coordinator = Coordinator(config, Namespace.of({"name": "faulty"}), region, hellos=[hello], limits=limits)
-    with TieredStore(coordinator, region, config) as store:
+    with TieredStore(coordinator) as store:
         coordinator.start()
         until_up(store)
         yield store

@@ -227,7 +227,7 @@ def test_a_job_that_no_mover_would_take_for_a_message_costs_only_itself(tmp_path
         movers = store.coordinator.mover_pids
         assert store.put([b"good"], [bytes(SIZE)]) == 1
         assert store.flush(300)
-        store.coordinator.on_message(
+        store.coordinator._link.on_message(
             0, Listed(0, [Entry(9, b"newest", 2**62)], last=False)
         )  # rows to come are newer still
         assert store.put([b"bad"], [bytes(SIZE)]) == 1

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.config.schema import TiersConfig
-from nixl_tiers.store import TieredStore
+from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import (
     LoadStoreSpec,
@@ -54,14 +54,13 @@ class NixlTiersManager(OffloadingManager):
 
     def __init__(
         self,
-        store: TieredStore,
+        coordinator: Coordinator,
         config: TiersConfig,
         groups: Sequence[int],
         events: EventLog | None,
         pause_s: float = PAUSE_S,
     ) -> None:
-        self._store = store
-        self._coordinator = store.coordinator
+        self._coordinator = coordinator
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
         self._localities = [tier.locality for tier in config.storage]
@@ -70,14 +69,15 @@ class NixlTiersManager(OffloadingManager):
         self._pause_s = pause_s
         # What a load is going to read of a chunk is not known at its look-up, so workers vouch for a row that lacks
         # blocks only where loads never read any but a chunk's last.
-        self._last_sub_block = store.sub_blocks - 1
+        sub_blocks = coordinator.region.geometry.sub_blocks
+        self._last_sub_block = sub_blocks - 1
         self._requests: set[str] = set()
         self._waiting: set[str] = set()  # those that this step's look-ups put off
         self._met: set[str] = set()  # requests whose own prefix was touched
         self._looked_up: set[str] = set()  # in this step
         self._loading: set[str] = set()  # requests with an open load
         self._failed: set[str] = set()  # requests of which a worker could not copy the load
-        self._gate = StoreGate(kept=config.on_reset == "keep", one_block=store.sub_blocks == 1)
+        self._gate = StoreGate(kept=config.on_reset == "keep", one_block=sub_blocks == 1)
         self._closed = False
 
     @override
@@ -215,7 +215,7 @@ class NixlTiersManager(OffloadingManager):
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
-            self._store.close(SHUTDOWN_S)
+            self._coordinator.close(SHUTDOWN_S)
 
     def _meet(self, req_context: ReqContext, position: int | None) -> None:
         """Touch what the engine hits in its own memory: all before `position`, or everything if nothing was looked up.

@@ -95,21 +95,21 @@ class NixlTiersSpec(OffloadingSpec):
             raise RegionError(f"the weights' identity: {error}; with model_id set, no weight file is read") from None
 
     def _make_manager(self) -> OffloadingManager:
-        from nixl_tiers.store import TieredStore
+        from nixl_tiers.coordinator import Coordinator
         from nixl_tiers.vllm.events import EventLog
         from nixl_tiers.vllm.manager import PAUSE_S, NixlTiersManager
 
         region = self._join()
         try:
             namespace = agreed_namespace(region, self.tiers, MEET_S)
-            store = TieredStore.over(self.tiers, namespace, region)
+            coordinator = Coordinator.open(self.tiers, namespace, region)
         except BaseException:
             region.close()
             raise
         events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
         pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0
-        return NixlTiersManager(store, self.tiers, compat.group_ids(self.config), events, pause_s)
+        return NixlTiersManager(coordinator, self.tiers, compat.group_ids(self.config), events, pause_s)
 
 
 def parse(config: OffloadingConfig) -> TiersConfig:

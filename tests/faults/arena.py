@@ -106,7 +106,7 @@ class Arena:
         if before_start is not None:
             before_start(coordinator)
         coordinator.start(3.0)
-        return TieredStore(coordinator, region, self.config)
+        return TieredStore(coordinator)
 
     @contextlib.contextmanager
     def under_load(

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from nixl_tiers.store import TieredStore
 from nixl_tiers.testing import vllm_cpu
 from tests.support.proxy import FaultProxy, Kind, Trouble
 from tests.support.waiting import until, until_up
@@ -43,7 +44,7 @@ def main(model: Path, port: int, bucket: str, faults: Sequence[str]) -> dict[str
         transfer = vllm_cpu.kv_transfer(tiers, wait_s=3.0)
         llm = vllm_cpu.in_process_llm(model, transfer, dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
         core = llm.llm_engine.engine_core.engine_core
-        store = core.scheduler.connector.connector_scheduler.manager._store
+        store = TieredStore(core.scheduler.connector.connector_scheduler.manager._coordinator)
         try:
             until_up(store)
             cold = ask(llm)

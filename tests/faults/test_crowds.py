@@ -81,7 +81,7 @@ def test_a_socket_that_is_full(on_tier: Callable[..., Arena], monkeypatch: pytes
     with arena.under_load():
         arena.go_on()
         pid = arena.a_mover()
-        mover = arena.store.coordinator._movers._movers[0]
+        mover = arena.store.coordinator._link.supervisor._movers[0]
         assert mover is not None
         os.kill(pid, signal.SIGSTOP)
         with contextlib.suppress(BlockingIOError):

@@ -57,7 +57,7 @@ def place(moto: MotoServer, s3_prefix: str, s3_credentials: Any, s3_bucket: Any)
 
 
 @contextmanager
-def engine_of(place: dict[str, Any]) -> Iterator[TieredStore]:
+def store_of(place: dict[str, Any]) -> Iterator[TieredStore]:
     """One of several engines, with a mover process of its own, on a shared prefix."""
     tier = {"type": "s3", "shared": True, "capacity": BUDGET_ROWS * ROW, **place}
     setting = configuration.load(config(tier, host=HOST_ROWS * ROW))
@@ -69,7 +69,7 @@ def engine_of(place: dict[str, Any]) -> Iterator[TieredStore]:
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
     hello = Configure(toy, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
     coordinator = Coordinator(setting, Namespace.of({"name": "budget"}), region, hellos=[hello])
-    with TieredStore(coordinator, region, setting) as store:
+    with TieredStore(coordinator) as store:
         coordinator.start(30.0)
         yield store
 
@@ -102,7 +102,7 @@ def test_two_engines_on_a_shared_prefix_keep_one_budget_but_for_their_windows(
         return written
 
     with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
-        stores = [stack.enter_context(engine_of(place)) for _ in range(2)]
+        stores = [stack.enter_context(store_of(place)) for _ in range(2)]
         sampling = threads.submit(sample)
         try:
             written = sum(threads.map(fill, stores))

@@ -73,7 +73,7 @@ TO_MOVERS = {
 FEW = ("half a message",)
 
 
-def engine_of(tmp_path: Path, hello: dict[str, object] | None = None) -> tuple[Coordinator, HostRegion, Any]:
+def coordinator_of(tmp_path: Path, hello: dict[str, object] | None = None) -> tuple[Coordinator, HostRegion]:
     tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "32MiB"}
     config = configuration.load({"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, tier]})
     region = HostRegion.create(GEOMETRY, ROWS)
@@ -82,7 +82,7 @@ def engine_of(tmp_path: Path, hello: dict[str, object] | None = None) -> tuple[C
         inner = hello | {"inner": tier_to_dict(config.storage[0])}
         hellos = [Configure(inner, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, ROWS)]
     limits = replace(Limits(), retry_s=0.1, breaker=BreakerLimits(min_backoff_s=0.1, max_backoff_s=0.2))
-    return Coordinator(config, Namespace.of({"of": "garbage"}), region, hellos=hellos, limits=limits), region, config
+    return Coordinator(config, Namespace.of({"of": "garbage"}), region, hellos=hellos, limits=limits), region
 
 
 @pytest.fixture
@@ -91,11 +91,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredSto
     monkeypatch.setattr(backoff, "BACKOFF_S", (0.05,))
     monkeypatch.setattr(backoff, "KILLS_AN_HOUR", 1000)
     (tmp_path / "say").mkdir()
-    coordinator, region, config = engine_of(
-        tmp_path, {"type": "tests.mover.babble:Babbling", "say": str(tmp_path / "say")}
-    )
+    coordinator, _ = coordinator_of(tmp_path, {"type": "tests.mover.babble:Babbling", "say": str(tmp_path / "say")})
     coordinator.start()
-    store = TieredStore(coordinator, region, config)
+    store = TieredStore(coordinator)
     yield store
     store.close()
 
@@ -121,7 +119,7 @@ def test_a_mover_that_babbles_is_replaced(store: TieredStore, tmp_path: Path, na
 def test_a_mover_that_cannot_understand_leaves_and_is_replaced(store: TieredStore, names: list[str]) -> None:
     keys = stored(store)
     for number, name in enumerate(names, 1):
-        mover = store.coordinator._movers._movers[0]
+        mover = store.coordinator._link.supervisor._movers[0]
         assert mover is not None
         mover.socket.send(TO_MOVERS[name])
         until(lambda number=number: stats(store)["deaths"] == number, f"its end, after {name}", PATIENCE_S)
@@ -182,7 +180,7 @@ EVENTS = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(events=EVENTS)
 def test_whatever_a_mover_says_no_row_is_lost_or_has_two_owners(events: list[Any]) -> None:
-    coordinator, region, _ = engine_of(Path("/unused"))
+    coordinator, region = coordinator_of(Path("/unused"))
     try:
         for number, event in enumerate(events):
             if not isinstance(event, tuple):
@@ -195,8 +193,8 @@ def test_whatever_a_mover_says_no_row_is_lost_or_has_two_owners(events: list[Any
                 act(
                     coordinator, region, what, [b"key-%d" % n for n in range(first, first + count)], f"request-{number}"
                 )
-            coordinator.on_tick(time.monotonic(), [1000])
-        coordinator.on_lost(0)
+            coordinator._link.on_tick(time.monotonic(), [1000])
+        coordinator._link.on_lost(0)
         assert sorted(claim(coordinator, region)) == list(range(ROWS))
         assert all(value >= 0 for value in coordinator.counters()["file"].values())
     finally:
@@ -206,10 +204,10 @@ def test_whatever_a_mover_says_no_row_is_lost_or_has_two_owners(events: list[Any
 def hear(coordinator: Coordinator, message: ToCoordinator) -> None:
     """As the supervisor does: what does not decode, or cannot be applied, is the end of its mover."""
     try:
-        coordinator.on_message(0, decode_to_coordinator(encode(message)))
+        coordinator._link.on_message(0, decode_to_coordinator(encode(message)))
     except (ValueError, OverflowError):
-        coordinator.on_killed(0)
-        coordinator.on_lost(0)
+        coordinator._link.on_killed(0)
+        coordinator._link.on_lost(0)
 
 
 def act(coordinator: Coordinator, region: HostRegion, what: str, keys: list[bytes], request: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
+from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import MotoServer, S3Server
@@ -39,7 +40,7 @@ class Bench:
     def __init__(self, *storage: Tier) -> None:
         config = configuration.load({"tiers": [{"type": "cpu", "capacity": 8 * MIB}, *storage], "wait_s": 120.0})
         self.region = HostRegion.create(GEOMETRY, 16)
-        self.store = TieredStore.over(config, Namespace.of({"test": "partial"}), self.region)
+        self.store = TieredStore(Coordinator.open(config, Namespace.of({"test": "partial"}), self.region))
         self.coordinator = self.store.coordinator
 
     def put(self, key: bytes, missing: int) -> None:

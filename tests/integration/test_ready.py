@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import nixl_tiers
-from nixl_tiers import coordinator as engine_module
+from nixl_tiers import tier_log
 from nixl_tiers.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.schema import tier_to_dict
@@ -43,7 +43,7 @@ def test_what_was_stored_is_a_hit_right_after_opening(tmp_path: Path, ready_s: f
             if ready_s:
                 assert store.locate(KEYS) == ["file"] * len(KEYS)
             else:
-                until(lambda: store.coordinator._answered, "the mover to have started")
+                until(lambda: store.coordinator._tiers[0].answered, "the mover to have started")
             assert get(store, KEYS) == ([True] * len(KEYS), [])
 
 
@@ -71,7 +71,10 @@ def held_up(
     setting["tiers"][1]["write"] = write
     config = configuration.load(setting)
     geometry, namespace = Geometry(1, SIZE), Namespace.of({"of": "ready"})
-    with HostRegion.create(geometry, 32) as region, TieredStore.over(config, namespace, region, 120.0) as store:
+    with (
+        HostRegion.create(geometry, 32) as region,
+        TieredStore(Coordinator.open(config, namespace, region, 120.0)) as store,
+    ):
         put(store, KEYS)
         assert store.flush(120)
     listed = tmp_path / "listed"
@@ -82,7 +85,7 @@ def held_up(
     }
     region = HostRegion.create(geometry, 32)
     coordinator = Coordinator(config, namespace, region, hellos=[Configure(tier, 1, SIZE, 1, 32)])
-    store = TieredStore(coordinator, region, config)
+    store = TieredStore(coordinator)
     try:
         yield coordinator, store, listed
     finally:
@@ -115,7 +118,7 @@ def test_an_unknown_key_is_a_miss_when_a_listing_takes_longer_than_wait_s(tmp_pa
 def test_a_start_waits_for_the_listing_and_for_no_longer_than_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_module, "LISTING_S", 0.0)
+    monkeypatch.setattr(tier_log, "LISTING_S", 0.0)
     caplog.set_level(logging.INFO)
     with held_up(tmp_path) as (coordinator, store, listed):
         starting = threading.Thread(target=lambda: coordinator.start(0.0, ready_s=120.0))
@@ -148,7 +151,7 @@ def test_closing_writes_to_a_tier_once_it_has_been_listed(tmp_path: Path) -> Non
         put(store, [b"new"])
         closing = threading.Thread(target=store.close)
         closing.start()
-        until(lambda: store._closed, "the end to begin")
+        until(lambda: store.coordinator.closed, "the end to begin")
         listed.touch()
         closing.join(120.0)
         assert not closing.is_alive()

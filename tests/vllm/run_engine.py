@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nixl_tiers.store import TieredStore
 from nixl_tiers.testing import vllm_cpu
 from tests.support.waiting import until, until_up
 
@@ -61,7 +62,7 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
 
 
 def store_of(core: Any) -> Any:
-    return core.scheduler.connector.connector_scheduler.manager._store
+    return TieredStore(core.scheduler.connector.connector_scheduler.manager._coordinator)
 
 
 def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from nixl_tiers.store import TieredStore
 from nixl_tiers.testing import vllm_cpu
 from tests.support.waiting import until_up
 
@@ -56,12 +57,13 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
     llm = vllm_cpu.in_process_llm(Path(plan["model"]), plan["transfer"], **settings)
     try:
         manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
-        until_up(manager._store)
+        store = TieredStore(manager._coordinator)
+        until_up(store)
         answers, counts = drive(llm.llm_engine, plan)
         storm(llm.llm_engine, plan["storm"])
-        host = manager._store.coordinator._core.host
+        host = store.coordinator._core.host
         counts["lost"] = host.used - len(host.index)
-        counts["hits"] = int(sum(tier["hits"] for tier in manager._store.stats().values()))
+        counts["hits"] = int(sum(tier["hits"] for tier in store.stats().values()))
     finally:
         llm.llm_engine.engine_core.shutdown()
     alone = {**settings, "max_num_seqs": 1, "enable_prefix_caching": False, "num_gpu_blocks_override": None}

@@ -19,8 +19,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
+from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.store import TieredStore
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.manager import PAUSE_S, SHUTDOWN_S, NixlTiersManager
 
@@ -35,8 +35,8 @@ class Bench:
     def __init__(self, groups: tuple[int, ...] = (0,), geometry: Geometry = GEOMETRY, **fields: Any) -> None:
         config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * geometry.row_bytes}], **fields})
         self.region = HostRegion.create(geometry, ROWS)
-        store = TieredStore.over(config, Namespace.of({"test": 1}), self.region)
-        self.manager = NixlTiersManager(store, config, groups, EventLog(self.region))
+        coordinator = Coordinator.open(config, Namespace.of({"test": 1}), self.region)
+        self.manager = NixlTiersManager(coordinator, config, groups, EventLog(self.region))
 
     def request(self, name: str, *keys: bytes) -> ReqContext:
         context = ReqContext(name)
@@ -197,16 +197,16 @@ def test_stats_are_differences_and_storage_never_keeps_the_engine_awake(bench: B
     assert bench.manager.has_pending_work() is False
 
 
-class Scripted:
-    """An engine that says what it is told, for what host memory alone cannot show."""
+class ScriptedCoordinator:
+    """A coordinator with scripted answers, for what host memory alone cannot show."""
 
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
-        self.coordinator = self.changed = self
-        self.sub_blocks = 1
+        self.changed = self
+        self.region = SimpleNamespace(geometry=Geometry(cells=1, cell_payload=8192))
         self.restricted: dict[str, list[int]] = {}
         self.waits_s: list[float] = []
-        self.patience_s = -1.0
+        self.close_timeout_s = -1.0
 
     def lookup(self, key: bytes, request: str, position: int | None, first: int) -> Lookup:
         return self.answer
@@ -217,8 +217,8 @@ class Scripted:
     def restrict(self, request: str, tiers: list[int]) -> None:
         self.restricted[request] = tiers
 
-    def close(self, patience_s: float) -> None:
-        self.patience_s = patience_s
+    def close(self, timeout_s: float) -> None:
+        self.close_timeout_s = timeout_s
 
     def end_step(self) -> None:
         pass
@@ -250,44 +250,44 @@ def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: C
             ]
         }
     )
-    store = Scripted(Lookup.PENDING, source)
-    manager = NixlTiersManager(store, config, (0,), None)  # type: ignore[arg-type]
+    coordinator = ScriptedCoordinator(Lookup.PENDING, source)
+    manager = NixlTiersManager(coordinator, config, (0,), None)  # type: ignore[arg-type]
     (key,) = keys_of(1)
     assert manager.lookup(key, ReqContext("r")) is LookupResult.HIT_PENDING
     assert manager.get_load_source(key, ReqContext("r")) is named
     assert list(manager.take_events()) == []
     manager.shutdown()
-    assert 0 <= store.patience_s == SHUTDOWN_S <= 0.5
+    assert 0 <= coordinator.close_timeout_s == SHUTDOWN_S <= 0.5
 
 
 def test_a_step_in_which_everybody_waits_for_storage_takes_its_time() -> None:
     """Otherwise the engine spins, and its spinning keeps the movers from running."""
-    store = Scripted(Lookup.PENDING, "file")
+    coordinator = ScriptedCoordinator(Lookup.PENDING, "file")
     config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
-    manager = NixlTiersManager(store, config, (0,), None)  # type: ignore[arg-type]
+    manager = NixlTiersManager(coordinator, config, (0,), None)  # type: ignore[arg-type]
     (key,) = keys_of(1)
     one, two = ReqContext("one"), ReqContext("two")
     manager.on_schedule_end(STEP)
-    assert store.waits_s == [], "nobody waits"
+    assert coordinator.waits_s == [], "nobody waits"
     manager.on_new_request(one)
     manager.on_new_request(two)
     manager.lookup(key, one)
     manager.on_schedule_end(STEP)
-    assert store.waits_s == [], "the other request may have something to compute"
+    assert coordinator.waits_s == [], "the other request may have something to compute"
     manager.lookup(key, one)
     manager.lookup(key, two)
     manager.on_schedule_end(STEP)
-    assert store.waits_s == [PAUSE_S]
+    assert coordinator.waits_s == [PAUSE_S]
     manager.on_schedule_end(STEP)
-    assert len(store.waits_s) == 1, "both were let go: they are loading, or computing"
+    assert len(coordinator.waits_s) == 1, "both were let go: they are loading, or computing"
     manager.on_request_finished(two)
     manager.lookup(key, one)
     manager.on_schedule_end(STEP)
-    assert len(store.waits_s) == 2
-    store.answer = Lookup.HIT
+    assert len(coordinator.waits_s) == 2
+    coordinator.answer = Lookup.HIT
     manager.lookup(key, one)
     manager.on_schedule_end(STEP)
-    assert len(store.waits_s) == 2
+    assert len(coordinator.waits_s) == 2
 
 
 @pytest.mark.parametrize(
@@ -315,25 +315,25 @@ def test_a_request_may_say_which_storage_tiers_it_loads_from(
             ]
         }
     )
-    store = Scripted(Lookup.MISS, "cpu")
-    manager = NixlTiersManager(store, config, (0,), None)  # type: ignore[arg-type]
+    coordinator = ScriptedCoordinator(Lookup.MISS, "cpu")
+    manager = NixlTiersManager(coordinator, config, (0,), None)  # type: ignore[arg-type]
     params = None if wish is None else {"kv_load_tiers": wish}
     manager.on_new_request(
         _create_req_context(SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None))
     )
-    assert store.restricted == ({} if allowed is None else {"r": allowed})
+    assert coordinator.restricted == ({} if allowed is None else {"r": allowed})
 
 
 def test_replicas_that_step_together_never_wait_for_one_of_them() -> None:
-    store = Scripted(Lookup.PENDING, "file")
+    coordinator = ScriptedCoordinator(Lookup.PENDING, "file")
     config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
-    manager = NixlTiersManager(store, config, (0,), None, pause_s=0.0)  # type: ignore[arg-type]
+    manager = NixlTiersManager(coordinator, config, (0,), None, pause_s=0.0)  # type: ignore[arg-type]
     (key,) = keys_of(1)
     context = ReqContext("r")
     manager.on_new_request(context)
     manager.lookup(key, context)
     manager.on_schedule_end(STEP)
-    assert store.waits_s == []
+    assert coordinator.waits_s == []
 
 
 def test_a_root_that_only_the_engine_itself_hits_outlives_its_leaves(bench: Bench) -> None:
@@ -418,8 +418,8 @@ def test_reset_and_shutdown_wait_for_no_server_that_never_answers(monkeypatch: p
         s3 = {"type": "s3", "bucket": "bucket", "endpoint": endpoint, "capacity": "1GiB"}
         config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, s3]})
         region = HostRegion.create(GEOMETRY, ROWS)
-        store = TieredStore.over(config, Namespace.of({"test": 1}), region, patience_s=0.0)
-        manager = NixlTiersManager(store, config, (0,), None)
+        coordinator = Coordinator.open(config, Namespace.of({"test": 1}), region, timeout_s=0.0)
+        manager = NixlTiersManager(coordinator, config, (0,), None)
         waits: list[float | None] = []
         me, join, wait = threading.get_ident(), threading.Thread.join, threading.Condition.wait
 

@@ -1,0 +1,244 @@
+"""MoverLink: the coordinator's line to its movers. Applies what they report, and plans what they are sent.
+
+All `on_*` methods are called on the supervisor's thread (`mover.supervisor.Handler`). They take the coordinator's lock
+for microseconds. Results are applied at once, not at the scheduler's next call, so that cascades go on while the
+scheduler sleeps. That is safe between a look-up and the load of one step, because rows that a step called hits are not
+evicted before the step ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.types import Direction, Job, TierState
+from nixl_tiers.chunk import Namespace, Outcome
+from nixl_tiers.config.schema import StorageConfig, format_size
+from nixl_tiers.memory.cold_index import SharedColdIndex
+from nixl_tiers.mover.protocol import (
+    CheckExistence,
+    Configure,
+    Delete,
+    DeleteCold,
+    Down,
+    ExistenceChecked,
+    Finished,
+    Heartbeat,
+    Listed,
+    ListedIndex,
+    Load,
+    Open,
+    Opened,
+    Refused,
+    Slots,
+    Store,
+    ToCoordinator,
+    ToMover,
+    sendable,
+)
+from nixl_tiers.mover.supervisor import Supervisor
+from nixl_tiers.tier_log import TierLog
+from nixl_tiers.tiers.base import Move
+
+MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this engine's own capacity
+
+
+class TierStatus:
+    """What the mover of one storage tier last reported. Guarded by the coordinator's lock."""
+
+    def __init__(self, name: str, config: StorageConfig) -> None:
+        self.name = name
+        self.capacity = config.capacity  # bytes
+        self.log = TierLog(name, config.place, format_size(config.capacity))
+        self.answered = False  # opened, down or refused since the current namespace was sent
+        self.refusal = ""  # why the tier can never work as configured
+        self.used_bytes = 0
+        self.listed_rows = 0
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "used_bytes": self.used_bytes,
+            "capacity_bytes": self.capacity,
+            "denials": float(len(self.log.denials)),
+            "listed_rows": float(self.listed_rows),
+        }
+
+
+class MoverLink:
+    """One for a coordinator, whose core and lock it shares.
+
+    The supervisor's thread holds the link, never the coordinator: a coordinator that nobody uses any more is collected
+    and closed.
+    """
+
+    def __init__(
+        self,
+        core: TierManager,
+        tiers: Sequence[TierStatus],
+        namespace: Namespace,
+        *,
+        changed: threading.Condition,
+        row_bytes: int,
+        hellos: Sequence[Configure],
+        region_fd: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
+        self.namespace = namespace
+        self.tiers = tiers
+        self.changed: threading.Condition = changed
+        self._core = core
+        self._row_bytes = row_bytes
+        self._clock = clock
+        self.supervisor = Supervisor(hellos, [tier.name for tier in tiers], region_fd, self, clock)
+
+    def start(self) -> None:
+        """Start the movers; each opens the namespace."""
+        self.supervisor.start(self._open_message())
+
+    def reopen(self, namespace: Namespace) -> None:
+        """Have every mover open another namespace. Call it with the lock held: the last of two resets must win."""
+        self.namespace = namespace
+        for tier in self.tiers:
+            tier.answered = False
+        if self.tiers:
+            self.supervisor.reopen(self._open_message())
+
+    @property
+    def ready(self) -> bool:
+        """Whether each tier has listed all that it holds, or has reported that it is down. With the lock held."""
+        return all(
+            index.state is TierState.UP or (index.state is TierState.DOWN and tier.answered)
+            for index, tier in zip(self._core.tiers, self.tiers, strict=True)
+        )
+
+    # --- what the supervisor calls -----------------------------------------------------------------------------
+
+    def on_message(self, tier: int, message: ToCoordinator) -> None:
+        status = self.tiers[tier]
+        with self.changed:
+            now = self._clock()
+            match message:
+                case Finished():
+                    outcomes = [Outcome(code) for code in message.outcomes]
+                    self._core.events.finished(tier, message.job, outcomes, now, message.partial)
+                case Heartbeat():
+                    status.used_bytes = message.used_bytes
+                    status.listed_rows = message.listed
+                    if self._core.tiers[tier].state is TierState.LISTING:
+                        status.log.listing(message.listed, now)
+                    status.log.denied(message.denials)
+                    return
+                case Listed():
+                    if message.epoch == self.namespace.epoch:
+                        entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
+                        self._core.events.listed(tier, entries, message.last)
+                        if message.last:
+                            status.log.listed(len(self._core.tiers[tier].slots))
+                case ExistenceChecked():
+                    self._core.events.existence_checked(tier, message.probe, message.absent, now)
+                case Opened():
+                    self._check_slots(status, message.slots)
+                    if message.epoch == self.namespace.epoch:
+                        status.answered = True
+                        self._core.events.opened(tier, message.slots)
+                        status.log.up(now)
+                case Slots():
+                    self._check_slots(status, message.slots)
+                    if message.epoch == self.namespace.epoch:
+                        self._core.events.resized(tier, message.slots)
+                case Down():
+                    status.answered = True
+                    self._core.events.down(tier, now)
+                    self.on_trouble(tier, message.reason)
+                case Refused():
+                    status.answered = True
+                    status.refusal = message.reason
+                    self._core.events.down(tier, now)
+                    self.on_trouble(tier, message.reason)
+            self.changed.notify_all()
+
+    def on_table(self, tier: int, message: ListedIndex, table: SharedColdIndex) -> None:
+        with self.changed:
+            known = self._core.events.known_keys(tier)
+        for key in known:  # without the lock: where a tier was opened again these can be many
+            table.remove(key)
+        with self.changed:
+            if message.epoch == self.namespace.epoch:
+                self._core.events.index_listed(tier, table, message.newest)
+                self.changed.notify_all()
+                return
+        table.close()
+
+    def on_trouble(self, tier: int, reason: str) -> None:
+        with self.changed:
+            self.tiers[tier].log.down(reason, self._clock())
+
+    def on_line(self, tier: int, level: int, text: str) -> None:
+        with self.changed:
+            self.tiers[tier].log.line(level, text)
+
+    def on_killed(self, tier: int) -> None:
+        with self.changed:
+            self._core.events.killed(tier, self._clock())
+            self.changed.notify_all()
+
+    def on_lost(self, tier: int) -> None:
+        with self.changed:
+            self.tiers[tier].log.mover_lost()
+            self._core.events.lost(tier, self._clock())
+            self.changed.notify_all()
+
+    def on_tick(self, heard_s: float, room: Sequence[int]) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
+        with self.changed:
+            now = self._clock()
+            self._core.expire(heard_s)
+            for index, credits in zip(self._core.tiers, room, strict=True):
+                index.send_credits = credits
+            jobs = self._core.events.plan(now)
+            moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
+            messages: list[tuple[int, ToMover]] = []
+            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.LOAD]
+            most = self._core.limits.deletes_per_batch
+            for tier, index in enumerate(self._core.tiers):
+                messages += [(tier, Delete(batch)) for batch in index.delete_batches(most)]
+                messages += [(tier, DeleteCold(cold)) for cold in index.cold_delete_batches(most)]
+            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.STORE]
+            for check in self._core.events.plan_checks(now):
+                if sendable(question := CheckExistence(check.id, check.keys, check.chain)):
+                    messages.append((check.tier, question))
+                else:
+                    self._core.events.existence_checked(check.tier, check.id, (), now)
+            for status, index in zip(self.tiers, self._core.tiers, strict=True):
+                status.log.watch(index.breakers, now)
+            closing = [rows for index in self._core.tiers for rows in index.take_retired()]
+            result = messages, self._core.health.overdue(heard_s), self._core.events.busy
+        for rows in closing:
+            rows.close()
+        return result
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _sendable(self, job: Job, now: float) -> Store | Load | None:
+        """The message for a job; None if it is too large for any mover to accept, which fails this job only."""
+        message = _message(job)
+        if sendable(message):
+            return message
+        self._core.events.finished(job.tier, job.id, [Outcome.FAILED] * len(job.moves), now)
+        return None
+
+    def _check_slots(self, status: TierStatus, slots: int) -> None:
+        """Raises ValueError for more slots than any medium of this capacity has: each costs the core a byte."""
+        if slots * self._row_bytes > MAX_SLOTS * status.capacity:
+            raise ValueError(f"the {status.name} tier cannot have {slots} slots")
+
+    def _open_message(self) -> Open:
+        return Open(self.namespace.digest, self.namespace.epoch)
+
+
+def _message(job: Job) -> Store | Load:
+    if job.direction is Direction.LOAD:
+        return Load(job.id, [Move(move.row.index, move.entry.slot, move.key) for move in job.moves])
+    return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
