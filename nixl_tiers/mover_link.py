@@ -195,8 +195,8 @@ class MoverLink:
         with self.changed:
             now = self._clock()
             self._core.expire(heard_s)
-            for index, credits in zip(self._core.tiers, room, strict=True):
-                index.send_credits = credits
+            for index, free in zip(self._core.tiers, room, strict=True):
+                index.send_credits = free
             jobs = self._core.events.plan(now)
             moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
             messages: list[tuple[int, ToMover]] = []
