@@ -59,7 +59,7 @@ def prepare_path(config: FileConfig, mount: MountGuard, log_once: LogOnce) -> No
     # Parents too, unless they may belong on a mount that is missing.
     config.path.mkdir(mode=0o700, parents=config.require_mount, exist_ok=True)
     if problem := _exceeds_file_system(config):
-        log_once.about("capacity", problem)
+        log_once.report("capacity", problem)
     if config.layout == "slabs" and os.path.lexists(config.path / INCOMING):
         raise TierRefused(
             f'path: {config.path} holds rows as files, and a directory has one layout: "files" or "slabs"'

@@ -86,7 +86,7 @@ class Agent:
         self.backend = backend
         self._far = far
         self._devices = itertools.count(1)
-        self._complaints = LogOnce(logger)
+        self._log_once = LogOnce(logger)
         try:
             nixl = _import_nixl()
             config = nixl.nixl_agent_config(backends=[], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
@@ -172,7 +172,7 @@ class Agent:
                 backends=[self.backend],
             )
         except Exception as error:  # noqa: BLE001
-            self._complaints.about("start", f"a transfer could not start: {error}")
+            self._log_once.report("start", f"a transfer could not start: {error}")
             return Transfer(self._api, None, TransferState.FAILED)
         return Transfer(self._api, handle, _attempt(lambda: self._api.transfer(handle)))
 

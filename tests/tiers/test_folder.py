@@ -199,13 +199,13 @@ def test_a_prepared_request_for_room_is_neither_written_nor_read(path: Path, vic
         wanted.symlink_to(victim / "probe.tmp")
     else:
         os.mkfifo(wanted, 0o600)
-    ledger = SlabQuota(path, CAPACITY)
-    with ledger.locked():
-        ledger.ask(None, 1 << 20)
-        assert ledger.asked_bytes(path) == 0
+    quota = SlabQuota(path, CAPACITY)
+    with quota.locked():
+        quota.request_room(None, 1 << 20)
+        assert quota.requested_bytes(path) == 0
     wanted.unlink()
-    with ledger.locked():
-        ledger.ask(None, 1 << 20)
+    with quota.locked():
+        quota.request_room(None, 1 << 20)
     assert json.loads(wanted.read_text())["bytes"] == 1 << 20
 
 

@@ -87,7 +87,7 @@ class RowFileIo:
 
     def _failed(self, what: str, error: OSError | AgentError) -> None:
         reason = describe(error) if isinstance(error, OSError) else error
-        self._log_once.about(what, f"{self._shelves.path}: rows cannot be {what} ({reason})")
+        self._log_once.report(what, f"{self._shelves.path}: rows cannot be {what} ({reason})")
         self._on_failure()
 
     def _abandon(self, path: Path | None) -> None:
@@ -111,7 +111,7 @@ class RowFileIo:
                     return RowFile(self._register(descriptor, "ro"), path, status)
             finally:
                 os.close(descriptor)
-            self._log_once.about("spoilt", f"{path} has {status.st_size} bytes and no row")
+            self._log_once.report("spoilt", f"{path} has {status.st_size} bytes and no row")
             self._shelves.condemn(place, status)
             return Outcome.CORRUPT
         except AgentError:

@@ -140,7 +140,7 @@ class RowFileTier(StorageTier):
         except OSError as error:
             raise open_error(error) from error
         if not self._files.direct:
-            self._log_once.about("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
+            self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
         before = self._open
         self._open = NamespaceRows(
             namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._shelves, self._is_old
@@ -383,7 +383,7 @@ class RowFileTier(StorageTier):
         if old:
             return Outcome.MISSING
         if verdict is not Verdict.OK:
-            self._log_once.about("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
+            self._log_once.report("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
             return Outcome.CORRUPT
         return Outcome.OK
 

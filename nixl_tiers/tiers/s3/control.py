@@ -255,7 +255,7 @@ class S3Control:
             told = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
             configured, self.region = self.region, settled_region(self._tier, self.region, told)
             if configured.source is not None and configured != self.region:
-                self._complaints.about(
+                self._complaints.report(
                     "region",
                     f'region: bucket "{self._tier.bucket}" is in {self.region.name}, which is used, and not in '
                     f"{configured.name}, as {configured.source} says",

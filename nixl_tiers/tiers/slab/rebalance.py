@@ -1,8 +1,8 @@
-"""A replica's share of its path: who has more than a fair part gives way to who has less, without anybody waiting.
+"""Fair shares of one path: a shard that has more than its fair share gives room to one that has less, while both serve.
 
-Whoever is refused room and has less than its part says so in the ledger. Whoever has more lowers the number of slots
-that its engine may use, tells it that the rows beyond have gone, and gives the tail of its slabs back once nothing
-stands there. Parts are equal among those that live, so nobody gives what it would have to ask for again.
+A shard that finds no room and has less than its fair share requests some through the quota. One that has more lowers
+the number of slots that its core may use, reports the rows beyond as gone, and frees the tail of its slabs once no row
+stands there. Fair shares are equal among the shards in use, so none gives what it would have to request again.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.slabs import NoSpace
 
-TEND_S: Final = 1.0
+REBALANCE_S: Final = 1.0
 RETRY_S: Final = 2.0  # between two tries to grow, when there was no room
-_LOOKED_AT_ONCE: Final = 1 << 16
-_SPARE_STEPS: Final = 2  # an empty tail is kept up to here: it would soon be allocated again
+_SEARCH_SLOTS: Final = 1 << 16
+_SPARE_EXTENTS: Final = 2  # an empty tail of fewer is kept: it would soon be allocated again
 
 
 class Rebalancer:
-    """How many slots the engine may use now, and what becomes of those that it may not."""
+    """How many slots of a shard may be used now, and the release of those that may not."""
 
-    def __init__(self, replica: Shard, ledger: SlabQuota, allocator: ThreadPoolExecutor) -> None:
-        """`allocator`: the one thread on which slabs grow and shrink."""
-        self.slots = replica.slabs.plan.slots
-        self._replica = replica
-        self._quota = ledger
+    def __init__(self, shard: Shard, quota: SlabQuota, allocator: ThreadPoolExecutor) -> None:
+        """`allocator`: the one thread on which slabs grow and are cut."""
+        self.slots = shard.slabs.layout.slots
+        self._shard = shard
+        self._quota = quota
         self._allocator = allocator
-        self._asked_ns = ledger.asked_ns()
+        self._request_ns = quota.last_request_ns()
         self._retry_at_s = 0.0
 
-    def refused(self) -> None:
-        """There was no room to grow: the engine has what is allocated, and must evict to store more."""
-        self.slots = min(self.slots, self._replica.slabs.end)
+    def growth_failed(self) -> None:
+        """There was no room to grow: only what is allocated may be used, and the core must evict to store more."""
+        self.slots = min(self.slots, self._shard.slabs.end)
         self._retry_at_s = time.monotonic() + RETRY_S
 
-    def tend(self, in_use: Callable[[], set[int]], growing: Callable[[], bool]) -> Iterator[list[Entry]]:
-        """Look for room, or give some; keys that lose their places, as entries of slot GONE. For `adopt`.
+    def rebalance(self, in_use: Callable[[], set[int]], growing: Callable[[], bool]) -> Iterator[list[Entry]]:
+        """Try to grow, or give room. Yields the keys that lose their slots, as entries of slot GONE.
 
-        `in_use`: slots that a job reads or writes; `growing`: whether the slabs grow right now.
+        `in_use`: slots that jobs read or write; `growing`: whether the slabs are growing now.
         """
-        slabs, plan = self._replica.slabs, self._replica.slabs.plan
-        limited = self.slots < plan.slots
+        slabs, layout = self._shard.slabs, self._shard.slabs.layout
+        limited = self.slots < layout.slots
         if limited and self.slots >= slabs.end and time.monotonic() >= self._retry_at_s:
             self._retry_at_s = time.monotonic() + RETRY_S
             trying = self._allocator.submit(slabs.grow, slabs.end)
@@ -58,76 +58,77 @@ class Rebalancer:
                 yield []
             with suppress(NoSpace, OSError):
                 trying.result()
-                self.slots = plan.slots
-        if not self._replica.journal.whole:
-            return  # nobody knows yet what stands in the tail
-        if (asked_ns := self._quota.asked_ns()) != self._asked_ns:
-            self._asked_ns = asked_ns
-            looking = self._allocator.submit(self._to_give)
-            while not looking.done():
+                self.slots = layout.slots
+        if not self._shard.journal.complete:
+            return  # what stands in the tail is not known yet
+        if (request_ns := self._quota.last_request_ns()) != self._request_ns:
+            self._request_ns = request_ns
+            reading = self._allocator.submit(self._requested_slots)
+            while not reading.done():
                 yield []
             with suppress(OSError):
-                give = looking.result()
+                give = reading.result()
                 if give:
                     self.slots = min(self.slots, slabs.end - give)
                     self._retry_at_s = time.monotonic() + RETRY_S
-                    yield []  # the engine hears of its new limit before it hears of the rows
+                    yield []  # the core learns its new limit before it learns of the rows
         if self.slots < slabs.end:
-            yield from self._vacate(self.slots)
+            yield from self._evict_from(self.slots)
         if not growing():
-            yield from self._cut(in_use())
+            yield from self._free_tail(in_use())
 
-    def _to_give(self) -> int:
-        """On the allocator's thread: slots that somebody else should have."""
+    def _requested_slots(self) -> int:
+        """On the allocator's thread: slots that this shard has to give."""
         with self._quota.locked():
-            nbytes = self._quota.asked_bytes(self._replica.directory)
-        return nbytes // self._replica.slabs.plan.row_bytes
+            nbytes = self._quota.requested_bytes(self._shard.path)
+        return nbytes // self._shard.slabs.layout.row_bytes
 
-    def _vacate(self, end: int) -> Iterator[list[Entry]]:
-        """The rows beyond `end`. Those that a job has hands on stay for now; they are told of again."""
-        manifest = self._replica.journal
-        slots = (np.flatnonzero(manifest.tags[end:]) + end).tolist()
+    def _evict_from(self, end: int) -> Iterator[list[Entry]]:
+        """The rows from slot `end` on. Rows that are pinned by a job stay for now, and are reported again."""
+        journal = self._shard.journal
+        slots = (np.flatnonzero(journal.tags[end:]) + end).tolist()
         for start in range(0, len(slots), MAX_ENTRIES):
             part = slots[start : start + MAX_ENTRIES]
-            before = manifest.tags[part].tolist()
-            reading = self._allocator.submit(self._replica.read_seals, part)
+            before = journal.tags[part].tolist()
+            reading = self._allocator.submit(self._shard.read_seals, part)
             while not reading.done():
                 yield []
             try:
-                found = {row.slot: row.key for row in reading.result()}
+                keys = {row.slot: row.key for row in reading.result()}
             except OSError:
                 return
             gone = []
             for slot, tag in zip(part, before, strict=True):
-                if slot in found and manifest.holds(slot, found[slot]):
-                    gone.append(Entry(GONE, found[slot], 0))
-                elif manifest.tags[slot] == tag:
-                    manifest.spoil(slot, int(manifest.sealed_at[slot]))  # it would have been a miss
+                if slot in keys and journal.holds(slot, keys[slot]):
+                    gone.append(Entry(GONE, keys[slot], 0))
+                elif journal.tags[slot] == tag:
+                    journal.mark_garbage(slot, int(journal.sealed_at[slot]))  # without a valid seal: a miss anyway
             yield gone
 
-    def _cut(self, in_use: set[int]) -> Iterator[list[Entry]]:
-        """Give back the tail in which nothing stands."""
-        slabs, manifest = self._replica.slabs, self._replica.journal
-        end = max(_last(manifest.tags, slabs.end), max(in_use, default=-1)) + 1
-        if self.slots >= slabs.end:  # nobody asked for it
-            end = (-(-end // slabs.plan.step_slots) + 1) * slabs.plan.step_slots
-            if slabs.end - end < _SPARE_STEPS * slabs.plan.step_slots:
+    def _free_tail(self, in_use: set[int]) -> Iterator[list[Entry]]:
+        """Free the allocated slots behind the last row."""
+        slabs, journal = self._shard.slabs, self._shard.journal
+        extent = slabs.layout.extent_slots
+        end = max(_last_held(journal.tags, slabs.end), max(in_use, default=-1)) + 1
+        if self.slots >= slabs.end:  # no shard has requested it
+            end = (-(-end // extent) + 1) * extent
+            if slabs.end - end < _SPARE_EXTENTS * extent:
                 return
         else:
             end = max(end, self.slots)
         if end < slabs.end:
-            manifest.sealed_at[end:] = 0
-            cutting = self._allocator.submit(slabs.give_back, slabs.lower(end))
-            while not cutting.done():
+            journal.sealed_at[end:] = 0
+            freeing = self._allocator.submit(slabs.free, slabs.truncate(end))
+            while not freeing.done():
                 yield []
             with suppress(OSError):
-                cutting.result()
+                freeing.result()
 
 
-def _last(tags: NDArray[np.uint32], end: int) -> int:
+def _last_held(tags: NDArray[np.uint32], end: int) -> int:
     """The last slot below `end` that holds a key, or -1."""
     while end > 0:
-        start = max(0, end - _LOOKED_AT_ONCE)
+        start = max(0, end - _SEARCH_SLOTS)
         held = np.flatnonzero(tags[start:end])
         if len(held):
             return start + int(held[-1])

@@ -1,6 +1,6 @@
-"""Seals read back from slab files: which key stands in which slot, when the journal cannot say.
+"""Recovery by seals: which key stands in which slot, for slots that the journal does not know.
 
-Only the seal block at the end of each row is read, and only it is believed here: a load verifies the row all the same.
+Only the seal block at the end of each row is read, and only that is trusted here: a load verifies the row all the same.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from nixl_tiers.tiers.folder import Folder
 
 logger = logging.getLogger(__name__)
 
-_READERS: Final = 4  # a seal is one small random read: a few at once are many times as fast on flash
-_READ_SLOTS: Final = 256  # between two looks at whether to stop
+_READERS: Final = 4  # a seal is one small random read: several in flight are many times as fast on flash
+_READ_SLOTS: Final = 256  # between two checks of whether to stop
 
 
-class Stretch(NamedTuple):
-    """Slots of one slab: `places` within the file, whose place 0 is the slot `first`."""
+class SlabSlots(NamedTuple):
+    """Some slots of one slab: their `indexes` in the file, whose index 0 is the slot `first`."""
 
     folder: Folder
     name: str
     first: int
-    places: list[int]
+    indexes: list[int]
 
 
-class Found(NamedTuple):
-    """A seal that belongs where it stands. Found ones sort by age."""
+class SealedRow(NamedTuple):
+    """A valid seal in a slot. Sorts by age."""
 
     sealed_at: int
     slot: int
     key: bytes
 
 
-class Scan:
-    """Reads the seals of many slots on threads of its own. `found` is whole once `done`."""
+class SealScan:
+    """Reads the seals of many slots on its own threads. `rows` is complete once `done`."""
 
-    def __init__(self, stretches: Iterable[Stretch], sealer: Sealer) -> None:
-        """Seals count if they are of the sealer's geometry, namespace and epoch."""
-        self.found: list[Found] = []  # the oldest first
+    def __init__(self, wanted: Iterable[SlabSlots], sealer: Sealer) -> None:
+        """Seals count if they have the sealer's geometry, namespace and epoch."""
+        self.rows: list[SealedRow] = []  # the oldest first
         self.failed = False
         """Whether something could not be read: there may be more rows than were found."""
         self._sealer = sealer
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(list(stretches),), name="scan", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(list(wanted),), name="seal-scan", daemon=True)
         self._thread.start()
 
     @property
@@ -56,47 +56,47 @@ class Scan:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Give up, soon."""
+        """Cancel it, and wait until it has ended."""
         self._stop.set()
         self._thread.join()
 
-    def _run(self, stretches: list[Stretch]) -> None:
+    def _run(self, wanted: list[SlabSlots]) -> None:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="seals") as readers:
-            pieces = (
-                stretch._replace(places=stretch.places[start : start + _READ_SLOTS])
-                for stretch in stretches
-                for start in range(0, len(stretch.places), _READ_SLOTS)
+            parts = (
+                slots._replace(indexes=slots.indexes[start : start + _READ_SLOTS])
+                for slots in wanted
+                for start in range(0, len(slots.indexes), _READ_SLOTS)
             )
-            for part in readers.map(self._read, pieces):
-                self.found += part
-        self.found.sort()
+            for rows in readers.map(self._read, parts):
+                self.rows += rows
+        self.rows.sort()
 
-    def _read(self, stretch: Stretch) -> list[Found]:
+    def _read(self, slots: SlabSlots) -> list[SealedRow]:
         if self._stop.is_set():
             return []
         try:
-            return list(seals(stretch, self._sealer))
+            return list(read_seals(slots, self._sealer))
         except OSError as error:
             if not self.failed:
-                path = stretch.folder.path / stretch.name
-                logger.warning("%s cannot be read (%s): its rows may stay unknown", path, error.strerror)
+                path = slots.folder.path / slots.name
+                logger.warning("%s cannot be read (%s): rows in it may not be found", path, error.strerror)
             self.failed = True
             return []
 
 
-def seals(stretch: Stretch, sealer: Sealer) -> Iterator[Found]:
-    """The seals of these slots that the sealer could have written. Raises OSError."""
+def read_seals(slots: SlabSlots, sealer: Sealer) -> Iterator[SealedRow]:
+    """The seals in these slots that have the sealer's geometry, namespace and epoch. Raises OSError."""
     geometry = sealer.geometry
-    descriptor = stretch.folder.open(stretch.name, os.O_RDONLY)
+    descriptor = slots.folder.open(slots.name, os.O_RDONLY)
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # the payload in between stays where it is
-        for place in stretch.places:
-            at = (place + 1) * geometry.row_bytes - geometry.seal_bytes
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the payload between seals
+        for index in slots.indexes:
+            at = (index + 1) * geometry.row_bytes - geometry.seal_bytes
             raw = os.pread(descriptor, geometry.seal_bytes, at)
             seal = read(raw) if raw.startswith(MAGIC) else None
             if seal is not None and (seal.geometry, seal.namespace, seal.epoch) == (
                 geometry, sealer.namespace, sealer.epoch,
             ):  # fmt: skip
-                yield Found(seal.sealed_at, stretch.first + place, seal.key)
+                yield SealedRow(seal.sealed_at, slots.first + index, seal.key)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""One replica of one namespace, being served: its claim, its journal, its slabs, and what a look at them finds."""
+"""One open shard: the locked directory, its journal and its slabs; listing, recovery and expiry of its rows."""
 
 from __future__ import annotations
 
@@ -25,155 +25,217 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal, journal_bytes
-from nixl_tiers.tiers.slab.quota import Claim, SlabQuota
-from nixl_tiers.tiers.slab.recovery import Found, Scan, seals
-from nixl_tiers.tiers.slab.slabs import Plan, Slabs, guess_plan
+from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from nixl_tiers.tiers.slab.recovery import SealedRow, SealScan, read_seals
+from nixl_tiers.tiers.slab.slabs import SlabLayout, Slabs, detect_layout
 
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
-_FIRST_BYTES: Final = 256 << 20  # that a newcomer asks of others, beside its journal's
+_FIRST_BYTES: Final = 256 << 20  # that a new shard requests of others, beside room for its journal
 _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
 
 
 class Shard:
-    """All that belongs to the namespace being served. Made inside the ledger's lock."""
+    """Made inside the quota's lock. Methods are for the mover's own thread unless they say otherwise."""
 
     def __init__(
         self,
-        claim: Claim,
+        directory: ShardDir,
         slots: int,
         sealer: Sealer,
         agent: Agent,
-        ledger: SlabQuota,
+        quota: SlabQuota,
         *,
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` tells the time of day, in Unix seconds. Raises OSError, and TierDown if there is no room for one more
-        journal."""
+        """`clock`: Unix seconds. Raises OSError, and TierDown if there is no room for one more journal."""
         self.sealer = sealer
-        self._claim = claim
-        self.directory = claim.directory
-        self._quota = ledger
+        self._directory = directory
+        self.path = directory.path
+        self._quota = quota
         self._max_age_s = max_age_s
         self._clock = clock
-        plan = _plan(claim, sealer.geometry, slots)
-        if not claim.about:
-            plan = guess_plan(claim.folder, sealer, slots)
-            if plan is not None:
-                logger.warning("%s had lost its description: going by its rows' seals", claim.directory)
-                # Its slot numbers may be those of another plan.
-                _unlink_all(claim.folder, "manifest.*")
-            elif not ledger.make_room(journal_bytes(slots)):
-                ledger.ask(None, journal_bytes(slots) + _FIRST_BYTES)
-                raise TierDown(f"{ledger.path} is full: what live movers hold leaves no room for one more")
-        if plan is None:
-            # Nothing in it can be ours: rows of another shape, or a directory whose description is lost.
-            _unlink_all(claim.folder, "[sm]*.*")
-            plan = Plan.of(sealer.geometry.row_bytes, slots)
-        about = _about(sealer.geometry, plan)
-        if claim.about != about:  # a full medium must not keep the tier from serving what it holds
-            claim.describe(about)
-        self.slabs = Slabs(claim.folder, plan, agent, ledger)
-        self.journal = Journal(claim.directory, slots)
+        layout = _layout_of(directory, sealer.geometry, slots)
+        if not directory.description:
+            layout = detect_layout(directory.folder, sealer, slots)
+            if layout is not None:
+                logger.warning("%s had lost its description: it is recovered from the seals", self.path)
+                # Its slot numbers may be those of another layout.
+                _unlink_all(directory.folder, "manifest.*")
+            elif not quota.make_room(journal_bytes(slots)):
+                quota.request_room(None, journal_bytes(slots) + _FIRST_BYTES)
+                raise TierDown(f"{quota.path} is full: what live movers hold leaves no room for one more")
+        if layout is None:
+            # It holds no row of ours: rows of another shape, or files without a description or a valid seal.
+            _unlink_all(directory.folder, "[sm]*.*")
+            layout = SlabLayout.of(sealer.geometry.row_bytes, slots)
+        description = _describe(sealer.geometry, layout)
+        if directory.description != description:  # not written needlessly: a full disk must still serve its rows
+            directory.describe(description)
+        self.slabs = Slabs(directory.folder, layout, agent, quota)
+        self.journal = Journal(directory.path, slots)
         self.listed = False
-        """Whether `adopt` has told of all that was there, as far as it can be known."""
+        """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
         self.erasing: frozenset[int] = frozenset()
-        """Slots that must be left alone, because their bytes are being erased."""
-        self._swept_at_s = 0.0
+        """Slots that are being erased: nothing may be stored into them or loaded from them."""
+        self._expired_at_s = 0.0
         self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
         self._closing = False
-        self._scan: Scan | None = None
+        self._scan: SealScan | None = None
         self._log_once = LogOnce(logger)
-        self._stores_fail = False
-        self.health = HealthMonitor(self._look)
+        self._store_failed = False
+        self.health = HealthMonitor(self._check)
 
-    def adopt(self) -> Iterator[list[Entry]]:
-        """The rows in it; see StorageTier.adopt."""
-        last = 0
-        for batch in self.journal.adopt():
-            last = max([last, *(entry.tick for entry in batch)])
-            yield [entry for entry in batch if self.slabs.has_room(entry.slot)]
-        if not self.journal.whole:
-            yield from self._rebuilt(last)
+    # --- listing ----------------------------------------------------------------------------------------------------
+
+    def list_rows(self) -> Iterator[list[Entry]]:
+        """Once: the rows in it, from the journal and, where that is incomplete, from the seals. See StorageTier."""
+        last_tick = 0
+        for batch in self.journal.list_rows():
+            last_tick = max([last_tick, *(entry.tick for entry in batch)])
+            yield [entry for entry in batch if self.slabs.is_allocated(entry.slot)]
+        if self.journal.complete:
+            self.journal.mark_complete()
         else:
-            self.journal.complete()
+            yield from self._recover(last_tick)
         self.listed = True
 
+    def _recover(self, last_tick: int) -> Iterator[list[Entry]]:
+        """The rows that the journal lacks, by their seals, as more recent than `last_tick`: those stored last are the
+        ones that a crash leaves out of the journal."""
+        unknown = self.journal.unknown_slots()
+        scan = self._scan = SealScan(self.slabs.select(unknown), self.sealer)
+        while not scan.done:
+            yield []
+        for start in range(0, len(scan.rows), MAX_ENTRIES):
+            batch = []
+            for number, row in enumerate(scan.rows[start : start + MAX_ENTRIES]):
+                if not self.journal.was_stored(row.slot):
+                    entry = Entry(row.slot, row.key, last_tick + 1 + start + number)
+                    self.journal.put(entry.slot, entry.key, entry.tick, row.sealed_at)
+                    batch.append(entry)
+            yield batch
+        if scan.rows:
+            logger.info("%s: recovered %d rows by their seals", self.path, len(scan.rows))
+        if not scan.failed:
+            # Bytes without a seal may be part of a row all the same: they age from now on.
+            for slot in np.flatnonzero(unknown & (self.journal.sealed_at == 0)).tolist():
+                if self.slabs.is_allocated(slot) and not self.journal.was_stored(slot):
+                    self.journal.sealed_at[slot] = int(self._clock())
+            self.journal.mark_complete()
+
+    def read_seals(self, slots: list[int]) -> list[SealedRow]:
+        """The seals in these slots. On a thread that may wait. Raises OSError."""
+        wanted = np.zeros(self.slabs.layout.slots, dtype=np.bool_)
+        wanted[slots] = True
+        return [row for selected in self.slabs.select(wanted) for row in read_seals(selected, self.sealer)]
+
+    # --- expiry -----------------------------------------------------------------------------------------------------
+
     def has_expired(self, slot: int, sealed_at: int) -> bool:
-        """Whether the row in that slot, whose seal tells that time, is too old."""
+        """Whether the row in that slot, sealed then by its seal, is too old."""
         now = self._clock()
-        if sealed_at > now:  # it counts from when it was first seen, once a sweep has seen it
+        if sealed_at > now:  # counts from when it was first seen, if an expiry round has seen it
             sealed_at = int(self.journal.sealed_at[slot]) or sealed_at
         return has_expired(sealed_at, now, self._max_age_s)
 
-    def sweep(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
-        """When it is time: erase what is too old, and whole replicas that nobody serves. Yields the keys that are gone
-        thereby, as entries of slot GONE. `in_use`: slots that a job reads or writes: those wait for the next time. For
-        `adopt`."""
-        if self._max_age_s is None or abs(self._clock() - self._swept_at_s) < sweep_s(self._max_age_s):
+    def expire(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
+        """If it is due: erase the bytes of rows that are too old, and delete expired shards that no process holds.
+
+        Yields the keys that are gone, as entries of slot GONE. `in_use`: slots that jobs read or write, which are left
+        for the next round.
+        """
+        if self._max_age_s is None or abs(self._clock() - self._expired_at_s) < sweep_s(self._max_age_s):
             return
         now, max_age_s = self._clock(), self._max_age_s
-        self.journal.limit_times(int(now))
+        self.journal.clamp_times(int(now))
         sealed_at = self.journal.sealed_at
 
-        def old_ones(slots: NDArray[np.int64]) -> list[int]:
-            ages: list[int] = slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)].tolist()
-            return ages
+        def expired_ones(slots: NDArray[np.int64]) -> list[int]:
+            chosen: list[int] = slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)].tolist()
+            return chosen
 
-        old = old_ones(np.arange(len(sealed_at)))
-        self._swept_at_s = now
-        swept = self._eraser.submit(self._forget_others, max_age_s)
+        old = expired_ones(np.arange(len(sealed_at)))
+        self._expired_at_s = now
+        shards_deleted = self._eraser.submit(self._delete_expired_shards, max_age_s)
         for start in range(0, len(old), MAX_ENTRIES):
             busy = in_use()
             if not busy.isdisjoint(old):
-                self._swept_at_s = 0.0  # again soon
-            # Those of them that still are: a slot may have got a new row since.
-            slots = [slot for slot in old_ones(np.array(old[start : start + MAX_ENTRIES])) if slot not in busy]
-            self.erasing = frozenset(slot for slot in slots if self.slabs.has_room(slot))
+                self._expired_at_s = 0.0  # another round soon
+            # Checked again: a slot may hold a new row by now.
+            slots = [slot for slot in expired_ones(np.array(old[start : start + MAX_ENTRIES])) if slot not in busy]
+            self.erasing = frozenset(slot for slot in slots if self.slabs.is_allocated(slot))
             for slot in self.erasing.symmetric_difference(slots):
-                self.journal.erase(slot)
+                self.journal.mark_erased(slot)
             erasing = self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s)
             while not erasing.done():
                 yield []
             erased = erasing.result()
             if erased is not None:
-                found, young = erased
-                # Bytes of a row that the engine has dropped before may bear a key that it holds elsewhere.
-                gone = [Entry(GONE, row.key, 0) for row in found if self.journal.holds(row.slot, row.key)]
+                rows, young = erased
+                # The slot may hold bytes of a row that was deleted, and its key stand in another slot.
+                gone = [Entry(GONE, row.key, 0) for row in rows if self.journal.holds(row.slot, row.key)]
                 for slot in self.erasing.difference(row.slot for row in young):
-                    self.journal.erase(slot)
+                    self.journal.mark_erased(slot)
                 for row in young:
-                    self.journal.date(row.slot, row.sealed_at)
+                    self.journal.restore_time(row.slot, row.sealed_at)
                 yield gone
             self.erasing = frozenset()
-        while not swept.done():
+        while not shards_deleted.done():
             yield []
 
-    def read_seals(self, slots: list[int]) -> list[Found]:
-        """What stands in these slots. On a thread that may wait. Raises OSError."""
-        wanted = np.zeros(self.slabs.plan.slots, dtype=np.bool_)
-        wanted[slots] = True
-        return [row for stretch in self.slabs.stretches(wanted) for row in seals(stretch, self.sealer)]
+    def _erase(
+        self, slots: list[int], now_s: float, max_age_s: float
+    ) -> tuple[list[SealedRow], list[SealedRow]] | None:
+        """On the eraser's thread: the rows that were erased, and those that were kept, because their seals were ahead
+        of the clock when they were first seen and are not too old; None if nothing was erased for certain."""
+        try:
+            rows = self.read_seals(slots)
+            young = {
+                row.slot: row
+                for row in rows
+                if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
+            }
+            if not self._closing:
+                self.slabs.erase([slot for slot in slots if slot not in young])
+                return [row for row in rows if row.slot not in young], list(young.values())
+        except OSError as error:
+            self._log_once.report("erase", f"{self.path}: old rows cannot be erased ({describe(error)})")
+            self.health.check_soon()
+        return None
+
+    def _delete_expired_shards(self, max_age_s: float) -> None:
+        with suppress(OSError), self._quota.locked():
+            self._quota.delete_expired(max_age_s, self._clock())
+
+    # --- failures ---------------------------------------------------------------------------------------------------
 
     def store_failed(self) -> None:
-        """Not for want of space. The next look, which is due now, finds out why."""
-        self._stores_fail = True
+        """Not for lack of space. The next health check, which is due now, finds out why."""
+        self._store_failed = True
         self.health.check_soon()
 
     def load_failed(self) -> None:
-        self._log_once.about("load", f"{self._claim.directory}: rows cannot be read; the kernel's log may tell why")
+        self._log_once.report("load", f"{self.path}: rows cannot be read; the kernel's log may tell why")
         self.health.check_soon()
 
-    def spoilt(self, slot: int, verdict: str) -> None:
-        """A row's seal says that it is not the row, or not whole."""
-        self._log_once.about(
-            "spoilt", f"{self._claim.directory}: slot {slot} is not the row that it should be ({verdict})"
-        )
+    def log_corrupt(self, slot: int, verdict: str) -> None:
+        """A row did not verify."""
+        self._log_once.report("corrupt", f"{self.path}: slot {slot} is not the row that it should be ({verdict})")
+
+    def _check(self) -> str:
+        """On the health monitor's thread: a problem of any of the files, or ""."""
+        problem = self._directory.problem() or self.journal.problem() or self.slabs.problem()
+        if self._store_failed and not problem:
+            self._store_failed = False
+            reason = _write_error(self._directory.folder)
+            self._log_once.report("store", f"{self.path}: rows cannot be written ({reason})")
+        return problem
 
     def close(self) -> None:
-        """Write what is pending, as far as that is possible, and let go."""
+        """Write what is pending, as far as that is possible, and unlock it."""
         self._closing = True
         self._eraser.shutdown(cancel_futures=True)
         self.health.close()
@@ -181,88 +243,38 @@ class Shard:
             self._scan.stop()
         self.journal.close()
         self.slabs.close()
-        self._claim.release()
-
-    def _rebuilt(self, last: int) -> Iterator[list[Entry]]:
-        """The rows that the journal did not tell of, by their seals; used later than `last`, as they lack there."""
-        unknown = self.journal.unknown()
-        scan = self._scan = Scan(self.slabs.stretches(unknown), self.sealer)
-        while not scan.done:
-            yield []
-        for start in range(0, len(scan.found), MAX_ENTRIES):
-            batch = []
-            for place, row in enumerate(scan.found[start : start + MAX_ENTRIES]):
-                if not self.journal.was_stored(row.slot):
-                    entry = Entry(row.slot, row.key, last + 1 + start + place)
-                    self.journal.put(entry.slot, entry.key, entry.tick, row.sealed_at)
-                    batch.append(entry)
-            yield batch
-        if scan.found:
-            logger.info("%s: found %d rows by their seals", self._claim.directory, len(scan.found))
-        if not scan.failed:
-            # What has no seal may be part of a row all the same: it ages from now on.
-            for slot in np.flatnonzero(unknown & (self.journal.sealed_at == 0)).tolist():
-                if self.slabs.has_room(slot) and not self.journal.was_stored(slot):
-                    self.journal.sealed_at[slot] = int(self._clock())
-            self.journal.complete()
-
-    def _erase(self, slots: list[int], now_s: float, max_age_s: float) -> tuple[list[Found], list[Found]] | None:
-        """On the eraser's thread: the rows that stood there, and those that were left, because the clock has caught up
-        with their seals since they were first seen; None if all may stand there still."""
-        try:
-            found = self.read_seals(slots)
-            young = {
-                row.slot: row
-                for row in found
-                if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
-            }
-            if not self._closing:
-                self.slabs.erase([slot for slot in slots if slot not in young])
-                return [row for row in found if row.slot not in young], list(young.values())
-        except OSError as error:
-            self._log_once.about("erase", f"{self._claim.directory}: old rows cannot be erased ({describe(error)})")
-            self.health.check_soon()
-        return None
-
-    def _forget_others(self, max_age_s: float) -> None:
-        with suppress(OSError), self._quota.locked():
-            self._quota.forget_expired(max_age_s, self._clock())
-
-    def _look(self) -> str:
-        """On the watch's thread: what has happened to what we stand on, or ""."""
-        problem = self._claim.problem() or self.journal.problem() or self.slabs.problem()
-        if self._stores_fail and not problem:
-            self._stores_fail = False
-            reason = _why_not_written(self._claim.folder)
-            self._log_once.about("store", f"{self._claim.directory}: rows cannot be written ({reason})")
-        return problem
+        self._directory.release()
 
 
 def slots_within(capacity_bytes: int, row_bytes: int) -> int:
-    """How many rows fit beside their journal and what else a namespace takes."""
+    """How many rows fit, with their journal and everything else that a namespace takes."""
     return (capacity_bytes - journal_bytes(0) - _MARGIN_BYTES) // (row_bytes + journal_bytes(1) - journal_bytes(0))
 
 
-def _about(geometry: Geometry, plan: Plan) -> dict[str, Any]:
+def _describe(geometry: Geometry, layout: SlabLayout) -> dict[str, Any]:
+    """The contents of namespace.json."""
     return {
         "format": _FORMAT,
         **asdict(geometry),
-        "row_bytes": plan.row_bytes,
-        "slots": plan.slots,
-        "slots_per_slab": plan.slots_per_slab,
-        "journal_bytes": journal_bytes(plan.slots),
+        "row_bytes": layout.row_bytes,
+        "slots": layout.slots,
+        "slots_per_slab": layout.slots_per_slab,
+        "journal_bytes": journal_bytes(layout.slots),
     }
 
 
-def _plan(claim: Claim, geometry: Geometry, slots: int) -> Plan | None:
-    """The plan by which the namespace was laid out, for `slots` slots now; None if it cannot be used."""
-    about = claim.about
+def _layout_of(directory: ShardDir, geometry: Geometry, slots: int) -> SlabLayout | None:
+    """The described layout, with `slots` slots now; None if it is not one of these rows."""
+    found = directory.description
     try:
-        plan = Plan(int(about["row_bytes"]), slots, int(about["slots_per_slab"]))
+        layout = SlabLayout(int(found["row_bytes"]), slots, int(found["slots_per_slab"]))
     except (KeyError, TypeError, ValueError):
         return None
-    same = _about(geometry, plan) | {"slots": about.get("slots"), "journal_bytes": about.get("journal_bytes")} == about
-    return plan if same and plan.row_bytes == geometry.row_bytes and plan.slots_per_slab > 0 else None
+    same = (
+        _describe(geometry, layout) | {"slots": found.get("slots"), "journal_bytes": found.get("journal_bytes")}
+        == found
+    )
+    return layout if same and layout.row_bytes == geometry.row_bytes and layout.slots_per_slab > 0 else None
 
 
 def _unlink_all(folder: Folder, pattern: str) -> None:
@@ -270,8 +282,8 @@ def _unlink_all(folder: Folder, pattern: str) -> None:
         folder.unlink(name)
 
 
-def _why_not_written(folder: Folder) -> str:
-    """NIXL does not tell: what happens to a page that is written here."""
+def _write_error(folder: Folder) -> str:
+    """Why rows cannot be written, which NIXL does not report: the error of writing a page here."""
     name = f"probe-{secrets.token_hex(8)}.tmp"
     try:
         with os.fdopen(folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

@@ -27,7 +27,7 @@ from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.moves import Batch, Batches
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Transfer, TransferState
 from nixl_tiers.tiers.slab.quota import SlabQuota
-from nixl_tiers.tiers.slab.rebalance import TEND_S, Rebalancer
+from nixl_tiers.tiers.slab.rebalance import REBALANCE_S, Rebalancer
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
 
@@ -56,7 +56,7 @@ class _Running:
 
 
 class SlabTier(StorageTier):
-    """Slots in slab files below `<path>/<namespace>/<replica>`, journalled in SQLite, within the path's capacity."""
+    """Slots in slab files below `<path>/<namespace>/<shard>`, journalled in SQLite, within the path's capacity."""
 
     def __init__(
         self, config: FileConfig, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
@@ -97,13 +97,13 @@ class SlabTier(StorageTier):
             )
         try:
             prepare_path(self._config, self._mount, self._log_once)
-            self._quota.forget_user()
+            self._quota.forget_uid()
             with self._quota.locked():
-                claim = self._quota.claim(namespace)
+                shard = self._quota.acquire_shard(namespace)
                 try:
                     sealer = Sealer(self._geometry, namespace, epoch)
                     self._open = Shard(
-                        claim,
+                        shard,
                         slots,
                         sealer,
                         self._agent,
@@ -114,7 +114,7 @@ class SlabTier(StorageTier):
                     self._quota.make_room(0)  # the capacity may be smaller than last time
                 except BaseException:
                     if self._open is None:
-                        self._quota.abandon(claim)
+                        self._quota.discard(shard)
                     raise
         except OSError as error:
             raise open_error(error) from error
@@ -128,24 +128,24 @@ class SlabTier(StorageTier):
         return self._rebalancer.slots if self._rebalancer is not None else None
 
     def list_rows(self) -> Iterator[list[Entry]]:
-        return self._served.adopt()
+        return self._served.list_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
         """Erase what is too old, then take or give room among the processes that share the path."""
-        served, share = self._served, self._rebalancer
-        yield from served.sweep(self._slots_in_use)
-        if share is not None:
-            yield from share.tend(self._slots_in_use, lambda: self._growth is not None)
+        served, rebalancer = self._served, self._rebalancer
+        yield from served.expire(self._slots_in_use)
+        if rebalancer is not None:
+            yield from rebalancer.rebalance(self._slots_in_use, lambda: self._growth is not None)
 
     @property
     def maintain_s(self) -> float | None:
         age_s = self._config.max_age
-        return TEND_S if age_s is None else min(TEND_S, sweep_s(age_s))
+        return REBALANCE_S if age_s is None else min(REBALANCE_S, sweep_s(age_s))
 
     def store(self, moves: Sequence[Move]) -> int:
-        manifest = self._served.journal
+        journal = self._served.journal
         for move in moves:
-            manifest.forget(move.slot)  # a crash in the middle must not leave the old key over new bytes
+            journal.start_overwrite(move.slot)  # a crash in the middle must not leave the old key over new bytes
         return self._accept(moves, writes=True)
 
     def load(self, moves: Sequence[Move]) -> int:
@@ -171,7 +171,7 @@ class SlabTier(StorageTier):
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:
-            self._served.journal.forget(slot, key)
+            self._served.journal.remove(slot, key)
 
     @property
     def busy(self) -> bool:
@@ -199,10 +199,10 @@ class SlabTier(StorageTier):
         return self._open
 
     def _close_shard(self) -> None:
-        replica, self._open, self._rebalancer = self._open, None, None
-        if replica is not None:
-            self._allocator.submit(lambda: None).result()  # what it is at is about this replica
-            replica.close()
+        shard, self._open, self._rebalancer = self._open, None, None
+        if shard is not None:
+            self._allocator.submit(lambda: None).result()  # what it is at is about this shard
+            shard.close()
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 
@@ -236,9 +236,9 @@ class SlabTier(StorageTier):
             if not self._served.journal.may_overwrite(slots) or not self._served.erasing.isdisjoint(slots):
                 return
             unit = self._stores.popleft()
-            beyond = [not 0 <= move.slot < self._served.slabs.plan.slots for move in unit.moves]
+            beyond = [not 0 <= move.slot < self._served.slabs.layout.slots for move in unit.moves]
             self._settle(unit, beyond, Outcome.FAILED)
-            homeless = [not self._served.slabs.has_room(move.slot) for move in unit.moves]
+            homeless = [not self._served.slabs.is_allocated(move.slot) for move in unit.moves]
             if any(homeless):
                 if time.monotonic() >= self._full_until_s:
                     self._stores.appendleft(unit)
@@ -250,7 +250,7 @@ class SlabTier(StorageTier):
 
     def _is_there(self, slot: int) -> bool:
         served = self._served
-        if not served.slabs.has_room(slot) or slot in served.erasing:
+        if not served.slabs.is_allocated(slot) or slot in served.erasing:
             return False
         return not served.listed or bool(served.journal.sealed_at[slot])
 
@@ -268,12 +268,12 @@ class SlabTier(StorageTier):
         spans = []
         try:
             for move in unit.moves:
-                device, offset = served.slabs.place(move.slot)
+                device, offset = served.slabs.locate(move.slot)
                 spans.append((region.address + move.row * row_bytes, row_bytes, offset, device))
                 if move.seal and unit.writes:
                     seal_row(served.sealer, region, move, self._clock())
         except (AgentError, OSError) as error:
-            self._log_once.about("agent", describe(error) if isinstance(error, OSError) else str(error))
+            self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
             served.health.check_soon()
             self._settle(unit, [True] * len(unit.moves), Outcome.FAILED)
             return
@@ -297,8 +297,8 @@ class SlabTier(StorageTier):
             if good:
                 served.journal.put(move.slot, move.key, move.tick, sealed_at)
                 return Outcome.OK
-            served.journal.spoil(move.slot, sealed_at)
-            if served.slabs.medium_is_full():
+            served.journal.mark_garbage(move.slot, sealed_at)
+            if served.slabs.disk_is_full():
                 return Outcome.NO_SPACE
             served.store_failed()
             return Outcome.FAILED
@@ -307,11 +307,11 @@ class SlabTier(StorageTier):
             return Outcome.FAILED
         verdict = served.sealer.verify(self._region.rows_view[move.row], move.key)
         if verdict is not Verdict.OK:
-            served.spoilt(move.slot, verdict.name)
-            served.journal.forget(move.slot, move.key)
+            served.log_corrupt(move.slot, verdict.name)
+            served.journal.remove(move.slot, move.key)
             return Outcome.CORRUPT
         if served.has_expired(move.slot, served.sealer.sealed_at(self._region.rows_view[move.row])):
-            served.journal.forget(move.slot, move.key)  # its bytes stay, for the next sweep
+            served.journal.remove(move.slot, move.key)  # its bytes stay, for the next sweep
             return Outcome.MISSING
         if move.tick:
             served.journal.touch(move.slot, move.key, move.tick)
@@ -337,7 +337,7 @@ class SlabTier(StorageTier):
             self._served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
             if self._rebalancer is not None:
-                self._rebalancer.refused()
+                self._rebalancer.growth_failed()
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:
             self._full_until_s = 0.0

@@ -1,4 +1,4 @@
-"""Movers that share a path share it fairly: who has more gives way while both run, and nobody exceeds anything."""
+"""Shards on one path share it fairly: one above its fair share gives room while all serve, within the capacity."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def mover_on(path: Path, capacity: int = CAPACITY) -> Iterator[MoverProcess]:
         yield mover
 
 
-@pytest.mark.parametrize("numbers", [(1, 2), (1, 1)], ids=["two namespaces", "two replicas"])
+@pytest.mark.parametrize("numbers", [(1, 2), (1, 1)], ids=["two namespaces", "two shards"])
 def test_who_comes_late_gets_its_part_while_both_run(tmp_path: Path, numbers: tuple[int, int]) -> None:
     part = 0.4 * CAPACITY / GEOMETRY.row_bytes
     with sampled(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
@@ -185,36 +185,40 @@ def test_an_empty_tail_is_given_back(tmp_path: Path) -> None:
 
 
 def test_parts(tmp_path: Path) -> None:
-    ledger = SlabQuota(tmp_path, 64 << 20)
+    quota = SlabQuota(tmp_path, 64 << 20)
 
     def settle(number: int, nbytes: int) -> Path:
-        with ledger.locked():
-            claim = ledger.claim(namespace(number))
-        with (claim.directory / "slab-00000.kv").open("wb") as file:
+        with quota.locked():
+            shard = quota.acquire_shard(namespace(number))
+        with (shard.path / "slab-00000.kv").open("wb") as file:
             file.truncate(nbytes)
-        claims.append(claim)
-        return claim.directory
+        shards.append(shard)
+        return shard.path
 
-    claims: list[object] = []
+    shards: list[object] = []
     large, small = settle(1, 48 << 20), settle(2, 8 << 20)
     (tmp_path / "foreign").write_bytes(bytes(4 << 20))
-    with ledger.locked():
-        assert ledger.asked_ns() == 0
-        assert ledger.asked_bytes(large) == 0
-        assert ledger.may_take(large, 1 << 30)
-        ledger.ask(large, 4 << 20)  # it has more than its part
-        assert ledger.asked_ns() == 0
-        ledger.ask(small, 4 << 20)
-        assert ledger.asked_ns() > 0
-        assert ledger.asked_bytes(large) == 4 << 20
-        assert ledger.asked_bytes(small) == 0
-        assert not ledger.may_take(large, 4096)
-        assert ledger.may_take(small, 20 << 20)
-        assert not ledger.may_take(small, 24 << 20)
-        ledger.ask(small, 1 << 30)
-        assert 17 << 20 < ledger.asked_bytes(large) < 19 << 20  # of 60 MiB a half each, and nobody gives more than that
-        ledger.ask(None, 1 << 30)
-        assert 19 << 20 < ledger.asked_bytes(large) <= 20 << 20  # a third one is to come: 28 to spare, 20 is its part
+    with quota.locked():
+        assert quota.last_request_ns() == 0
+        assert quota.requested_bytes(large) == 0
+        assert quota.may_grow(large, 1 << 30)
+        quota.request_room(large, 4 << 20)  # it has more than its part
+        assert quota.last_request_ns() == 0
+        quota.request_room(small, 4 << 20)
+        assert quota.last_request_ns() > 0
+        assert quota.requested_bytes(large) == 4 << 20
+        assert quota.requested_bytes(small) == 0
+        assert not quota.may_grow(large, 4096)
+        assert quota.may_grow(small, 20 << 20)
+        assert not quota.may_grow(small, 24 << 20)
+        quota.request_room(small, 1 << 30)
+        assert (
+            17 << 20 < quota.requested_bytes(large) < 19 << 20
+        )  # of 60 MiB a half each, and nobody gives more than that
+        quota.request_room(None, 1 << 30)
+        assert (
+            19 << 20 < quota.requested_bytes(large) <= 20 << 20
+        )  # a third one is to come: 28 to spare, 20 is its part
 
 
 def test_ten_times_the_capacity(tmp_path: Path) -> None:
