@@ -158,7 +158,7 @@ def main() -> None:
         tables_s: list[float] = []
         adopting_s: list[float] = []
         link.on_message = watched(link.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
-        link.on_table = watched(link.on_table, time.thread_time, tables_s)  # type: ignore[method-assign]
+        link.on_index = watched(link.on_index, time.thread_time, tables_s)  # type: ignore[method-assign]
         core = coordinator._core
         core.index_listed = watched(core.index_listed, time.perf_counter, adopting_s)  # type: ignore[method-assign]
         coordinator.start(30.0)

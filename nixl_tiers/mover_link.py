@@ -138,7 +138,7 @@ class MoverLink:
                         if message.last:
                             status.log.listed(len(self._core.tiers[tier].slots))
                 case ExistenceChecked():
-                    self._core.events.existence_checked(tier, message.probe, message.absent, now)
+                    self._core.events.existence_checked(tier, message.check_id, message.absent, now)
                 case Opened():
                     self._check_slots(status, message.slots)
                     if message.epoch == self.namespace.epoch:
@@ -152,31 +152,31 @@ class MoverLink:
                 case Down():
                     status.answered = True
                     self._core.events.down(tier, now)
-                    self.on_trouble(tier, message.reason)
+                    self.on_problem(tier, message.reason)
                 case Refused():
                     status.answered = True
                     status.refusal = message.reason
                     self._core.events.down(tier, now)
-                    self.on_trouble(tier, message.reason)
+                    self.on_problem(tier, message.reason)
             self.changed.notify_all()
 
-    def on_table(self, tier: int, message: ListedIndex, table: SharedColdIndex) -> None:
+    def on_index(self, tier: int, message: ListedIndex, index: SharedColdIndex) -> None:
         with self.changed:
             known = self._core.events.known_keys(tier)
         for key in known:  # without the lock: where a tier was opened again these can be many
-            table.remove(key)
+            index.remove(key)
         with self.changed:
             if message.epoch == self.namespace.epoch:
-                self._core.events.index_listed(tier, table, message.newest)
+                self._core.events.index_listed(tier, index, message.newest)
                 self.changed.notify_all()
                 return
-        table.close()
+        index.close()
 
-    def on_trouble(self, tier: int, reason: str) -> None:
+    def on_problem(self, tier: int, reason: str) -> None:
         with self.changed:
             self.tiers[tier].log.down(reason, self._clock())
 
-    def on_line(self, tier: int, level: int, text: str) -> None:
+    def on_log_line(self, tier: int, level: int, text: str) -> None:
         with self.changed:
             self.tiers[tier].log.line(level, text)
 
@@ -185,17 +185,19 @@ class MoverLink:
             self._core.events.killed(tier, self._clock())
             self.changed.notify_all()
 
-    def on_lost(self, tier: int) -> None:
+    def on_reaped(self, tier: int) -> None:
         with self.changed:
             self.tiers[tier].log.mover_lost()
             self._core.events.lost(tier, self._clock())
             self.changed.notify_all()
 
-    def on_tick(self, heard_s: float, room: Sequence[int]) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
+    def on_tick(
+        self, received_s: float, send_credits: Sequence[int]
+    ) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
         with self.changed:
             now = self._clock()
-            self._core.expire(heard_s)
-            for index, free in zip(self._core.tiers, room, strict=True):
+            self._core.expire(received_s)
+            for index, free in zip(self._core.tiers, send_credits, strict=True):
                 index.send_credits = free
             jobs = self._core.events.plan(now)
             moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
@@ -214,7 +216,7 @@ class MoverLink:
             for status, index in zip(self.tiers, self._core.tiers, strict=True):
                 status.log.watch(index.breakers, now)
             closing = [rows for index in self._core.tiers for rows in index.take_retired()]
-            result = messages, self._core.health.overdue(heard_s), self._core.events.busy
+            result = messages, self._core.health.overdue(received_s), self._core.events.busy
         for rows in closing:
             rows.close()
         return result

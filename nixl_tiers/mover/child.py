@@ -1,4 +1,4 @@
-"""One mover process as the engine sees it: a child, its pidfd, and a non-blocking socket."""
+"""One mover process as the supervisor sees it: a child process, its pidfd, and a non-blocking socket."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from nixl_tiers.mover.protocol import (
 )
 from nixl_tiers.mover.stderr import Stderr, secrets_of
 
-START_S: Final = 60.0  # a mover that imports, maps and opens for longer than this is hung
-SILENCE_S: Final = 20 * HEARTBEAT_S
-UNSENT_PACKETS: Final = 1024
-SPARE_PACKETS: Final = 16  # of these, for what cannot wait: probes, another namespace, the end
-UNREAD_S: Final = 120.0  # one that beats and takes nothing for so long is in disorder
-TURN_PACKETS: Final = 4096  # more than one socket's buffer has room for
+START_TIMEOUT_S: Final = 60.0  # to the first message: imports and mapping the region
+HEARTBEAT_TIMEOUT_S: Final = 20 * HEARTBEAT_S
+MAX_UNSENT: Final = 1024  # messages
+RESERVED_UNSENT: Final = 16  # of these, for messages that cannot wait: existence checks, Open, Stop
+SEND_TIMEOUT_S: Final = 120.0  # without the socket taking anything, though heartbeats come
+MAX_RECEIVED: Final = 4096  # messages in one call of `receive`; more than a socket's buffer has room for
 SOCKET_BYTES: Final = 1 << 20
 
 
 class Child:
-    """Nothing here waits for the process. After `kill` it is spoken to and listened to no more: what it still has to
-    say is about jobs that have failed, and it may say it for as long as it cannot be reaped."""
+    """Nothing here waits for the process. After `kill` nothing is sent to it or read from it: its messages would be
+    about jobs that have failed, and they may come for as long as it cannot be reaped."""
 
-    def __init__(self, hello: Configure, region_fd: int, clock: Callable[[], float]) -> None:
+    def __init__(self, configure: Configure, region_fd: int, clock: Callable[[], float]) -> None:
         """Raises OSError if it cannot be started."""
         self._clock = clock
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipe: tuple[int, ...] = ()
         try:
             pipe = os.pipe2(os.O_CLOEXEC)
-            self.stderr = Stderr(pipe[0], secrets_of(os.environ, _secret_names(hello)))
+            self.stderr = Stderr(pipe[0], secrets_of(os.environ, _secret_names(configure)))
             with theirs:
                 for end in (ours, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -71,69 +71,69 @@ class Child:
                 os.close(fd)
             raise
         self.socket = ours
-        self.heard_s = clock()
+        self.received_s = clock()  # when the last message came
         self.killed_s: float | None = None
-        self.ended = False  # no more will come from its socket
+        self.eof = False  # nothing more will be read from its socket
         self.stopping = False
-        self._talked = False
-        self._took_s = self.heard_s  # when it last took something, or had nothing to take
-        self._unsent: deque[bytes] = deque([encode(hello)])
+        self._started = False
+        self._sent_s = self.received_s  # when the socket last took a message, or there was none to send
+        self._unsent: deque[bytes] = deque([encode(configure)])
 
     @property
     def killed(self) -> bool:
         return self.killed_s is not None
 
     @property
-    def gone(self) -> bool:
-        """Whether it is dead, and reaped by this look at the latest. Never waits."""
+    def exited(self) -> bool:
+        """Whether it has exited; reaps it then. Never waits."""
         return self.process.poll() is not None
 
     @property
-    def room(self) -> int:
-        """How many packets more it may be sent now."""
-        return 0 if self.killed else max(0, UNSENT_PACKETS - SPARE_PACKETS - len(self._unsent))
+    def send_credits(self) -> int:
+        """Back-pressure: how many more messages may be sent to it now."""
+        return 0 if self.killed else max(0, MAX_UNSENT - RESERVED_UNSENT - len(self._unsent))
 
-    def deaf(self, now: float) -> bool:
-        """Whether it has not read for too long what waits for it."""
-        return bool(self._unsent) and now - self._took_s > UNREAD_S
+    def send_timed_out(self, now: float) -> bool:
+        return bool(self._unsent) and now - self._sent_s > SEND_TIMEOUT_S
 
-    def silent(self, now: float) -> bool:
-        return now - self.heard_s > (SILENCE_S if self._talked else START_S)
+    def heartbeat_timed_out(self, now: float) -> bool:
+        return now - self.received_s > (HEARTBEAT_TIMEOUT_S if self._started else START_TIMEOUT_S)
 
     def send(self, message: ToMover) -> None:
-        """Queue a message; `flush` sends it. One that is killed has no use for it.
+        """Queue a message; `flush` sends it. A no-op after `kill`.
 
-        Raises if it cannot be kept, or is none: kill it then, for nothing else may come after what it has missed.
+        Raises if the queue is full or the message cannot be encoded: kill it then, for it must not miss a message.
         """
         if self.killed:
             return
-        if len(self._unsent) >= UNSENT_PACKETS:
-            raise BufferError("it does not read")
+        if len(self._unsent) >= MAX_UNSENT:
+            raise BufferError("it does not read its messages")
         self._unsent.append(encode(message))
 
     def flush(self) -> bool:
-        """Send what the socket takes; True when nothing is left. Raises OSError for what can never be sent."""
+        """Send what the socket takes; True when nothing is left. Raises OSError for a message that can never be
+        sent."""
         while self._unsent:
             try:
                 self.socket.send(self._unsent[0])
             except BlockingIOError:
                 return False
-            except ConnectionError:  # it is gone; its pidfd tells
+            except ConnectionError:  # it has exited, which its pidfd reports
                 self._unsent.clear()
                 break
             self._unsent.popleft()
-            self._took_s = self._clock()
-        self._took_s = self._clock()
+            self._sent_s = self._clock()
+        self._sent_s = self._clock()
         return True
 
     def receive(self) -> Iterable[tuple[ToCoordinator, SharedColdIndex | None]]:
-        """The messages that have come, and the table that came with each; sets `ended` when there will be no more.
-        What comes in the meantime may be left for the next time.
+        """The messages that have come, each with the cold index that came with it; sets `eof` at the end of the
+        stream. Messages that come in the meantime may be left for the next call.
 
-        Raises msgspec.DecodeError, UnicodeDecodeError or TableError for what is no message.
+        Raises msgspec.DecodeError, UnicodeDecodeError or ColdIndexError for an invalid message.
         """
-        for _ in range(TURN_PACKETS):
-            if self.ended or self.killed:
+        for _ in range(MAX_RECEIVED):
+            if self.eof or self.killed:
                 return
             try:
                 packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
@@ -142,10 +142,10 @@ class Child:
             except OSError:
                 packet, fds = b"", []
             if not packet:
-                self.ended = True
+                self.eof = True
                 return
-            self.heard_s = self._clock()
-            self._talked = True
+            self.received_s = self._clock()
+            self._started = True
             yield _read(packet, fds)
 
     def kill(self) -> None:
@@ -160,20 +160,20 @@ class Child:
         os.close(self.stderr.fd)
 
 
-def _secret_names(hello: Configure) -> list[str]:
+def _secret_names(configure: Configure) -> list[str]:
     """Environment variables that a tier's configuration names, all of which hold credentials."""
-    return [str(value) for field, value in hello.tier.items() if field.endswith("_env") and value]
+    return [str(value) for field, value in configure.tier.items() if field.endswith("_env") and value]
 
 
 def options() -> list[str]:
-    """Python's own: what the engine was told not to take modules from (-E, -s or -I), a mover does not, either."""
+    """Options of the interpreter: where this process must not import modules from (-E, -s, -I), a mover must not."""
     ignored = [("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)]
     return ["-P", *(option for option, given in ignored if given)]
 
 
 def environment() -> dict[str, str]:
-    """The engine's, without those entries of PYTHONPATH that mean the working directory, or depend on it: whoever can
-    write there would have his code run with the engine's credentials. (-P keeps only Python's own entry out.)"""
+    """This process's environment, without those entries of PYTHONPATH that depend on the working directory: code that
+    others put there would run with this process's credentials. (-P removes only the entry that Python itself adds.)"""
     variables = dict(os.environ)
     paths = [path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if Path(path).is_absolute()]
     if paths:
@@ -182,13 +182,13 @@ def environment() -> dict[str, str]:
 
 
 def _read(packet: bytes, fds: list[int]) -> tuple[ToCoordinator, SharedColdIndex | None]:
-    """The message, and its table. All descriptors are closed, whatever happens. Raises TableError."""
+    """The message, and its cold index. All other descriptors are closed, also on errors. Raises ColdIndexError."""
     try:
         message = decode_to_coordinator(packet)
         if not isinstance(message, ListedIndex):
             return message, None
         if not fds:
-            raise ColdIndexError("a table was told of, and no descriptor came with it")
+            raise ColdIndexError("a cold index was announced, and no descriptor came with it")
         return message, SharedColdIndex.attach(fds.pop())
     finally:
         for fd in fds:

@@ -1,7 +1,8 @@
-"""The rows that a tier holds when it is opened, on their way to the engine: a few one by one, all others in tables.
+"""The rows that a tier holds when it is opened, as the coordinator gets them: a few one by one, all others in cold
+indexes.
 
-One by one, four million rows would cost the engine's interpreter half a minute. In a table (memory/table.py) they
-cost it next to nothing, but then only this side knows their keys: `keys` finds them again.
+One by one, four million rows would cost the coordinator's interpreter half a minute. In a cold index
+(memory/cold_index.py) they cost it next to nothing, but then only the mover knows their keys: `keys` looks them up.
 """
 
 from __future__ import annotations
@@ -22,95 +23,95 @@ from nixl_tiers.tiers.base import Entry
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TOLD_ROWS: Final = 4096
-"""So many rows are told one by one: most tiers of small engines hold fewer."""
-_MOST: Final = 0xFFFFFFFF  # a table's slots and ticks have 32 bits
+SINGLE_ROWS: Final = 4096
+"""How many rows are sent one by one: most tiers of small stores hold fewer."""
+_MAX_UINT32: Final = 0xFFFFFFFF  # an index's slots and ticks have 32 bits
 
 
 @dataclass(frozen=True)
-class PublishedIndex:
-    """A table for the engine: `fd` is the caller's to send and to close. `newest`: the highest tick in it."""
+class BuiltIndex:
+    """A cold index to be sent to the coordinator: the caller owns `fd`, and closes it. `newest`: its highest tick."""
 
     fd: int
     newest: int
-    left_out: list[tuple[int, Key]]  # (slot, key) of rows that it has no room for, or that are there twice
+    left_out: list[tuple[int, Key]]  # (slot, key) of rows without a free slot in it, and of duplicates
 
 
 class IndexBuilder:
-    """What one opening of a tier with `slots` slots finds, oldest first. `named`: tables must tell keys."""
+    """The first listing of a tier with `slots` slots, oldest row first. `named`: see Configure."""
 
     def __init__(self, slots: int, *, named: bool) -> None:
         self._slots = slots
         self._named = named
-        self._told = 0
-        self._batch = _Batch()
-        self._kept: list[tuple[SharedColdIndex, NDArray[np.uint32], _Keys]] = []
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="table")
-        self._building: Future[PublishedIndex] | None = None
+        self._single = 0
+        self._pending = _Batch()
+        self._built: list[tuple[SharedColdIndex, NDArray[np.uint32], _Keys]] = []
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cold-index")
+        self._building: Future[BuiltIndex] | None = None
 
     @property
-    def tables(self) -> int:
-        """How many tables there are, one that is being built included."""
-        return len(self._kept) + self.building
+    def indexes(self) -> int:
+        """How many cold indexes there are, including one that is being built."""
+        return len(self._built) + self.building
 
     @property
-    def collected(self) -> int:
-        """How many rows wait for the next table."""
-        return len(self._batch.keys)
+    def pending(self) -> int:
+        """How many rows are collected for the next cold index."""
+        return len(self._pending.keys)
 
     @property
     def building(self) -> bool:
         return self._building is not None
 
-    def take(self, entries: list[Entry]) -> list[Entry]:
-        """The next rows of the listing. Returns those to be told one by one, now."""
-        if self._told < TOLD_ROWS:
-            self._told += len(entries)
+    def add(self, entries: list[Entry]) -> list[Entry]:
+        """The next rows of the listing. Returns those to be sent one by one, now."""
+        if self._single < SINGLE_ROWS:
+            self._single += len(entries)
             return entries
         gone = [entry for entry in entries if entry.slot < 0]
-        self._batch.add([entry for entry in entries if entry.slot >= 0] if gone else entries)
+        self._pending.add([entry for entry in entries if entry.slot >= 0] if gone else entries)
         return gone
 
     def build(self) -> None:
-        """Begin to make a table of what was collected; see `built`."""
-        batch, self._batch = self._batch, _Batch()
+        """Start to build a cold index of the pending rows, on a thread; see `built`."""
+        batch, self._pending = self._pending, _Batch()
         self._building = self._worker.submit(self._build, batch)
 
-    def built(self) -> PublishedIndex | None:
-        """The table, once; None while it is being built. Raises TableError, and MemoryError."""
+    def built(self) -> BuiltIndex | None:
+        """The cold index, once; None while it is being built. Raises ColdIndexError or MemoryError."""
         if self._building is None or not self._building.done():
             return None
         future, self._building = self._building, None
         return future.result()
 
-    def keys(self, dropped: Sequence[tuple[int, bytes]]) -> list[tuple[int, Key]]:
-        """(slot, key) for (slot, digest), without those that no table of this opening told of."""
-        return [(slot, key) for slot, digest in dropped if (key := self._key_of(digest)) is not None]
+    def keys(self, rows: Sequence[tuple[int, bytes]]) -> list[tuple[int, Key]]:
+        """(slot, key) for (slot, digest) of rows in the cold indexes; rows that are in none are left out."""
+        return [(slot, key) for slot, digest in rows if (key := self._key_of(digest)) is not None]
 
     def close(self) -> None:
-        """Let go of everything; a table that is still being built is closed when it is done."""
+        """Release everything; a cold index that is still being built is closed when it is done."""
         if self._building is not None:
             self._building.add_done_callback(_discard)
             self._building = None
         self._worker.shutdown(wait=False)
-        self._batch = _Batch()
-        kept, self._kept = self._kept, []
-        for table, _, _ in kept:
-            table.close()
+        self._pending = _Batch()
+        built, self._built = self._built, []
+        for index, _, _ in built:
+            index.close()
 
-    def _build(self, batch: _Batch) -> PublishedIndex:
+    def _build(self, batch: _Batch) -> BuiltIndex:
         builder = ColdIndexBuilder()
         for digests, slots, ticks in batch.columns:
             builder.add_many(digests, slots, ticks)
         fd = builder.build(self._slots, batch.keys.column() if self._named else None)
         left_out = [(batch.slot_of(number), batch.keys[number]) for number in builder.left_out.tolist()]
         if not self._named:
-            self._kept.append((SharedColdIndex.attach(os.dup(fd)), builder.order, batch.keys))
-        return PublishedIndex(fd, batch.newest, left_out)
+            self._built.append((SharedColdIndex.attach(os.dup(fd)), builder.order, batch.keys))
+        return BuiltIndex(fd, batch.newest, left_out)
 
     def _key_of(self, digest: bytes) -> Key | None:
-        for table, order, keys in self._kept:
-            row = table.built(digest)
+        for index, order, keys in self._built:
+            row = index.built(digest)
             if row >= 0:
                 key = keys[int(order[row])]
                 return key if key_digest(key) == digest else None
@@ -118,7 +119,7 @@ class IndexBuilder:
 
 
 class _Batch:
-    """Rows as they are collected: a few arrays for every batch of a listing."""
+    """Rows as they are collected: a few arrays per batch of the listing."""
 
     def __init__(self) -> None:
         self.columns: list[tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32]]] = []
@@ -129,8 +130,8 @@ class _Batch:
         if not entries:
             return
         keys = [entry.key for entry in entries]
-        slots = np.array([min(entry.slot, _MOST) for entry in entries], np.uint32)
-        ticks = np.array([min(max(entry.tick, 0), _MOST) for entry in entries], np.uint32)
+        slots = np.array([min(entry.slot, _MAX_UINT32) for entry in entries], np.uint32)
+        ticks = np.array([min(max(entry.tick, 0), _MAX_UINT32) for entry in entries], np.uint32)
         self.columns.append((key_digests(keys), slots, ticks))
         self.keys.add(keys)
         self.newest = max(self.newest, *(entry.tick for entry in entries))
@@ -174,12 +175,12 @@ class _Keys:
         self._count += len(keys)
 
     def column(self) -> NDArray[np.uint8]:
-        """As TableBuilder.build takes them: uint8 (n, 1 + longest)."""
+        """As ColdIndexBuilder.build takes them: uint8 (n, 1 + longest)."""
         longest = max((max(lengths) for _, lengths in self._parts), default=0)
         raw = b"".join(bytes((len(key),)) + key.ljust(longest, b"\0") for key in self)
         return np.frombuffer(raw, np.uint8).reshape(-1, 1 + longest)
 
 
-def _discard(future: Future[PublishedIndex]) -> None:
+def _discard(future: Future[BuiltIndex]) -> None:
     if future.exception() is None:
         os.close(future.result().fd)

@@ -1,4 +1,4 @@
-"""Tells the engine what a tier holds: all of it once after it was opened, and changes where others write to it too."""
+"""Sends the coordinator the rows that a tier holds: all of them once it is open, and changes on a shared medium."""
 
 from __future__ import annotations
 
@@ -15,74 +15,79 @@ if TYPE_CHECKING:
     from nixl_tiers.mover.send_queue import SendQueue
     from nixl_tiers.tiers.base import StorageTier
 
-LOOK_S: Final = 0.05  # how soon an empty listing is asked again
-PAUSE_S: Final = 1.0  # what a listing has brought is told when it has brought nothing more for so long
-MAX_TABLES: Final = 4  # an engine looks into each of them; the last one waits for the end of the listing
-STEP_S: Final = 0.002  # rows for a table are collected for so long at a time
+POLL_S: Final = 0.05  # while the listing has nothing new
+IDLE_S: Final = 1.0  # an index is built of the pending rows when the listing has had nothing new for this long
+MAX_INDEXES: Final = 4  # a lookup searches each of them; the last one waits for the end of the listing
+STEP_S: Final = 0.002  # the longest that one step collects rows for an index
 
 
 class IndexPublisher:
-    """The listings of one opening. `step` does what can be done now, and never waits for the medium."""
+    """The listings of one opening. `step` never waits for the medium."""
 
     def __init__(
-        self, tier: StorageTier, outbox: SendQueue, epoch: int, adoption: IndexBuilder, beat: Callable[[], None]
+        self,
+        tier: StorageTier,
+        send_queue: SendQueue,
+        epoch: int,
+        builder: IndexBuilder,
+        send_heartbeat: Callable[[], None],
     ) -> None:
-        """`beat` tells the engine what the tier takes: what that is may be known only when all is listed."""
+        """`send_heartbeat`: called at the end of the first listing, for only then the bytes in use may be known."""
         self._tier = tier
-        self._outbox = outbox
+        self._send_queue = send_queue
         self._epoch = epoch
-        self._adoption = adoption
-        self._beat = beat
+        self._builder = builder
+        self._send_heartbeat = send_heartbeat
         self._listing: Iterator[list[Entry]] | None = tier.list_rows()
         self._first = True
         self.listed = 0
         """How many rows the first listing has found so far."""
-        self._look_at_s = 0.0
+        self._poll_at_s = 0.0
         self._relist_at_s = self._maintain_at_s = float("inf")
-        self._heard_s: float | None = None  # when the listing last brought rows for a table
+        self._added_s: float | None = None  # when the listing last brought rows for an index
 
     @property
     def next_at_s(self) -> float:
-        """When step is worth calling again."""
+        """When to call `step` again."""
         if self._listing is None:
             return min(self._relist_at_s, self._maintain_at_s)
-        return float("inf") if self._outbox else self._look_at_s
+        return float("inf") if self._send_queue else self._poll_at_s
 
-    def keys(self, dropped: Sequence[tuple[int, bytes]]) -> list[tuple[int, Key]]:
-        """(slot, key) for (slot, digest) of rows that a table told of."""
-        return self._adoption.keys(dropped)
+    def keys(self, rows: Sequence[tuple[int, bytes]]) -> list[tuple[int, Key]]:
+        """(slot, key) for (slot, digest) of rows in a cold index that was sent."""
+        return self._builder.keys(rows)
 
     def step(self, now: float) -> None:
-        """At most one packet a step, and none while the engine is behind: jobs go first."""
+        """Send at most one packet, and none while the send queue is not empty: results of jobs go first."""
         if self._listing is None:
             self._begin_round(now)
-        if self._listing is None or now < self._look_at_s or self._outbox:
+        if self._listing is None or now < self._poll_at_s or self._send_queue:
             return
-        if self._adoption.building:
-            self._tell_table(now)
+        if self._builder.building:
+            self._send_index(now)
             return
         until = now + STEP_S
         while (batch := next(self._listing, None)) is not None:
             if not batch:
-                self._look_at_s = now + LOOK_S
-                self._pause(now)
+                self._poll_at_s = now + POLL_S
+                self._build_if_idle(now)
                 return
             self.listed += len(batch) if self._first else 0
-            told = self._adoption.take(batch) if self._first else batch
-            if told:
-                self._outbox.send(Listed(self._epoch, told, last=False))
+            single = self._builder.add(batch) if self._first else batch
+            if single:
+                self._send_queue.send(Listed(self._epoch, single, last=False))
                 return
-            self._heard_s = now
+            self._added_s = now
             if time.monotonic() >= until:
                 return
-        if self._adoption.collected:
-            self._adoption.build()  # and then the listing is asked once more whether it has ended
+        if self._builder.pending:
+            self._builder.build()  # the listing is asked again, and ends, when this is built and sent
             return
         self._listing = None
         if self._first:
             self._first = False
-            self._beat()
-            self._outbox.send(Listed(self._epoch, [], last=True))
+            self._send_heartbeat()
+            self._send_queue.send(Listed(self._epoch, [], last=True))
         if self._relist_at_s == float("inf"):
             self._relist_at_s = now + _or_never(self._tier.relist_s)
         if self._maintain_at_s == float("inf"):
@@ -90,7 +95,7 @@ class IndexPublisher:
 
     def close(self) -> None:
         self._listing = None
-        self._adoption.close()
+        self._builder.close()
 
     def _begin_round(self, now: float) -> None:
         """List again, or do upkeep, whichever is due: both yield what has changed. One at a time."""
@@ -98,22 +103,22 @@ class IndexPublisher:
             self._listing, self._relist_at_s = self._tier.list_rows(), float("inf")
         elif now >= self._maintain_at_s:
             self._listing, self._maintain_at_s = self._tier.maintain(), float("inf")
-        self._look_at_s = now
+        self._poll_at_s = now
 
-    def _pause(self, now: float) -> None:
-        since = self._heard_s
-        adoption = self._adoption
-        if since is not None and now - since >= PAUSE_S and adoption.collected and adoption.tables < MAX_TABLES - 1:
-            adoption.build()
-
-    def _tell_table(self, now: float) -> None:
-        table = self._adoption.built()
-        if table is None:
-            self._look_at_s = now + LOOK_S
+    def _build_if_idle(self, now: float) -> None:
+        if self._added_s is None or now - self._added_s < IDLE_S:
             return
-        self._outbox.send(ListedIndex(self._epoch, table.newest), table.fd)
-        for start in range(0, len(table.left_out), MAX_ENTRIES):
-            self._tier.delete(table.left_out[start : start + MAX_ENTRIES])
+        if self._builder.pending and self._builder.indexes < MAX_INDEXES - 1:
+            self._builder.build()
+
+    def _send_index(self, now: float) -> None:
+        index = self._builder.built()
+        if index is None:
+            self._poll_at_s = now + POLL_S
+            return
+        self._send_queue.send(ListedIndex(self._epoch, index.newest), index.fd)
+        for start in range(0, len(index.left_out), MAX_ENTRIES):
+            self._tier.delete(index.left_out[start : start + MAX_ENTRIES])
 
 
 def _or_never(interval_s: float | None) -> float:

@@ -1,7 +1,7 @@
-"""What an engine and its movers say to each other over a SOCK_SEQPACKET socketpair, one msgpack message a packet.
+"""The messages between a coordinator and its movers, over a SOCK_SEQPACKET socketpair, one msgpack message a packet.
 
-A packet stays below MAX_PACKET bytes: senders split batches. Packets arrive whole and in order, or not at all. What is
-longer, or no message, or says what cannot be, does not decode: it costs the mover, whoever of both has sent it.
+A packet stays below MAX_PACKET bytes: senders split batches. Packets arrive whole and in order, or not at all. A packet
+that is too long, malformed or out of range does not decode, and ends the mover, whichever side has sent it.
 """
 
 from __future__ import annotations
@@ -25,121 +25,121 @@ _Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]
 _Denials = Annotated[dict[_Kind, _Sentence], msgspec.Meta(max_length=MAX_DENIALS)]
 
 
-class Configure(msgspec.Struct, tag="hello", frozen=True):
-    """Engine -> mover, once, first: what to be."""
+class Configure(msgspec.Struct, tag="configure", frozen=True):
+    """Coordinator -> mover: the first message, sent once: which tier to run, and the layout of the region."""
 
     tier: dict[str, object]  # the tier's configuration (config.tier_to_dict)
     cells: int
     cell_payload: int
     sub_blocks: int
     rows: int
-    named: bool = False  # tables that it sends must tell keys: rows leave this tier by being written to the next one
+    named: bool = False  # a ListedIndex must contain the keys: rows evicted from this tier are written to the next one
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
-    """Engine -> mover: serve this namespace from now on (at start, and after every reset). Answered by Opened."""
+    """Coordinator -> mover: serve this namespace from now on (at start and after every reset); answered by Opened."""
 
     namespace: bytes
     epoch: int
 
 
 class Store(msgspec.Struct, tag="store", frozen=True):
-    """Engine -> mover: region -> tier. Answered by Finished."""
+    """Coordinator -> mover: copy rows from the region to the tier; answered by Finished."""
 
     job: int
     moves: list[Move]
 
 
 class Load(msgspec.Struct, tag="load", frozen=True):
-    """Engine -> mover: tier -> region, every row verified before it is OK. Answered by Finished."""
+    """Coordinator -> mover: copy rows from the tier to the region and verify each; answered by Finished."""
 
     job: int
     moves: list[Move]
 
 
-class Delete(msgspec.Struct, tag="drop", frozen=True):
-    """Engine -> mover: forget these (slot, key). Not answered."""
+class Delete(msgspec.Struct, tag="delete", frozen=True):
+    """Coordinator -> mover: delete the rows (slot, key); not answered."""
 
     entries: list[tuple[int, bytes]]
 
 
-class DeleteCold(msgspec.Struct, tag="drop_adopted", frozen=True):
-    """Engine -> mover: forget these rows of its tables: (slot, digest of the key). Not answered."""
+class DeleteCold(msgspec.Struct, tag="delete_cold", frozen=True):
+    """Coordinator -> mover: delete rows of a ListedIndex, as (slot, digest of the key); not answered."""
 
     entries: list[tuple[int, bytes]]
 
 
-class CheckExistence(msgspec.Struct, tag="probe", frozen=True):
-    """Engine -> mover, of a tier to which others store too: are these there? `chain`: each is worth nothing without
-    those before it. Answered by Adopt with what was found, and then Probed."""
+class CheckExistence(msgspec.Struct, tag="check_existence", frozen=True):
+    """Coordinator -> mover of a shared tier: which of these keys are stored? Answered by Listed with those that were
+    found, followed by ExistenceChecked. `chain`: a key is useful only if all keys before it exist."""
 
-    probe: int
+    check_id: int
     keys: list[RowKey]
     chain: bool
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """Engine -> mover: finish what runs, write the journal, leave."""
+    """Coordinator -> mover: finish running jobs, write the journal and exit."""
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):
-    """Mover -> engine: the tier is up (again). `slots`: how many rows it may hold. A Heartbeat
-    goes before it, so that the engine knows what the tier takes when it hears that it is up."""
+    """Mover -> coordinator: the tier is up (again) and may hold `slots` rows. A Heartbeat is sent before it, so that
+    the bytes in use are known when the tier comes up."""
 
     epoch: int
     slots: Count
 
 
 class Slots(msgspec.Struct, tag="slots", frozen=True):
-    """Mover -> engine: the tier has room for more or fewer rows than it said. What stands beyond follows as Adopt
-    entries of slot GONE."""
+    """Mover -> coordinator: the tier's number of slots has changed. Rows that no longer have a slot follow as Listed
+    entries with slot GONE."""
 
     epoch: int
     slots: Count
 
 
 class Down(msgspec.Struct, tag="down", frozen=True):
-    """Mover -> engine: the tier cannot serve now; the mover goes on trying and sends Opened when it can."""
+    """Mover -> coordinator: the tier cannot serve now; the mover retries with backoff and sends Opened on success."""
 
     reason: str
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Mover -> engine: the tier can never serve as configured (no such bucket). One sentence. The mover leaves."""
+    """Mover -> coordinator: the tier can never work as configured (no such bucket), for one reason; the mover exits."""
 
     reason: str
 
 
-class Listed(msgspec.Struct, tag="adopt", frozen=True):
-    """Mover -> engine, after Opened: rows found in this namespace, oldest first in `tick`. `last` ends the listing;
-    where others write to the medium, changes may follow it at any time."""
+class Listed(msgspec.Struct, tag="listed", frozen=True):
+    """Mover -> coordinator, after Opened: rows found in this namespace, oldest first by `tick`. `last` ends the first
+    listing; on a shared medium, changes may follow it at any time."""
 
     epoch: int
     entries: list[Entry]
     last: bool
 
 
-class ListedIndex(msgspec.Struct, tag="adopt_table", frozen=True):
-    """Mover -> engine, among the Adopts of a first listing: a memory.table.Table of more rows, which comes as a
-    descriptor with this packet. `newest`: the highest tick in it."""
+class ListedIndex(msgspec.Struct, tag="listed_index", frozen=True):
+    """Mover -> coordinator, between the Listed of a first listing: more rows, as a memory.cold_index whose file
+    descriptor comes with this packet. `newest`: the highest tick in it."""
 
     epoch: int
     newest: Tick
 
 
-class ExistenceChecked(msgspec.Struct, tag="probed", frozen=True):
-    """Mover -> engine: a probe ended; of its keys, `absent` are surely not there. What is neither found nor absent was
-    not asked for, or there was no answer."""
+class ExistenceChecked(msgspec.Struct, tag="existence_checked", frozen=True):
+    """Mover -> coordinator: an existence check has ended; the keys in `absent` do not exist. Keys that are neither
+    absent nor in a Listed before it are unknown: they were not requested, or there was no answer."""
 
-    probe: int
+    check_id: int
     absent: list[RowKey]
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):
-    """Mover -> engine: a job ended; `outcomes` holds one Outcome a move, in the job's order. Its rows are quiet now.
+    """Mover -> coordinator: a job has ended, and no transfer touches its rows any more. `outcomes` holds one Outcome
+    per move, in the job's order.
 
-    `partial`: of the rows that a load brought, those that lack sub-blocks: (place in the job, how many at the row's
-    beginning are not to be used).
+    `partial`: loaded rows that lack sub-blocks: (position in the job, number of missing sub-blocks at the row's start).
     """
 
     job: int
@@ -149,11 +149,11 @@ class Finished(msgspec.Struct, tag="finished", frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """Mover -> engine, every HEARTBEAT_S from the loop that moves rows."""
+    """Mover -> coordinator: sent every HEARTBEAT_S by the main loop, the one that moves rows."""
 
-    used_bytes: _Bytes  # what the tier takes on its medium now
+    used_bytes: _Bytes  # what the tier occupies on its medium now
     denials: _Denials = {}  # StorageTier.denials
-    listed: _Bytes = 0  # how many rows it has found since it was opened
+    listed: _Bytes = 0  # rows that the first listing has found so far
 
 
 ToMover = Configure | Open | Store | Load | Delete | DeleteCold | CheckExistence | Stop
@@ -165,7 +165,7 @@ decode_to_coordinator = msgspec.msgpack.Decoder(ToCoordinator).decode
 
 
 def sendable(message: ToMover) -> bool:
-    """Whether a mover would take this for a message. What is none costs whoever sent it, so it is better not sent."""
+    """Whether a mover can decode this message. One that it cannot would end the mover, so it must not be sent."""
     try:
         packet = encode(message)
         decode_to_mover(packet)

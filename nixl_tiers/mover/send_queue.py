@@ -1,4 +1,4 @@
-"""What a mover tells its engine, kept until the socket takes it."""
+"""A mover's messages to the coordinator, kept until the socket takes them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from nixl_tiers.mover.protocol import ToCoordinator, encode
 
 
 class SendQueue:
-    """Packets to the engine, in order. What the socket does not take at once waits here; nothing blocks, or is lost."""
+    """Packets to the coordinator, in order. What the socket does not take at once is queued; nothing blocks or is
+    lost."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._packets: deque[tuple[bytes, int | None]] = deque()
-        self._deaf = False
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._packets)
 
     def send(self, message: ToCoordinator, fd: int | None = None) -> None:
-        """Send, with a descriptor if there is one, which is closed when it has gone."""
+        """Queue a message, with a descriptor if there is one, and flush. The descriptor is closed once it is sent."""
         self._packets.append((encode(message), fd))
-        if self._deaf:
-            self.hang_up()
+        if self._closed:
+            self.close()
         else:
             self.flush()
 
-    def hang_up(self) -> None:
-        """Nobody listens any more: drop everything, from now on too."""
-        self._deaf = True
+    def close(self) -> None:
+        """The coordinator is gone: discard all messages, also those to come."""
+        self._closed = True
         for _, fd in self._packets:
             if fd is not None:
                 os.close(fd)
         self._packets.clear()
 
     def flush(self) -> None:
-        """Send as much as the socket takes. Raises OSError when nobody holds the other end any more."""
+        """Send as much as the socket takes. Raises OSError when the other end is closed."""
         while self._packets:
             packet, fd = self._packets[0]
             try:

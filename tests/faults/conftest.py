@@ -28,8 +28,8 @@ Open = Callable[..., Arena]
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent mover is given up sooner than in production, and what died often comes back sooner."""
-    monkeypatch.setattr(child, "SILENCE_S", 4.0)
-    monkeypatch.setattr(child, "START_S", 20.0)
+    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 4.0)
+    monkeypatch.setattr(child, "START_TIMEOUT_S", 20.0)
     monkeypatch.setattr(backoff, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
 
 

@@ -30,7 +30,7 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
     on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """A hundred requests wait for a hundred rows each. All are answered in time."""
-    monkeypatch.setattr(child, "SILENCE_S", 60.0)  # they wait for their deadline, not for the mover's end
+    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 60.0)  # they wait for their deadline, not for the mover's end
     number = MANY if tier == "slabs" else MANY // 2  # several times the rows of the host
     arena = on_tier(
         f"{number} pending keys, mover stopped",
@@ -76,7 +76,7 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
 )
 def test_a_socket_that_is_full(on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     """Not one packet more fits, and the engine has something to say: it waits with that, and with nothing else."""
-    monkeypatch.setattr(child, "SILENCE_S", 60.0)
+    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 60.0)
     arena = on_tier("socket full", tier, limits=replace(LIMITS, hard_deadline_min_s=60.0, hard_deadline_max_s=60.0))
     with arena.under_load():
         arena.go_on()

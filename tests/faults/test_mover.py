@@ -141,7 +141,7 @@ def test_a_pause_costs_no_mover(on_tier: Callable[..., Arena], frozen: str, tier
     """Nothing of the engine runs for longer than a mover may be silent, and a job may take; then all goes on. As after
     a SIGSTOP of the engine, or of everything: a frozen container, a suspended machine."""
     arena = on_tier(f"pause of the {frozen}", tier)
-    pause_s = int(max(child.SILENCE_S, arena.limits.hard_deadline_max_s)) + 1
+    pause_s = int(max(child.HEARTBEAT_TIMEOUT_S, arena.limits.hard_deadline_max_s)) + 1
     with arena.under_load() as load:
         arena.go_on()
         pid = arena.signal(signal.SIGSTOP, "load") if frozen == "node" else arena.a_mover()

@@ -62,7 +62,7 @@ def store_of(place: dict[str, Any]) -> Iterator[TieredStore]:
     tier = {"type": "s3", "shared": True, "capacity": BUDGET_ROWS * ROW, **place}
     setting = configuration.load(config(tier, host=HOST_ROWS * ROW))
     toy = {
-        "type": "tests.mover.toys:brisk_objects",
+        "type": "tests.mover.stub_tiers:s3_with_fast_janitor",
         "inner": tier_to_dict(setting.storage[0]),
         "window_share": BUDGET_ROWS // WINDOW_ROWS,
     }

@@ -1,4 +1,4 @@
-"""Packets that are no messages, or say what cannot be: they cost the mover, and nobody else."""
+"""Invalid packets, in both directions: they end the mover, and affect nothing else."""
 
 from __future__ import annotations
 
@@ -87,11 +87,13 @@ def coordinator_of(tmp_path: Path, hello: dict[str, object] | None = None) -> tu
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredStore]:
-    """A store whose mover says whatever is put into the directory `say`."""
+    """A store whose mover sends every file of the directory `packets` as a packet."""
     monkeypatch.setattr(backoff, "BACKOFF_S", (0.05,))
     monkeypatch.setattr(backoff, "KILLS_AN_HOUR", 1000)
-    (tmp_path / "say").mkdir()
-    coordinator, _ = coordinator_of(tmp_path, {"type": "tests.mover.babble:Babbling", "say": str(tmp_path / "say")})
+    (tmp_path / "packets").mkdir()
+    coordinator, _ = coordinator_of(
+        tmp_path, {"type": "tests.mover.packet_injector:PacketInjectorTier", "packets": str(tmp_path / "packets")}
+    )
     coordinator.start()
     store = TieredStore(coordinator)
     yield store
@@ -104,19 +106,19 @@ def some(packets: dict[str, bytes]) -> list[Any]:
 
 
 @pytest.mark.parametrize("names", some(FROM_MOVERS))
-def test_a_mover_that_babbles_is_replaced(store: TieredStore, tmp_path: Path, names: list[str]) -> None:
+def test_a_mover_that_sends_an_invalid_packet_is_replaced(store: TieredStore, tmp_path: Path, names: list[str]) -> None:
     keys = stored(store)
     fds = ResourceCount.take().fds
     for number, name in enumerate(names, 1):
         (tmp_path / "packet").write_bytes(FROM_MOVERS[name])
-        (tmp_path / "packet").rename(tmp_path / "say" / "packet")
+        (tmp_path / "packet").rename(tmp_path / "packets" / "packet")
         until(lambda number=number: stats(store)["kills"] == number, f"the end of a mover that said {name}", PATIENCE_S)
         lives_on(store, keys, deaths=number)
     until(lambda: ResourceCount.take().fds <= fds, "descriptors to be closed", PATIENCE_S)
 
 
 @pytest.mark.parametrize("names", some(TO_MOVERS))
-def test_a_mover_that_cannot_understand_leaves_and_is_replaced(store: TieredStore, names: list[str]) -> None:
+def test_a_mover_that_gets_an_invalid_packet_exits_and_is_replaced(store: TieredStore, names: list[str]) -> None:
     keys = stored(store)
     for number, name in enumerate(names, 1):
         mover = store.coordinator._link.supervisor._movers[0]
@@ -179,7 +181,7 @@ EVENTS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(events=EVENTS)
-def test_whatever_a_mover_says_no_row_is_lost_or_has_two_owners(events: list[Any]) -> None:
+def test_no_message_of_a_mover_loses_a_row_or_gives_it_two_owners(events: list[Any]) -> None:
     coordinator, region = coordinator_of(Path("/unused"))
     try:
         for number, event in enumerate(events):
@@ -194,7 +196,7 @@ def test_whatever_a_mover_says_no_row_is_lost_or_has_two_owners(events: list[Any
                     coordinator, region, what, [b"key-%d" % n for n in range(first, first + count)], f"request-{number}"
                 )
             coordinator._link.on_tick(time.monotonic(), [1000])
-        coordinator._link.on_lost(0)
+        coordinator._link.on_reaped(0)
         assert sorted(claim(coordinator, region)) == list(range(ROWS))
         assert all(value >= 0 for value in coordinator.counters()["file"].values())
     finally:
@@ -207,7 +209,7 @@ def hear(coordinator: Coordinator, message: ToCoordinator) -> None:
         coordinator._link.on_message(0, decode_to_coordinator(encode(message)))
     except (ValueError, OverflowError):
         coordinator._link.on_killed(0)
-        coordinator._link.on_lost(0)
+        coordinator._link.on_reaped(0)
 
 
 def act(coordinator: Coordinator, region: HostRegion, what: str, keys: list[bytes], request: str) -> None:

@@ -79,7 +79,7 @@ def held_up(
         assert store.flush(120)
     listed = tmp_path / "listed"
     tier: dict[str, object] = {
-        "type": "tests.mover.toys:held_up_files",
+        "type": "tests.mover.stub_tiers:paused_listing",
         "inner": tier_to_dict(config.storage[0]),
         "listed": str(listed),
     }

@@ -18,13 +18,13 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
-from nixl_tiers.mover.index_builder import TOLD_ROWS
+from nixl_tiers.mover.index_builder import SINGLE_ROWS
 from nixl_tiers.mover.protocol import Configure
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 16
-ROWS = TOLD_ROWS + 2000
+ROWS = SINGLE_ROWS + 2000
 
 
 def key(number: int) -> Key:
@@ -50,7 +50,7 @@ def over_a_hoard(
         }
     )
     tier: dict[str, object] = {
-        "type": "tests.mover.toys:Hoard",
+        "type": "tests.mover.stub_tiers:PrefilledTier",
         "rows": rows,
         "more": more,
         "slots": slots,
@@ -102,13 +102,13 @@ def dropped(tmp_path: Path) -> list[str]:
 
 def test_all_rows_are_hits_and_most_of_them_cost_no_objects(tmp_path: Path) -> None:
     with over_a_hoard(tmp_path, slots=2 * ROWS) as coordinator:
-        assert [coordinator.where(key(n)) for n in (0, TOLD_ROWS - 1, TOLD_ROWS, ROWS - 1)] == ["file"] * 4
+        assert [coordinator.where(key(n)) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)] == ["file"] * 4
         assert coordinator.where(b"no row") is None
         load(coordinator, 0)
         load(coordinator, ROWS - 1)
         (storage,) = coordinator._core.tiers
-        assert len(storage.index) == TOLD_ROWS + 1
-        assert sum(map(len, storage.cold)) == ROWS - TOLD_ROWS - 1
+        assert len(storage.index) == SINGLE_ROWS + 1
+        assert sum(map(len, storage.cold)) == ROWS - SINGLE_ROWS - 1
         assert coordinator.counters()["file"]["rows"] == ROWS
 
 
@@ -117,19 +117,19 @@ def test_the_medium_is_told_by_key_what_to_forget(tmp_path: Path, named: bool) -
     with over_a_hoard(tmp_path, slots=ROWS, named=named) as coordinator:
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 2, "the drops")
-        assert dropped(tmp_path) == [f"{n} row-{n}" for n in (TOLD_ROWS, TOLD_ROWS + 1)]
-        assert coordinator.where(key(TOLD_ROWS)) is None
+        assert dropped(tmp_path) == [f"{n} row-{n}" for n in (SINGLE_ROWS, SINGLE_ROWS + 1)]
+        assert coordinator.where(key(SINGLE_ROWS)) is None
         assert coordinator.counters()["file"]["rows"] == ROWS
 
 
 def test_however_many_rows_must_go_the_medium_is_told_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many times more than the queue of packets for a mover has room for; and nobody is taken for one that does not
     read."""
-    monkeypatch.setattr(child, "UNSENT_PACKETS", child.SPARE_PACKETS + 8)
-    rows = TOLD_ROWS + 20_000
+    monkeypatch.setattr(child, "MAX_UNSENT", child.RESERVED_UNSENT + 8)
+    rows = SINGLE_ROWS + 20_000
     with over_a_hoard(tmp_path, slots=rows, rows=rows, more=20_000) as coordinator:
         until(lambda: len(dropped(tmp_path)) == 20_000, "the drops")
-        assert dropped(tmp_path)[0] == f"{TOLD_ROWS} row-{TOLD_ROWS}"
+        assert dropped(tmp_path)[0] == f"{SINGLE_ROWS} row-{SINGLE_ROWS}"
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 20_002, "two more")
         stats = coordinator.counters()["file"]
@@ -144,7 +144,7 @@ def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         told(coordinator)
-        assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(TOLD_ROWS)) == "file"
+        assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(SINGLE_ROWS)) == "file"
         assert len(coordinator._core.tiers[0].cold) == 1
         assert dropped(tmp_path) == []
 

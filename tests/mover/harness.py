@@ -1,4 +1,4 @@
-"""A real mover process on a socketpair, driven the way the engine drives it."""
+"""A real mover process on a socketpair, driven the way the supervisor drives it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def key_of(number: int) -> bytes:
 
 
 def payload(number: int, geometry: Geometry) -> np.ndarray:
-    """The row that belongs to key `number`: cheap to make, different in every page."""
+    """The row of key `number`: cheap to make, different in every page."""
     words = np.arange(geometry.row_bytes // 8, dtype=np.uint64) + np.uint64(number << 32 | 1)
     return words.view(np.uint8)
 
 
 class MoverProcess:
-    """A mover, the region it shares with us, and our end of its socket."""
+    """A mover, the region it shares with this process, and this process's end of its socket."""
 
     def __init__(
         self, tier: dict[str, object], geometry: Geometry, rows: int, region: HostRegion | None = None
@@ -98,7 +98,7 @@ class MoverProcess:
         self.socket.send(encode(message))
 
     def expect(self, wanted: Callable[[ToCoordinator], bool], patience_s: float = PATIENCE_S) -> ToCoordinator:
-        """The first message that is `wanted`; others are kept for later calls, heartbeats only counted."""
+        """The first message that is `wanted`; others are kept for later calls, heartbeats are only counted."""
         deadline = time.monotonic() + patience_s
         for place, message in enumerate(self._unread):
             if wanted(message):
@@ -107,7 +107,7 @@ class MoverProcess:
             self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             packet = self.socket.recv(MAX_PACKET)
             if not packet:
-                raise EOFError(f"the mover left: {self.log()}")
+                raise EOFError(f"the mover exited: {self.log()}")
             message = decode_to_coordinator(packet)
             if isinstance(message, Heartbeat):
                 self.used_bytes = message.used_bytes
@@ -118,17 +118,17 @@ class MoverProcess:
                 self._unread.append(message)
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
-        """Slots that the tier offers."""
+        """Number of slots that the tier offers."""
         self.send(Open(namespace, epoch))
         message = self.expect(lambda m: isinstance(m, Opened) and m.epoch == epoch)
         assert isinstance(message, Opened)
         return message.slots
 
-    def adopted(self) -> list[Entry]:
+    def listed_rows(self) -> list[Entry]:
         entries: list[Entry] = []
         while True:
             message = self.expect(lambda m: isinstance(m, (Listed, ListedIndex)))
-            assert isinstance(message, Listed), "so many rows that they come as a table"
+            assert isinstance(message, Listed), "so many rows that they come as a cold index"
             entries += message.entries
             if message.last:
                 return entries
@@ -154,7 +154,7 @@ class MoverProcess:
         return self.finished(self.begin(Store, moves))
 
     def load(self, numbers: Sequence[int], slots: Sequence[int] | None = None, first_row: int = 0) -> list[Outcome]:
-        """Fetch keys into rows that held something else; every OK row is compared with what was stored."""
+        """Load keys into rows with other content; every OK row is compared with what was stored."""
         moves = []
         for place, number in enumerate(numbers):
             self.region.rows_view[first_row + place] = 0xEE
@@ -162,7 +162,7 @@ class MoverProcess:
         outcomes = self.finished(self.begin(Load, moves))
         for place, (number, outcome) in enumerate(zip(numbers, outcomes, strict=True)):
             if outcome is Outcome.OK:
-                assert self.holds(first_row + place, number), f"a wrong byte under key {number}"
+                assert self.holds(first_row + place, number), f"wrong bytes for key {number}"
         return outcomes
 
     def holds(self, row: int, number: int) -> bool:
@@ -175,7 +175,7 @@ class MoverProcess:
             for at in range(0, self.geometry.cells * self.geometry.cell_bytes, self.geometry.cell_bytes)
         )
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- exit -------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         self.send(Stop())
@@ -186,7 +186,7 @@ class MoverProcess:
         self.process.wait(PATIENCE_S)
 
     def log(self) -> str:
-        """What it wrote to stderr; only after it has ended."""
+        """What it wrote to stderr; call it only after the mover has exited."""
         assert self.process.stderr is not None
         return self.process.stderr.read().decode()
 

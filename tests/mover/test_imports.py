@@ -1,4 +1,4 @@
-"""Where a mover takes its modules from: from its own installation and never from the working directory."""
+"""A mover imports modules from its own installation and never from the working directory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from nixl_tiers.mover import child
 
 ROOT = Path(__file__).parents[2]
-# What a mover or Python itself imports early; also our own name, and one that the checkout's root could shadow.
+# Modules that a mover or Python itself imports early; our own package, and one that the checkout's root could shadow.
 TRAPS = ("msgspec", "xxhash", "argparse", "numpy", "nixl_tiers", "sitecustomize", "nixl")
 
-# An engine whose modules are all loaded goes to work in a directory that others can write to.
+# The scheduler's process, with all of its modules loaded, runs in a directory that others can write to.
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
@@ -38,18 +38,18 @@ print(json.dumps([command, nixl_tiers.__file__]))
 
 
 @pytest.fixture
-def trapped(tmp_path: Path) -> Path:
-    """A directory with modules that leave a mark when they are imported."""
+def trap_dir(tmp_path: Path) -> Path:
+    """A directory with modules that record their import in the file `imported`."""
     folder = tmp_path / "work"
     folder.mkdir()
     for name in TRAPS:
-        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'caught')!r}, 'a').write({name!r} + ' ')\n")
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r} + ' ')\n")
     return folder
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, built from a copy of what git has, so that the checkout is left alone."""
+    """The unpacked wheel, built from a copy of the files in git, so that the checkout stays unchanged."""
     place = tmp_path_factory.mktemp("wheel")
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
     if not names[0]:
@@ -67,8 +67,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., Path]:
-    """The interpreter of a new environment that has this one's packages, but of ours only what `lines` of a .pth add
-    and `links` bring."""
+    """The interpreter of a new environment with this one's packages except our own, which come from the `lines` of a
+    .pth file or from `links`."""
 
     def make(*lines: Path, links: Path | None = None) -> Path:
         home = tmp_path / "environment"
@@ -76,7 +76,7 @@ def python(tmp_path: Path) -> Callable[..., Path]:
         site = next((home / "lib").glob("python*/site-packages"))
         for entry in links.iterdir() if links is not None else ():
             (site / entry.name).symlink_to(entry)
-        # As plain lines, so that the .pth files of an editable installation there do not count.
+        # As plain lines, so that the .pth files of an editable installation there are not processed.
         others = [path for path in sys.path if path.endswith("site-packages")]
         (site / "all.pth").write_text("".join(f"{line}\n" for line in [*map(str, lines), *others]))
         return home / "bin" / "python"
@@ -84,21 +84,21 @@ def python(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def run_engine(
+def run_scheduler(
     python: Path,
-    trapped: Path,
+    trap_dir: Path,
     python_path: str,
     first: Sequence[Path] = (),
     last: Sequence[Path] = (),
     *,
     option: str = "-P",
 ) -> tuple[list[str], Path]:
-    """The command line of a mover, and where the engine had the package from. `first` and `last` extend its path."""
+    """The command line of a mover, and where the scheduler imported our package. `first`, `last` extend its path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    arguments = json.dumps([str(trapped.parent / "kv"), python_path, [*map(str, first)], [*map(str, last)]])
+    arguments = json.dumps([str(trap_dir.parent / "kv"), python_path, [*map(str, first)], [*map(str, last)]])
     ended = subprocess.run(
         [python, option, "-c", PROGRAM, arguments],
-        cwd=trapped,
+        cwd=trap_dir,
         env=environment,
         capture_output=True,
         text=True,
@@ -107,44 +107,48 @@ def run_engine(
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     command, package = json.loads(ended.stdout.splitlines()[-1])
-    assert not (trapped.parent / "caught").exists(), (trapped.parent / "caught").read_text()
+    assert not (trap_dir.parent / "imported").exists(), (trap_dir.parent / "imported").read_text()
     return command, Path(package).parent
 
 
 @pytest.mark.parametrize("python_path", [":", ":/nowhere", ".:work"])
 def test_nothing_is_imported_from_the_working_directory(
-    python: Callable[..., Path], trapped: Path, python_path: str
+    python: Callable[..., Path], trap_dir: Path, python_path: str
 ) -> None:
     """With an editable installation."""
-    command, package = run_engine(python(ROOT), trapped, python_path)
+    command, package = run_scheduler(python(ROOT), trap_dir, python_path)
     assert package == ROOT / "nixl_tiers"
     assert str(package / "mover" / "__main__.py") in command
 
 
-def test_nor_with_a_wheel(python: Callable[..., Path], trapped: Path, wheel: Path) -> None:
-    command, package = run_engine(python(links=wheel), trapped, ":")
+def test_nothing_is_imported_from_the_working_directory_with_a_wheel(
+    python: Callable[..., Path], trap_dir: Path, wheel: Path
+) -> None:
+    command, package = run_scheduler(python(links=wheel), trap_dir, ":")
     assert package.parent.name == "site-packages"
     assert str(package / "mover" / "__main__.py") in command
 
 
-def test_nor_where_only_the_engine_knows_the_package(python: Callable[..., Path], trapped: Path) -> None:
-    run_engine(python(), trapped, ":", last=[ROOT])
+def test_nothing_is_imported_from_there_when_only_the_scheduler_finds_the_package(
+    python: Callable[..., Path], trap_dir: Path
+) -> None:
+    run_scheduler(python(), trap_dir, ":", last=[ROOT])
 
 
-def test_the_mover_is_the_engines_where_another_copy_is_installed(
-    python: Callable[..., Path], trapped: Path, tmp_path: Path
+def test_the_mover_uses_the_schedulers_copy_when_another_one_is_installed(
+    python: Callable[..., Path], trap_dir: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other" / "nixl_tiers"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise SystemExit('another copy')\n")
-    run_engine(python(other.parent), trapped, "", first=[ROOT])
+    run_scheduler(python(other.parent), trap_dir, "", first=[ROOT])
 
 
-def test_an_isolated_engine_has_isolated_movers(python: Callable[..., Path], trapped: Path) -> None:
-    run_engine(python(ROOT), trapped, str(trapped), option="-I")
+def test_movers_of_an_isolated_interpreter_are_isolated(python: Callable[..., Path], trap_dir: Path) -> None:
+    run_scheduler(python(ROOT), trap_dir, str(trap_dir), option="-I")
 
 
-def test_absolute_entries_of_the_path_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_absolute_entries_of_pythonpath_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f":/one:relative:.:{os.pathsep}/two:")
     assert child.environment()["PYTHONPATH"] == "/one:/two"
     monkeypatch.setenv("PYTHONPATH", ":")

@@ -1,4 +1,4 @@
-"""What a tier holds on its way to the engine: a few rows one by one, the others in tables."""
+"""Publishing the rows that a tier holds to the coordinator: a few one by one, the others in cold indexes."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ import pytest
 from nixl_tiers.memory.cold_index import ColdIndexError, SharedColdIndex, key_digest
 from nixl_tiers.mover import index_builder as module
 from nixl_tiers.mover.child import _read
-from nixl_tiers.mover.index_builder import IndexBuilder, PublishedIndex
-from nixl_tiers.mover.index_publisher import LOOK_S, MAX_TABLES, PAUSE_S, IndexPublisher
+from nixl_tiers.mover.index_builder import BuiltIndex, IndexBuilder
+from nixl_tiers.mover.index_publisher import IDLE_S, MAX_INDEXES, POLL_S, IndexPublisher
 from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedIndex, ToCoordinator, encode
 from nixl_tiers.mover.send_queue import SendQueue
 from nixl_tiers.tiers.base import Entry
-from tests.mover.toys import Quick
+from tests.mover.stub_tiers import InstantTier
 from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TOLD_ROWS", 2)
+def few_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SINGLE_ROWS", 2)
 
 
 @pytest.fixture
-def nothing_leaks() -> Iterator[None]:
-    gc.collect()  # what other tests have left
-    before, mapped = descriptors(), tables()
+def no_leaks() -> Iterator[None]:
+    gc.collect()  # garbage of other tests
+    before, mapped = descriptors(), mapped_indexes()
     yield
     assert descriptors() <= before
-    assert tables() <= mapped
+    assert mapped_indexes() <= mapped
 
 
 def descriptors() -> set[str]:
     return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
-def tables() -> int:
-    """How many are mapped."""
+def mapped_indexes() -> int:
     return sum("nixl_tiers_index" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -49,77 +48,82 @@ def entries(first: int, end: int) -> list[Entry]:
     return [Entry(n, b"%d" % n, 10 * n) for n in range(first, end)]
 
 
-def built(adoption: IndexBuilder) -> PublishedIndex:
-    adoption.build()
-    table: list[PublishedIndex] = []
-    until(lambda: table.extend(filter(None, [adoption.built()])) or table, "the table")
-    assert not adoption.building
-    return table[0]
+def built(builder: IndexBuilder) -> BuiltIndex:
+    builder.build()
+    index: list[BuiltIndex] = []
+    until(lambda: index.extend(filter(None, [builder.built()])) or index, "the cold index")
+    assert not builder.building
+    return index[0]
 
 
-@pytest.mark.usefixtures("nothing_leaks")
-class TestAdoption:
-    def test_the_first_rows_are_told_and_the_others_come_as_a_table(self) -> None:
-        adoption = IndexBuilder(10, named=False)
-        assert adoption.take(entries(0, 2)) == entries(0, 2)
-        assert adoption.take(entries(2, 5)) == adoption.take(entries(5, 8)) == []
-        assert adoption.collected == 6
-        told = built(adoption)
-        assert (told.newest, told.left_out, adoption.collected, adoption.tables) == (70, [], 0, 1)
-        with SharedColdIndex.attach(told.fd) as table:
-            assert [table.find(b"%d" % n) for n in range(9)] == [None, None, *((n, 10 * n) for n in range(2, 8)), None]
-        assert adoption.keys([(n, key_digest(b"%d" % n)) for n in range(9)]) == [(n, b"%d" % n) for n in range(2, 8)]
-        adoption.close()
+@pytest.mark.usefixtures("no_leaks")
+class TestIndexBuilder:
+    def test_the_first_rows_are_sent_singly_and_the_others_in_an_index(self) -> None:
+        builder = IndexBuilder(10, named=False)
+        assert builder.add(entries(0, 2)) == entries(0, 2)
+        assert builder.add(entries(2, 5)) == builder.add(entries(5, 8)) == []
+        assert builder.pending == 6
+        index = built(builder)
+        assert (index.newest, index.left_out, builder.pending, builder.indexes) == (70, [], 0, 1)
+        with SharedColdIndex.attach(index.fd) as attached:
+            assert [attached.find(b"%d" % n) for n in range(9)] == [
+                None,
+                None,
+                *((n, 10 * n) for n in range(2, 8)),
+                None,
+            ]
+        assert builder.keys([(n, key_digest(b"%d" % n)) for n in range(9)]) == [(n, b"%d" % n) for n in range(2, 8)]
+        builder.close()
 
-    def test_every_table_can_be_asked_for_its_keys(self) -> None:
-        adoption = IndexBuilder(10, named=False)
-        adoption.take(entries(0, 2))
+    def test_keys_are_looked_up_in_every_index(self) -> None:
+        builder = IndexBuilder(10, named=False)
+        builder.add(entries(0, 2))
         for first in (2, 4, 6):
-            adoption.take(entries(first, first + 2))
-            os.close(built(adoption).fd)
-        assert [key for _, key in adoption.keys([(n, key_digest(b"%d" % n)) for n in (7, 2, 5)])] == [b"7", b"2", b"5"]
-        adoption.close()
+            builder.add(entries(first, first + 2))
+            os.close(built(builder).fd)
+        assert [key for _, key in builder.keys([(n, key_digest(b"%d" % n)) for n in (7, 2, 5)])] == [b"7", b"2", b"5"]
+        builder.close()
 
-    def test_keys_of_any_length_may_be_asked_for(self) -> None:
-        adoption = IndexBuilder(10, named=True)
-        adoption.take(entries(0, 2))
+    def test_keys_may_have_any_length(self) -> None:
+        builder = IndexBuilder(10, named=True)
+        builder.add(entries(0, 2))
         keys = [b"\0", b"a" * 112, b"bc\0", b"\xff"]
-        adoption.take([Entry(n, key, n) for n, key in enumerate(keys)])
-        with SharedColdIndex.attach(built(adoption).fd) as table:
-            assert table.named
-            assert table.coldest(9) == [(key, n) for n, key in enumerate(keys)]
-        adoption.close()
+        builder.add([Entry(n, key, n) for n, key in enumerate(keys)])
+        with SharedColdIndex.attach(built(builder).fd) as attached:
+            assert attached.named
+            assert attached.coldest(9) == [(key, n) for n, key in enumerate(keys)]
+        builder.close()
 
-    def test_rows_that_have_no_place_are_for_the_medium_to_forget(self) -> None:
-        adoption = IndexBuilder(4, named=False)
-        adoption.take(entries(0, 2))
-        adoption.take([*entries(2, 6), Entry(3, b"again", 99), Entry(1 << 40, b"far", 1)])
-        told = built(adoption)
-        assert sorted(key for _, key in told.left_out) == [b"3", b"4", b"5", b"far"]
-        os.close(told.fd)
-        adoption.close()
+    def test_rows_without_a_free_slot_are_left_out(self) -> None:
+        builder = IndexBuilder(4, named=False)
+        builder.add(entries(0, 2))
+        builder.add([*entries(2, 6), Entry(3, b"again", 99), Entry(1 << 40, b"far", 1)])
+        index = built(builder)
+        assert sorted(key for _, key in index.left_out) == [b"3", b"4", b"5", b"far"]
+        os.close(index.fd)
+        builder.close()
 
-    def test_what_is_gone_is_told_at_once(self) -> None:
-        adoption = IndexBuilder(10, named=False)
-        adoption.take(entries(0, 2))
+    def test_removed_rows_are_sent_at_once(self) -> None:
+        builder = IndexBuilder(10, named=False)
+        builder.add(entries(0, 2))
         gone = Entry(-1, b"gone", 0)
-        assert adoption.take([*entries(2, 4), gone]) == [gone]
-        assert adoption.collected == 2
-        adoption.close()
+        assert builder.add([*entries(2, 4), gone]) == [gone]
+        assert builder.pending == 2
+        builder.close()
 
-    def test_a_table_that_nobody_waits_for_any_more_is_closed(self) -> None:
-        adoption = IndexBuilder(10, named=False)
-        adoption.take(entries(0, 2))
-        adoption.take(entries(2, 4))
-        adoption.build()
-        adoption.close()
-        adoption._worker.shutdown(wait=True)
-        for table, _, _ in adoption._kept:  # it was ready before it was told to close, or after
-            table.close()
+    def test_close_while_an_index_is_built_leaks_nothing(self) -> None:
+        builder = IndexBuilder(10, named=False)
+        builder.add(entries(0, 2))
+        builder.add(entries(2, 4))
+        builder.build()
+        builder.close()
+        builder._worker.shutdown(wait=True)
+        for index, _, _ in builder._built:  # it was ready before close, or after
+            index.close()
 
 
-class ListedQuick(Quick):
-    """Lists these batches."""
+class ListingTier(InstantTier):
+    """Its listing consists of these batches."""
 
     def __init__(self, *batches: list[Entry]) -> None:
         self.batches = list(batches)
@@ -133,46 +137,47 @@ class ListedQuick(Quick):
         self.dropped += entries  # type: ignore[operator]
 
 
-class Line:
-    """A teller on a socket, and a clock."""
+class PublisherRig:
+    """A publisher on a socket, with a clock of its own."""
 
-    def __init__(self, tier: ListedQuick, slots: int = 100) -> None:
+    def __init__(self, tier: ListingTier, slots: int = 100) -> None:
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(False)
         self.theirs = theirs
-        self.outbox = SendQueue(theirs)
-        self.adoption = IndexBuilder(slots, named=False)
-        self.teller = IndexPublisher(tier, self.outbox, 7, self.adoption, lambda: None)
+        self.send_queue = SendQueue(theirs)
+        self.builder = IndexBuilder(slots, named=False)
+        self.publisher = IndexPublisher(tier, self.send_queue, 7, self.builder, lambda: None)
         self.now = 100.0
 
-    def hear(self, patience_s: float = 0.0) -> list[ToCoordinator | SharedColdIndex]:
-        """Step for `patience_s` of its clock, which stands still while a table is built; what it said, or the table."""
-        heard: list[ToCoordinator | SharedColdIndex] = []
-        end = self.now + patience_s
+    def run(self, duration_s: float = 0.0) -> list[ToCoordinator | SharedColdIndex]:
+        """Step for `duration_s` of its clock, which stands still while an index is built. Returns the messages, and
+        the indexes in place of theirs."""
+        received: list[ToCoordinator | SharedColdIndex] = []
+        end = self.now + duration_s
         self.ours.setblocking(False)
         while self.now <= end:
-            self.teller.step(self.now)
-            self.now += LOOK_S
-            end += LOOK_S * self.adoption.building
+            self.publisher.step(self.now)
+            self.now += POLL_S
+            end += POLL_S * self.builder.building
             try:
                 packet, fds, _, _ = socket.recv_fds(self.ours, MAX_PACKET, 1)
             except BlockingIOError:
                 continue
-            message, table = _read(packet, fds)
-            heard.append(message if table is None else table)
-        return heard
+            message, index = _read(packet, fds)
+            received.append(message if index is None else index)
+        return received
 
     def close(self) -> None:
-        self.teller.close()
-        self.outbox.hang_up()
+        self.publisher.close()
+        self.send_queue.close()
         self.ours.close()
         self.theirs.close()
 
 
-def kinds(heard: list[ToCoordinator | SharedColdIndex]) -> list[object]:
-    """Numbers of rows told; of tables, negative; "end"."""
+def row_counts(received: list[ToCoordinator | SharedColdIndex]) -> list[object]:
+    """Rows in each message; negative for indexes; "end" for the last."""
     found: list[object] = []
-    for each in heard:
+    for each in received:
         if isinstance(each, SharedColdIndex):
             found.append(-len(each))
             each.close()
@@ -183,96 +188,96 @@ def kinds(heard: list[ToCoordinator | SharedColdIndex]) -> list[object]:
     return found
 
 
-@pytest.mark.usefixtures("nothing_leaks")
-class TestTeller:
-    def test_a_short_listing_is_told_row_by_row(self) -> None:
-        line = Line(ListedQuick(entries(0, 1), [], entries(1, 2)))
-        assert kinds(line.hear(1.0)) == [1, 1, "end"]
-        line.close()
+@pytest.mark.usefixtures("no_leaks")
+class TestIndexPublisher:
+    def test_a_short_listing_is_sent_row_by_row(self) -> None:
+        rig = PublisherRig(ListingTier(entries(0, 1), [], entries(1, 2)))
+        assert row_counts(rig.run(1.0)) == [1, 1, "end"]
+        rig.close()
 
-    def test_a_long_one_ends_with_a_table(self) -> None:
-        line = Line(ListedQuick(entries(0, 2), entries(2, 5), [], entries(5, 9)))
-        assert kinds(line.hear(1.0)) == [2, -7, "end"]
-        assert line.teller.keys([(0, key_digest(b"8"))]) == [(0, b"8")]
-        line.close()
+    def test_a_long_listing_ends_with_an_index(self) -> None:
+        rig = PublisherRig(ListingTier(entries(0, 2), entries(2, 5), [], entries(5, 9)))
+        assert row_counts(rig.run(1.0)) == [2, -7, "end"]
+        assert rig.publisher.keys([(0, key_digest(b"8"))]) == [(0, b"8")]
+        rig.close()
 
-    def test_a_listing_that_pauses_tells_what_it_has(self) -> None:
-        wait = [[]] * int(2 * PAUSE_S / LOOK_S)
-        line = Line(ListedQuick(entries(0, 2), entries(2, 5), *wait, entries(5, 9)))
-        assert kinds(line.hear(4 * PAUSE_S)) == [2, -3, -4, "end"]
-        line.close()
+    def test_an_idle_listing_sends_an_index_of_pending_rows(self) -> None:
+        pause = [[]] * int(2 * IDLE_S / POLL_S)
+        rig = PublisherRig(ListingTier(entries(0, 2), entries(2, 5), *pause, entries(5, 9)))
+        assert row_counts(rig.run(4 * IDLE_S)) == [2, -3, -4, "end"]
+        rig.close()
 
-    def test_the_engine_gets_no_more_than_a_few_tables(self) -> None:
-        wait = [[]] * int(2 * PAUSE_S / LOOK_S)
-        parts = [part for n in range(2, 12) for part in (entries(n, n + 1), *wait)]
-        line = Line(ListedQuick(entries(0, 2), *parts))
-        heard = kinds(line.hear(25 * PAUSE_S))
-        assert heard == [2, *[-1] * (MAX_TABLES - 1), -(10 - MAX_TABLES + 1), "end"]
-        line.close()
+    def test_the_number_of_indexes_is_bounded(self) -> None:
+        pause = [[]] * int(2 * IDLE_S / POLL_S)
+        parts = [part for n in range(2, 12) for part in (entries(n, n + 1), *pause)]
+        rig = PublisherRig(ListingTier(entries(0, 2), *parts))
+        counts = row_counts(rig.run(25 * IDLE_S))
+        assert counts == [2, *[-1] * (MAX_INDEXES - 1), -(10 - MAX_INDEXES + 1), "end"]
+        rig.close()
 
-    def test_rows_without_a_place_are_dropped(self) -> None:
-        tier = ListedQuick(entries(0, 2), entries(2, 9))
-        line = Line(tier, slots=7)
-        assert kinds(line.hear(1.0)) == [2, -5, "end"]
+    def test_rows_without_a_free_slot_are_deleted(self) -> None:
+        tier = ListingTier(entries(0, 2), entries(2, 9))
+        rig = PublisherRig(tier, slots=7)
+        assert row_counts(rig.run(1.0)) == [2, -5, "end"]
         assert sorted(tier.dropped) == [(7, b"7"), (8, b"8")]
-        line.close()
+        rig.close()
 
-    def test_changes_are_told_one_by_one(self) -> None:
-        tier = ListedQuick(entries(0, 2), entries(2, 9))
-        tier.__class__ = type("Shared", (ListedQuick,), {"relist_s": 5.0})
-        line = Line(tier)
-        assert kinds(line.hear(1.0)) == [2, -7, "end"]
+    def test_changes_are_sent_one_by_one(self) -> None:
+        tier = ListingTier(entries(0, 2), entries(2, 9))
+        tier.__class__ = type("Shared", (ListingTier,), {"relist_s": 5.0})
+        rig = PublisherRig(tier)
+        assert row_counts(rig.run(1.0)) == [2, -7, "end"]
         tier.batches = [entries(20, 24)]
-        assert kinds(line.hear(6.0)) == [4]
-        line.close()
+        assert row_counts(rig.run(6.0)) == [4]
+        rig.close()
 
-    def test_a_table_waits_for_an_engine_that_does_not_read(self) -> None:
-        line = Line(ListedQuick(entries(0, 2), entries(2, 9)))
-        line.teller.step(line.now)
-        while not line.outbox:
-            line.outbox.send(Finished(1, bytes(1000), 0.0))
-        line.adoption.take(entries(2, 4))
-        told = built(line.adoption)
-        line.outbox.send(ListedIndex(7, told.newest), told.fd)
-        waiting = len(line.outbox)
+    def test_an_index_is_queued_while_the_coordinator_does_not_read(self) -> None:
+        rig = PublisherRig(ListingTier(entries(0, 2), entries(2, 9)))
+        rig.publisher.step(rig.now)
+        while not rig.send_queue:
+            rig.send_queue.send(Finished(1, bytes(1000), 0.0))
+        rig.builder.add(entries(2, 4))
+        index = built(rig.builder)
+        rig.send_queue.send(ListedIndex(7, index.newest), index.fd)
+        waiting = len(rig.send_queue)
         assert waiting >= 2
         found = []
-        line.ours.setblocking(False)
+        rig.ours.setblocking(False)
         while not found:
-            line.outbox.flush()
-            packet, fds, _, _ = socket.recv_fds(line.ours, MAX_PACKET, 1)
-            message, table = _read(packet, fds)
-            if table is not None:
-                found.append((message, len(table)))
-                table.close()
+            rig.send_queue.flush()
+            packet, fds, _, _ = socket.recv_fds(rig.ours, MAX_PACKET, 1)
+            message, attached = _read(packet, fds)
+            if attached is not None:
+                found.append((message, len(attached)))
+                attached.close()
         assert found == [(ListedIndex(7, 30), 2)]
-        line.close()
+        rig.close()
 
-    def test_a_table_for_an_engine_that_has_gone_is_closed(self) -> None:
-        line = Line(ListedQuick())
-        while not line.outbox:
-            line.outbox.send(Finished(1, bytes(1000), 0.0))
-        line.adoption.take(entries(0, 2))
-        line.adoption.take(entries(2, 4))
-        told = built(line.adoption)
-        line.outbox.send(ListedIndex(7, told.newest), told.fd)
-        line.close()
+    def test_a_queued_index_is_closed_when_the_coordinator_is_gone(self) -> None:
+        rig = PublisherRig(ListingTier())
+        while not rig.send_queue:
+            rig.send_queue.send(Finished(1, bytes(1000), 0.0))
+        rig.builder.add(entries(0, 2))
+        rig.builder.add(entries(2, 4))
+        index = built(rig.builder)
+        rig.send_queue.send(ListedIndex(7, index.newest), index.fd)
+        rig.close()
         late = os.dup(0)
-        line.outbox.send(ListedIndex(7, 0), late)
+        rig.send_queue.send(ListedIndex(7, 0), late)
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(late)
 
 
-@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.usefixtures("no_leaks")
 class TestReading:
     @pytest.mark.parametrize("packet", [b"nonsense", encode(ListedIndex(1, 2))])
-    def test_a_descriptor_that_is_no_table_is_closed(self, packet: bytes) -> None:
+    def test_a_descriptor_that_is_no_index_is_closed(self, packet: bytes) -> None:
         with pytest.raises(Exception, match=r"not a memfd|decode|Expected|malformed|Input|trailing"):
             _read(packet, [os.open("/dev/null", os.O_RDONLY)])
 
-    def test_a_descriptor_that_nobody_asked_for_is_closed(self) -> None:
+    def test_an_unexpected_descriptor_is_closed(self) -> None:
         _read(encode(Finished(1, b"", 0.0)), [os.open("/dev/null", os.O_RDONLY)])
 
-    def test_a_table_without_a_descriptor(self) -> None:
+    def test_an_index_without_a_descriptor_is_an_error(self) -> None:
         with pytest.raises(ColdIndexError, match="no descriptor"):
             _read(encode(ListedIndex(1, 2)), [])

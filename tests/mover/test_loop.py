@@ -1,4 +1,4 @@
-"""The mover process itself: what it says, when it says it, and that it always leaves."""
+"""The mover process: its messages, heartbeat and back-pressure, and that it always exits."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, wait
 GEOMETRY = Geometry(1, 60_000)
 
 
-def toy(name: str, tmp_path: Path) -> MoverProcess:
+def stub(name: str, tmp_path: Path) -> MoverProcess:
     tier: dict[str, object] = {
-        "type": f"tests.mover.toys:{name}",
+        "type": f"tests.mover.stub_tiers:{name}",
         "closed": str(tmp_path / "closed"),
         "wake": str(tmp_path / "wake"),
     }
     return MoverProcess(tier, GEOMETRY, 8)
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
@@ -43,9 +43,9 @@ def gone(pid: int) -> bool:
 
 
 def test_a_custom_tier_is_loaded_by_name_and_closed_at_stop(tmp_path: Path) -> None:
-    with toy("Quick", tmp_path) as mover:
+    with stub("InstantTier", tmp_path) as mover:
         assert mover.open() == 100
-        assert mover.adopted() == [Entry(1, b"one", 1)]
+        assert mover.listed_rows() == [Entry(1, b"one", 1)]
         assert mover.store(range(3)) == [Outcome.OK] * 3
         beat = mover.expect(lambda m: isinstance(m, Heartbeat))
         assert isinstance(beat, Heartbeat)
@@ -54,8 +54,8 @@ def test_a_custom_tier_is_loaded_by_name_and_closed_at_stop(tmp_path: Path) -> N
     assert (tmp_path / "closed").exists()
 
 
-@pytest.mark.parametrize("kind", ["nowhere.to.be:Found", "tests.mover.toys:Missing", "fiel"])
-def test_a_tier_that_is_not_there_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["nowhere.to.be:Found", "tests.mover.stub_tiers:Missing", "fiel"])
+def test_an_unknown_tier_type_is_refused(tmp_path: Path, kind: str) -> None:
     with MoverProcess({"type": kind}, GEOMETRY, 8) as mover:
         refused = mover.expect(lambda m: isinstance(m, Refused))
         assert isinstance(refused, Refused)
@@ -63,15 +63,15 @@ def test_a_tier_that_is_not_there_is_refused(tmp_path: Path, kind: str) -> None:
         assert mover.process.wait(120) == 0
 
 
-def test_a_refusal_is_said_and_then_it_leaves(tmp_path: Path) -> None:
-    with toy("Refusing", tmp_path) as mover:
+def test_a_refusing_tier_is_reported_and_the_mover_exits(tmp_path: Path) -> None:
+    with stub("RefusingTier", tmp_path) as mover:
         mover.send(Open(NAMESPACE, 0))
         assert mover.expect(lambda m: isinstance(m, Refused)) == Refused("bucket: there is no such thing")
         assert mover.process.wait(120) == 0
 
 
-def test_a_tier_that_is_down_comes_up_by_itself_and_the_loop_never_waits_for_it(tmp_path: Path) -> None:
-    with toy("LateOpening", tmp_path) as mover:
+def test_a_tier_that_is_down_is_retried_and_the_loop_never_blocks_on_it(tmp_path: Path) -> None:
+    with stub("SlowToOpen", tmp_path) as mover:
         mover.send(Open(NAMESPACE, 3))
         assert mover.expect(lambda m: isinstance(m, Down)) == Down("the medium sleeps")
         assert mover.store(range(2)) == [Outcome.FAILED] * 2
@@ -83,11 +83,11 @@ def test_a_tier_that_is_down_comes_up_by_itself_and_the_loop_never_waits_for_it(
         assert mover.store(range(2)) == [Outcome.OK] * 2
 
 
-def test_open_waits_for_the_jobs_before_it(tmp_path: Path) -> None:
-    """After a reset: the old epoch's jobs end, and only then is the new one served."""
+def test_open_waits_for_earlier_jobs(tmp_path: Path) -> None:
+    """After a reset: the old epoch's jobs end before the new one is served."""
     with MoverProcess(file_tier(tmp_path, 64 << 20), Geometry(1, 2 << 20), 8) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         job = mover.begin(Store, [Move(n, n, key_of(n), seal=True) for n in range(8)])
         mover.send(Open(bytes(16), 1))
         first = mover.expect(lambda m: isinstance(m, (Finished, Opened)))
@@ -97,8 +97,8 @@ def test_open_waits_for_the_jobs_before_it(tmp_path: Path) -> None:
         assert set(mover.load(range(8))) == {Outcome.MISSING}
 
 
-def test_a_tier_with_a_bug_ends_the_process_and_not_quietly(tmp_path: Path) -> None:
-    with toy("Crashing", tmp_path) as mover:
+def test_an_exception_of_a_tier_is_logged_and_ends_the_process(tmp_path: Path) -> None:
+    with stub("CrashingTier", tmp_path) as mover:
         mover.open()
         mover.begin(Store, [Move(0, 0, key_of(0))])
         assert mover.process.wait(120) == 1
@@ -110,25 +110,25 @@ def test_a_tier_with_a_bug_ends_the_process_and_not_quietly(tmp_path: Path) -> N
 # --- sockets ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_does_not_read_loses_nothing(tmp_path: Path) -> None:
+def test_a_coordinator_that_does_not_read_loses_no_result(tmp_path: Path) -> None:
     enough = 200_000  # no kernel's socket buffers hold the answers to so many
-    told = threading.Event()
-    with toy("Quick", tmp_path) as mover:
+    halted = threading.Event()
+    with stub("InstantTier", tmp_path) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         moves = [Move(0, slot, key_of(slot)) for slot in range(200)]
 
         def send() -> None:
-            while not told.is_set() and mover._jobs < enough:
+            while not halted.is_set() and mover._jobs < enough:
                 mover.begin(Load, moves)
 
         sender = threading.Thread(target=send)
         sender.start()
-        # It takes in no more than it can answer: with nobody reading, the sender comes to a halt.
-        assert wait_until(lambda: mover._jobs > 0 and _unmoved(mover))
+        # Back-pressure: the mover reads no more than it can answer, so while nobody reads, the sender comes to a halt.
+        assert wait_until(lambda: mover._jobs > 0 and _sender_halted(mover))
         jobs = mover._jobs
         assert jobs < enough
-        told.set()
+        halted.set()
         seen = [mover.expect(lambda m: isinstance(m, Finished)) for _ in range(jobs)]
         sender.join()
         seen += [mover.expect(lambda m: isinstance(m, Finished)) for _ in range(mover._jobs - jobs)]
@@ -136,13 +136,13 @@ def test_an_engine_that_does_not_read_loses_nothing(tmp_path: Path) -> None:
         assert all(isinstance(message, Finished) and len(message.outcomes) == 200 for message in seen)
 
 
-def _unmoved(mover: MoverProcess) -> bool:
+def _sender_halted(mover: MoverProcess) -> bool:
     before = mover._jobs
     time.sleep(0.3)
     return mover._jobs == before
 
 
-def test_a_stopped_mover_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stopped_mover_continues_when_resumed(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
         mover.open()
         mover.process.send_signal(signal.SIGSTOP)
@@ -152,7 +152,7 @@ def test_a_stopped_mover_goes_on_where_it_was(tmp_path: Path) -> None:
             assert mover.finished(job) == [Outcome.OK]
 
 
-def test_listings_do_not_hold_up_jobs(tmp_path: Path) -> None:
+def test_listings_do_not_delay_jobs(tmp_path: Path) -> None:
     rows = 1500
     small = Geometry(1, 2000)
     with MoverProcess(file_tier(tmp_path, 32 << 20), small, 250) as mover:
@@ -163,13 +163,13 @@ def test_listings_do_not_hold_up_jobs(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, 32 << 20), small, 250) as mover:
         mover.send(Open(NAMESPACE, 0))
         assert set(mover.load(range(8))) <= {Outcome.OK, Outcome.FAILED}  # FAILED: it came before the tier was open
-        entries = mover.adopted()
+        entries = mover.listed_rows()
         assert [entry.slot for entry in entries] == list(range(rows))
         assert set(mover.load(range(1250, 1500))) == {Outcome.OK}
 
 
-def test_heartbeats_come_while_it_works_and_while_it_idles(tmp_path: Path) -> None:
-    with toy("Endless", tmp_path) as mover:
+def test_heartbeats_are_sent_while_busy_and_while_idle(tmp_path: Path) -> None:
+    with stub("NeverFinishes", tmp_path) as mover:
         mover.open()
         for _ in range(2):
             assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat)), Heartbeat)
@@ -178,18 +178,18 @@ def test_heartbeats_come_while_it_works_and_while_it_idles(tmp_path: Path) -> No
             assert isinstance(mover.expect(lambda m: isinstance(m, Heartbeat)), Heartbeat)
 
 
-# --- ends -------------------------------------------------------------------------------------------------------------
+# --- exit -------------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_is_for_the_engine(tmp_path: Path) -> None:
-    with toy("Quick", tmp_path) as mover:
+def test_sigint_is_ignored(tmp_path: Path) -> None:
+    with stub("InstantTier", tmp_path) as mover:
         mover.open()
         mover.process.send_signal(signal.SIGINT)
         assert mover.store(range(2)) == [Outcome.OK] * 2
 
 
 @pytest.mark.parametrize("end", ["sigterm", "hang up", "stop"])
-def test_it_leaves_when_told_and_keeps_what_it_wrote(tmp_path: Path, end: str) -> None:
+def test_it_exits_when_asked_and_keeps_stored_rows(tmp_path: Path, end: str) -> None:
     with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
         mover.open()
         assert set(mover.store(range(8))) == {Outcome.OK}
@@ -202,37 +202,37 @@ def test_it_leaves_when_told_and_keeps_what_it_wrote(tmp_path: Path, end: str) -
         assert mover.process.wait(120) == 0
     with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
         mover.open()
-        assert len(mover.adopted()) == 8
+        assert len(mover.listed_rows()) == 8
 
 
-def test_it_leaves_even_if_what_runs_never_ends(tmp_path: Path) -> None:
-    with toy("Endless", tmp_path) as mover:
+def test_it_exits_though_a_transfer_never_ends(tmp_path: Path) -> None:
+    with stub("NeverFinishes", tmp_path) as mover:
         mover.open()
         mover.begin(Store, [Move(0, 0, key_of(0))])
         mover.socket.close()
         assert mover.process.wait(120) == 0
 
 
-@pytest.mark.parametrize("moment", ["while it works", "while it leaves"])
-def test_it_ends_without_an_engine_though_a_call_holds_the_interpreter_for_ever(tmp_path: Path, moment: str) -> None:
-    with toy("Holding", tmp_path) as mover:
+@pytest.mark.parametrize("moment", ["while busy", "at close"])
+def test_the_watchdog_ends_an_orphan_whose_call_never_returns(tmp_path: Path, moment: str) -> None:
+    with stub("HangsWithInterpreterLock", tmp_path) as mover:
         mover.open()
-        if moment == "while it works":
+        if moment == "while busy":
             mover.begin(Store, [Move(0, 0, key_of(0))])
             assert wait_until((tmp_path / "wake").exists)
         mover.socket.close()
         assert mover.process.wait(120) == -signal.SIGALRM
 
 
-def test_it_survives_being_stopped_for_longer_than_it_may_be_stuck(tmp_path: Path) -> None:
-    with toy("Impatient", tmp_path) as mover:
+def test_the_watchdog_spares_a_process_that_was_stopped(tmp_path: Path) -> None:
+    with stub("ShortWatchdog", tmp_path) as mover:
         mover.open()
-        for _ in range(2):  # so that the deadline is the short one; and it survives every time
-            beats = mover.heartbeats
-            while mover.heartbeats < beats + 3:
+        for _ in range(2):  # so that the short timeout is in force; and it survives every time
+            before = mover.heartbeats
+            while mover.heartbeats < before + 3:
                 mover.expect(lambda m: isinstance(m, Heartbeat))
             os.kill(mover.process.pid, signal.SIGSTOP)
-            time.sleep(5.0)  # nothing tells when the timer has expired
+            time.sleep(5.0)  # longer than the timeout
             os.kill(mover.process.pid, signal.SIGCONT)
         assert mover.store(range(2)) == [Outcome.OK] * 2
 
@@ -253,7 +253,7 @@ PARENT = """
 """
 
 
-def test_it_leaves_when_the_engine_is_killed_though_a_child_still_holds_the_socket(tmp_path: Path) -> None:
+def test_it_exits_when_the_parent_is_killed_though_a_child_of_it_holds_the_socket(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path)],
@@ -266,17 +266,17 @@ def test_it_leaves_when_the_engine_is_killed_though_a_child_still_holds_the_sock
     try:
         parent.kill()
         parent.wait()
-        assert wait_until(lambda: gone(pid))
-        assert not gone(child)
+        assert wait_until(lambda: has_exited(pid))
+        assert not has_exited(child)
     finally:
         os.kill(child, signal.SIGKILL)
         parent.stdout.close()
     with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
         mover.open()
-        assert len(mover.adopted()) == 8
+        assert len(mover.listed_rows()) == 8
 
 
-def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
+def test_it_exits_at_start_if_the_parent_is_dead() -> None:
     parent = subprocess.Popen([sys.executable, "-c", ""])
     parent.wait()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -287,7 +287,7 @@ def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
         subprocess.run(command, pass_fds=(theirs.fileno(), region.fd), cwd=root, timeout=120, check=True)
 
 
-def test_adopt_of_a_batch_is_never_larger_than_a_packet() -> None:
+def test_a_full_batch_of_entries_fits_a_packet() -> None:
     from nixl_tiers.chunk import MAX_KEY_BYTES
     from nixl_tiers.mover.protocol import MAX_PACKET, encode
     from nixl_tiers.tiers.base import MAX_ENTRIES

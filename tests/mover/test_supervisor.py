@@ -1,4 +1,4 @@
-"""The supervisor: whatever a mover does, it costs that mover and nothing else."""
+"""The supervisor: whatever a mover does, only that mover is killed and restarted."""
 
 from __future__ import annotations
 
@@ -39,49 +39,49 @@ GEOMETRY = Geometry(1, 60_000)
 
 
 class Recorder:
-    """A handler that notes what it hears, and may be told to raise."""
+    """A handler that records its calls, and raises for as many messages as `raises` says."""
 
     def __init__(self) -> None:
-        self.heard: list[ToCoordinator] = []
-        self.troubles: list[str] = []
+        self.received: list[ToCoordinator] = []
+        self.problems: list[str] = []
         self.lines: list[tuple[int, str]] = []
         self.tiers: list[int] = []
-        self.killed = self.lost = self.raises = 0
-        self.nap_s = 0.0  # how long it takes over the next message
+        self.killed = self.reaped = self.raises = 0
+        self.delay_s = 0.0  # how long the next message takes
         self.send: list[tuple[int, ToMover]] = []
 
     def on_message(self, tier: int, message: ToCoordinator) -> None:
-        self.heard.append(message)
+        self.received.append(message)
         self.tiers.append(tier)
-        nap_s, self.nap_s = self.nap_s, 0.0
-        time.sleep(nap_s)
+        delay_s, self.delay_s = self.delay_s, 0.0
+        time.sleep(delay_s)
         if self.raises:
             self.raises -= 1
             raise ZeroDivisionError
 
-    def on_table(self, tier: int, message: ListedIndex, table: SharedColdIndex) -> None:
-        table.close()
+    def on_index(self, tier: int, message: ListedIndex, index: SharedColdIndex) -> None:
+        index.close()
 
-    def on_trouble(self, tier: int, reason: str) -> None:
-        self.troubles.append(reason)
+    def on_problem(self, tier: int, reason: str) -> None:
+        self.problems.append(reason)
 
-    def on_line(self, tier: int, level: int, text: str) -> None:
+    def on_log_line(self, tier: int, level: int, text: str) -> None:
         self.lines.append((level, text))
 
     def on_killed(self, tier: int) -> None:
         self.killed += 1
 
-    def on_lost(self, tier: int) -> None:
-        self.lost += 1
+    def on_reaped(self, tier: int) -> None:
+        self.reaped += 1
 
     def on_tick(
-        self, heard_s: float, room: Sequence[int]
+        self, received_s: float, send_credits: Sequence[int]
     ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
         send, self.send = self.send, []
         return send, {}, False
 
     def opened(self) -> int:
-        return sum(isinstance(message, Opened) for message in self.heard)
+        return sum(isinstance(message, Opened) for message in self.received)
 
 
 @contextmanager
@@ -89,10 +89,10 @@ def supervised(
     tmp_path: Path, movers: int = 1, clock: Callable[[], float] | None = None
 ) -> Iterator[tuple[Supervisor, Recorder]]:
     region, recorder = HostRegion.create(GEOMETRY, 4), Recorder()
-    tier: dict[str, object] = {"type": "tests.mover.toys:Quick", "closed": str(tmp_path / "closed")}
-    hellos = [Configure(tier, 1, 60_000, 1, 4)] * movers
-    names = [f"toy{number}" for number in range(movers)]
-    supervisor = Supervisor(hellos, names, region.fd, recorder, clock or time.monotonic)
+    tier: dict[str, object] = {"type": "tests.mover.stub_tiers:InstantTier", "closed": str(tmp_path / "closed")}
+    configures = [Configure(tier, 1, 60_000, 1, 4)] * movers
+    names = [f"tier{number}" for number in range(movers)]
+    supervisor = Supervisor(configures, names, region.fd, recorder, clock or time.monotonic)
     supervisor.start(Open(NAMESPACE, 0))
     try:
         until(lambda: recorder.opened() == movers, "the movers", 60)
@@ -102,81 +102,83 @@ def supervised(
         region.close()
 
 
-def test_a_message_that_cannot_be_applied_costs_the_mover_and_the_thread_goes_on(tmp_path: Path) -> None:
+def test_a_message_that_cannot_be_applied_kills_its_mover_and_the_thread_continues(tmp_path: Path) -> None:
     with supervised(tmp_path) as (_, recorder):
         recorder.raises = 1
         until(lambda: recorder.opened() > 1, "another mover", 60)
-        assert (recorder.killed, recorder.lost) == (1, 1)
+        assert (recorder.killed, recorder.reaped) == (1, 1)
 
 
-def test_a_mover_that_does_not_read_is_killed_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "UNSENT_PACKETS", 10)
+def test_a_mover_that_does_not_read_is_killed_when_its_queue_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "MAX_UNSENT", 10)
     with supervised(tmp_path) as (supervisor, recorder):
         pid = supervisor.pids[0]
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
 
-        def stuff() -> bool:
+        def fill_queue() -> bool:
             recorder.send = [(0, Delete([(0, bytes(200))] * 200))] * 20
             supervisor.wake()
-            return bool(recorder.lost)
+            return bool(recorder.reaped)
 
-        until(stuff, "its end", 60)
+        until(fill_queue, "its end", 60)
         assert recorder.killed == 1
         until(lambda: recorder.opened() > 1, "another mover", 60)
 
 
-def test_a_mover_that_takes_nothing_is_killed_though_its_heart_beats(
+def test_a_mover_that_reads_nothing_is_killed_in_spite_of_its_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with supervised(tmp_path) as (supervisor, recorder):
         with monkeypatch.context() as patch:
-            patch.setattr(child, "UNREAD_S", 0.5)
+            patch.setattr(child, "SEND_TIMEOUT_S", 0.5)
             patch.setattr(child.Child, "flush", lambda self: not self._unsent)
             recorder.send = [(0, Delete([(0, b"key")]))]
             supervisor.wake()
-            until(lambda: recorder.lost, "its end", 60)
+            until(lambda: recorder.reaped, "its end", 60)
         until(lambda: recorder.opened() > 1, "another mover", 60)
 
 
-def test_a_message_that_cannot_be_sent_costs_its_mover_and_no_other(tmp_path: Path) -> None:
+def test_a_message_that_cannot_be_encoded_kills_its_mover_and_no_other(tmp_path: Path) -> None:
     with supervised(tmp_path, movers=2) as (supervisor, recorder):
         pids = supervisor.pids
         too_long = Delete([(0, bytes(200))] * 20_000)
         for unsendable in (Delete([(0, object())]), too_long):  # type: ignore[list-item]
-            lost = recorder.lost
-            until(lambda: recorder.opened() == 2 + lost, "the next mover", 60)  # noqa: B023 - called in this turn only
-            recorder.send = [(0, unsendable), (1, CheckExistence(lost, [b"key"], chain=True))]
+            reaped = recorder.reaped
+            until(lambda: recorder.opened() == 2 + reaped, "the next mover", 60)  # noqa: B023 - called in this turn only
+            recorder.send = [(0, unsendable), (1, CheckExistence(reaped, [b"key"], chain=True))]
             supervisor.wake()
-            until(lambda: recorder.lost > lost, "the mover's end", 60)  # noqa: B023 - as above
-            until(lambda: ExistenceChecked(lost, []) in recorder.heard, "the other's answer", 60)  # noqa: B023 - as above
+            until(lambda: recorder.reaped > reaped, "the mover's end", 60)  # noqa: B023 - as above
+            until(lambda: ExistenceChecked(reaped, []) in recorder.received, "the other's answer", 60)  # noqa: B023 - as above
         assert supervisor.pids[1] == pids[1]
 
 
-def test_a_mover_that_cannot_be_reaped_is_not_replaced_and_not_heard(
+def test_a_mover_that_cannot_be_reaped_is_not_replaced_and_its_messages_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with supervised(tmp_path) as (supervisor, recorder):
         mover = supervisor._movers[0]
         assert mover is not None
-        really = mover.process.kill
-        monkeypatch.setattr(mover.process, "kill", lambda: None)  # as if it hung in the kernel
+        real_kill = mover.process.kill
+        monkeypatch.setattr(mover.process, "kill", lambda: None)  # as if it were stuck in the kernel
         recorder.raises = 1
         try:
             until(lambda: recorder.killed, "the kill", 60)
-            heard = len(recorder.heard)
+            received = len(recorder.received)
             turns = supervisor.turns
             until(lambda: supervisor.turns > turns + 3, "some turns", 60)
-            assert len(recorder.heard) == heard
-            assert recorder.lost == 0
+            assert len(recorder.received) == received
+            assert recorder.reaped == 0
             assert supervisor.pids == [mover.process.pid]
         finally:
-            really()
+            real_kill()
         until(lambda: recorder.opened() > 1, "another mover", 60)
-        assert recorder.lost == 1
+        assert recorder.reaped == 1
 
 
-class Jumping:
+class JumpingClock:
     """A clock that can be put forward, as after a pause of this process."""
 
     def __init__(self) -> None:
@@ -186,110 +188,110 @@ class Jumping:
         return time.monotonic() + self.ahead_s
 
 
-def test_a_pause_of_the_engine_costs_no_mover(tmp_path: Path) -> None:
-    jumping = Jumping()
+def test_a_pause_of_the_process_kills_no_mover(tmp_path: Path) -> None:
+    jumping = JumpingClock()
     with supervised(tmp_path, clock=RunningClock(jumping)) as (supervisor, recorder):
         pids = supervisor.pids
         for _ in range(3):
-            heard = len(recorder.heard)
+            received = len(recorder.received)
             jumping.ahead_s += 3600.0
-            until(lambda: len(recorder.heard) > heard + 1, "heartbeats", 60)  # noqa: B023 - called in this turn only
-        assert (recorder.killed, recorder.lost) == (0, 0)
+            until(lambda: len(recorder.received) > received + 1, "heartbeats", 60)  # noqa: B023 - called in this turn only
+        assert (recorder.killed, recorder.reaped) == (0, 0)
         assert supervisor.pids == pids
 
 
-def test_what_a_mover_has_said_is_read_before_its_silence_is_judged(
+def test_messages_are_read_before_the_heartbeat_timeout_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor is held up by one mover's message for longer than the other may be silent."""
+    """One mover's message takes longer to handle than the heartbeat timeout of the other."""
     with supervised(tmp_path, movers=2) as (supervisor, recorder):
         pids = supervisor.pids
-        monkeypatch.setattr(child, "SILENCE_S", 3 * HEARTBEAT_S)
+        monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 3 * HEARTBEAT_S)
         for _ in range(2):
-            recorder.nap_s = 4 * HEARTBEAT_S
-            until(lambda: not recorder.nap_s, "a message", 60)
-            heard = len(recorder.heard)
-            until(lambda: set(recorder.tiers[heard:]) == {0, 1}, "both movers", 60)  # noqa: B023 - as above
+            recorder.delay_s = 4 * HEARTBEAT_S
+            until(lambda: not recorder.delay_s, "a message", 60)
+            received = len(recorder.received)
+            until(lambda: set(recorder.tiers[received:]) == {0, 1}, "both movers", 60)  # noqa: B023 - as above
         assert recorder.killed == 0
         assert supervisor.pids == pids
 
 
-def test_time_in_which_nobody_ran_counts_for_next_to_nothing() -> None:
+def test_time_in_which_the_process_did_not_run_counts_for_next_to_nothing() -> None:
     moments = [0.0, 1.0, 3601.0, 3602.0, 7200.0]
     clock = RunningClock(iter(moments).__next__)
     assert [clock() for _ in moments[1:]] == pytest.approx([1.0, 1.0 + COUNTED_S, 2.0 + COUNTED_S, 2.0 + 2 * COUNTED_S])
 
 
-def test_a_mover_that_dies_at_its_start_shows_its_last_lines_and_no_secret(
+def test_a_mover_that_dies_at_its_start_is_logged_with_its_last_lines_without_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789abcdef")
     recorder = Recorder()
     with HostRegion.create(GEOMETRY, 4) as region:
-        hello = Configure({"type": "tests.mover.toys:dying"}, 1, 60_000, 1, 4)
-        supervisor = Supervisor([hello], ["toy"], region.fd, recorder, time.monotonic)
+        configure = Configure({"type": "tests.mover.stub_tiers:dies_at_start"}, 1, 60_000, 1, 4)
+        supervisor = Supervisor([configure], ["stub"], region.fd, recorder, time.monotonic)
         before = len(list(Path("/proc/self/fd").iterdir()))
         supervisor.start(Open(NAMESPACE, 0))
         try:
-            until(lambda: len(recorder.troubles) > 1, "two deaths", 120)
+            until(lambda: len(recorder.problems) > 1, "two deaths", 120)
         finally:
             supervisor.close(10)
         assert len(list(Path("/proc/self/fd").iterdir())) < before
     reason = "its mover ended with 127; its last lines: lib.so: undefined symbol: foo, key ***"
-    assert set(recorder.troubles) == {reason}
+    assert set(recorder.problems) == {reason}
     assert (logging.DEBUG, "lib.so: undefined symbol: foo, key ***") in recorder.lines
 
 
-def _hears_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a mover says is believed also after it was given up."""
-    monkeypatch.setattr(Supervisor, "_deafen", lambda self, mover: None)
+def _reads_after_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of a mover are handled also after it was killed."""
+    monkeypatch.setattr(Supervisor, "_stop_reading", lambda self, mover: None)
     monkeypatch.setattr(child.Child, "killed", False)
 
 
-def _buries_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are free when their mover was killed, though it may still write to them."""
-    honest = Supervisor._kill
+def _frees_rows_before_reaping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are freed when their mover is killed, though it may still write to them."""
+    original = Supervisor._kill
 
     def kill(self: Supervisor, tier: int, mover: child.Child, why: str) -> None:
-        honest(self, tier, mover, why)
-        self._handler.on_lost(tier)
+        original(self, tier, mover, why)
+        self._handler.on_reaped(tier)
 
     monkeypatch.setattr(Supervisor, "_kill", kill)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [_hears_the_dead, _buries_alive])
-def test_planted_bugs_in_how_movers_end_are_caught(
+@pytest.mark.parametrize("plant", [_reads_after_kill, _frees_rows_before_reaping])
+def test_planted_bugs_in_kill_and_reap_are_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_a_mover_that_cannot_be_reaped_is_not_replaced_and_not_heard(tmp_path, monkeypatch)
+        test_a_mover_that_cannot_be_reaped_is_not_replaced_and_its_messages_are_ignored(tmp_path, monkeypatch)
 
 
 def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:
-    def beats(recorder: Recorder) -> int:
-        return sum(isinstance(message, Heartbeat) for message in recorder.heard)
+    def heartbeats(recorder: Recorder) -> int:
+        return sum(isinstance(message, Heartbeat) for message in recorder.received)
 
     with supervised(tmp_path) as (supervisor, recorder):
-        until(lambda: beats(recorder) >= 2, "it to settle", 60)
+        until(lambda: heartbeats(recorder) >= 2, "it to settle", 60)
         began, turns = time.monotonic(), supervisor.turns
-        before = len(recorder.heard)
-        until(lambda: len(recorder.heard) >= before + 4, "four heartbeats", 60)
-        # Every message wakes it, and its own clock does every second.
+        before = len(recorder.received)
+        until(lambda: len(recorder.received) >= before + 4, "four heartbeats", 60)
+        # Every message wakes it, and its own timeout does every second.
         elapsed_s = time.monotonic() - began
-        assert supervisor.turns - turns <= len(recorder.heard) - before + elapsed_s + 3
+        assert supervisor.turns - turns <= len(recorder.received) - before + elapsed_s + 3
 
 
 def test_kills_are_bounded_by_the_hour_and_deaths_are_not() -> None:
-    respawn, now = RestartBackoff(), 0.0
+    backoff, now = RestartBackoff(), 0.0
     for _ in range(3 * KILLS_AN_HOUR):
-        now = respawn.died(now)
+        now = backoff.died(now)
     assert now <= 60.0 * 3 * KILLS_AN_HOUR
-    respawn, now, starts = RestartBackoff(), 0.0, []
+    backoff, now, starts = RestartBackoff(), 0.0, []
     for _ in range(3 * KILLS_AN_HOUR):
-        respawn.killed(now)
-        now = respawn.died(now)
+        backoff.killed(now)
+        now = backoff.died(now)
         starts.append(now)
     for first, last in zip(starts, starts[KILLS_AN_HOUR:], strict=False):
         assert last - first >= 3600.0 - 120.0

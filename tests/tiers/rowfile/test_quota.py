@@ -41,7 +41,7 @@ def test_ten_times_the_capacity(disk: Path) -> None:
     """Nobody drops anything: the tier itself takes the oldest away."""
     with sampled(disk, CAPACITY, volume_bytes) as looks, mover_on(disk, CAPACITY) as mover:
         slots = mover.open()
-        mover.adopted()
+        mover.listed_rows()
         assert set(fill(mover, range(10 * slots))) == {Outcome.OK}
         assert set(mover.load(range(10 * slots - BATCH, 10 * slots))) == {Outcome.OK}
         assert set(mover.load(range(BATCH))) == {Outcome.MISSING}
@@ -55,7 +55,7 @@ def test_namespaces_in_turn_the_oldest_rows_go_first(disk: Path) -> None:
     with sampled(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
         for number in range(4):
             slots = mover.open(number.to_bytes(16, "big"), epoch=number)
-            mover.adopted()
+            mover.listed_rows()
             assert set(fill(mover, range(slots // 2))) == {Outcome.OK}
         assert set(mover.load(range(BATCH))) == {Outcome.OK}
     held = [len(list((disk / number.to_bytes(16, "big").hex()).glob("*/*.row"))) for number in range(4)]
@@ -67,7 +67,7 @@ def test_namespaces_in_turn_the_oldest_rows_go_first(disk: Path) -> None:
 def test_rows_that_are_used_stay(tmp_path: Path) -> None:
     with mover_on(tmp_path, CAPACITY) as mover:
         slots = mover.open()
-        mover.adopted()
+        mover.listed_rows()
         fill(mover, range(slots // 2))
         for path in tmp_path.rglob("*.row"):
             os.utime(path, (time.time() - 3600,) * 2)
@@ -88,7 +88,7 @@ def test_two_movers_fill_one_directory_at_once(disk: Path) -> None:
         slots = first.open()
         second.open()
         for mover in (first, second):
-            mover.adopted()
+            mover.listed_rows()
         with ThreadPoolExecutor(2) as both:
             ends = [both.submit(fill, first, range(4 * slots)), both.submit(fill, second, range(4 * slots, 8 * slots))]
             assert {outcome for end in ends for outcome in end.result()} == {Outcome.OK}
@@ -101,12 +101,12 @@ def test_what_is_not_ours_counts_and_stays(disk: Path) -> None:
     foreign.write_bytes(os.urandom(8 << 20))
     with sampled(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
         slots = mover.open()
-        mover.adopted()
+        mover.listed_rows()
         assert set(fill(mover, range(slots))) == {Outcome.OK}
     assert foreign.stat().st_size == 8 << 20
     with mover_on(disk, 8 << 20) as mover:  # and leaves no room at all now
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         assert set(fill(mover, range(8))) == {Outcome.NO_SPACE}
         assert list(disk.rglob("*.row")) == []
 
@@ -114,11 +114,11 @@ def test_what_is_not_ours_counts_and_stays(disk: Path) -> None:
 def test_a_smaller_capacity_holds_from_the_first_look_on(tmp_path: Path) -> None:
     with mover_on(tmp_path, CAPACITY) as mover:
         slots = mover.open()
-        mover.adopted()
+        mover.listed_rows()
         fill(mover, range(slots))
     with mover_on(tmp_path, CAPACITY // 2) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         assert wait_until(lambda: disk_bytes(tmp_path) <= CAPACITY // 2)
         assert set(mover.load(range(slots - 32, slots))) == {Outcome.OK}
 
@@ -126,12 +126,12 @@ def test_a_smaller_capacity_holds_from_the_first_look_on(tmp_path: Path) -> None
 def test_a_reader_takes_nothing_away(tmp_path: Path) -> None:
     with mover_on(tmp_path, CAPACITY) as mover:
         slots = mover.open()
-        mover.adopted()
+        mover.listed_rows()
         fill(mover, range(slots))
     reader = {**files_tier(tmp_path, CAPACITY // 2), "write": "off"}
     with MoverProcess(reader, GEOMETRY, BATCH) as mover:
         mover.open()
-        (newest, *_) = reversed(mover.adopted())
+        (newest, *_) = reversed(mover.listed_rows())
         mover.send(Delete([(newest.slot, newest.key)]))
         told(mover, 1)  # the next listing finds it again
         assert set(mover.load(range(BATCH))) == {Outcome.OK}

@@ -54,13 +54,13 @@ def numbers_of(entries: list[Entry]) -> list[int]:
 def test_rows_come_back_also_after_a_restart_under_any_slot(tmp_path: Path) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
-        assert mover.adopted() == []
+        assert mover.listed_rows() == []
         assert set(mover.store(range(40))) == {Outcome.OK}
         assert set(mover.load(range(40), slots=range(100, 140))) == {Outcome.OK}
         mover.stop()
     with mover_on(tmp_path) as mover:
         mover.open()
-        assert numbers_of(mover.adopted()) == list(range(40))
+        assert numbers_of(mover.listed_rows()) == list(range(40))
         assert set(mover.load(range(40))) == {Outcome.OK}
     assert row_of(tmp_path, 7).stat().st_mode & 0o777 == 0o600
     assert row_of(tmp_path, 7).parent.stat().st_mode & 0o777 == 0o700
@@ -71,7 +71,7 @@ def test_two_movers_see_what_the_other_stores_and_what_it_deletes(tmp_path: Path
     with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
         for mover in (first, second):
             mover.open()
-            assert mover.adopted() == []
+            assert mover.listed_rows() == []
         assert set(first.store(range(20))) == {Outcome.OK}
         assert numbers_of(told(second, 20)) == list(range(20))
         assert set(second.load(range(20))) == {Outcome.OK}
@@ -92,10 +92,10 @@ def test_two_movers_see_what_the_other_stores_and_what_it_deletes(tmp_path: Path
 def test_a_drop_does_not_take_what_somebody_else_has_used_since(tmp_path: Path) -> None:
     with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
         first.open()
-        first.adopted()
+        first.listed_rows()
         first.store(range(4))
         second.open()
-        second.adopted()
+        second.listed_rows()
         for number in range(4):
             os.utime(row_of(tmp_path, number), (time.time() - 3600,) * 2)
         assert set(second.load([0, 1])) == {Outcome.OK}  # marks the rows as used
@@ -112,7 +112,7 @@ def test_one_row_written_by_two_at_once(tmp_path: Path) -> None:
     with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
         for mover in (first, second):
             mover.open()
-            mover.adopted()
+            mover.listed_rows()
         for _ in range(10):
             jobs = []
             for mover in (first, second):
@@ -134,7 +134,7 @@ def test_killed_in_the_middle_of_stores_no_half_row_has_a_name(tmp_path: Path) -
         for _ in range(6):
             with mover_on(tmp_path, region=region) as mover:
                 mover.open()
-                found = numbers_of(mover.adopted())
+                found = numbers_of(mover.listed_rows())
                 for start in range(0, len(found), ROWS):
                     outcomes = mover.load(found[start : start + ROWS])
                     assert set(outcomes) == {Outcome.OK}  # SIGKILL loses no page: what has a name is whole
@@ -153,7 +153,7 @@ def test_killed_in_the_middle_of_stores_no_half_row_has_a_name(tmp_path: Path) -
         assert hits > 0
         with mover_on(tmp_path, region=region) as mover:
             mover.open()
-            mover.adopted()
+            mover.listed_rows()
             assert list((tmp_path / INCOMING).iterdir()) == []  # swept: their writers are dead
 
 
@@ -178,7 +178,7 @@ def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path)
     swept = [leave(dead, 5.0), leave("elsewhere2-" + ours.partition("-")[2], 2 * OLD_S), leave("junk", 2 * OLD_S)]
     with mover_on(tmp_path) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         assert all(path.exists() for path in kept)
         assert not any(path.exists() for path in swept)
         os.utime(kept[1], (time.time() - 2 * OLD_S,) * 2)
@@ -189,7 +189,7 @@ def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path)
 def test_a_row_that_somebody_deleted_is_missing(tmp_path: Path) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         mover.store(range(8))
         for number in (1, 5):
             row_of(tmp_path, number).unlink()
@@ -204,7 +204,7 @@ def test_a_row_that_somebody_deleted_is_missing(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_corrupt_and_the_file_goes(tmp_path: Path, place: int) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         mover.store(range(3))
         path = row_of(tmp_path, 1)
         raw = bytearray(path.read_bytes())
@@ -218,7 +218,7 @@ def test_a_flipped_bit_is_corrupt_and_the_file_goes(tmp_path: Path, place: int) 
 def test_a_short_file_is_corrupt_and_goes(tmp_path: Path) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         mover.store(range(2))
         os.truncate(row_of(tmp_path, 0), 8192)
         assert mover.load(range(2)) == [Outcome.CORRUPT, Outcome.OK]

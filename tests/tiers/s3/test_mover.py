@@ -30,12 +30,12 @@ def test_rows_survive_the_death_of_their_mover(
     numbers = list(range(24))
     with MoverProcess(tier, GEOMETRY, 32) as mover:
         assert mover.open() == 100
-        assert mover.adopted() == []
+        assert mover.listed_rows() == []
         assert mover.store(numbers) == [Outcome.OK] * 24
         mover.kill()
         with MoverProcess(tier, GEOMETRY, 32, mover.region) as heir:
             assert heir.open() == 100
-            assert {entry.key for entry in heir.adopted()} == {key_of(number) for number in numbers}
+            assert {entry.key for entry in heir.listed_rows()} == {key_of(number) for number in numbers}
             assert heir.load([*numbers, 99]) == [Outcome.OK] * 24 + [Outcome.MISSING]
             assert wait_until(lambda: _heard(heir) == 24 * GEOMETRY.row_bytes)
             heir.stop()

@@ -34,7 +34,7 @@ def test_namespaces_in_turn(tmp_path: Path) -> None:
     ):
         for number in range(4):
             slots = mover.open(namespace(number), epoch=number)
-            mover.adopted()
+            mover.listed_rows()
             for _ in range(2):
                 assert set(fill(mover, slots)) == {Outcome.OK}
             assert set(mover.load(range(BATCH))) == {Outcome.OK}
@@ -78,7 +78,7 @@ def test_replicas_side_by_side_find_their_rows_again(tmp_path: Path) -> None:
                     mover.open()
                     numbers = range(1000 * replica, 1000 * replica + 32)
                     if life:
-                        assert {int(entry.key[4:]) for entry in mover.adopted()} == set(numbers)
+                        assert {int(entry.key[4:]) for entry in mover.listed_rows()} == set(numbers)
                     else:
                         assert set(mover.store(numbers, range(32))) == {Outcome.OK}
                     assert set(mover.load(numbers, range(32))) == {Outcome.OK}
@@ -179,5 +179,5 @@ def test_a_full_disk_heals(tmp_path: Path) -> None:
             assert mover.log().count("no room for more rows") == 1
         with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
             mover.open()
-            assert len(mover.adopted()) >= BATCH
+            assert len(mover.listed_rows()) >= BATCH
             mover.stop()

@@ -39,14 +39,14 @@ def outcomes_after(path: Path, damage: Callable[[], None]) -> list[Outcome]:
     damage()
     with MoverProcess(file_tier(path, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert len(mover.adopted()) == ROWS
+        assert len(mover.listed_rows()) == ROWS
         outcomes = mover.load(range(ROWS))
         # What was found bad is not offered again; what was good still is.
         mover.stop()
     with MoverProcess(file_tier(path, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         good = [n for n, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        assert [entry.key for entry in mover.adopted()] == [key_of(n) for n in good]
+        assert [entry.key for entry in mover.listed_rows()] == [key_of(n) for n in good]
     return outcomes
 
 
@@ -99,7 +99,7 @@ def test_a_slab_that_was_cut_short(stored: Path) -> None:
         file.truncate(keep * GEOMETRY.row_bytes + 5000)
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert len(mover.adopted()) == keep
+        assert len(mover.listed_rows()) == keep
         assert mover.load(range(ROWS)) == [Outcome.OK] * keep + [Outcome.MISSING] * (ROWS - keep)
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
@@ -123,7 +123,7 @@ def test_a_deleted_slab(stored: Path) -> None:
     slab(stored).unlink()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert mover.adopted() == []
+        assert mover.listed_rows() == []
         assert set(mover.load(range(ROWS))) == {Outcome.MISSING}
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
@@ -143,7 +143,7 @@ def test_a_lost_journal_is_read_back_from_the_seals(stored: Path, damage: str) -
     for life in range(2):
         with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
             mover.open()
-            adopted = mover.adopted()
+            adopted = mover.listed_rows()
             assert [(entry.slot, entry.key) for entry in adopted] == [(n, key_of(n)) for n in range(ROWS)]
             assert len({entry.tick for entry in adopted}) == ROWS
             assert set(mover.load(range(ROWS))) == {Outcome.OK}
@@ -167,7 +167,7 @@ def test_only_seals_of_ours_are_read_back(stored: Path) -> None:
     slab(stored).with_name("manifest.sqlite").unlink()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert {entry.slot for entry in mover.adopted()} == set(range(4, ROWS - 2))
+        assert {entry.slot for entry in mover.listed_rows()} == set(range(4, ROWS - 2))
         assert set(mover.load(range(4, ROWS - 2))) == {Outcome.OK}
 
 
@@ -181,17 +181,17 @@ def test_rows_that_a_kill_left_out_of_the_journal_are_found_and_dropped_ones_are
     for _ in range(2):
         with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
             mover.open()
-            assert [entry.slot for entry in mover.adopted()] == list(range(ROWS))  # the newest last
+            assert [entry.slot for entry in mover.listed_rows()] == list(range(ROWS))  # the newest last
             mover.stop()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         mover.send(Delete([(n, key_of(n)) for n in range(4)]))
         assert wait_until(lambda: emptied(journal) == 4)
         mover.kill()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert [entry.slot for entry in mover.adopted()] == list(range(4, ROWS))
+        assert [entry.slot for entry in mover.listed_rows()] == list(range(4, ROWS))
 
 
 def emptied(journal: Path) -> int:
@@ -203,7 +203,7 @@ def test_a_lost_description_costs_nothing(stored: Path) -> None:
     (slab(stored).with_name("namespace.json")).write_text("{")
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert len(mover.adopted()) == ROWS
+        assert len(mover.listed_rows()) == ROWS
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
@@ -212,7 +212,7 @@ def test_a_lost_description_of_nothing_that_is_ours_gives_the_replica_up(stored:
     slab(stored).write_bytes(b"x" * (8 * GEOMETRY.row_bytes))
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
-        assert mover.adopted() == []
+        assert mover.listed_rows() == []
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
 
 

@@ -27,7 +27,7 @@ def test_killed_while_storing(tmp_path: Path) -> None:
         for _ in range(8):
             with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS, region) as mover:
                 assert mover.open() >= SLOTS
-                for entries in _batches(mover.adopted(), 32):
+                for entries in _batches(mover.listed_rows(), 32):
                     numbers = [int(entry.key[4:]) for entry in entries]
                     outcomes = mover.load(numbers, [entry.slot for entry in entries])  # compares what is OK
                     assert set(outcomes) <= {Outcome.OK, Outcome.CORRUPT}
@@ -58,7 +58,7 @@ def test_what_was_journalled_is_there_after_a_kill(tmp_path: Path) -> None:
         mover.kill()
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
         mover.open()
-        assert len(mover.adopted()) == SLOTS
+        assert len(mover.listed_rows()) == SLOTS
         assert set(mover.load(range(SLOTS))) == {Outcome.OK}
 
 
@@ -67,7 +67,7 @@ def test_what_a_kill_left_out_of_the_journal_is_found(tmp_path: Path) -> None:
     for life in range(6):
         with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
             mover.open()
-            adopted = {entry.slot: entry.key for entry in mover.adopted()}
+            adopted = {entry.slot: entry.key for entry in mover.listed_rows()}
             numbers = range(1000 * life, 1000 * life + SLOTS)
             if life:
                 before = range(1000 * (life - 1), 1000 * (life - 1) + SLOTS)

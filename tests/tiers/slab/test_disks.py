@@ -35,7 +35,7 @@ def disk(tmp_path: Path) -> Iterator[Ext4]:
 def served_again(mover: MoverProcess) -> None:
     """The tier has come back, and all that it held."""
     mover.expect(lambda m: isinstance(m, Opened))
-    assert len(mover.adopted()) == ROWS
+    assert len(mover.listed_rows()) == ROWS
     assert set(mover.load(range(ROWS))) == {Outcome.OK}
     assert set(mover.store(range(ROWS))) == {Outcome.OK}
 

@@ -326,7 +326,7 @@ def test_a_store_into_a_slot_that_is_being_erased_waits(tmp_path: Path, region: 
 def test_a_mover_tells_the_engine(tmp_path: Path) -> None:
     with MoverProcess({**file_tier(tmp_path, 16 << 20), "max_age": 1}, GEOMETRY, ROWS) as mover:
         mover.open()
-        mover.adopted()
+        mover.listed_rows()
         assert set(mover.store(range(4))) == {Outcome.OK}
         entries: list[Entry] = []
         while len(entries) < 4:

@@ -32,7 +32,7 @@ def mover_on(path: Path, layout: str = "slabs", capacity: int = CAPACITY) -> Mov
 def stored(mover: MoverProcess, rows: int = ROWS) -> MoverProcess:
     """The mover, serving keys 0 to rows - 1."""
     mover.open()
-    mover.adopted()
+    mover.listed_rows()
     assert set(mover.store(range(rows))) == {Outcome.OK}
     return mover
 
@@ -42,7 +42,7 @@ def healed(mover: MoverProcess) -> str:
     down = mover.expect(lambda m: isinstance(m, Down))
     assert isinstance(down, Down)
     mover.expect(lambda m: isinstance(m, Opened))
-    mover.adopted()
+    mover.listed_rows()
     return down.reason
 
 
@@ -64,7 +64,7 @@ def test_a_directory_that_is_deleted_is_made_anew(tmp_path: Path, layout: str) -
         assert lines(mover, "has been deleted") == 0  # its engine logs what it is told
     with mover_on(place, layout) as mover:
         mover.open()
-        assert len(mover.adopted()) == ROWS
+        assert len(mover.listed_rows()) == ROWS
 
 
 def _root(place: Path, layout: str) -> Path:
@@ -81,7 +81,7 @@ def test_a_parent_that_has_gone_is_waited_for(tmp_path: Path, layout: str) -> No
         assert set(mover.store(range(ROWS))) == {Outcome.FAILED}
         (tmp_path / "elsewhere").rename(parent)
         mover.expect(lambda m: isinstance(m, Opened))
-        assert len(mover.adopted()) == ROWS
+        assert len(mover.listed_rows()) == ROWS
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
@@ -106,7 +106,7 @@ def test_what_is_left_of_a_replica_are_hits(tmp_path: Path, damage: str) -> None
         mover.stop()
     with mover_on(tmp_path) as mover:
         mover.open()
-        assert len(mover.adopted()) == ROWS
+        assert len(mover.listed_rows()) == ROWS
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
@@ -143,7 +143,7 @@ def test_a_journal_that_is_spoilt_while_it_is_open_costs_no_row(tmp_path: Path) 
         assert lines(mover, "is damaged") <= 1
     with mover_on(tmp_path) as mover:
         mover.open()
-        assert len(mover.adopted()) == ROWS
+        assert len(mover.listed_rows()) == ROWS
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
@@ -173,4 +173,4 @@ def test_a_directory_has_one_layout(tmp_path: Path, there: str) -> None:
         assert "one layout" in refused.reason
     with mover_on(tmp_path, there) as mover:
         mover.open()
-        assert len(mover.adopted()) == ROWS
+        assert len(mover.listed_rows()) == ROWS

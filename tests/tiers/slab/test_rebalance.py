@@ -32,7 +32,7 @@ class Core:
     def __init__(self, mover: MoverProcess, number: int) -> None:
         self.mover = mover
         self.slots = mover.open(namespace(number))
-        self.held = {int(entry.key[4:]): entry.slot for entry in mover.adopted()}
+        self.held = {int(entry.key[4:]): entry.slot for entry in mover.listed_rows()}
         self._next = max(self.held, default=-1) + 1
 
     def listen(self, patience_s: float = 0.001) -> None:

@@ -27,7 +27,7 @@ def test_round_trip_and_reopen(tmp_path: Path, geometry: Geometry) -> None:
     batch = min(count, 200)
     with MoverProcess(file_tier(tmp_path, capacity), geometry, batch) as mover:
         assert mover.open() >= count
-        assert mover.adopted() == []
+        assert mover.listed_rows() == []
         for start in range(0, count, batch):
             numbers = range(start, min(start + batch, count))
             assert set(mover.store(numbers)) == {Outcome.OK}
@@ -37,7 +37,7 @@ def test_round_trip_and_reopen(tmp_path: Path, geometry: Geometry) -> None:
         mover.stop()
     with MoverProcess(file_tier(tmp_path, capacity), geometry, batch) as mover:
         mover.open()
-        assert mover.adopted() == [Entry(n, key_of(n), n + 1) for n in range(count)]
+        assert mover.listed_rows() == [Entry(n, key_of(n), n + 1) for n in range(count)]
         assert set(mover.load(range(count - batch, count))) == {Outcome.OK}
     assert disk_bytes(tmp_path) <= capacity
 
@@ -60,7 +60,7 @@ def test_dropped_and_overwritten_rows_are_not_adopted(tmp_path: Path) -> None:
         mover.stop()
     with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
         mover.open()
-        found = {entry.slot: entry.key for entry in mover.adopted()}
+        found = {entry.slot: entry.key for entry in mover.listed_rows()}
         assert found == {0: key_of(20), 3: key_of(21)} | {n: key_of(n) for n in (1, 2, 4, 5, 6, 7)}
 
 
@@ -75,20 +75,20 @@ def test_a_used_row_is_adopted_later(tmp_path: Path) -> None:
         mover.stop()
     with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
         mover.open()
-        assert [entry.slot for entry in mover.adopted()] == [0, 2, 3, 1]
+        assert [entry.slot for entry in mover.listed_rows()] == [0, 2, 3, 1]
 
 
 def test_another_namespace_sees_nothing_and_the_first_is_still_there(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, 32 << 20), SIZES["64KiB"], 8) as mover:
         mover.open(epoch=0)
-        mover.adopted()
+        mover.listed_rows()
         mover.store(range(8))
         mover.open(bytes(16), epoch=1)
-        assert mover.adopted() == []
+        assert mover.listed_rows() == []
         assert set(mover.load(range(8))) == {Outcome.MISSING}
         mover.store([30])
         mover.open(epoch=0)
-        assert len(mover.adopted()) == 8
+        assert len(mover.listed_rows()) == 8
         assert set(mover.load(range(8))) == {Outcome.OK}
 
 
@@ -99,7 +99,7 @@ def test_rows_of_another_shape_are_given_up(tmp_path: Path) -> None:
         mover.stop()
     with MoverProcess(file_tier(tmp_path, 32 << 20), SIZES["256KiB"], 8) as mover:
         mover.open()
-        assert mover.adopted() == []
+        assert mover.listed_rows() == []
         assert set(mover.store(range(8))) == {Outcome.OK}
         assert set(mover.load(range(8))) == {Outcome.OK}
 
@@ -114,7 +114,7 @@ def test_a_smaller_capacity_keeps_what_fits(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, capacity), geometry, 64) as mover:
         slots = mover.open()
         assert disk_bytes(tmp_path) <= capacity
-        assert [entry.slot for entry in mover.adopted()] == list(range(slots))
+        assert [entry.slot for entry in mover.listed_rows()] == list(range(slots))
         assert set(mover.load(range(slots))) == {Outcome.OK}
         mover.stop()
     with MoverProcess(file_tier(tmp_path, 32 << 20), geometry, 64) as mover:

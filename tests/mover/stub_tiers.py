@@ -1,4 +1,4 @@
-"""Tiers that do one thing wrong each, loaded into a real mover by name."""
+"""Stub tiers, most of which misbehave in one way, loaded into a real mover process by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
 
 
-def held_up_files(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
-    """The file tier `config["inner"]`, whose listing has half of its rows, and the others when a file appears."""
+def paused_listing(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
+    """The file tier `config["inner"]`, whose listing pauses after half of the rows until `config["listed"]` exists."""
     from nixl_tiers.config.schema import FileConfig
     from nixl_tiers.tiers.slab.tier import SlabTier
 
-    class HeldUp(SlabTier):
+    class PausedListing(SlabTier):
         def list_rows(self) -> Iterator[list[Entry]]:
             found = [entry for batch in super().list_rows() for entry in batch]
             yield found[: len(found) // 2]
@@ -31,11 +31,11 @@ def held_up_files(config: dict[str, Any], geometry: Geometry, region: HostRegion
 
     tier = tier_from_dict(config["inner"])
     assert isinstance(tier, FileConfig)
-    return HeldUp(tier, geometry, region)
+    return PausedListing(tier, geometry, region)
 
 
-def brisk_objects(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
-    """The object tier `config["inner"]`, whose janitor does not keep anybody waiting for long."""
+def s3_with_fast_janitor(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
+    """The S3 tier `config["inner"]`, whose janitor has short intervals."""
     from nixl_tiers.tiers.s3 import janitor
     from nixl_tiers.tiers.s3 import tier as object_tier
 
@@ -47,13 +47,13 @@ def brisk_objects(config: dict[str, Any], geometry: Geometry, region: HostRegion
     return object_tier.ObjectStorage(tier, geometry, region)
 
 
-def dying(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
-    """Ends its mover as a library does that cannot be loaded."""
+def dies_at_start(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
+    """Ends its mover like a library that cannot be loaded."""
     os.write(2, b"lib.so: undefined symbol: foo, key " + os.environ["AWS_SECRET_ACCESS_KEY"].encode() + b"\n")
     os._exit(127)
 
 
-class Quick(StorageTier):
+class InstantTier(StorageTier):
     """Every move is OK at once."""
 
     def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
@@ -98,8 +98,8 @@ class Quick(StorageTier):
         Path(str(self.config["closed"])).write_text("closed")
 
 
-class LateOpening(Quick):
-    """The first open fails, the second takes until a file appears."""
+class SlowToOpen(InstantTier):
+    """The first open fails, the second takes until `config["wake"]` exists."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
         super().open(namespace, epoch)
@@ -110,20 +110,20 @@ class LateOpening(Quick):
         return 7
 
 
-class Refusing(Quick):
+class RefusingTier(InstantTier):
     def open(self, namespace: bytes, epoch: int) -> int:
         raise TierRefused("bucket: there is no such thing")
 
 
-class Crashing(Quick):
+class CrashingTier(InstantTier):
     def poll(self) -> list[FinishedBatch]:
         if self._done:
             raise ZeroDivisionError("a bug")
         return []
 
 
-class Endless(Quick):
-    """What is asked of it never ends."""
+class NeverFinishes(InstantTier):
+    """Its transfers never end."""
 
     def poll(self) -> list[FinishedBatch]:
         return []
@@ -133,23 +133,23 @@ class Endless(Quick):
         return bool(self._done)
 
 
-class Impatient(Quick):
-    """Its mover is ended soon when it is stuck."""
+class ShortWatchdog(InstantTier):
+    """Its mover's watchdog has a short timeout."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        from nixl_tiers.mover import loop
+        from nixl_tiers.mover import watchdog
 
-        loop.STUCK_S = 3.0  # type: ignore[misc]
+        watchdog.TIMEOUT_S = 3.0  # type: ignore[misc]
         return super().open(namespace, epoch)
 
 
-class Holding(Quick):
-    """Some time after a store, and at its close, it is in a call that neither returns nor lets other threads run."""
+class HangsWithInterpreterLock(InstantTier):
+    """Some time after a store, and at close, it makes a call that never returns and holds the interpreter's lock."""
 
     def store(self, moves: Sequence[Move]) -> int:
-        from nixl_tiers.mover import loop
+        from nixl_tiers.mover import watchdog
 
-        loop.STUCK_S = 4.0  # type: ignore[misc]
+        watchdog.TIMEOUT_S = 4.0  # type: ignore[misc]
         self._hang_at_s = time.monotonic() + 2.0
         return 1
 
@@ -171,8 +171,9 @@ class Holding(Quick):
             ctypes.PyDLL(None).sleep(3600)
 
 
-class Hoard(Quick):
-    """Holds `rows` rows, row n in slot n, and `more` that it finds later. Writes down what it is told to drop."""
+class PrefilledTier(InstantTier):
+    """Holds `rows` rows, row n in slot n, and `more` that it lists later. Appends the rows that it is told to delete to
+    the file `dropped`."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
         return int(self.config["slots"])
@@ -182,7 +183,7 @@ class Hoard(Quick):
         for start in range(0, rows, MAX_ENTRIES):
             yield [Entry(n, b"row-%d" % n, n) for n in range(start, min(start + MAX_ENTRIES, rows))]
         more = int(self.config.get("more", 0))
-        until_s = time.monotonic() + 2.0  # so that these come in a table of their own
+        until_s = time.monotonic() + 2.0  # so that these come in a cold index of their own
         while more and time.monotonic() < until_s:
             yield []
         for start in range(0, more, MAX_ENTRIES):

@@ -1,0 +1,126 @@
+"""The mover process: descriptors, signals and logging at its start, the watchdog, and how it exits.
+
+The loop itself (mover/loop.py) begins with the first message, Configure, which says what tier to make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Final, NoReturn
+
+import msgspec
+
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover import watchdog
+from nixl_tiers.mover.loop import POLL_S, Mover, run_loop
+from nixl_tiers.mover.protocol import MAX_PACKET, Configure, Refused, decode_to_mover
+from nixl_tiers.mover.send_queue import SendQueue
+from nixl_tiers.mover.stderr import FORMAT
+from nixl_tiers.tiers.base import TierRefused
+from nixl_tiers.tiers.registry import make_tier
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_EXIT_S: Final = 5.0  # deadline for exiting once the coordinator is gone and the results have no reader
+STOP_EXIT_S: Final = 60.0  # the same after Stop: there is a journal to write, and the coordinator has its own deadline
+SOCKET_BYTES: Final = 1 << 20
+
+
+def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
+    """Be the mover on these descriptors until Stop, or until the coordinator closes its socket or dies.
+
+    Never returns, never unwinds: an interpreter that tears NIXL down may wait for dead servers, or crash.
+    """
+    status = 1
+    try:
+        _run(socket_fd, region_fd, parent)
+        status = 0
+    except BaseException:
+        logger.exception("the mover failed")
+    finally:
+        with contextlib.suppress(OSError):  # the scheduler's process, which reads it, may be gone
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(socket_fd: int, region_fd: int, parent: int) -> None:
+    end = socket.socket(fileno=socket_fd)
+    end.set_inheritable(False)
+    end.setblocking(False)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    try:
+        parent_fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    terminated, terminate = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGTERM, lambda *_: os.write(terminate, b"."))
+    events = select.poll()
+    for descriptor in (parent_fd, terminated, end.fileno()):
+        events.register(descriptor, select.POLLIN)
+
+    configure = _receive_configure(end, events, {parent_fd, terminated})
+    if configure is None:
+        return
+    _set_up_logging(str(configure.tier.get("type", "?")))
+    watchdog.rearm()
+    region = HostRegion.attach(region_fd)
+    try:
+        mover = Mover(make_tier(configure, region), end, region, named=configure.named)
+    except TierRefused as error:
+        SendQueue(end).send(Refused(str(error)))
+        return
+    stopped = run_loop(mover, end, events, {parent_fd, terminated})
+    _exit(mover, orphaned=not stopped)
+
+
+def _receive_configure(end: socket.socket, events: select.poll, ends: set[int]) -> Configure | None:
+    """The first packet, or None if one of the descriptors `ends` became readable, or the socket was closed, before."""
+    while True:
+        for descriptor, _ in events.poll():
+            if descriptor in ends:
+                return None
+        try:
+            packet = end.recv(MAX_PACKET)
+        except BlockingIOError:
+            continue
+        except ConnectionResetError:
+            return None
+        if not packet:
+            return None
+        message = decode_to_mover(packet)
+        if not isinstance(message, Configure):
+            raise msgspec.ValidationError(f"the first message must be Configure, not {type(message).__name__}")
+        return message
+
+
+def _exit(mover: Mover, *, orphaned: bool) -> None:
+    """Finish what runs and write the journal; without a coordinator, only as far as that is quick."""
+    watchdog.limit_exit(ORPHAN_EXIT_S if orphaned else STOP_EXIT_S)
+    if orphaned:
+        mover.send_queue.close()
+        # Nobody reads the results, but rows that are written now are there after a restart.
+        deadline = time.monotonic() + ORPHAN_EXIT_S / 5
+        while mover.busy and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            mover.step(time.monotonic())
+    if not mover.busy:
+        mover.close()
+
+
+def _set_up_logging(name: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(FORMAT % name))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # at INFO it logs every search for credentials
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", " | ")

@@ -1,0 +1,53 @@
+"""A file tier whose mover sends raw packets: it sends each file that appears in a directory to the coordinator."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.config.schema import FileConfig, tier_from_dict
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import FinishedBatch
+from nixl_tiers.tiers.slab.tier import SlabTier
+
+POLL_S = 0.02
+
+
+class PacketInjectorTier(SlabTier):
+    """The file tier `config["inner"]`. Sends, and removes, the files in the directory `config["packets"]`."""
+
+    def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
+        inner = tier_from_dict(config["inner"])
+        assert isinstance(inner, FileConfig)
+        super().__init__(inner, geometry, region)
+        self._packets = Path(config["packets"])
+        self._poll_at_s = 0.0
+
+    def poll(self) -> list[FinishedBatch]:
+        if time.monotonic() >= self._poll_at_s:
+            self._poll_at_s = time.monotonic() + POLL_S
+            packets = []
+            for path in sorted(self._packets.iterdir()):
+                packets.append(path.read_bytes())
+                path.unlink()
+            send_packets(packets)
+        return super().poll()
+
+    @property
+    def busy(self) -> bool:
+        return True
+
+
+def send_packets(packets: Sequence[bytes]) -> None:
+    """Past the mover's send queue, each with a descriptor that belongs to no message."""
+    coordinator = socket.socket(fileno=os.dup(int(sys.argv[sys.argv.index("--socket") + 1])))
+    with coordinator:
+        for packet in packets:
+            with Path("/dev/null").open("rb") as stray:
+                socket.send_fds(coordinator, [packet], [stray.fileno()])
