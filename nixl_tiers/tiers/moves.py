@@ -1,11 +1,237 @@
-"""Batches: what one call of `store` or `load` asked for, until the last of its moves has ended and it is reported."""
+"""The one way in which a move lives, whatever the medium.
+
+`store` or `load` accepts a batch of moves -> they wait in order, in units that are moved together -> a unit starts when
+its direction has room for one more and the tier admits it -> the tier's steps run: prepare, transfer, verify -> each
+move ends with an outcome -> the batch is reported when its last move has ended.
+
+A tier says only what differs, for each direction: `MoveQueue`. Its steps are a generator, so that the whole way of a
+move is read from top to bottom in one function; it never blocks, but yields what it waits for.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.tiers.base import FinishedBatch
+from nixl_tiers.tiers.base import FinishedBatch, Move
+from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
+
+T = TypeVar("T")
+Condition = Callable[[], bool]
+Steps = Generator[Condition, None, T]
+"""Yields conditions; it is resumed when the last one yielded holds."""
+
+
+def finished(work: Future[T]) -> Steps[T]:
+    """Wait for what a thread does, and return its result."""
+    yield work.done
+    return work.result()
+
+
+def transferred(transfer: Transfer) -> Steps[bool]:
+    """Wait for a NIXL transfer and release it. False: it failed, and may have moved any part of its bytes."""
+    yield lambda: transfer.state() is not TransferState.PENDING
+    transfer.release()
+    return transfer.state() is TransferState.DONE
+
+
+class _Batch:
+    """What one call of `store` or `load` asked for. A move that never ends keeps it from being reported."""
+
+    def __init__(self, batch_id: int, moves: int, report: Callable[[FinishedBatch], None]) -> None:
+        self._id = batch_id
+        self._outcomes = [Outcome.FAILED] * moves
+        self._left = moves
+        self._report = report
+
+    def end(self, place: int, outcome: Outcome) -> None:
+        self._outcomes[place] = outcome
+        self._left -= 1
+        if not self._left:
+            self._report(FinishedBatch(self._id, self._outcomes))
+
+
+class Unit:
+    """Moves of one batch that are made together. A move that has ended is in it no longer."""
+
+    def __init__(self, queue: MoveQueue, batch: _Batch, moves: dict[int, Move], tries: int = 0) -> None:
+        """`moves`: by their places in the batch. `tries`: how often they were started before."""
+        self.queue = queue
+        self.tries = tries
+        self._batch = batch
+        self._moves = moves
+        self._steps: Steps[None] | None = None
+        self._condition: Condition = bool
+
+    @property
+    def moves(self) -> Sequence[Move]:
+        return [*self._moves.values()]
+
+    def end_all(self, outcome: Outcome) -> None:
+        self.end_each(lambda _: outcome)
+
+    def end_each(self, judge: Callable[[Move], Outcome | None]) -> None:
+        """End each move with the outcome that `judge` gives; those without one stay."""
+        for place, move in [*self._moves.items()]:
+            if (outcome := judge(move)) is not None:
+                del self._moves[place]
+                self._batch.end(place, outcome)
+                self.queue.on_end(move, outcome)
+
+    def advance(self, steps: Steps[None] | None = None) -> bool:
+        """Run the next step, with `steps` the first one of these. False: there are no more."""
+        if steps is not None:
+            self.tries += 1
+            self._steps = steps
+        assert self._steps is not None
+        condition = next(self._steps, None)
+        self._condition = condition or bool
+        return condition is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether what the last step waits for has happened."""
+        return self._condition()
+
+    def split(self) -> list[Unit]:
+        """What is left of it, each move in a unit of its own."""
+        return [Unit(self.queue, self._batch, {place: move}, self.tries) for place, move in self._moves.items()]
+
+
+class MoveQueue:
+    """The moves of one direction: units that wait, in order, and units that run."""
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        admit: Callable[[Unit], bool],
+        run: Callable[[Unit], Steps[None]],
+        on_end: Callable[[Move, Outcome], None] = lambda _move, _outcome: None,
+        unit_rows: int = 1,
+    ) -> None:
+        """`limit`: how many units may run at a time; `unit_rows`: of how many moves at most.
+
+        `admit`: whether the unit that waits first may start now; False holds up those behind it too. It may end moves.
+        `run`: the steps of an admitted unit. Moves that they leave unended are tried again: next, each in a unit of
+        its own. `on_end` is called for every move that ends, however it does.
+        """
+        self.waiting: deque[Unit] = deque()
+        self.running: list[Unit] = []
+        self.on_end = on_end
+        self._limit = limit
+        self._admit = admit
+        self._run = run
+        self._unit_rows = unit_rows
+
+    def add(self, batch: _Batch, moves: Sequence[Move]) -> None:
+        for start in range(0, len(moves), self._unit_rows):
+            part = moves[start : start + self._unit_rows]
+            self.waiting.append(Unit(self, batch, dict(enumerate(part, start))))
+
+    def start(self) -> None:
+        """Start what waits, as far as there is room for it."""
+        while self.waiting and len(self.running) < self._limit and self._admit(self.waiting[0]):
+            unit = self.waiting.popleft()
+            if unit.moves:
+                self.running.append(unit)
+                if not unit.advance(self._run(unit)):
+                    self._ended(unit)
+
+    def poll(self) -> int:
+        """Go on with units that need not wait any more; returns how many steps that were."""
+        steps = 0
+        for unit in [*self.running]:
+            while unit.ready:
+                steps += 1
+                if not unit.advance():
+                    self._ended(unit)
+                    break
+        return steps
+
+    def give_up(self) -> None:
+        """End what has not been started as FAILED."""
+        while self.waiting:
+            self.waiting.popleft().end_all(Outcome.FAILED)
+
+    def _ended(self, unit: Unit) -> None:
+        if unit in self.running:
+            self.running.remove(unit)
+        self.waiting.extendleft(reversed(unit.split()))
+
+
+class MovePipeline:
+    """All moves of one tier, for the tier's own thread. Neither direction waits for the other: requests wait for
+    loads, and stores that starved would time out."""
+
+    def __init__(self, loads: MoveQueue, stores: MoveQueue, *, may_start: Callable[[], bool]) -> None:
+        """`may_start`: whether anything may start now, on the medium as it is."""
+        self.loads = loads
+        self.stores = stores
+        self._may_start = may_start
+        self._last_id = 0
+        self._finished: list[FinishedBatch] = []
+
+    def load(self, moves: Sequence[Move]) -> int:
+        """Accept a batch and start what may start; returns its ID."""
+        return self._accept(self.loads, moves)
+
+    def store(self, moves: Sequence[Move]) -> int:
+        """Accept a batch and start what may start; returns its ID."""
+        return self._accept(self.stores, moves)
+
+    def start(self) -> None:
+        """Start what waits, as far as there is room for it."""
+        if self._may_start():
+            self.loads.start()
+            self.stores.start()
+
+    def poll(self) -> int:
+        """Go on with what runs; returns how many steps that were. Starts nothing."""
+        return self.loads.poll() + self.stores.poll()
+
+    def make_way(self, unit: Unit) -> None:
+        """For the last step of a running unit: let others start before it goes on."""
+        unit.queue.running.remove(unit)
+        self.start()
+
+    def take(self) -> list[FinishedBatch]:
+        """The batches that have ended since the last call."""
+        finished = [*self._finished]
+        self._finished.clear()
+        return finished
+
+    def unfinished(self) -> Iterator[Move]:
+        """Every move that waits or runs."""
+        for queue in (self.loads, self.stores):
+            for unit in (*queue.waiting, *queue.running):
+                yield from unit.moves
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits, runs, or is still to be taken."""
+        return bool(self.loads.waiting or self.stores.waiting) or not self.quiet
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing runs, and every batch that has ended was taken."""
+        return not (self.loads.running or self.stores.running or self._finished)
+
+    def _accept(self, queue: MoveQueue, moves: Sequence[Move]) -> int:
+        self._last_id += 1
+        if moves:
+            queue.add(_Batch(self._last_id, len(moves), self._finished.append), moves)
+        else:
+            self._finished.append(FinishedBatch(self._last_id, []))
+        self.start()
+        return self._last_id
+
+
+# Of the tiers that do not use the pipeline yet.
 
 
 @dataclass(eq=False)

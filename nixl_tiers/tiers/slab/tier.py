@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
 from nixl_tiers.chunk import Geometry, Outcome
@@ -24,8 +22,8 @@ from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierD
 from nixl_tiers.tiers.disk import MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.moves import Batch, Batches
-from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Transfer, TransferState
+from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, transferred
+from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.rebalance import REBALANCE_S, Rebalancer
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
@@ -37,22 +35,6 @@ _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
 _UNITS_RUNNING: Final = 4  # in each direction
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
-
-
-@dataclass
-class _Unit:
-    """Moves of one batch that share one transfer."""
-
-    batch: Batch
-    writes: bool
-    places: list[int]  # where each move stands in its batch
-    moves: list[Move]
-
-
-@dataclass
-class _Running:
-    unit: _Unit
-    transfer: Transfer
 
 
 class SlabTier(StorageTier):
@@ -73,16 +55,17 @@ class SlabTier(StorageTier):
         self._mount = MountGuard()
         self._open: Shard | None = None
         self._rebalancer: Rebalancer | None = None
-        self._batches = Batches()
-        self._loads: deque[_Unit] = deque()
-        self._stores: deque[_Unit] = deque()
-        self._running: list[_Running] = []
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
         self._log_once = LogOnce(logger)
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
-        self._unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // geometry.row_bytes))
+        rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // geometry.row_bytes))
+        self._moves = MovePipeline(
+            MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_load, run=self._run_load),
+            MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_store, run=self._run_store),
+            may_start=lambda: self._open is None or not self._open.health.problem,
+        )
         _raise_file_limit()
 
     # --- the contract ---------------------------------------------------------------------------------------------
@@ -146,28 +129,24 @@ class SlabTier(StorageTier):
         journal = self._served.journal
         for move in moves:
             journal.start_overwrite(move.slot)  # a crash in the middle must not leave the old key over new bytes
-        return self._accept(moves, writes=True)
+        return self._moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
-        return self._accept(moves, writes=False)
+        return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
-        for running in list(self._running):
-            state = running.transfer.state()
-            if state is not TransferState.PENDING:
-                running.transfer.release()
-                self._running.remove(running)
-                self._start_more()  # before this one's bytes are checked: the disk need not wait for that
-                self._finish(running.unit, good=state is TransferState.DONE)
+        self._moves.poll()
         if self._growth is not None and self._growth.done():
             self._grown(self._growth)
         problem = self._open.health.poll() if self._open is not None else ""
-        if problem:
-            self._give_up()
-        self._start_more()
-        if problem and not self._running and self._growth is None and not self._batches.waiting:
+        if problem:  # what runs ends by itself
+            self._moves.loads.give_up()
+            if self._growth is None:
+                self._moves.stores.give_up()
+        self._moves.start()
+        if problem and self._moves.quiet and self._growth is None:
             raise TierDown(problem)
-        return self._batches.take()
+        return self._moves.take()
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:
@@ -175,9 +154,7 @@ class SlabTier(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._loads or self._stores or self._batches.waiting) or (
-            self._open is not None and bool(self._open.health.problem)
-        )
+        return self._moves.busy or (self._open is not None and bool(self._open.health.problem))
 
     @property
     def used_bytes(self) -> int:
@@ -206,47 +183,9 @@ class SlabTier(StorageTier):
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 
-    def _accept(self, moves: Sequence[Move], *, writes: bool) -> int:
-        batch = self._batches.begin(len(moves))
-        waiting = self._stores if writes else self._loads
-        for start in range(0, len(moves), self._unit_rows):
-            end = min(start + self._unit_rows, len(moves))
-            waiting.append(_Unit(batch, writes, list(range(start, end)), list(moves[start:end])))
-        self._start_more()
-        return batch.batch_id
-
-    def _give_up(self) -> None:
-        """What stands under the tier has gone: end what has not been started. What runs ends by itself."""
-        for waiting in (self._loads, self._stores):
-            while waiting and (waiting is self._loads or self._growth is None):
-                unit = waiting.popleft()
-                self._settle(unit, [True] * len(unit.moves), Outcome.FAILED)
-
-    def _start_more(self) -> None:
-        """Neither direction waits for the other: requests wait for loads, and stores that starved would be overdue.
-        Stores that need a new extent wait for it, and for each other. Nothing begins on what is no longer ours."""
-        if self._open is not None and self._open.health.problem:
-            return
-        while self._loads and self._has_turn(writes=False):
-            unit = self._loads.popleft()
-            self._settle(unit, [not self._is_there(move.slot) for move in unit.moves], Outcome.MISSING)
-            self._start(unit)
-        while self._stores and self._growth is None and self._has_turn(writes=True):
-            slots = [move.slot for move in self._stores[0].moves]
-            if not self._served.journal.may_overwrite(slots) or not self._served.erasing.isdisjoint(slots):
-                return
-            unit = self._stores.popleft()
-            beyond = [not 0 <= move.slot < self._served.slabs.layout.slots for move in unit.moves]
-            self._settle(unit, beyond, Outcome.FAILED)
-            homeless = [not self._served.slabs.is_allocated(move.slot) for move in unit.moves]
-            if any(homeless):
-                if time.monotonic() >= self._full_until_s:
-                    self._stores.appendleft(unit)
-                    slot = unit.moves[homeless.index(True)].slot
-                    self._growth = self._allocator.submit(self._served.slabs.grow, slot)
-                    return
-                self._settle(unit, homeless, self._full_outcome)
-            self._start(unit)
+    def _admit_load(self, unit: Unit) -> bool:
+        unit.end_each(lambda move: None if self._is_there(move.slot) else Outcome.MISSING)
+        return True
 
     def _is_there(self, slot: int) -> bool:
         served = self._served
@@ -254,78 +193,82 @@ class SlabTier(StorageTier):
             return False
         return not served.listed or bool(served.journal.sealed_at[slot])
 
-    def _slots_in_use(self) -> set[int]:
-        units = [*self._loads, *self._stores, *(running.unit for running in self._running)]
-        return {move.slot for unit in units for move in unit.moves}
+    def _admit_store(self, unit: Unit) -> bool:
+        """Stores that need a new extent wait for it, and for each other."""
+        served, slots = self._served, {move.slot for move in unit.moves}
+        slabs = served.slabs
+        if self._growth is not None or not served.journal.may_overwrite([*slots]) or served.erasing & slots:
+            return False
+        unit.end_each(lambda move: None if 0 <= move.slot < slabs.layout.slots else Outcome.FAILED)
+        lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]
+        if lacking and time.monotonic() >= self._full_until_s:
+            self._growth = self._allocator.submit(slabs.grow, lacking[0])
+            return False
+        unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else self._full_outcome)
+        return True
 
-    def _has_turn(self, *, writes: bool) -> bool:
-        return sum(running.unit.writes == writes for running in self._running) < _UNITS_RUNNING
+    def _run_load(self, unit: Unit) -> Steps[None]:
+        return self._run(unit, self._agent.read, self._loaded)
 
-    def _start(self, unit: _Unit) -> None:
-        if not unit.moves:
-            return
-        served, region, row_bytes = self._served, self._region, self._geometry.row_bytes
-        spans = []
+    def _run_store(self, unit: Unit) -> Steps[None]:
+        for move in unit.moves:
+            if move.seal:
+                seal_row(self._served.sealer, self._region, move, self._clock())
+        return self._run(unit, self._agent.write, self._stored)
+
+    def _run(
+        self, unit: Unit, begin: Callable[[Sequence[Span]], Transfer], outcome: Callable[[Move, bool], Outcome]
+    ) -> Steps[None]:
+        """Move the rows of a unit in one transfer, then verify them or enter them in the journal."""
         try:
-            for move in unit.moves:
-                device, offset = served.slabs.locate(move.slot)
-                spans.append((region.address + move.row * row_bytes, row_bytes, offset, device))
-                if move.seal and unit.writes:
-                    seal_row(served.sealer, region, move, self._clock())
+            spans = [self._span(move) for move in unit.moves]
         except (AgentError, OSError) as error:
             self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
-            served.health.check_soon()
-            self._settle(unit, [True] * len(unit.moves), Outcome.FAILED)
+            self._served.health.check_soon()
+            unit.end_all(Outcome.FAILED)
             return
-        transfer = self._agent.write(spans) if unit.writes else self._agent.read(spans)
-        self._running.append(_Running(unit, transfer))
+        good = yield from transferred(begin(spans))
+        self._moves.make_way(unit)  # the disk need not wait until these rows are verified
+        # One bad row fails a whole transfer: each is tried again alone.
+        if good or len(unit.moves) == 1:
+            unit.end_each(lambda move: outcome(move, good))
 
-    def _finish(self, unit: _Unit, *, good: bool) -> None:
-        if not good and len(unit.moves) > 1:
-            # One bad row fails a whole transfer: each gets a transfer of its own to say for itself.
-            waiting = self._stores if unit.writes else self._loads
-            for place, move in zip(reversed(unit.places), reversed(unit.moves), strict=True):
-                waiting.appendleft(_Unit(unit.batch, unit.writes, [place], [move]))
-            return
-        for place, move in zip(unit.places, unit.moves, strict=True):
-            self._batches.end(unit.batch, place, self._outcome(move, unit.writes, good))
+    def _span(self, move: Move) -> Span:
+        row_bytes = self._geometry.row_bytes
+        device, offset = self._served.slabs.locate(move.slot)
+        return self._region.address + move.row * row_bytes, row_bytes, offset, device
 
-    def _outcome(self, move: Move, writes: bool, good: bool) -> Outcome:
-        served = self._served
-        if writes:
-            sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
-            if good:
-                served.journal.put(move.slot, move.key, move.tick, sealed_at)
-                return Outcome.OK
-            served.journal.mark_garbage(move.slot, sealed_at)
-            if served.slabs.disk_is_full():
-                return Outcome.NO_SPACE
-            served.store_failed()
-            return Outcome.FAILED
+    def _slots_in_use(self) -> set[int]:
+        return {move.slot for move in self._moves.unfinished()}
+
+    def _loaded(self, move: Move, good: bool) -> Outcome:
+        served, row = self._served, self._region.rows_view[move.row]
         if not good:
             served.load_failed()
             return Outcome.FAILED
-        verdict = served.sealer.verify(self._region.rows_view[move.row], move.key)
+        verdict = served.sealer.verify(row, move.key)
         if verdict is not Verdict.OK:
             served.log_corrupt(move.slot, verdict.name)
             served.journal.remove(move.slot, move.key)
             return Outcome.CORRUPT
-        if served.has_expired(move.slot, served.sealer.sealed_at(self._region.rows_view[move.row])):
+        if served.has_expired(move.slot, served.sealer.sealed_at(row)):
             served.journal.remove(move.slot, move.key)  # its bytes stay, for the next sweep
             return Outcome.MISSING
         if move.tick:
             served.journal.touch(move.slot, move.key, move.tick)
         return Outcome.OK
 
-    def _settle(self, unit: _Unit, which: list[bool], outcome: Outcome) -> None:
-        """End these moves of the unit now; the others stay in it."""
-        if not any(which):
-            return
-        for place, hit in zip(unit.places, which, strict=True):
-            if hit:
-                self._batches.end(unit.batch, place, outcome)
-        unit.places = [place for place, hit in zip(unit.places, which, strict=True) if not hit]
-        unit.moves = [move for move, hit in zip(unit.moves, which, strict=True) if not hit]
+    def _stored(self, move: Move, good: bool) -> Outcome:
+        served = self._served
+        sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
+        if good:
+            served.journal.put(move.slot, move.key, move.tick, sealed_at)
+            return Outcome.OK
+        served.journal.mark_garbage(move.slot, sealed_at)
+        if served.slabs.disk_is_full():
+            return Outcome.NO_SPACE
+        served.store_failed()
+        return Outcome.FAILED
 
     def _grown(self, growth: Future[None]) -> None:
         self._growth = None
