@@ -109,8 +109,8 @@ class MoveQueue:
         self,
         *,
         limit: int,
-        admit: Callable[[Unit], bool],
         run: Callable[[Unit], Steps[None]],
+        admit: Callable[[Unit], bool] = lambda _unit: True,
         on_end: Callable[[Move, Outcome], None] = lambda _move, _outcome: None,
         unit_rows: int = 1,
     ) -> None:

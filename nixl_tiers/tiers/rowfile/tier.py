@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
 from nixl_tiers.chunk import PAGE, Geometry, Key, Outcome
@@ -42,8 +40,8 @@ from nixl_tiers.tiers.disk import (
 )
 from nixl_tiers.tiers.expiry import has_expired, sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.moves import Batch, Batches
-from nixl_tiers.tiers.nixl_agent import Registration, Transfer, TransferState
+from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
+from nixl_tiers.tiers.nixl_agent import Registration, Span
 from nixl_tiers.tiers.rowfile.io import RowFile, RowFileIo
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
 from nixl_tiers.tiers.rowfile.quota import FANS, MARGIN_BYTES, NAME_BYTES, Place, Room, counts_from
@@ -55,21 +53,6 @@ logger = logging.getLogger(__name__)
 RELIST_S: Final = 5.0
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 64)
-
-
-@dataclass(eq=False)
-class _Task:
-    """One move: opened on a hand, moved by NIXL, ended on a hand or here."""
-
-    batch: Batch
-    index: int
-    move: Move
-    place: Place
-    opening: Future[RowFile | Outcome] | None = None
-    file: RowFile | None = None
-    transfer: Transfer | None = None
-    ending: Future[Outcome] | None = None
-    sealed_at: int = 0
 
 
 class RowFileTier(StorageTier):
@@ -101,6 +84,11 @@ class RowFileTier(StorageTier):
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
+        self._moves = MovePipeline(
+            MoveQueue(limit=self._most, run=self._run_load, on_end=self._load_ended),
+            MoveQueue(limit=self._most, admit=self._admit_store, run=self._run_store, on_end=self._store_ended),
+            may_start=lambda: self._open is None or not self._open.health.problem,
+        )
         self._open: NamespaceRows | None = None
         self._log_once = LogOnce(logger)
         self._files = RowFileIo(
@@ -112,11 +100,6 @@ class RowFileTier(StorageTier):
             is_old=self._is_old,
         )
         self._mount = MountGuard()
-        self._batches = Batches()
-        self._stores: deque[_Task] = deque()
-        self._loads: deque[_Task] = deque()
-        self._storing: list[_Task] = []
-        self._loading: list[_Task] = []
         self._dropping: list[tuple[NamespaceRows, Key, Place, Future[None]]] = []
 
     # --- the contract ---------------------------------------------------------------------------------------------
@@ -191,22 +174,22 @@ class RowFileTier(StorageTier):
             served.known.add(move.key)
             served.storing[move.key] += 1
             served.tick = max(served.tick, move.tick)
-        return self._accept(moves, self._stores)
+        return self._moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
-        return self._accept(moves, self._loads)
+        return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
-        self._storing = [task for task in self._storing if not self._over(task, self._begin_write, self._end_write)]
-        self._loading = [task for task in self._loading if not self._over(task, self._begin_read, self._end_read)]
+        self._moves.poll()
         self._reap_drops()
         problem = self._open.health.poll() if self._open is not None else ""
-        if problem:
-            self._give_up()
-        self._start_more()
-        if problem and not (self._storing or self._loading or self._dropping or self._batches.waiting):
+        if problem:  # what runs ends by itself
+            self._moves.loads.give_up()
+            self._moves.stores.give_up()
+        self._moves.start()
+        if problem and self._moves.quiet and not self._dropping:
             raise TierDown(problem)
-        return self._batches.take()
+        return self._moves.take()
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         served = self._served
@@ -221,9 +204,7 @@ class RowFileTier(StorageTier):
 
     @property
     def busy(self) -> bool:
-        running = self._storing or self._loading or self._stores or self._loads or self._dropping
-        going = self._open is not None and self._open.health.problem
-        return bool(running or going or self._batches.waiting)
+        return bool(self._moves.busy or self._dropping or (self._open is not None and self._open.health.problem))
 
     @property
     def used_bytes(self) -> int:
@@ -275,107 +256,47 @@ class RowFileTier(StorageTier):
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 
-    def _accept(self, moves: Sequence[Move], waiting: deque[_Task]) -> int:
-        batch = self._batches.begin(len(moves))
-        name = self._served.name
-        waiting.extend(_Task(batch, index, move, Place.of(name, move.key)) for index, move in enumerate(moves))
-        self._start_more()
-        return batch.batch_id
+    def _admit_store(self, unit: Unit) -> bool:
+        room = self._shelves.reserve(min(len(self._moves.stores.waiting), self._most))
+        if room is Room.NO:
+            unit.end_all(Outcome.NO_SPACE)
+        return room is not Room.WAIT
 
-    def _give_up(self) -> None:
-        """The directory has gone: end what has not been started. What runs ends by itself."""
-        while self._loads:
-            self._end(self._loads.popleft(), Outcome.FAILED, writes=False)
-        while self._stores:
-            self._end(self._stores.popleft(), Outcome.FAILED, writes=True)
-
-    def _start_more(self) -> None:
-        if self._open is not None and self._open.health.problem:
+    def _run_store(self, unit: Unit) -> Steps[None]:
+        """Seal the row, write it to a new file, give the file its name."""
+        served, (move,) = self._served, unit.moves
+        place = Place.of(served.name, move.key)
+        if move.seal:
+            # The later of two clocks: the row must not seem older than it is to whoever judges its age.
+            now_s = max(self._clock(), self._shelves.server_time.now_s())
+            seal_row(served.sealer, self._region, move, now_s)
+        sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
+        file = yield from finished(self._shelves.on_hand(place, self._files.open_fresh))
+        if isinstance(file, Outcome):
+            unit.end_all(file)
             return
-        while self._loads and len(self._loading) < self._most:
-            task = self._loads.popleft()
-            task.opening = self._shelves.on_hand(task.place, self._files.open_row, task.place)
-            self._loading.append(task)
-        while self._stores and len(self._storing) < self._most:
-            room = self._shelves.reserve(min(len(self._stores), self._most))
-            if room is Room.WAIT:
-                return
-            task = self._stores.popleft()
-            if room is Room.NO:
-                self._end(task, Outcome.NO_SPACE, writes=True)
-                continue
-            if task.move.seal:
-                # Whichever clock it is judged by, it is not older than it is: ahead of one of them, it loses nothing.
-                now_s = max(self._clock(), self._shelves.server_time.now_s())
-                seal_row(self._served.sealer, self._region, task.move, now_s)
-            task.sealed_at = self._served.sealer.sealed_at(self._region.rows_view[task.move.row])
-            task.opening = self._shelves.on_hand(task.place, self._files.open_fresh)
-            self._storing.append(task)
+        good = yield from transferred(self._agent.write([self._span(move, file)]))
+        ending = self._shelves.on_hand(place, self._files.put_away, file, place, good, sealed_at)
+        unit.end_all((yield from finished(ending)))
 
-    def _over(self, task: _Task, begin: Callable[[_Task], None], end: Callable[[_Task, bool], Outcome | None]) -> bool:
-        """Go on with a task; whether it has ended."""
-        if task.opening is not None:
-            if not task.opening.done():
-                return False
-            opened, task.opening = task.opening.result(), None
-            if isinstance(opened, Outcome):
-                self._end(task, opened, writes=begin == self._begin_write)
-                return True
-            task.file = opened
-            begin(task)
-        if task.transfer is not None:
-            state = task.transfer.state()
-            if state is TransferState.PENDING:
-                return False
-            task.transfer.release()
-            task.transfer = None
-            outcome = end(task, state is TransferState.DONE)
-            if outcome is not None:
-                self._end(task, outcome, writes=False)
-                return True
-        if task.ending is not None and task.ending.done():
-            self._end(task, task.ending.result(), writes=begin == self._begin_write)
-            return True
-        return False
+    def _run_load(self, unit: Unit) -> Steps[None]:
+        """Open the row's file, read it, verify the row."""
+        (move,) = unit.moves
+        place = Place.of(self._served.name, move.key)
+        file = yield from finished(self._shelves.on_hand(place, self._files.open_row, place))
+        if isinstance(file, Outcome):
+            unit.end_all(file)
+        elif (yield from transferred(self._agent.read([self._span(move, file)]))):
+            unit.end_all(self._verify(move, file, place))
+        else:
+            unit.end_all((yield from finished(self._shelves.on_hand(place, self._files.explain, file, place))))
 
-    def _end(self, task: _Task, outcome: Outcome, *, writes: bool) -> None:
-        key, served = task.move.key, self._served
-        self._batches.end(task.batch, task.index, outcome)
-        if writes:
-            served.storing[key] -= 1
-            if not served.storing[key]:
-                del served.storing[key]
-        # What the engine will forget now is not ours to take away: see `delete`.
-        forgotten = outcome is not Outcome.OK if writes else outcome in (Outcome.MISSING, Outcome.CORRUPT)
-        if forgotten:
-            served.known.discard(key)
+    def _span(self, move: Move, file: RowFile) -> Span:
+        return self._region.address + move.row * self._row_bytes, self._row_bytes, 0, file.registration.devices[0]
 
-    def _span(self, task: _Task) -> tuple[int, int, int, int]:
-        assert task.file is not None
-        address = self._region.address + task.move.row * self._row_bytes
-        return address, self._row_bytes, 0, task.file.registration.devices[0]
-
-    def _begin_write(self, task: _Task) -> None:
-        task.transfer = self._agent.write([self._span(task)])
-
-    def _end_write(self, task: _Task, good: bool) -> Outcome | None:
-        assert task.file is not None
-        task.ending = self._shelves.on_hand(
-            task.place, self._files.put_away, task.file, task.place, good, task.sealed_at
-        )
-        return None
-
-    def _begin_read(self, task: _Task) -> None:
-        task.transfer = self._agent.read([self._span(task)])
-
-    def _end_read(self, task: _Task, good: bool) -> Outcome | None:
-        file, place = task.file, task.place
-        assert file is not None
-        if not good:
-            task.ending = self._shelves.on_hand(place, self._files.explain, file, place)
-            return None
-        row, sealer = self._region.rows_view[task.move.row], self._served.sealer
-        verdict = sealer.verify(row, task.move.key)
+    def _verify(self, move: Move, file: RowFile, place: Place) -> Outcome:
+        row, sealer = self._region.rows_view[move.row], self._served.sealer
+        verdict = sealer.verify(row, move.key)
         sealed_at = sealer.sealed_at(row) if verdict is Verdict.OK else 0
         old = verdict is Verdict.OK and self._has_expired(counts_from(sealed_at, file.status))
         good = verdict is Verdict.OK and not (old and self._config.write != "off")
@@ -386,6 +307,22 @@ class RowFileTier(StorageTier):
             self._log_once.report("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
             return Outcome.CORRUPT
         return Outcome.OK
+
+    def _load_ended(self, move: Move, outcome: Outcome) -> None:
+        if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+            self._forget(move)
+
+    def _store_ended(self, move: Move, outcome: Outcome) -> None:
+        storing = self._served.storing
+        storing[move.key] -= 1
+        if not storing[move.key]:
+            del storing[move.key]
+        if outcome is not Outcome.OK:
+            self._forget(move)
+
+    def _forget(self, move: Move) -> None:
+        """The core forgets the row too: what stands under its name from now on is not ours to delete."""
+        self._served.known.discard(move.key)
 
     def _reap_drops(self) -> None:
         waiting = []
