@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from nixl_tiers.chunk import Outcome
@@ -229,48 +228,3 @@ class MovePipeline:
             self._finished.append(FinishedBatch(self._last_id, []))
         self.start()
         return self._last_id
-
-
-# Of the tiers that do not use the pipeline yet.
-
-
-@dataclass(eq=False)
-class Batch:
-    """One call's moves. A move that never ends keeps its batch from being reported."""
-
-    batch_id: int
-    outcomes: list[Outcome]
-    left: int
-
-
-class Batches:
-    """The batches of one tier, for `poll` to report. For the tier's own thread."""
-
-    def __init__(self) -> None:
-        self._last_id = 0
-        self._ended: list[FinishedBatch] = []
-
-    def begin(self, moves: int) -> Batch:
-        """A batch with a batch_id of its own; one of no moves has ended."""
-        self._last_id += 1
-        batch = Batch(self._last_id, [Outcome.FAILED] * moves, moves)
-        if not moves:
-            self._ended.append(FinishedBatch(batch.batch_id, batch.outcomes))
-        return batch
-
-    def end(self, batch: Batch, place: int, outcome: Outcome) -> None:
-        """The move at this place of the batch has ended: once for each."""
-        batch.outcomes[place] = outcome
-        batch.left -= 1
-        if not batch.left:
-            self._ended.append(FinishedBatch(batch.batch_id, batch.outcomes))
-
-    def take(self) -> list[FinishedBatch]:
-        """Those that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    @property
-    def waiting(self) -> bool:
-        """Whether any that has ended is still to be reported."""
-        return bool(self._ended)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -27,10 +26,10 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, seal_row
 from nixl_tiers.tiers.expiry import has_expired
-from nixl_tiers.tiers.moves import Batches
+from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, MAX_UPLOADS, Direction, S3Data, Task
+from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, MAX_DOWNLOADS, MAX_UPLOADS, ObjectTransfer, S3Data
 from nixl_tiers.tiers.s3.existence import Answer, ExistenceChecker
 from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals, UploadQuota
 from nixl_tiers.tiers.s3.listing import Listing, is_row
@@ -53,7 +52,7 @@ class S3Tier(StorageTier):
         self._geometry = geometry
         self._region = region
         self._row_bytes = geometry.row_bytes
-        self._transfers = S3Data(config, geometry, region)
+        self._data = S3Data(config, geometry, region)
         self._bucket = S3Control(config)
         self._prober = ExistenceChecker(lambda key: self._bucket.is_there(self._name(key), self._row_bytes))
         self._allowance = UploadQuota(config.capacity, self._row_bytes) if config.shared else None
@@ -69,14 +68,16 @@ class S3Tier(StorageTier):
         self._tick = 0  # above it, whatever the next listing finds is newer than what was met before
         self._look_at_s = 0.0
         self._pause_s = 0.0
-        self._uploads: deque[Task] = deque()
-        self._downloads: deque[Task] = deque()
-        self._batches = Batches()
+        self._moves = MovePipeline(
+            MoveQueue(limit=MAX_DOWNLOADS, admit=lambda _: bool(self._data.free_staging), run=self._run_load),
+            MoveQueue(limit=MAX_UPLOADS, admit=self._admit_store, run=self._run_store),
+            may_start=self._may_start,
+        )
         self._dropped: set[Key] = set()  # while uploads of them run, or while the listing does
 
     def open(self, namespace: bytes, epoch: int) -> int:
         credentials = self._bucket.connect()
-        self._transfers.renew(credentials, self._bucket.region.name)
+        self._data.connect(credentials, self._bucket.region.name)
         self._sealer = Sealer(self._geometry, namespace, epoch)
         self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
         self._prober.clear()
@@ -144,7 +145,7 @@ class S3Tier(StorageTier):
                 if listing is not self._listing:
                     return
                 entries = []
-        self._dropped.intersection_update(task.move.key for task in self._transfers.running)
+        self._dropped &= self._uploading
         self._listing = None
         self._listed = True
         if entries:
@@ -187,24 +188,24 @@ class S3Tier(StorageTier):
 
     def store(self, moves: Sequence[Move]) -> int:
         self._tick = max([self._tick, *(move.tick + 1 for move in moves)])
-        return self._begin(moves, Direction.UPLOAD, self._uploads)
+        self._look_at_s = self._pause_s = 0.0
+        return self._moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
-        return self._begin(moves, Direction.DOWNLOAD, self._downloads)
+        self._look_at_s = self._pause_s = 0.0
+        return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
         self._reap_deletes()
         now = time.monotonic()
         if now >= self._look_at_s:
-            ended = 0
-            for task, state in self._transfers.ended():
-                self._finish(task, state)
-                ended += 1
+            ended = self._moves.poll()
+            self._data.reap()
             # Transfers go on without being looked at, and looking at many of a slow server is most of what they cost.
             self._pause_s = 0.0 if ended else min(2 * self._pause_s + LOOK_S[0], LOOK_S[1])
             self._look_at_s = now + self._pause_s
-        self._start_waiting()
-        return self._batches.take()
+        self._moves.start()
+        return self._moves.take()
 
     def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
         if self._allowance is None:
@@ -224,15 +225,14 @@ class S3Tier(StorageTier):
         return ExistenceAnswer(answer.probe, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        uploading = {task.move.key for task in self._transfers.running if task.direction is Direction.UPLOAD}
+        uploading = self._uploading
         self._doom(*(key for _, key in entries if key not in uploading))
         # What is being written, or perhaps not listed yet, goes when that has ended.
         self._dropped.update(key for _, key in entries if key in uploading or self._listing is not None)
 
     @property
     def busy(self) -> bool:
-        waiting = self._uploads or self._downloads or self._batches.waiting
-        return bool(waiting) or self._transfers.busy or self._prober.busy
+        return self._moves.busy or self._data.busy or self._prober.busy
 
     @property
     def denials(self) -> Mapping[str, str]:
@@ -250,45 +250,78 @@ class S3Tier(StorageTier):
             self._janitor = None
         self._prober.close()
         self._bucket.close()
-        self._transfers.close()
+        self._data.close()
 
-    # Moves
+    # --- moving rows ------------------------------------------------------------------------------------------------
 
-    def _begin(self, moves: Sequence[Move], direction: Direction, queue: deque[Task]) -> int:
-        self._look_at_s = self._pause_s = 0.0
-        batch = self._batches.begin(len(moves))
-        queue.extend(Task(batch, index, move, direction) for index, move in enumerate(moves))
-        self._start_waiting()
-        return batch.batch_id
+    def _may_start(self) -> bool:
+        """New credentials need a new agent; the old one is released when nothing of it runs, and starts nothing."""
+        if self._data.credentials is None:
+            self._moves.loads.give_up()
+            self._moves.stores.give_up()
+            return False
+        credentials = self._bucket.credentials
+        if credentials is not None and credentials != self._data.credentials:
+            if self._data.busy:
+                return False
+            self._data.connect(credentials, self._bucket.region.name)
+        return True
 
-    def _start_waiting(self) -> None:
-        """Start what may start, loads first: somebody waits for them."""
-        if self._transfers.plane is None:
-            for queue in (self._uploads, self._downloads):
-                while queue:
-                    self._end(queue.popleft(), Outcome.FAILED)
-            return
-        if self._bucket.credentials not in {None, self._transfers.plane.credentials}:
-            if self._transfers.busy:
-                return  # an agent is let go when nothing of it runs, and nothing more may start on old credentials
-            assert self._bucket.credentials is not None
-            self._transfers.renew(self._bucket.credentials, self._bucket.region.name)
-        while self._downloads and self._transfers.free_staging:
-            task = self._downloads.popleft()
-            self._transfers.download(task, self._name(task.move.key))
-        uploads = self._transfers.uploads
-        # In order, and the first that must wait holds up the others: a chain with a hole in it is worth little.
-        while self._uploads and uploads < MAX_UPLOADS and (outcome := self._admit(self._uploads[0])) is not None:
-            task = self._uploads.popleft()
-            if outcome is Outcome.OK:
-                self._start_upload(task)
-                uploads += 1
-            else:
-                self._end(task, outcome)
+    @property
+    def _uploading(self) -> set[Key]:
+        return {move.key for unit in self._moves.stores.running for move in unit.moves}
 
-    def _admit(self, task: Task) -> Outcome | None:
-        """OK if this upload may start now, None if it must wait for a delete, else how it ends."""
-        key, name = task.move.key, self._name(task.move.key)
+    def _run_load(self, unit: Unit) -> Steps[None]:
+        """Download the object into a staging row, verify it there, copy it into the region."""
+        (move,) = unit.moves
+        download = self._data.download(self._name(move.key))
+        yield download.over
+        outcome = self._downloaded(move, download, last_try=unit.tries >= TRIES)
+        self._data.release(download)
+        if outcome is not None:
+            unit.end_all(outcome)
+
+    def _downloaded(self, move: Move, download: ObjectTransfer, *, last_try: bool) -> Outcome | None:
+        """The outcome, or None to try again."""
+        assert self._sealer is not None
+        state, row = download.state, self._data.staged(download)
+        if state is TransferState.PENDING:
+            return Outcome.FAILED  # it took too long
+        if state is TransferState.FAILED:
+            self._bucket.doubt()
+            page = row[:ERROR_PAGE_BYTES].tobytes()
+            self._bucket.denials.page("get", page)
+            if b"<Code>NoSuchKey</Code>" in page:
+                self._stock.lose(move.key, self._name(move.key))
+                return Outcome.MISSING
+            if b"<Code>InvalidRange</Code>" in page:
+                self._spoiled.add(move.key)
+                return Outcome.CORRUPT  # no byte of an empty object can be asked for
+            answered = any(page)  # a server that is down is not worth another wait
+            return None if answered and not last_try else Outcome.FAILED
+        self._bucket.denials.worked("get")
+        if self._sealer.verify(row, move.key) is Verdict.OK:
+            if has_expired(self._sealer.sealed_at(row), self._bucket.now_s(), self._config.max_age):
+                self._spoiled.add(move.key)
+                return Outcome.MISSING
+            self._region.rows_view[move.row] = row
+            return Outcome.OK
+        if not last_try:
+            return None
+        self._spoiled.add(move.key)
+        return Outcome.CORRUPT
+
+    def _admit_store(self, unit: Unit) -> bool:
+        """In order, and the first that must wait holds up the others: a chain with a hole in it is worth little."""
+        (move,) = unit.moves
+        outcome = self._room_for(move.key)
+        if outcome is not None and outcome is not Outcome.OK:
+            unit.end_all(outcome)
+        return outcome is not None
+
+    def _room_for(self, key: Key) -> Outcome | None:
+        """OK if this row may be uploaded now, None if it must wait for a delete, else how its store ends."""
+        name = self._name(key)
         deleting = self._bucket.deleting
         self._reap_deletes()
         # A delete of this name that arrives after the upload would take the new object with it.
@@ -299,82 +332,43 @@ class S3Tier(StorageTier):
                 return Outcome.OK
             if self._stock.is_doomed(name):
                 self._bucket.delete([name])
-            victims = self._stock.make_room(min(len(self._uploads), MAX_UPLOADS))
+            victims = self._stock.make_room(min(len(self._moves.stores.waiting), MAX_UPLOADS))
             self._bucket.delete(victims)
             if not victims and not deleting:
                 return Outcome.NO_SPACE
         # The next try may be half a minute away, and a job that waits so long costs the mover.
         return Outcome.FAILED if self._bucket.deletes_back_off else None
 
-    def _start_upload(self, task: Task) -> None:
+    def _run_store(self, unit: Unit) -> Steps[None]:
+        """Seal the row and upload it, for as long as that takes: NIXL reads the region."""
         assert self._sealer is not None
-        move = task.move
+        (move,) = unit.moves
         if move.seal:
-            # Whichever clock it is judged by, it is not older than it is.
+            # The later of two clocks: the row must not seem older than it is to whoever judges its age.
             seal_row(self._sealer, self._region, move, max(time.time(), self._bucket.now_s()))
         self._dropped.discard(move.key)
         if self._listing is not None:
             self._since.add(move.key)
-        self._transfers.upload(task, self._name(move.key))
+        upload = self._data.upload(move.row, self._name(move.key))
+        yield upload.over
+        unit.end_all(self._uploaded(move.key, done=upload.state is TransferState.DONE))
+        self._data.release(upload)
 
-    def _finish(self, task: Task, state: TransferState) -> None:
-        """A task is over: say so to its batch, or try again."""
-        if state is TransferState.PENDING:  # a download that was given up
-            self._end(task, Outcome.FAILED)
-            return
-        if state is TransferState.FAILED:
-            self._bucket.doubt()
-        outcome = self._uploaded(task, state) if task.direction is Direction.UPLOAD else self._downloaded(task, state)
-        if outcome is None:
-            self._downloads.appendleft(task)
-        else:
-            self._end(task, outcome)
-
-    def _uploaded(self, task: Task, state: TransferState) -> Outcome:
-        key = task.move.key
+    def _uploaded(self, key: Key, *, done: bool) -> Outcome:
         if self._allowance is not None:
             self._allowance.ended(self._row_bytes)
         # A failed upload may have arrived all the same, whole, and would be a row that nobody counts.
-        if state is not TransferState.DONE or key in self._dropped:
+        if not done or key in self._dropped:
             self._dropped.discard(key)
             self._doom(key)
-        if state is not TransferState.DONE:
+        if not done:
+            self._bucket.doubt()
             self._bucket.doubt_uploads()
             return Outcome.FAILED
         self._bucket.denials.worked("put")
         return Outcome.OK
 
-    def _downloaded(self, task: Task, state: TransferState) -> Outcome | None:
-        """The outcome, or None to try again."""
-        assert self._sealer is not None
-        row = self._transfers.staged(task)
-        if state is TransferState.FAILED:
-            page = row[:ERROR_PAGE_BYTES].tobytes()
-            self._bucket.denials.page("get", page)
-            if b"<Code>NoSuchKey</Code>" in page:
-                self._stock.lose(task.move.key, self._name(task.move.key))
-                return Outcome.MISSING
-            if b"<Code>InvalidRange</Code>" in page:
-                self._spoiled.add(task.move.key)
-                return Outcome.CORRUPT  # no byte of an empty object can be asked for
-            answered = any(page)  # a server that is down is not worth another wait
-            return None if answered and task.tries < TRIES else Outcome.FAILED
-        self._bucket.denials.worked("get")
-        if self._sealer.verify(row, task.move.key) is Verdict.OK:
-            if has_expired(self._sealer.sealed_at(row), self._bucket.now_s(), self._config.max_age):
-                self._spoiled.add(task.move.key)
-                return Outcome.MISSING
-            self._region.rows_view[task.move.row] = row
-            return Outcome.OK
-        if task.tries < TRIES:
-            return None
-        self._spoiled.add(task.move.key)
-        return Outcome.CORRUPT
-
-    def _end(self, task: Task, outcome: Outcome) -> None:
-        self._batches.end(task.batch, task.index, outcome)
-
-    # The bucket
+    # --- the bucket -------------------------------------------------------------------------------------------------
 
     def _doom(self, *keys: Key) -> None:
         """Delete these rows. Only forget them if others may use them, on a shared prefix, or if we only read."""
@@ -402,7 +396,7 @@ class S3Tier(StorageTier):
         return gone
 
     def _list(self) -> None:
-        self._since = {task.move.key for task in self._transfers.running if task.direction is Direction.UPLOAD}
+        self._since = self._uploading
         namespace = self._prefix[len(self._config.prefix) + 1 : -1]
         whole, age_s = self._allowance is None, self._config.max_age
         self._listing = Listing(

@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3 import control, data, plane
+from nixl_tiers.tiers.s3 import control, data
 from nixl_tiers.tiers.s3.credentials import Credentials
 from tests.tiers.s3.objects import (
     HANG_UP,
@@ -233,11 +233,9 @@ class TestCredentials:
             assert wait_until(lambda: driver.tier._bucket.credentials == renewed)
             behind = driver.begin_store([6, 7])
             assert [done.batch_id for done in driver.tier.poll()] == []
-            assert driver.tier._transfers.plane is not None
-            assert driver.tier._transfers.plane.credentials.session_token == "first-token", (
-                "it is not let go while it works"
-            )
-            assert len(driver.tier._uploads) == 2, "nothing more starts with the old ones"
+            assert driver.tier._data.credentials is not None
+            assert driver.tier._data.credentials.session_token == "first-token", "it is not released while it works"
+            assert len(driver.tier._moves.stores.waiting) == 2, "nothing more starts with the old ones"
             faulty.hold.set()
             assert driver.finish(under_way, behind) == [[Outcome.OK] * 2] * 2
             assert driver.load(range(8)) == [Outcome.OK] * 8
@@ -295,7 +293,7 @@ class TestTls:
         with moto_server(certificate=certificates[0]) as server:
             server.make_bucket("kv-faults")
             # Only the data plane is given the wrong bundle here.
-            monkeypatch.setattr(plane, "trusted_certificates", lambda _: str(certificates[1][0]))
+            monkeypatch.setattr(data, "trusted_certificates", lambda _: str(certificates[1][0]))
             config = {"bucket": "kv-faults", "endpoint": server.endpoint, "ca_file": certificates[0][0]}
             with Driver(SMALL, 4, **config) as driver:
                 driver.open()
@@ -362,16 +360,16 @@ class TestTransfers:
     ) -> None:
         driver.store([1, 2])
         monkeypatch.setattr(data, "DOWNLOAD_S", 0.3)
-        staging = len(driver.tier._transfers.free_staging)
+        staging = len(driver.tier._data.free_staging)
         faulty.hold = threading.Event()
         assert driver.load([1]) == [Outcome.FAILED]
         held, faulty.hold = faulty.hold, None
-        assert len(driver.tier._transfers.free_staging) == staging - 1
+        assert len(driver.tier._data.free_staging) == staging - 1
         assert driver.load([2]) == [Outcome.OK]
         driver.row(1)[:] = 77
         held.set()
         driver.finish()
-        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._transfers.free_staging) == staging)
+        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._data.free_staging) == staging)
         assert (driver.row(1) == 77).all(), "a download that was given up came through after all"
         assert driver.load([1]) == [Outcome.OK]
 
