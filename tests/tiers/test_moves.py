@@ -1,0 +1,204 @@
+"""The one way in which a move lives: batches, units, limits, admission, retries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.tiers.base import FinishedBatch, Move
+from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
+from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
+
+
+def moves(*rows: int) -> list[Move]:
+    return [Move(row, row, b"key-%d" % row) for row in rows]
+
+
+class Medium:
+    """Moves are as far along as a test says."""
+
+    def __init__(self, *, limit: int = 2, unit_rows: int = 1) -> None:
+        self.gates: dict[int, Future[Outcome | None]] = {}  # by row, of what has started
+        self.started: list[list[int]] = []
+        self.tries: list[int] = []
+        self.ended: list[tuple[int, Outcome]] = []
+        self.admits: Callable[[Unit], bool] = lambda _: True
+        self.up = True
+        self.loads, self.stores = (
+            MoveQueue(
+                limit=limit,
+                unit_rows=unit_rows,
+                admit=self._admit,
+                run=self._run,
+                on_end=lambda move, outcome: self.ended.append((move.row, outcome)),
+            )
+            for _ in range(2)
+        )
+        self.pipeline = MovePipeline(self.loads, self.stores, may_start=lambda: self.up)
+
+    def _admit(self, unit: Unit) -> bool:
+        return self.admits(unit)
+
+    def _run(self, unit: Unit) -> Steps[None]:
+        rows = [move.row for move in unit.moves]
+        self.started.append(rows)
+        self.tries.append(unit.tries)
+        gate = self.gates[rows[0]] = Future[Outcome | None]()
+        outcome = yield from finished(gate)
+        if outcome is not None:
+            unit.end_all(outcome)
+
+    def end(self, *rows: int, outcome: Outcome | None = Outcome.OK) -> list[FinishedBatch]:
+        for row in rows:
+            self.gates[row].set_result(outcome)
+        return self.poll()
+
+    def poll(self) -> list[FinishedBatch]:
+        self.pipeline.poll()
+        self.pipeline.start()
+        return self.pipeline.take()
+
+
+def test_batch_is_reported_once_when_its_last_move_has_ended() -> None:
+    medium = Medium()
+    batch = medium.pipeline.load(moves(1, 2))
+    other = medium.pipeline.store(moves(3))
+    assert batch != other
+    assert medium.end(2, outcome=Outcome.CORRUPT) == []
+    assert medium.end(1) == [FinishedBatch(batch, [Outcome.OK, Outcome.CORRUPT])]
+    assert medium.poll() == []
+    assert medium.pipeline.busy
+    assert medium.end(3) == [FinishedBatch(other, [Outcome.OK])]
+    assert not medium.pipeline.busy
+
+
+def test_empty_batch_has_ended() -> None:
+    medium = Medium()
+    batch = medium.pipeline.store([])
+    assert medium.pipeline.busy
+    assert not medium.pipeline.quiet
+    assert medium.poll() == [FinishedBatch(batch, [])]
+
+
+def test_no_more_units_run_than_the_limit_in_each_direction() -> None:
+    medium = Medium(limit=2)
+    medium.pipeline.store(moves(1, 2, 3))
+    medium.pipeline.load(moves(11, 12, 13))
+    assert medium.started == [[1], [2], [11], [12]]
+    medium.end(12)
+    assert medium.started[4:] == [[13]]
+    medium.end(1, 2)
+    assert medium.started[5:] == [[3]]
+    assert {move.row for move in medium.pipeline.unfinished()} == {3, 11, 13}
+
+
+def test_moves_are_coalesced_into_units_of_one_batch() -> None:
+    medium = Medium(limit=9, unit_rows=2)
+    medium.pipeline.load(moves(1, 2, 3))
+    medium.pipeline.load(moves(4))
+    assert medium.started == [[1, 2], [3], [4]]
+
+
+def test_first_unit_that_is_not_admitted_holds_up_the_others() -> None:
+    medium = Medium()
+    medium.admits = lambda unit: unit.moves[0].row != 1
+    batch = medium.pipeline.store(moves(1, 2))
+    assert medium.started == []
+    medium.pipeline.load(moves(3))
+    assert medium.started == [[3]], "the other direction does not wait"
+    medium.admits = lambda _: True
+    medium.poll()
+    assert medium.started == [[3], [1], [2]]
+    assert medium.end(1, 2) == [FinishedBatch(batch, [Outcome.OK] * 2)]
+
+
+def test_moves_that_end_at_admission_do_not_start() -> None:
+    medium = Medium(unit_rows=2)
+
+    def admit(unit: Unit) -> bool:
+        unit.end_each(lambda move: Outcome.MISSING if move.row in (1, 3, 4) else None)
+        return True
+
+    medium.admits = admit
+    batch = medium.pipeline.load(moves(1, 2, 3, 4))
+    assert medium.started == [[2]]
+    assert medium.end(2) == [FinishedBatch(batch, [Outcome.MISSING, Outcome.OK, Outcome.MISSING, Outcome.MISSING])]
+    assert medium.ended == [(1, Outcome.MISSING), (3, Outcome.MISSING), (4, Outcome.MISSING), (2, Outcome.OK)]
+
+
+def test_moves_left_unended_are_tried_again_alone_and_before_the_others() -> None:
+    medium = Medium(limit=1, unit_rows=2)
+    batch = medium.pipeline.load(moves(1, 2, 3))
+    assert medium.end(1, outcome=None) == []
+    medium.end(1)
+    medium.end(2, outcome=Outcome.FAILED)
+    assert medium.end(3) == [FinishedBatch(batch, [Outcome.OK, Outcome.FAILED, Outcome.OK])]
+    assert medium.started == [[1, 2], [1], [2], [3]]
+    assert medium.tries == [1, 2, 2, 1]
+
+
+def test_nothing_starts_while_the_medium_is_down_and_what_waits_can_be_given_up() -> None:
+    medium = Medium(limit=1)
+    running = medium.pipeline.load(moves(1))
+    medium.up = False
+    batch = medium.pipeline.load(moves(2, 3))
+    assert medium.end(1) == [FinishedBatch(running, [Outcome.OK])]
+    assert medium.started == [[1]]
+    assert medium.pipeline.quiet
+    medium.loads.give_up()
+    assert medium.poll() == [FinishedBatch(batch, [Outcome.FAILED] * 2)]
+    assert medium.ended == [(1, Outcome.OK), (2, Outcome.FAILED), (3, Outcome.FAILED)]
+
+
+def test_others_start_before_a_unit_goes_on_that_makes_way() -> None:
+    order: list[str] = []
+    gates: list[Future[None]] = []
+
+    def run(unit: Unit) -> Steps[None]:
+        (move,) = unit.moves
+        order.append(f"start {move.row}")
+        gates.append(Future())
+        yield from finished(gates[-1])
+        pipeline.make_way(unit)
+        order.append(f"verify {move.row}")
+        unit.end_all(Outcome.OK)
+
+    loads, stores = (MoveQueue(limit=1, run=run) for _ in range(2))
+    pipeline = MovePipeline(loads, stores, may_start=lambda: True)
+    batch = pipeline.load(moves(1, 2))
+    gates[0].set_result(None)
+    assert pipeline.poll() == 1
+    assert order == ["start 1", "start 2", "verify 1"]
+    assert pipeline.poll() == 0
+    gates[1].set_result(None)
+    pipeline.poll()
+    assert pipeline.take() == [FinishedBatch(batch, [Outcome.OK] * 2)]
+
+
+@pytest.mark.parametrize(("word", "good"), [("DONE", True), ("ERR", False)])
+def test_transfer_is_released_when_it_has_ended(word: str, good: bool) -> None:
+    class Handle:
+        released = 0
+
+        def release(self) -> None:
+            self.released += 1
+
+    words = ["PROC", "PROC", word]
+
+    class Api:
+        def check_xfer_state(self, _: object) -> str:
+            return words.pop(0)
+
+    handle = Handle()
+    steps = transferred(Transfer(Api(), handle, TransferState.PENDING))
+    condition = next(steps)
+    assert [condition(), condition()] == [False, False]
+    assert handle.released == 0
+    assert condition()
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value is good
+    assert handle.released == 1
