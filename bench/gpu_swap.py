@@ -3,8 +3,8 @@
     python bench/gpu_swap.py [--quick] [--fragments 2048,16384] [--blocks 16,512] [--ids random|sequential]
                              [--rounds N] [--json FILE] [--plot FILE]
 
-A block's pages lie apart on the GPU, one a layer (16 layers), and together in its row. Beside this package's ways, in
-the same process and on the same memory: the batch that vLLM hands to the copy engine (a descriptor per layer and
+A block's pages lie apart on the GPU, one a layer (16 layers), and together in its row. Beside this package's strategies,
+in the same process and on the same memory: the batch that vLLM hands to the copy engine (a descriptor per layer and
 block, built anew for every transfer), its Triton kernel written again in our words, and a loop of torch copies. Every
 contender's bytes are compared, with destinations poisoned before, before it is timed. A time is the host's, from the
 call to the arrival of the last byte: it holds what is done per transfer on the CPU. Needs neither vLLM nor a network.
@@ -209,7 +209,7 @@ def torch_contenders(case: Case) -> dict[str, dict[str, Call]]:
         torch.cuda.synchronize()
 
     found: dict[str, dict[str, Call]] = {}
-    if case.blocks * LAYERS <= 16384:  # a loop of more takes seconds, and nobody would use it
+    if case.blocks * LAYERS <= 16384:  # a loop of more takes seconds, which no user would accept
         found["torch loop"] = {"store": lambda: loop(True), "load": lambda: loop(False)}
     with suppress(ImportError):
         kernel = triton_kernel()
@@ -264,15 +264,20 @@ def measure(case: Case, ceiling: dict[str, float], rounds: int, has_torch: bool)
     swaps = {
         name: CudaSwap(case.plan, compute_stream=lambda: 0, driver=driver, choice=Fixed((name,))) for name in NAMES
     }
-    one = swaps["engine"]
+    one = swaps["copy_engine"]
     chosen = choose(one._device, case.plan, one._pinned, one.kernels)
-    ways = {direction: chosen(direction == "store", 0, case.blocks) for direction in DIRECTIONS}
+    strategies = {direction: chosen(direction == "store", 0, case.blocks) for direction in DIRECTIONS}
     contenders = {name: ours(case, swap) for name, swap in swaps.items()}
     if driver.batches:
         contenders["vLLM's batch"] = vllm_batch(case)
     if has_torch:
         contenders |= torch_contenders(case)
-    result: dict[str, Any] = {"fragment_bytes": case.fragment, "blocks": case.blocks, "chosen": ways, "speeds": {}}
+    result: dict[str, Any] = {
+        "fragment_bytes": case.fragment,
+        "blocks": case.blocks,
+        "chosen": strategies,
+        "speeds": {},
+    }
     for name in list(contenders):
         try:
             case.check(contenders[name]["store"], contenders[name]["load"])
@@ -294,7 +299,7 @@ def measure(case: Case, ceiling: dict[str, float], rounds: int, has_torch: bool)
 
 
 def interference(machine: Machine, quick: bool) -> list[dict[str, Any]]:
-    """How much longer a big matrix product, and a chain of small kernels as in decoding, take beside each way."""
+    """How much longer a big matrix product, and a chain of small kernels as in decoding, take beside each strategy."""
     import torch
 
     case = Case(machine, 8192, 1024, "random")

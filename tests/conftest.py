@@ -79,7 +79,7 @@ def s3_prefix() -> str:
 @pytest.fixture(scope="session")
 def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake CUDA driver, or the reason for skipping."""
-    from tests.swap.fake import build
+    from tests.swap.fake_gpu import build
 
     library = build(tmp_path_factory.mktemp("fake"))
     if library is None:

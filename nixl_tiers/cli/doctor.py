@@ -1,4 +1,4 @@
-"""`nixl-tiers doctor`: what this machine has for copies between GPU and host, and the ways that were measured."""
+"""`nixl-tiers doctor`: what this machine has for copies between GPU and host, and the strategies that were measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _gpus() -> Iterator[str]:
 
 
 def _measured() -> Iterator[str]:
-    yield f"way over the bus ({autotune.ENVIRONMENT}): {os.environ.get(autotune.ENVIRONMENT, 'auto')}"
+    yield f"copy strategy ({autotune.ENVIRONMENT}): {os.environ.get(autotune.ENVIRONMENT, 'auto')}"
     folder = kernels.cache_folder()
     for kept in sorted(folder.glob("choice-*.json") if folder else ()):
         measured = autotune.read(kept)

@@ -1,8 +1,8 @@
-"""Between engine blocks and region rows: the copy plan, the CPU path, the CUDA path.
+"""Copies between vLLM's blocks and region rows: the copy plan, the CPU copy, the CUDA copy.
 
-plan       where every byte stands, once for all paths
+plan       where every byte is, the same for all copies
 host       copies where blocks are host memory
-cuda       copies where they are GPU memory; lane one direction of it, paths the ways over the bus,
-           calibrate which of them a transfer takes
-driver     the CUDA driver; kernels, nvrtc, tables what runs on the GPU; pinned, numa the region's memory
+cuda       copies where they are GPU memory: `stream` one direction of it, `strategies` how bytes cross the bus,
+           `autotune` which strategy a transfer takes
+driver     the CUDA driver; `kernels`, `nvrtc`, `device_tables` what runs on the GPU; `pinned`, `numa` the host memory
 """

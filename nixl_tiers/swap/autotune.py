@@ -1,8 +1,8 @@
-"""Which way a transfer takes: measured once for a GPU, driver, link and geometry, and kept on disk.
+"""Which copy strategy a transfer takes: measured once for a GPU, driver, link and geometry, and cached on disk.
 
-Figures of other machines do not carry over: the best way depends on the link, the host's memory, the size of a layer's
-page and the number of blocks. So every way moves the same blocks between the real region and scratch memory on the GPU,
-has its bytes checked, and is timed; the region's rows are put back as they were.
+Figures of other machines do not carry over: the best strategy depends on the link, the host's memory, the size of a
+layer's page and the number of blocks. So every strategy copies the same blocks between the real region and scratch
+memory on the GPU, its bytes are checked, and it is timed; the region's rows are restored at the end.
 """
 
 from __future__ import annotations
@@ -32,45 +32,46 @@ from nixl_tiers.swap.stream import Choice, CopyStream, Events
 
 log = logging.getLogger(__name__)
 
-ENVIRONMENT: Final = "NIXL_TIERS_SWAP"  # auto, measure (and forget what was kept), or one of paths.NAMES
+ENVIRONMENT: Final = "NIXL_TIERS_SWAP"  # auto, measure (ignore the cached measurement), or one of strategies.NAMES
 SAMPLE_BYTES: Final = 32 << 20
-FEW_BLOCKS: Final = 16
-MOST_BLOCKS: Final = 1024
+MIN_BLOCKS: Final = 16
+MAX_BLOCKS: Final = 1024
 ROUNDS: Final = 5
-ENGINE_BYTES: Final = 128 << 10  # pages from which on others saw the copy engine alone fill a PCIe 5 link
+COPY_ENGINE_BYTES: Final = 128 << 10  # pages of this size: others saw the copy engine alone fill a PCIe 5 link
 _VERSION: Final = 1
-# What a way costs besides time: multiprocessors that the engine cannot have meanwhile.
-_PENALTY: Final = {"engine": 1.0, "staged": 1.02, "ring2": 1.04, "ring4": 1.06, "ring8": 1.10}
+_OLD_NAMES: Final = {"engine": "copy_engine"}
+# What a strategy costs besides time: multiprocessors that compute cannot use meanwhile.
+_PENALTY: Final = {"copy_engine": 1.0, "staged": 1.02, "ring2": 1.04, "ring4": 1.06, "ring8": 1.10}
 
 
 class WrongBytes(RuntimeError):
-    """A way over the bus did not bring the bytes that it was given."""
+    """A copy strategy delivered other bytes than it was given."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Ways by "store" and "load", group and number of blocks: the least cost wins.
+    """Strategies by "store" and "load", group and number of blocks: the least cost wins.
 
-    seconds   direction -> group -> blocks -> way -> seconds
+    seconds   direction -> group -> blocks -> strategy -> seconds
     """
 
     seconds: dict[str, list[dict[str, dict[str, float]]]]
 
     def __call__(self, to_host: bool, group: int, blocks: int) -> str:
         sizes = sorted(self.seconds["store" if to_host else "load"][group].items(), key=lambda item: int(item[0]))
-        # Between two measured sizes lies their geometric mean: a transfer takes the way of the nearer one.
+        # Between two measured sizes lies their geometric mean: a transfer takes the strategy of the nearer one.
         index = sum(blocks**2 > int(a) * int(b) for (a, _), (b, _) in pairwise(sizes))
         return best(sizes[index][1])
 
 
 def best(seconds: dict[str, float]) -> str:
-    """The way that costs least: time, and a little for the multiprocessors it takes."""
+    """The strategy that costs least: time, and a little for the multiprocessors it takes."""
     return min(seconds, key=lambda name: seconds[name] * _PENALTY[name])
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same way always, for each group."""
+    """One strategy for each group, whatever the transfer."""
 
     names: tuple[str, ...]
 
@@ -79,19 +80,20 @@ class Fixed:
 
 
 def guess(plan: CopyPlan, kernels: Kernels | None) -> Fixed:
-    """By the size of pages alone, for where nothing can be measured."""
-    pages = [min((segment.nbytes for segment in group.segments), default=ENGINE_BYTES) for group in plan.groups]
-    return Fixed(tuple("staged" if kernels and nbytes < ENGINE_BYTES else "engine" for nbytes in pages))
+    """By the size of pages alone, where nothing can be measured."""
+    pages = [min((segment.nbytes for segment in group.segments), default=COPY_ENGINE_BYTES) for group in plan.groups]
+    return Fixed(tuple("staged" if kernels and nbytes < COPY_ENGINE_BYTES else "copy_engine" for nbytes in pages))
 
 
 def choose(
     device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kernels | None, folder: Path | None = None
 ) -> Choice:
-    """The choice that the environment asks for, or that was measured before, or is measured now and kept in `folder`.
+    """The strategy that the environment sets, else as measured before, else measured now and cached in `folder`.
 
-    Raises ValueError for an environment that names no way; WrongBytes where even the copy engine brings wrong bytes.
+    Raises ValueError if the environment names no strategy; WrongBytes if even the copy engine delivers wrong bytes.
     """
     wanted = os.environ.get(ENVIRONMENT, "auto")
+    wanted = _OLD_NAMES.get(wanted, wanted)
     if wanted in NAMES:
         return Fixed((wanted,) * len(plan.groups))
     if wanted not in {"auto", "measure"}:
@@ -100,25 +102,25 @@ def choose(
         return guess(plan, kernels)
     about = identity(device, plan, kernels)
     folder = folder or cache_folder()
-    kept = folder and folder / f"choice-{_digest(about)}.json"
-    measured = read(kept) if kept and wanted != "measure" else None
+    cached = folder and folder / f"choice-{_digest(about)}.json"
+    measured = read(cached) if cached and wanted != "measure" else None
     if measured is None or not _fits(measured, plan):
         try:
             measured = measure(device, plan, pinned, kernels)
         except CudaError as error:  # most likely the engine has taken all memory but a little
-            log.warning("nixl_tiers: the ways over the bus could not be measured, and are chosen by size: %s", error)
+            log.warning("nixl_tiers: the copy strategies could not be measured, and are chosen by size: %s", error)
             return guess(plan, kernels)
-        if kept:
+        if cached:
             with contextlib.suppress(OSError):
-                write_whole(kept, json.dumps({"about": about, "seconds": measured.seconds}, indent=1).encode())
-    log.info("nixl_tiers: ways over the bus: %s", "; ".join(lines(measured)))
+                write_whole(cached, json.dumps({"about": about, "seconds": measured.seconds}, indent=1).encode())
+    log.info("nixl_tiers: copy strategies: %s", "; ".join(lines(measured)))
     return measured
 
 
-def read(kept: Path) -> Measured | None:
-    """A measurement of before, or None if there is none that can be read."""
+def read(cached: Path) -> Measured | None:
+    """An earlier measurement, or None if there is none that can be read."""
     try:
-        return Measured(json.loads(kept.read_bytes())["seconds"])
+        return Measured(json.loads(cached.read_bytes())["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -137,7 +139,7 @@ def _fits(measured: Measured, plan: CopyPlan) -> bool:
 
 
 def lines(measured: Measured) -> Iterator[str]:
-    """The measurement for people: one line for each direction, group and number of blocks."""
+    """The measurement in words: one line for each direction, group and number of blocks."""
     for direction, groups in measured.seconds.items():
         for group, sizes in enumerate(groups):
             for blocks, seconds in sizes.items():
@@ -165,12 +167,13 @@ def identity(device: Device, plan: CopyPlan, kernels: Kernels | None) -> dict[st
 
 
 def measure(device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kernels | None) -> Measured:
-    """Move blocks of every group between the region and scratch memory, every way, a few and many at a time.
+    """Copy blocks of every group between the region and scratch memory, with every strategy, a few
+    and many at a time.
 
-    Raises WrongBytes or CudaError if not even the copy engine moves them; other ways that fail are left out, and said.
+    Raises WrongBytes or CudaError if not even the copy engine copies them; others that fail are logged and left out.
     """
     seconds: dict[str, list[dict[str, dict[str, float]]]] = {"store": [], "load": []}
-    known: dict[str, int] = {}  # groups that look alike are measured once
+    known: dict[str, int] = {}  # identical groups are measured once
     about = identity(device, plan, kernels)["groups"]
     for group in range(len(plan.groups)):
         same = known.setdefault(json.dumps([segment[:3] for segment in about[group]]), group)
@@ -186,9 +189,9 @@ def measure(device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kerne
                 try:
                     taken = trial.measure(name, sizes)
                 except (CudaError, WrongBytes) as error:
-                    if name == "engine":
+                    if name == "copy_engine":
                         raise
-                    log.warning("nixl_tiers: the way %s is not used: %s", name, error)
+                    log.warning("nixl_tiers: the copy strategy %s is not used: %s", name, error)
                     continue
                 for direction, blocks, time_s in taken:
                     seconds[direction][group][str(blocks)][name] = time_s
@@ -196,9 +199,10 @@ def measure(device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kerne
 
 
 class _Trial:
-    """One group's blocks in scratch memory, as far apart as the real ones modulo 256, and lanes to and from the region.
+    """One group's blocks in scratch memory, as far apart as the real ones modulo 256, and copy streams to and
+    from the region.
 
-    What the sample's places hold is kept at the beginning, and put back at the end.
+    The content of the sample's places is saved at the beginning and restored at the end.
     """
 
     def __init__(
@@ -209,25 +213,25 @@ class _Trial:
         self._rng = np.random.default_rng(0)
         places = plan.rows * plan.geometry.sub_blocks
         block_bytes = max(1, plan.groups[group].block_bytes)
-        self._blocks = max(1, min(places, MOST_BLOCKS, max(FEW_BLOCKS, SAMPLE_BYTES // block_bytes)))
+        self._blocks = max(1, min(places, MAX_BLOCKS, max(MIN_BLOCKS, SAMPLE_BYTES // block_bytes)))
         with ExitStack() as undo:
             self._plan, self._scratch, self._nbytes = self._scratch_plan(plan, group, undo)
             self._pairs = self._plan.pairs(0, self._rng.permutation(self._blocks), self._sample_places(places))
             self._region = np.asarray(Memory(plan.region_address, (plan.rows * plan.geometry.row_bytes,), (1,)))
             self._cells = self._plan.place_offsets(self._pairs[:, 1])
-            self._kept = self._cells_now()
+            self._saved = self._cells_now()
             self._random_scratch = self._rng.integers(0, 256, self._nbytes, dtype=np.uint8)
-            self._random_rows = self._rng.integers(0, 256, self._kept.shape, dtype=np.uint8)
-            undo.callback(self._put_back)
+            self._random_rows = self._rng.integers(0, 256, self._saved.shape, dtype=np.uint8)
+            undo.callback(self._restore)
             tables = DeviceTables(device, self._plan)
             undo.callback(tables.close)
             self._events = Events(device)
             undo.callback(self._events.close)
-            self._lanes = {}
+            self._streams = {}
             for to_host in (True, False):
-                lane = CopyStream(device, tables, pinned, kernels, self._events, to_host=to_host)
-                undo.callback(lane.close)
-                self._lanes[to_host] = lane
+                stream = CopyStream(device, tables, pinned, kernels, self._events, to_host=to_host)
+                undo.callback(stream.close)
+                self._streams[to_host] = stream
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -238,34 +242,34 @@ class _Trial:
 
     def sizes(self) -> list[int]:
         """Numbers of blocks to measure with."""
-        return sorted({min(FEW_BLOCKS, self._blocks), self._blocks})
+        return sorted({min(MIN_BLOCKS, self._blocks), self._blocks})
 
     def measure(self, name: str, sizes: list[int]) -> list[tuple[str, int, float]]:
-        """(direction, blocks, seconds) of one way, its bytes checked first; none where the copy engine would stand in.
+        """(direction, blocks, seconds) of one strategy, its bytes checked first; none if the copy engine stands in.
 
         The seconds are the best of a few rounds.
         """
         taken = []
         for to_host, direction in ((True, "store"), (False, "load")):
-            lane = self._lanes[to_host]
+            stream = self._streams[to_host]
             with self._device.current():
-                if name != "engine" and lane.path(name, 0) is lane.path("engine", 0):
+                if name != "copy_engine" and stream.strategy(name, 0) is stream.strategy("copy_engine", 0):
                     continue
             self._check(name, to_host=to_host)
             for blocks in sizes:
-                rounds = [lane.start(name, 0, self._pairs[:blocks], 0).elapsed_s() for _ in range(ROUNDS)]
+                rounds = [stream.start(name, 0, self._pairs[:blocks], 0).elapsed_s() for _ in range(ROUNDS)]
                 taken.append((direction, blocks, min(rounds)))
         return taken
 
     def _check(self, name: str, *, to_host: bool) -> None:
-        """Move all blocks and compare all bytes of both sides. Raises WrongBytes."""
+        """Copy all blocks and compare all bytes of both sides. Raises WrongBytes."""
         scratch, rows = self._random_scratch.copy(), self._random_rows.copy()
         for cell, row in zip(self._cells.tolist(), rows, strict=True):
             self._region[cell : cell + len(row)] = row
         with self._device.current() as driver:
             driver.upload(self._scratch, scratch)
         pairs = self._pairs
-        self._lanes[to_host].start(name, 0, pairs, 0).wait()
+        self._streams[to_host].start(name, 0, pairs, 0).wait()
         for segment in self._plan.groups[0].segments:
             pages = _pages(scratch, segment, self._scratch, self._blocks)
             part = slice(segment.offset, segment.offset + segment.nbytes)
@@ -287,8 +291,8 @@ class _Trial:
         size = self._plan.geometry.sub_block_bytes
         return np.stack([self._region[cell : cell + size] for cell in self._cells.tolist()])
 
-    def _put_back(self) -> None:
-        for cell, row in zip(self._cells.tolist(), self._kept, strict=True):
+    def _restore(self) -> None:
+        for cell, row in zip(self._cells.tolist(), self._saved, strict=True):
             self._region[cell : cell + len(row)] = row
 
     def _sample_places(self, places: int) -> NDArray[np.int64]:

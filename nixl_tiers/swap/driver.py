@@ -1,7 +1,7 @@
-"""The CUDA driver through ctypes, opened when first wanted: no CUDA is needed to install or import this.
+"""The CUDA driver through ctypes, opened on first use: no CUDA is needed to install or import this.
 
 The driver's own interface rather than the runtime's or torch's: it is the same for every build of torch, and a failed
-call leaves no error behind for somebody else's next one. Calls release the interpreter's lock.
+call leaves no sticky error for the next caller. Calls release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BATCH_VERSION: Final = 12080  # the first that has batches; this number also sa
 _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
 _OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _NON_BLOCKING: Final = 1  # no order with the legacy default stream but what events say
-_BLOCKING: Final = 1  # who waits for an event sleeps, instead of keeping a core busy for as long as a copy takes
+_BLOCKING: Final = 1  # a thread that waits for an event sleeps, instead of spinning for as long as a copy takes
 _NO_TIMING: Final = 2
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CAPABILITY: Final = (75, 76)
@@ -173,7 +173,7 @@ class Driver:
     # ---- streams and events ----
 
     def stream(self, *, urgent: bool) -> int:
-        """A stream that no other one waits for by itself, of the highest priority or of the lowest."""
+        """A stream without implicit synchronisation, of the highest priority or of the lowest."""
         least, greatest = ctypes.c_int(), ctypes.c_int()
         self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         priority = greatest.value if urgent else least.value
@@ -186,7 +186,7 @@ class Driver:
         self._call("cuStreamSynchronize", stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """What `stream` is given from now on waits for what `event` was last recorded behind."""
+        """Later work of `stream` waits for the work that `event` was last recorded behind."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def event(self, *, timed: bool = False) -> int:
@@ -249,7 +249,7 @@ class Driver:
         self._call("cuMemHostUnregister", address)
 
     def page_locked(self, address: int) -> bool:
-        """Whether host memory was page-locked by the driver, for anybody in this process."""
+        """Whether host memory was page-locked by the driver, by any code in this process."""
         kind = ctypes.c_uint()
         code = self._functions["cuPointerGetAttribute"](ctypes.byref(kind), _MEMORY_TYPE, address)
         return code == 0 and kind.value == _HOST_MEMORY
@@ -277,7 +277,7 @@ class Driver:
 
         All three: contiguous (n,). `stable`: the sources are host memory that nothing on the GPU writes, so they may
         be read before the stream's turn. Never on the default stream, which batches refuse. Where a call fails, copies
-        of the calls before it are under way.
+        of the calls before it are in flight.
         """
         if self._batch is None or not batch:
             for one in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
@@ -378,7 +378,7 @@ class Device:
         try:
             yield self.driver
         finally:
-            with suppress(CudaError):  # errors of earlier work, which whoever waits for that work is told
+            with suppress(CudaError):  # errors of earlier work, which its own waiter reports
                 self.driver.pop()
 
     def close(self) -> None:
@@ -387,5 +387,5 @@ class Device:
             if self._closed:
                 return
             self._closed = True
-        with suppress(CudaError):  # a GPU that failed lets nothing go, and keeps nobody from ending
+        with suppress(CudaError):  # a failed GPU releases nothing, which must not stop the shutdown
             self.driver.release_context(self.ordinal)

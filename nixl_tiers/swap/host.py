@@ -1,4 +1,4 @@
-"""The swap where engine blocks are host memory: a small C function, numpy where that was not built."""
+"""The swap where vLLM's blocks are host memory: a small C function, numpy where that was not built."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def backend() -> Literal["c", "numpy"]:
 
 
 class HostSwap:
-    """Copies blocks of one group between the engine's host memory and this rank's cell of the region's rows.
+    """Copies blocks of one group between vLLM's host memory and this rank's cell of the region's rows.
 
     Calls return when the bytes have arrived, and hold no lock: several threads may call at once, on different places.
     The plan's memory must outlive the calls.
@@ -68,12 +68,12 @@ class HostSwap:
         self._gaps = [np.array(group.gaps, dtype=np.uint64).reshape(-1, 2) for group in plan.groups]
 
     def store(self, group: int, blocks: ArrayLike, places: ArrayLike) -> None:
-        """Engine -> region: blocks[i] to places[i] (integers, same length); what the group does not cover of a
+        """vLLM -> region: blocks[i] to places[i] (integers, same length); what the group does not cover of a
         sub-block becomes zero. ValueError where one is out of range, before a byte has moved."""
         self._copy(group, self.plan.pairs(group, blocks, places), to_host=True)
 
     def load(self, group: int, blocks: ArrayLike, places: ArrayLike) -> None:
-        """Region -> engine: places[i] to blocks[i] (integers, same length). ValueError as for store."""
+        """Region -> vLLM: places[i] to blocks[i] (integers, same length). ValueError as for store."""
         self._copy(group, self.plan.pairs(group, blocks, places), to_host=False)
 
     def _copy(self, group: int, pairs: NDArray[np.uint32], *, to_host: bool) -> None:

@@ -1,7 +1,7 @@
 """The swap's kernels on one GPU: built with the package, else compiled here and kept on disk, else none.
 
-Sources stand in csrc/ of a checkout, and beside this file in an installed package, where the build leaves a fatbin too.
-An image is named after a digest of the sources that it was made of: a stale one is never used.
+Sources are in csrc/ of a checkout, and beside this file in an installed package, where the build leaves a fatbin too.
+An image is named after a digest of the sources it was made from: a stale one is never used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 SOURCE: Final = "swap.cu"
 HEADERS: Final = ("swap.h", "swap_ring.h")
 THREADS: Final = 256  # WARPS * WARP of swap.cu
-RING_SHARED_BYTES: Final = 64 << 10  # WARPS * RING_DEPTH * SWAP_TILE of swap.cu: what a block keeps under way
+RING_SHARED_BYTES: Final = 64 << 10  # WARPS * RING_DEPTH * SWAP_TILE of swap.cu: what a block keeps in flight
 CAPACITIES: Final = (480, 3968)  # pairs that fit into a launch's parameters, small and large
 MIN_CAPABILITY: Final = (8, 0)  # cp.async
 
@@ -35,7 +35,7 @@ _PLACES: Final = (_HERE / "csrc", _HERE.parents[1] / "csrc")
 
 @dataclass(frozen=True)
 class Kernels:
-    """Functions by capacity. `origin` says where they came from, for people."""
+    """Functions by capacity. `origin` says where they came from, for logs."""
 
     origin: str
     module: int
@@ -44,10 +44,12 @@ class Kernels:
 
 
 def load(device: Device) -> Kernels | None:
-    """The kernels, loaded into the device's context; None, with the reason logged, where they cannot be had."""
+    """The kernels, loaded into the device's context; None, with the reason logged, if there are none."""
     capability = device.driver.capability(device.ordinal)
     if capability < MIN_CAPABILITY:
-        log.info("nixl_tiers: no swap kernels for compute capability %d.%d, the copy engine does all", *capability)
+        log.info(
+            "nixl_tiers: no swap kernels for compute capability %d.%d, the copy engine copies everything", *capability
+        )
         return None
     arch = "sm_{}{}".format(*capability)
     reasons = []
@@ -56,7 +58,9 @@ def load(device: Device) -> Kernels | None:
             return _loaded(device, origin, image())
         except (CudaError, CompileError, OSError) as error:
             reasons.append(f"{origin}: {error}")
-    log.warning("nixl_tiers: no swap kernels, the copy engine does all (%s)", "; ".join(reasons) or "no source")
+    log.warning(
+        "nixl_tiers: no swap kernels, the copy engine copies everything (%s)", "; ".join(reasons) or "no source"
+    )
     return None
 
 
@@ -82,17 +86,17 @@ def compile_cached(compiler: Nvrtc, arch: str, folder: Path | None) -> bytes:
     texts = sources()
     if texts is None:
         raise CompileError("the kernels' source is not installed")
-    kept = folder and folder / "swap-{}-{}-nvrtc{}.{}.cubin".format(source_digest(), arch, *compiler.version)
-    if kept:
+    cached = folder and folder / "swap-{}-{}-nvrtc{}.{}.cubin".format(source_digest(), arch, *compiler.version)
+    if cached:
         with contextlib.suppress(OSError):
-            image = kept.read_bytes()
+            image = cached.read_bytes()
             body, seal = image[:-32], image[-32:]
             if hashlib.sha256(body).digest() == seal:
                 return body
     body = compiler.compile(texts[SOURCE], {name: texts[name] for name in HEADERS}, arch)
-    if kept:
+    if cached:
         with contextlib.suppress(OSError):  # a cache that cannot be written costs a fifth of a second at every start
-            write_whole(kept, body + hashlib.sha256(body).digest())
+            write_whole(cached, body + hashlib.sha256(body).digest())
     return body
 
 

@@ -1,4 +1,4 @@
-"""Host memory on the GPU's side of the machine: a copy across sockets is slower, and in the way of others."""
+"""Host memory on the GPU's side of the machine: a copy across sockets is slower, and takes bandwidth from others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NODES: Final = 1024
 
 
 def node_of(pci_address: str, sysfs: Path = _SYSFS) -> int | None:
-    """The NUMA node that a PCI device hangs on, or None where the machine has one node only, or does not say."""
+    """The NUMA node of a PCI device, or None if the machine has one node only, or does not report it."""
     try:
         node = int((sysfs / pci_address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -23,7 +23,7 @@ def node_of(pci_address: str, sysfs: Path = _SYSFS) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
-    """Ask for pages of [address, address + nbytes) on `node`, for those that nobody touched yet; page-aligned address.
+    """Ask for pages of [address, address + nbytes) on `node`, unless they were touched already; page-aligned address.
 
     False where the kernel refuses: placement is speed, not correctness.
     """

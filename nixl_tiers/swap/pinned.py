@@ -18,7 +18,7 @@ CHUNK_BYTES: Final = 16 << 30  # one registration of 512 GiB or more fails; and 
 class PinnedRegion:
     """The plan's rows, page-locked in chunks that end on row boundaries; all of them, or none.
 
-    complete   whether they are page-locked, by this or by somebody else before
+    complete   whether they are page-locked, by this or by other code before
     mapped     whether the GPU's threads find them at the addresses that the CPU uses
     """
 

@@ -1,4 +1,4 @@
-"""Where every byte of a transfer stands: engine pages on one side, one cell of the region's rows on the other."""
+"""Where every byte of a transfer is: vLLM's pages on one side, one cell of the region's rows on the other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_IDS: Final = 1 << 32  # blocks and places travel as 32-bit numbers
 
 
 class Segment(NamedTuple):
-    """One layer's page of a group, in bytes: block b stands at `address + b * block_stride` in the engine's memory and
+    """One layer's page of a group, in bytes: block b is at `address + b * block_stride` in vLLM's memory and
     at `offset` inside a sub-block of the cell. A layer whose keys and values lie apart takes two segments."""
 
     address: int
     block_stride: int
     nbytes: int
     offset: int
-    blocks: int | None = None  # how many blocks stand there; None: unknown, and not checked
+    blocks: int | None = None  # how many blocks there are; None: unknown, and not checked
 
 
 class Gap(NamedTuple):
@@ -47,7 +47,7 @@ class GroupPlan:
 
 
 class CopyPlan:
-    """Which bytes move between a rank's engine blocks and its cell of the region's rows.
+    """Which bytes move between a rank's blocks and its cell of the region's rows.
 
     `segments` holds one sequence per KV group; `region_address` is the address of row 0.
     Raises ValueError where segments overlap in the cell, stick out of a sub-block, or have impossible sizes.
@@ -77,7 +77,7 @@ class CopyPlan:
         return self.cell * self.geometry.cell_bytes
 
     def places(self, rows: ArrayLike, first: int, count: int) -> NDArray[np.uint32]:
-        """Places of `count` consecutive engine blocks, the first at sub-block `first` of rows[0].
+        """Places of `count` consecutive blocks, the first at sub-block `first` of rows[0].
 
         `first` and `count` may leave the first and last chunk partial. Raises ValueError where the blocks do not
         fit into the rows given, or a row is not one of the region's.
@@ -93,7 +93,7 @@ class CopyPlan:
         return (chunk_rows[index // sub_blocks] * sub_blocks + index % sub_blocks).astype(np.uint32)
 
     def pairs(self, group: int, blocks: ArrayLike, places: ArrayLike) -> NDArray[np.uint32]:
-        """(n, 2) checked pairs (block, place) of one transfer: what a copy sends besides the plan itself.
+        """(n, 2) checked pairs (block, place) of one transfer: what a copy is given besides the plan itself.
 
         Raises ValueError where a block or a place is out of range: nothing has moved by then.
         """
@@ -149,7 +149,7 @@ def _group(index: int, segments: Sequence[Segment], sub_block_bytes: int) -> Gro
 
 
 def _continues(before: Segment, after: Segment) -> bool:
-    """Whether two segments are one: adjacent in the cell and, for every block, in the engine's memory."""
+    """Whether two segments are one: adjacent in the cell and, for every block, in vLLM's memory."""
     return (
         after.offset == before.offset + before.nbytes
         and after.address == before.address + before.nbytes

@@ -1,8 +1,8 @@
-"""The ways over the bus. Each hands the copies of one transfer to its streams and returns; nothing here waits.
+"""The copy strategies. Each submits the copies of one transfer to its streams and returns; nothing here waits.
 
-engine   one descriptor per layer and block, for the copy engine: takes no SM, slow for small pages
-staged   gather on the GPU into a buffer, whole rows over the bus by the copy engine; the reverse for loads
-ring     a few blocks of threads read and write host memory themselves, with many loads under way
+copy_engine  one descriptor per layer and block, for the copy engine: takes no SM, slow for small pages
+staged       gather on the GPU into a buffer, whole rows over the bus by the copy engine; the reverse for loads
+ring         a few blocks of threads read and write host memory themselves, with many loads in flight
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from nixl_tiers.swap.device_tables import DeviceTables
 from nixl_tiers.swap.driver import CudaError, Device
 from nixl_tiers.swap.kernels import CAPACITIES, RING_SHARED_BYTES, THREADS, Kernels
 
-# Both by reckoning, not measured on a GPU yet.
-HALF_BYTES: Final = 8 << 20  # of the staging buffer: 150 us of PCIe 5, so that a gather beside it is never waited for
+# Both are estimates, not measured on a GPU yet.
+HALF_BYTES: Final = (
+    8 << 20
+)  # of the staging buffer: 150 us of PCIe 5, so that the gather of the other half is never waited for
 STAGE_BLOCKS: Final = 64  # enough to gather at the speed of the GPU's memory, not enough to fill an H100
-RINGS: Final = (2, 4, 8)  # blocks of threads of the ring, which has this many 64 KiB under way
-NAMES: Final = ("engine", "staged", *(f"ring{n}" for n in RINGS))
+RINGS: Final = (2, 4, 8)  # blocks of threads of the ring, which has this many 64 KiB in flight
+NAMES: Final = ("copy_engine", "staged", *(f"ring{n}" for n in RINGS))
 _WARPS: Final = THREADS // 32
 
 
 class CopyStrategy(Protocol):
-    """One way, in one direction. `first` and `last`: the streams on which a transfer begins and ends."""
+    """One strategy, in one direction. `first` and `last`: the streams on which a transfer begins and ends."""
 
     first: int
     last: int
 
-    def takes(self, group: int) -> bool:
-        """Whether this way can move the group at all."""
+    def supports(self, group: int) -> bool:
+        """Whether this strategy can copy the group at all."""
         ...
 
     def copy(self, group: int, pairs: NDArray[np.uint32]) -> None:
-        """Hand over checked pairs (CopyPlan.pairs). The device is current. CudaError: some copies may be under way."""
+        """Submit checked pairs (CopyPlan.pairs). The device is current. CudaError: some copies may be in flight."""
         ...
 
     def close(self) -> None:
-        """Free what it holds; its streams are quiet. May be called twice."""
+        """Free what it holds; its streams are idle. May be called twice."""
         ...
 
 
@@ -48,7 +50,7 @@ class CopyEngineStrategy:
     """Copies by the copy engine, on one stream."""
 
     def __init__(self, device: Device, tables: DeviceTables, stream: int, *, to_host: bool, batch: bool) -> None:
-        """`batch`: hand copies over in batches, which the region must be page-locked for."""
+        """`batch`: submit copies in batches, which the region must be page-locked for."""
         self.first = self.last = stream
         self._driver = device.driver
         self._plan = tables.plan
@@ -61,7 +63,7 @@ class CopyEngineStrategy:
         ]
         self._gaps = [np.array(group.gaps, np.uint64).reshape(-1, 2) for group in tables.plan.groups]
 
-    def takes(self, group: int) -> bool:
+    def supports(self, group: int) -> bool:
         return True
 
     def copy(self, group: int, pairs: NDArray[np.uint32]) -> None:
@@ -84,7 +86,7 @@ class CopyEngineStrategy:
         pass
 
     def _whole_blocks(self, group: int) -> bool:
-        """Whether neighbours on both sides are one stretch of memory: one segment that leaves nothing out."""
+        """Whether neighbouring blocks are contiguous on both sides: one segment that leaves nothing out."""
         segments = self._plan.groups[group].segments
         whole = self._plan.geometry.sub_block_bytes
         return len(segments) == 1 and segments[0].nbytes == segments[0].block_stride == whole
@@ -143,7 +145,7 @@ class StagedStrategy:
         self._events.append(self._device.driver.event())
         return self._events[-1]
 
-    def takes(self, group: int) -> bool:
+    def supports(self, group: int) -> bool:
         return True
 
     def copy(self, group: int, pairs: NDArray[np.uint32]) -> None:
@@ -205,7 +207,7 @@ class RingStrategy:
         self._blocks = blocks
         self._to_host = to_host
 
-    def takes(self, group: int) -> bool:
+    def supports(self, group: int) -> bool:
         return self._tables.groups[group].vector
 
     def copy(self, group: int, pairs: NDArray[np.uint32]) -> None:

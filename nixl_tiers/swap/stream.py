@@ -1,4 +1,4 @@
-"""One direction of the swap: its streams, its ways over the bus, and its order behind the engine's compute."""
+"""One direction of the swap: its CUDA streams, its copy strategies, and its order behind vLLM's compute."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class Choice(Protocol):
-    """Says which way a transfer takes: (to_host, group, blocks) -> a name of paths.NAMES."""
+    """Which strategy a transfer takes: (to_host, group, blocks) -> a name of strategies.NAMES."""
 
     def __call__(self, to_host: bool, group: int, blocks: int) -> str: ...
 
 
 class Events:
-    """Timed events, used again and again: to make one costs more than to record it."""
+    """A pool of timed events: to create one costs more than to record it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class Events:
         self._all: list[int] = []
 
     def take_two(self) -> tuple[int, int]:
-        """Two events that nobody waits for. The device is current. Raises CudaError."""
+        """Two unused events. The device is current. Raises CudaError."""
         with self._lock:
             while len(self._free) < 2:
                 event = self._device.driver.event(timed=True)
@@ -44,7 +44,7 @@ class Events:
                 self._free.append(event)
             return self._free.pop(), self._free.pop()
 
-    def give(self, *events: int) -> None:
+    def give_back(self, *events: int) -> None:
         with self._lock:
             if self._all:  # not closed
                 self._free.extend(events)
@@ -59,15 +59,15 @@ class Events:
 
 
 class Transfer:
-    """A copy under way on the GPU. Any thread may ask it."""
+    """A copy in flight on the GPU. Thread-safe."""
 
     def __init__(self, device: Device, events: Events, begin: int, end: int) -> None:
         self._device = device
         self._events = events
         self._begin = begin
         self._end = end
-        self._waiting = threading.Lock()  # held for as long as somebody waits
-        self._lock = threading.Lock()  # never held for long: the events are this transfer's while there is no time
+        self._waiting = threading.Lock()  # held for as long as a thread waits
+        self._lock = threading.Lock()  # never held for long; without an elapsed time the events are this transfer's
         self._elapsed_s: float | None = None
 
     def done(self) -> bool:
@@ -93,13 +93,13 @@ class Transfer:
                     self._finish()
 
     def elapsed_s(self) -> float:
-        """Seconds that it took on the GPU, from when the compute before it had ended; waits for its end."""
+        """Seconds that it took on the GPU, from the end of the compute before it; waits for its end."""
         self.wait()
         assert self._elapsed_s is not None
         return self._elapsed_s
 
     def hold(self, stream: int) -> None:
-        """Let what `stream` is given from now on wait for the bytes, on the GPU: the caller goes on."""
+        """Have `stream` wait on the GPU for the bytes before its next work; the caller does not wait."""
         with self._lock:
             if self._elapsed_s is None:
                 with self._device.current() as driver:
@@ -108,11 +108,11 @@ class Transfer:
     def _finish(self) -> None:
         with self._lock:
             self._elapsed_s = self._device.driver.elapsed_s(self._begin, self._end)
-            self._events.give(self._begin, self._end)
+            self._events.give_back(self._begin, self._end)
 
 
 class CopyStream:
-    """Transfers of one direction, one after the other. `close` when nobody calls any more."""
+    """Transfers of one direction, one after the other. No other call may be running at `close`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class CopyStream:
         self._lock = threading.Lock()
         self._streams: list[int] = []
         self._marks: list[int] = []  # untimed events
-        self._paths: dict[str, CopyStrategy] = {}
+        self._strategies: dict[str, CopyStrategy] = {}
         self._last: CopyStrategy | None = None
         with device.current() as driver:
             try:
@@ -146,21 +146,21 @@ class CopyStream:
         self._work, self._copies = self._streams
         self._computed, self._tail = self._marks
 
-    def path(self, name: str, group: int) -> CopyStrategy:
-        """The way called `name`, or the copy engine where that way cannot be had or cannot take the group."""
-        path = self._paths.get(name)
-        if path is None:
+    def strategy(self, name: str, group: int) -> CopyStrategy:
+        """The strategy called `name`, or the copy engine where it is not available or does not support the group."""
+        strategy = self._strategies.get(name)
+        if strategy is None:
             try:
-                path = self._make(name)
+                strategy = self._make(name)
             except CudaError as error:
-                log.warning("nixl_tiers: the copy engine takes what %s should: %s", name, error)
-            path = path or self.path("engine", group)
-            self._paths[name] = path
-        return path if path.takes(group) else self.path("engine", group)
+                log.warning("nixl_tiers: the copy engine stands in for %s: %s", name, error)
+            strategy = strategy or self.strategy("copy_engine", group)
+            self._strategies[name] = strategy
+        return strategy if strategy.supports(group) else self.strategy("copy_engine", group)
 
     def _make(self, name: str) -> CopyStrategy | None:
         to_host, batch, device, tables = self._to_host, self._pinned.complete, self._device, self._tables
-        if name == "engine":
+        if name == "copy_engine":
             return CopyEngineStrategy(device, tables, self._work, to_host=to_host, batch=batch)
         if self._kernels is None:
             return None
@@ -172,33 +172,33 @@ class CopyStream:
         return RingStrategy(device, tables, self._kernels, self._work, blocks, to_host=to_host)
 
     def start(self, name: str, group: int, pairs: NDArray[np.uint32], compute_stream: int) -> Transfer:
-        """Hand a transfer over, behind what `compute_stream` has been given so far and behind the lane's last one.
+        """Submit a transfer, behind what `compute_stream` has to do so far and behind this stream's last transfer.
 
-        Raises CudaError, after everything that was handed over has ended: its rows may be given away.
+        Raises CudaError, after everything that was submitted has ended: its rows may be reused.
         """
         with self._lock, self._device.current() as driver:
             begin, end = self._events.take_two()
             try:
-                # Without copies nothing would order a way's last stream behind its first.
-                path = self.path(name if len(pairs) else "engine", group)
+                # Without copies nothing would order a strategy's last stream behind its first.
+                strategy = self.strategy(name if len(pairs) else "copy_engine", group)
                 driver.record(self._computed, compute_stream)
-                driver.wait_event(path.first, self._computed)
-                if self._last is not None and self._last is not path:
-                    driver.wait_event(path.first, self._tail)
-                driver.record(begin, path.first)
+                driver.wait_event(strategy.first, self._computed)
+                if self._last is not None and self._last is not strategy:
+                    driver.wait_event(strategy.first, self._tail)
+                driver.record(begin, strategy.first)
                 if len(pairs):
-                    path.copy(group, pairs)
-                driver.record(end, path.last)
-                driver.record(self._tail, path.last)
+                    strategy.copy(group, pairs)
+                driver.record(end, strategy.last)
+                driver.record(self._tail, strategy.last)
             except BaseException:
-                self.quiet()
-                self._events.give(begin, end)
+                self.drain()
+                self._events.give_back(begin, end)
                 raise
-            self._last = path
+            self._last = strategy
             return Transfer(self._device, self._events, begin, end)
 
-    def quiet(self) -> None:
-        """Return when the streams have nothing left to do, or never will do anything again."""
+    def drain(self) -> None:
+        """Return when the streams are idle, or broken for good."""
         with contextlib.suppress(CudaError), self._device.current() as driver:
             for stream in self._streams:
                 with contextlib.suppress(CudaError):
@@ -207,10 +207,10 @@ class CopyStream:
     def close(self) -> None:
         """Wait for the last transfer and free everything. May be called twice."""
         with self._lock:
-            self.quiet()
-            for path in self._paths.values():
-                path.close()
-            self._paths.clear()
+            self.drain()
+            for strategy in self._strategies.values():
+                strategy.close()
+            self._strategies.clear()
             calls: list[tuple[list[int], Callable[[int], None]]] = [
                 (self._marks, self._device.driver.destroy_event),
                 (self._streams, self._device.driver.destroy_stream),

@@ -33,7 +33,9 @@ def test_what_was_measured_is_shown(
     monkeypatch.setattr(doctor, "open_driver", no_driver)
     folder = kernels.cache_folder()
     assert folder
-    measured = Measured({"store": [{"16": {"engine": 2e-6, "staged": 1e-6}}], "load": [{"16": {"engine": 1e-6}}]})
+    measured = Measured(
+        {"store": [{"16": {"copy_engine": 2e-6, "staged": 1e-6}}], "load": [{"16": {"copy_engine": 1e-6}}]}
+    )
     folder.mkdir()
     about = {"gpu": "A GPU", "driver": 13000}
     (folder / "choice-1.json").write_text(json.dumps({"about": about, "seconds": measured.seconds}))

@@ -33,8 +33,8 @@ def library(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.C
 
 
 @pytest.fixture(params=["numpy", "c-auto", "c-plain", "c-avx2", "c-avx512"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every way that HostSwap can copy. A kernel that this processor lacks runs as the best that it has."""
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every kernel that HostSwap has. One that this processor does not support runs as the best that it supports."""
     name: str = request.param
     if name == "numpy":
         monkeypatch.setattr(host, "_library", lambda: None)

@@ -1,4 +1,4 @@
-"""Choosing a way by measuring, on the fake driver: its clock makes times, its memory real bytes."""
+"""Choosing a copy strategy by measuring, on the fake driver, which has a clock of its own and real bytes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from nixl_tiers.swap.driver import Device
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.strategies import NAMES
-from tests.swap.fake import Fake, leftovers
-from tests.swap.world import World, assert_same, world_of
+from tests.swap.fake_gpu import FakeGpu, leftovers
+from tests.swap.scenario import CopyScenario, assert_same, scenario_of
 
 
-def world() -> World:
-    return world_of(np.random.default_rng(1), [[2048] * 4, [16] * 2], blocks=40, rows=20, sub_blocks=3, gap=16)
+def scenario() -> CopyScenario:
+    return scenario_of(np.random.default_rng(1), [[2048] * 4, [16] * 2], blocks=40, rows=20, sub_blocks=3, gap=16)
 
 
 @contextmanager
-def parts(fake: Fake, here: World) -> Iterator[tuple[Device, PinnedRegion, Kernels | None]]:
+def parts(fake: FakeGpu, here: CopyScenario) -> Iterator[tuple[Device, PinnedRegion, Kernels | None]]:
     with ExitStack() as undo:
         device = Device(fake.driver, 0)
         undo.callback(device.close)
@@ -40,21 +40,21 @@ def parts(fake: Fake, here: World) -> Iterator[tuple[Device, PinnedRegion, Kerne
 
 
 @pytest.fixture
-def start(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fake]:
+def start(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
     monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
     monkeypatch.delenv(autotune.ENVIRONMENT, raising=False)
     monkeypatch.setattr(autotune, "SAMPLE_BYTES", 1 << 20)
 
-    def make(here: World, version: int = 13000) -> Fake:
-        fake = Fake(fake_library, 1, version)
+    def make(here: CopyScenario, version: int = 13000) -> FakeGpu:
+        fake = FakeGpu(fake_library, 1, version)
         fake.own(here)
         return fake
 
     return make
 
 
-def test_every_way_is_measured_and_the_region_left_as_it_was(start: Callable[..., Fake], tmp_path: Path) -> None:
-    here = world()
+def test_every_strategy_is_measured_and_the_region_restored(start: Callable[..., FakeGpu], tmp_path: Path) -> None:
+    here = scenario()
     fake = start(here)
     region, memory = here.region.copy(), [tensor.copy() for tensor in here.memory]
     with parts(fake, here) as (device, pinned, loaded):
@@ -71,10 +71,10 @@ def test_every_way_is_measured_and_the_region_left_as_it_was(start: Callable[...
     fake.check()
 
 
-def test_a_measurement_is_kept_and_belongs_to_its_geometry(
-    start: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_measurement_is_cached_per_geometry(
+    start: Callable[..., FakeGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = world()
+    here = scenario()
     fake = start(here)
     with parts(fake, here) as (device, pinned, loaded):
         first = choose(device, here.plan, pinned, loaded, tmp_path)
@@ -99,29 +99,29 @@ def test_a_measurement_is_kept_and_belongs_to_its_geometry(
             kept.write_bytes(damage)
             choose(device, here.plan, pinned, loaded, tmp_path)
             assert json.loads(kept.read_text())["seconds"]["store"][0]
-    other = world_of(np.random.default_rng(1), [[2064] * 4, [16] * 2], blocks=40, rows=20, sub_blocks=3, gap=16)
+    other = scenario_of(np.random.default_rng(1), [[2064] * 4, [16] * 2], blocks=40, rows=20, sub_blocks=3, gap=16)
     fake = start(other)
     with parts(fake, other) as (device, pinned, loaded):
         choose(device, other.plan, pinned, loaded, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_way_that_moves_wrong_bytes_is_not_used(
-    start: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_strategy_that_copies_wrong_bytes_is_not_used(
+    start: Callable[..., FakeGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here the kernels think that tiles are of half their size, so that they leave out the second half of each row."""
     monkeypatch.setattr(device_tables, "first_parts", lambda parts: np.zeros(1, np.uint32))
-    here = world()
+    here = scenario()
     fake = start(here)
     with caplog.at_level(logging.WARNING), parts(fake, here) as (device, pinned, loaded):
         choice = choose(device, here.plan, pinned, loaded, tmp_path)
     assert isinstance(choice, Measured)
-    assert {name for times in choice.seconds["store"][0].values() for name in times} == {"engine"}
-    assert "the way staged is not used: stores of" in caplog.text
+    assert {name for times in choice.seconds["store"][0].values() for name in times} == {"copy_engine"}
+    assert "the copy strategy staged is not used: stores of" in caplog.text
 
 
-def test_groups_that_look_alike_are_measured_once(start: Callable[..., Fake], tmp_path: Path) -> None:
-    here = world_of(np.random.default_rng(1), [[2048] * 2] * 3, blocks=20, rows=10, sub_blocks=2)
+def test_identical_groups_are_measured_once(start: Callable[..., FakeGpu], tmp_path: Path) -> None:
+    here = scenario_of(np.random.default_rng(1), [[2048] * 2] * 3, blocks=20, rows=10, sub_blocks=2)
     fake = start(here)
     with parts(fake, here) as (device, pinned, loaded):
         choice = choose(device, here.plan, pinned, loaded, tmp_path)
@@ -130,10 +130,10 @@ def test_groups_that_look_alike_are_measured_once(start: Callable[..., Fake], tm
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_environment_decides(
-    start: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+def test_the_environment_sets_the_strategy(
+    start: Callable[..., FakeGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    here = world()
+    here = scenario()
     fake = start(here)
     monkeypatch.setenv(autotune.ENVIRONMENT, name)
     with parts(fake, here) as (device, pinned, loaded):
@@ -142,20 +142,22 @@ def test_the_environment_decides(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_environment_that_names_no_way_is_refused_and_leaves_nothing(
-    start: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+def test_an_unknown_strategy_in_the_environment_is_refused_without_leaks(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = world()
+    here = scenario()
     fake = start(here)
     monkeypatch.setenv(autotune.ENVIRONMENT, "fastest")
-    with pytest.raises(ValueError, match="NIXL_TIERS_SWAP is 'fastest'; it can be auto, measure, engine, staged"):
+    with pytest.raises(ValueError, match="NIXL_TIERS_SWAP is 'fastest'; it can be auto, measure, copy_engine, staged"):
         CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
     assert list(leftovers(fake)) == []
 
 
-def test_a_swap_measures_by_itself(start: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_measures_by_itself(
+    start: Callable[..., FakeGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = world()
+    here = scenario()
     fake = start(here)
     swap = CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
     blocks, places = here.transfer(np.random.default_rng(3))
@@ -167,29 +169,29 @@ def test_a_swap_measures_by_itself(start: Callable[..., Fake], tmp_path: Path, m
     assert len(list((tmp_path / "nixl_tiers").iterdir())) == 1
 
 
-def test_memory_that_is_not_pinned_is_not_measured(start: Callable[..., Fake], tmp_path: Path) -> None:
-    here = world()
+def test_memory_that_is_not_pinned_is_not_measured(start: Callable[..., FakeGpu], tmp_path: Path) -> None:
+    here = scenario()
     fake = start(here)
     fake.fail("cuMemHostRegister_v2", 2)
     with parts(fake, here) as (device, pinned, loaded):
         assert choose(device, here.plan, pinned, loaded, tmp_path) == Fixed(("staged", "staged"))
-        assert guess(here.plan, None) == Fixed(("engine", "engine"))
+        assert guess(here.plan, None) == Fixed(("copy_engine", "copy_engine"))
 
 
-def test_what_was_measured_without_a_place_to_keep_it_is_used(
-    start: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+def test_a_measurement_is_used_without_a_cache_folder(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = world()
+    here = scenario()
     fake = start(here)
     monkeypatch.setattr(autotune, "cache_folder", lambda: None)
     with parts(fake, here) as (device, pinned, loaded):
         assert isinstance(choose(device, here.plan, pinned, loaded), Measured)
 
 
-def test_without_memory_to_measure_with_size_decides(
-    start: Callable[..., Fake], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_gpu_memory_the_strategy_is_chosen_by_size(
+    start: Callable[..., FakeGpu], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = world()
+    here = scenario()
     fake = start(here)
     with parts(fake, here) as (device, pinned, loaded):
         fake.fail("cuMemAlloc_v2", 2)
@@ -198,21 +200,21 @@ def test_without_memory_to_measure_with_size_decides(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_transfer_takes_the_way_of_the_nearer_size() -> None:
-    few, many = {"engine": 1.0, "staged": 2.0}, {"engine": 2.0, "staged": 1.0}
+def test_a_transfer_takes_the_strategy_of_the_nearest_size() -> None:
+    few, many = {"copy_engine": 1.0, "staged": 2.0}, {"copy_engine": 2.0, "staged": 1.0}
     measured = Measured({"store": [{"16": few, "1024": many}], "load": [{"16": many}]})
-    assert [measured(True, 0, blocks) for blocks in (1, 16, 128, 129, 5000)] == ["engine"] * 3 + ["staged"] * 2
+    assert [measured(True, 0, blocks) for blocks in (1, 16, 128, 129, 5000)] == ["copy_engine"] * 3 + ["staged"] * 2
     assert measured(False, 0, 7) == "staged"
 
 
 def test_multiprocessors_cost_a_little() -> None:
-    assert best({"engine": 1.0, "ring8": 0.95}) == "engine"
-    assert best({"engine": 1.0, "ring8": 0.8, "ring2": 0.82}) == "ring2"
+    assert best({"copy_engine": 1.0, "ring8": 0.95}) == "copy_engine"
+    assert best({"copy_engine": 1.0, "ring8": 0.8, "ring2": 0.82}) == "ring2"
 
 
-def test_the_doctor_sees_a_gpu(start: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_sees_a_gpu(start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = pytest.importorskip("nixl_tiers.cli.doctor", exc_type=ImportError)
-    fake = start(world())
+    fake = start(scenario())
     monkeypatch.setattr(doctor, "open_driver", lambda: fake.driver)
     assert list(doctor._gpus()) == [
         "CUDA driver: 13.0, copies in batches",

@@ -11,7 +11,7 @@ import pytest
 from nixl_tiers.swap import autotune, kernels
 from nixl_tiers.swap.strategies import NAMES
 from tests.swap.conftest import ROOT
-from tests.swap.fake import Fake, leftovers
+from tests.swap.fake_gpu import FakeGpu, leftovers
 
 
 def test_the_sweep_runs(fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_the_sweep_runs(fake_library: Path, tmp_path: Path, monkeypatch: pytest.
     assert spec.loader is not None
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    fake = Fake(fake_library)
+    fake = FakeGpu(fake_library)
     how = {"ids": "random", "rounds": 1, "has_torch": False, "quick": True, "deadline_s": 1e9}
     found = bench.sweep(fake.driver, 8 << 20, [2048, 1 << 20], [16, 1 << 20], **how)
     (result,) = found["results"]

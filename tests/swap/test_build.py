@@ -54,7 +54,7 @@ def test_a_build_in_place_is_found(copy: Path, compiler: str) -> None:
     assert "the GPU kernels are left out" in built.stdout
 
 
-def test_a_wheel_holds_the_sources_that_its_kernels_are_named_after(copy: Path, tmp_path: Path) -> None:
+def test_a_wheel_holds_the_sources_of_its_kernels(copy: Path, tmp_path: Path) -> None:
     """swap.kernels looks for both beside itself, and never takes a fatbin of other sources."""
     tool = tmp_path / "nvcc"
     tool.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')

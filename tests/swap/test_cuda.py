@@ -16,12 +16,20 @@ from nixl_tiers.swap.autotune import Fixed
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import BATCH_COPIES, CudaError
 from nixl_tiers.swap.strategies import NAMES
-from tests.swap.fake import Fake, leftovers
-from tests.swap.world import LAYOUTS, World, assert_same, layout_of, move_parts_of_chunks, random_world, world_of
+from tests.swap.fake_gpu import FakeGpu, leftovers
+from tests.swap.scenario import (
+    LAYOUTS,
+    CopyScenario,
+    assert_same,
+    layout_of,
+    move_parts_of_chunks,
+    random_scenario,
+    scenario_of,
+)
 
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
 OLD, NEW = 12060, 13000
-WAYS = ("engine", "staged", "ring2", "ring8")
+STRATEGIES = ("copy_engine", "staged", "ring2", "ring8")
 
 
 @pytest.fixture
@@ -30,12 +38,12 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def machine(fake_library: Path, with_kernels: None) -> Iterator[Callable[..., Fake]]:
+def machine(fake_library: Path, with_kernels: None) -> Iterator[Callable[..., FakeGpu]]:
     """Makes fakes; each must be left clean, unless the test took its GPU down."""
-    made: list[tuple[Fake, bool]] = []
+    made: list[tuple[FakeGpu, bool]] = []
 
-    def make(seed: int = 0, version: int = NEW, *, survives: bool = True) -> Fake:
-        made.append((Fake(fake_library, seed, version), survives))
+    def make(seed: int = 0, version: int = NEW, *, survives: bool = True) -> FakeGpu:
+        made.append((FakeGpu(fake_library, seed, version), survives))
         return made[-1][0]
 
     yield make
@@ -45,10 +53,10 @@ def machine(fake_library: Path, with_kernels: None) -> Iterator[Callable[..., Fa
             assert list(leftovers(fake)) == []
 
 
-def swap_of(fake: Fake, world: World, way: str, compute_stream: int = 0) -> CudaSwap:
-    fake.own(world)
-    names = Fixed((way,) * len(world.layers))
-    return CudaSwap(world.plan, compute_stream=lambda: compute_stream, driver=fake.driver, choice=names)
+def swap_of(fake: FakeGpu, scenario: CopyScenario, strategy: str, compute_stream: int = 0) -> CudaSwap:
+    fake.own(scenario)
+    names = Fixed((strategy,) * len(scenario.layers))
+    return CudaSwap(scenario.plan, compute_stream=lambda: compute_stream, driver=fake.driver, choice=names)
 
 
 def use_halves_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,78 +72,78 @@ def waiting(start: Callable[..., stream.Transfer]) -> Callable[..., None]:
     return lambda *how: start(*how).wait()
 
 
-def move_all(world: World, swap: CudaSwap, rng: np.random.Generator) -> None:
-    """Stores and loads of every group, several under way at once, and all of the memory compared."""
-    for group in range(len(world.layers)):
-        blocks, places = world.transfer(rng)
+def move_all(scenario: CopyScenario, swap: CudaSwap, rng: np.random.Generator) -> None:
+    """Stores and loads of every group, several in flight at once, and all of the memory compared."""
+    for group in range(len(scenario.layers)):
+        blocks, places = scenario.transfer(rng)
         half = len(blocks) // 2
-        expected = world.store(group, blocks, places)
+        expected = scenario.store(group, blocks, places)
         parts = (slice(half), slice(half, None))
         started = [swap.store(group, blocks[part], places[part]) for part in parts]
         for transfer in reversed(started):
             transfer.wait()
             assert transfer.done()
             assert transfer.elapsed_s() >= 0
-        assert_same(world.region, expected, "region")
+        assert_same(scenario.region, expected, "region")
 
-        blocks, places = world.transfer(rng)
-        expected_memory = world.load(group, blocks, places)
+        blocks, places = scenario.transfer(rng)
+        expected_memory = scenario.load(group, blocks, places)
         swap.load(group, blocks, places).wait()
-        for tensor, wanted in zip(world.memory, expected_memory, strict=True):
+        for tensor, wanted in zip(scenario.memory, expected_memory, strict=True):
             assert_same(tensor, wanted, "engine memory")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", range(200, 212))
-def test_every_way_moves_the_right_bytes(machine: Callable[..., Fake], seed: int, way: str) -> None:
-    """Any layout; ways that cannot take one leave it to the copy engine."""
+def test_every_strategy_copies_the_right_bytes(machine: Callable[..., FakeGpu], seed: int, strategy: str) -> None:
+    """Any layout; a strategy that does not support one leaves it to the copy engine."""
     rng = np.random.default_rng(seed)
-    world = random_world(rng)
+    scenario = random_scenario(rng)
     fake = machine(seed, OLD if seed % 4 == 0 else NEW)
-    swap = swap_of(fake, world, way)
+    swap = swap_of(fake, scenario, strategy)
     assert swap.pinned
-    move_all(world, swap, rng)
+    move_all(scenario, swap, rng)
     swap.close()
     swap.close()
     assert not swap.pinned
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_engines(machine: Callable[..., Fake], layout: str, way: str) -> None:
+def test_layouts_of_engines(machine: Callable[..., FakeGpu], layout: str, strategy: str) -> None:
     """In chunks of any number of blocks: whole ones, and from the middle of one to the middle of another."""
     rng = np.random.default_rng(7)
     for sub_blocks in (1, 2, 5):
-        world = layout_of(layout, rng, sub_blocks)
+        scenario = layout_of(layout, rng, sub_blocks)
         fake = machine(3)
-        swap = swap_of(fake, world, way)
-        if way.startswith("ring"):
+        swap = swap_of(fake, scenario, strategy)
+        if strategy.startswith("ring"):
             assert swap._tables.groups[0].vector, "meant to run, not to be left to the copy engine"
-        move_all(world, swap, rng)
-        for group in range(len(world.layers)):
-            move_parts_of_chunks(world, group, rng, waiting(swap.store), waiting(swap.load))
+        move_all(scenario, swap, rng)
+        for group in range(len(scenario.layers)):
+            move_parts_of_chunks(scenario, group, rng, waiting(swap.store), waiting(swap.load))
         launched = fake.calls("cuLaunchKernel")
-        assert (launched > 0) == (way != "engine")
+        assert (launched > 0) == (strategy != "copy_engine")
         swap.close()
 
 
-def test_neighbouring_blocks_are_one_copy(machine: Callable[..., Fake]) -> None:
+def test_neighbouring_blocks_are_one_copy(machine: Callable[..., FakeGpu]) -> None:
     """Without batches every copy is a call, so that calls count copies."""
-    world = world_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4, together=True)
+    scenario = scenario_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4, together=True)
     fake = machine(1, OLD)
-    swap = swap_of(fake, world, "engine")
-    swap.store(0, range(3, 11), world.plan.places([2, 0], 0, 8)).wait()
+    swap = swap_of(fake, scenario, "copy_engine")
+    swap.store(0, range(3, 11), scenario.plan.places([2, 0], 0, 8)).wait()
     assert fake.calls("cuMemcpyAsync") == 2
-    swap.store(0, [3, 4, 9, 8], world.plan.places([2], 0, 4)).wait()
+    swap.store(0, [3, 4, 9, 8], scenario.plan.places([2], 0, 4)).wait()
     assert fake.calls("cuMemcpyAsync") == 2 + 3
     swap.close()
 
 
-def test_staged_copies_are_whole_runs_of_places(machine: Callable[..., Fake]) -> None:
-    world = world_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4)
+def test_staged_copies_are_whole_runs_of_places(machine: Callable[..., FakeGpu]) -> None:
+    scenario = scenario_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4)
     fake = machine(1, OLD)
-    swap = swap_of(fake, world, "staged")
-    swap.store(0, [5, 9, 1, 3, 0, 2, 8, 7], world.plan.places([2, 0], 0, 8)).wait()
+    swap = swap_of(fake, scenario, "staged")
+    swap.store(0, [5, 9, 1, 3, 0, 2, 8, 7], scenario.plan.places([2, 0], 0, 8)).wait()
     assert fake.calls("cuMemcpyAsync") == 2
     assert fake.calls("cuLaunchKernel") == 1
     swap.close()
@@ -144,57 +152,57 @@ def test_staged_copies_are_whole_runs_of_places(machine: Callable[..., Fake]) ->
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("blocks_per_half", [1, 3])
 def test_halves_of_the_staging_buffer_are_not_overrun(
-    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, seed: int, blocks_per_half: int
+    machine: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch, seed: int, blocks_per_half: int
 ) -> None:
     """Many turns of both halves, in one transfer and over several, none of which is waited for before the last."""
     rng = np.random.default_rng(seed)
-    world = world_of(rng, [[2048] * 3], blocks=40, rows=12, sub_blocks=3, gap=16)
-    half = blocks_per_half * world.geometry.sub_block_bytes
+    scenario = scenario_of(rng, [[2048] * 3], blocks=40, rows=12, sub_blocks=3, gap=16)
+    half = blocks_per_half * scenario.geometry.sub_block_bytes
     use_halves_of(half, monkeypatch)
-    swap = swap_of(machine(seed), world, "staged")
+    swap = swap_of(machine(seed), scenario, "staged")
     for store in (True, False):
-        blocks, places = world.transfer(rng, 36)
-        expected = world.store(0, blocks, places)
-        expected_memory = world.load(0, blocks, places)
+        blocks, places = scenario.transfer(rng, 36)
+        expected = scenario.store(0, blocks, places)
+        expected_memory = scenario.load(0, blocks, places)
         move = swap.store if store else swap.load
         transfers = [move(0, blocks[i : i + 9], places[i : i + 9]) for i in range(0, 36, 9)]
         for transfer in transfers:
             transfer.wait()
         if store:
-            assert_same(world.region, expected, "region")
+            assert_same(scenario.region, expected, "region")
         else:
-            for tensor, wanted in zip(world.memory, expected_memory, strict=True):
+            for tensor, wanted in zip(scenario.memory, expected_memory, strict=True):
                 assert_same(tensor, wanted, "engine memory")
     swap.close()
 
 
-@pytest.mark.parametrize("later", ["engine", "ring4"])
+@pytest.mark.parametrize("later", ["copy_engine", "ring4"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ways_taken_in_turn_keep_their_order(machine: Callable[..., Fake], seed: int, later: str) -> None:
-    """Two stores of one lane to the same places by ways on different streams: the later one is what stays."""
+def test_alternating_strategies_keep_their_order(machine: Callable[..., FakeGpu], seed: int, later: str) -> None:
+    """Two stores to the same places by strategies on different CUDA streams: the later one is what stays."""
     rng = np.random.default_rng(seed)
-    world = world_of(rng, [[2048] * 3], blocks=16, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 3], blocks=16, rows=4, sub_blocks=3)
     taken = ["staged"]
     fake = machine(seed)
-    fake.own(world)
+    fake.own(scenario)
     swap = CudaSwap(
-        world.plan, compute_stream=lambda: 0, driver=fake.driver, choice=lambda to_host, group, blocks: taken[-1]
+        scenario.plan, compute_stream=lambda: 0, driver=fake.driver, choice=lambda to_host, group, blocks: taken[-1]
     )
     places = list(range(12))
     for _ in range(20):
-        for way in ("staged", later):
-            taken.append(way)
+        for strategy in ("staged", later):
+            taken.append(strategy)
             blocks = rng.permutation(16)[:12].tolist()
             transfer = swap.store(0, blocks, places)
-        expected = world.store(0, blocks, places)
+        expected = scenario.store(0, blocks, places)
         transfer.wait()
         fake.finish()  # what was late would come now
-        assert_same(world.region, expected, "region")
+        assert_same(scenario.region, expected, "region")
     swap.close()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_was_uploaded_is_there(machine: Callable[..., Fake], seed: int) -> None:
+def test_uploaded_bytes_are_on_the_gpu(machine: Callable[..., FakeGpu], seed: int) -> None:
     """Whatever stream asks for it next: none of ours waits for the default one."""
     fake = machine(seed)
     memory, data = np.zeros(4096, np.uint8), np.arange(4096).astype(np.uint8)
@@ -208,80 +216,80 @@ def test_what_was_uploaded_is_there(machine: Callable[..., Fake], seed: int) -> 
     device.close()
 
 
-def test_batches_are_bounded_and_never_on_the_default_stream(machine: Callable[..., Fake]) -> None:
+def test_batches_are_bounded_and_never_on_the_default_stream(machine: Callable[..., FakeGpu]) -> None:
     """The fake refuses a batch on the default stream, as the driver does."""
     rng = np.random.default_rng(2)
-    world = world_of(rng, [[16] * 300], blocks=40, rows=40)
+    scenario = scenario_of(rng, [[16] * 300], blocks=40, rows=40)
     fake = machine(2)
-    swap = swap_of(fake, world, "engine")
-    blocks, places = world.transfer(rng, 40)
-    expected = world.store(0, blocks, places)
+    swap = swap_of(fake, scenario, "copy_engine")
+    blocks, places = scenario.transfer(rng, 40)
+    expected = scenario.store(0, blocks, places)
     swap.store(0, blocks, places).wait()
-    assert_same(world.region, expected, "region")
+    assert_same(scenario.region, expected, "region")
     assert fake.largest_batch() == BATCH_COPIES
     assert fake.calls("cuMemcpyBatchAsync") == -(-40 * 300 // BATCH_COPIES)
     assert fake.calls("cuMemcpyAsync") == 0
     swap.close()
 
 
-def test_more_pairs_than_a_launch_holds(machine: Callable[..., Fake]) -> None:
+def test_more_pairs_than_a_launch_holds(machine: Callable[..., FakeGpu]) -> None:
     rng = np.random.default_rng(5)
-    world = world_of(rng, [[16]], blocks=4100, rows=32, sub_blocks=130)
+    scenario = scenario_of(rng, [[16]], blocks=4100, rows=32, sub_blocks=130)
     fake = machine(5)
-    for way, launches in (("staged", 2), ("ring2", 2)):
-        swap = swap_of(fake, world, way)
+    for strategy, launches in (("staged", 2), ("ring2", 2)):
+        swap = swap_of(fake, scenario, strategy)
         before = fake.calls("cuLaunchKernel")
-        blocks, places = world.transfer(rng, 4100)
-        expected = world.store(0, blocks, places)
+        blocks, places = scenario.transfer(rng, 4100)
+        expected = scenario.store(0, blocks, places)
         swap.store(0, blocks, places).wait()
-        assert_same(world.region, expected, "region")
+        assert_same(scenario.region, expected, "region")
         assert fake.calls("cuLaunchKernel") - before == launches
         swap.close()
 
 
-def test_loads_go_first_and_stores_last(machine: Callable[..., Fake]) -> None:
+def test_loads_have_the_highest_priority_and_stores_the_lowest(machine: Callable[..., FakeGpu]) -> None:
     fake = machine()
-    swap = swap_of(fake, world_of(np.random.default_rng(1), [[64]], blocks=2, rows=2), "engine")
+    swap = swap_of(fake, scenario_of(np.random.default_rng(1), [[64]], blocks=2, rows=2), "copy_engine")
     assert {fake.priority(stream) for stream in swap._in._streams} == {-5}
     assert {fake.priority(stream) for stream in swap._out._streams} == {0}
     swap.close()
 
 
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "stream of its own"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_transfers_come_after_the_compute_before_them(
-    machine: Callable[..., Fake], seed: int, way: str, own_stream: bool
+def test_transfers_run_after_the_compute_before_them(
+    machine: Callable[..., FakeGpu], seed: int, strategy: str, own_stream: bool
 ) -> None:
     """A store takes what the step before it writes; a load leaves what the step before it reads until it was read; and
     a stream that is held finds what was loaded."""
     rng = np.random.default_rng(seed)
-    world = world_of(rng, [[2048] * 2], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 2], blocks=12, rows=4, sub_blocks=3)
     fake = machine(seed)
     with stream.Device(fake.driver, 0).current() as driver:
         compute = driver.stream(urgent=False) if own_stream else 0
-    swap = swap_of(fake, world, way, compute)
-    for tensor in world.memory:
+    swap = swap_of(fake, scenario, strategy, compute)
+    for tensor in scenario.memory:
         fake.write(compute, tensor, 17 + seed)
     stored = swap.store(0, range(12), range(12))
-    held = [np.zeros_like(tensor) for tensor in world.memory]
+    held = [np.zeros_like(tensor) for tensor in scenario.memory]
     stored.wait()
-    for tensor in world.memory:
+    for tensor in scenario.memory:
         assert (tensor == 17 + seed).all()
-    assert_same(world.region, world.store(0, list(range(12)), list(range(12))), "region")
+    assert_same(scenario.region, scenario.store(0, list(range(12)), list(range(12))), "region")
 
-    read_before = [np.zeros_like(tensor) for tensor in world.memory]
-    world.region[:] = 99
-    for tensor, out in zip(world.memory, read_before, strict=True):
+    read_before = [np.zeros_like(tensor) for tensor in scenario.memory]
+    scenario.region[:] = 99
+    for tensor, out in zip(scenario.memory, read_before, strict=True):
         fake.read(compute, tensor, out)
     loaded = swap.load(0, range(12), range(12))
     loaded.hold(compute)
-    for tensor, out in zip(world.memory, held, strict=True):
+    for tensor, out in zip(scenario.memory, held, strict=True):
         fake.read(compute, tensor, out)
     fake.finish()
     for out in read_before:
         assert (out == 17 + seed).all()
-    for tensor, out in zip(world.memory, held, strict=True):
+    for tensor, out in zip(scenario.memory, held, strict=True):
         assert_same(out, tensor, "what the held stream read")
         assert (out == 99).sum() == 12 * 2048
     assert loaded.done()
@@ -293,35 +301,35 @@ def test_transfers_come_after_the_compute_before_them(
     fake.driver.release_context(0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"])
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_transfer_that_cannot_be_started_leaves_nothing_under_way(
-    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, way: str, call: str, after: int
+def test_a_transfer_that_cannot_start_leaves_nothing_in_flight(
+    machine: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch, strategy: str, call: str, after: int
 ) -> None:
     """Its rows are given to others at once: what was handed over before the failure must have ended."""
     use_halves_of(1, monkeypatch)
     rng = np.random.default_rng(after)
-    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine(after)
-    swap = swap_of(fake, world, way)
-    swap.store(0, [0], [0]).wait()  # ways are made when first taken
+    swap = swap_of(fake, scenario, strategy)
+    swap.store(0, [0], [0]).wait()  # strategies are created on first use
     fake.fail(call, OUT_OF_MEMORY, after)
     refused = pytest.raises(CudaError, match=rf"^{call} failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)$")
-    with suppress(pytest.fail.Exception), refused:  # ways that make the call less often succeed
+    with suppress(pytest.fail.Exception), refused:  # strategies that make the call less often succeed
         swap.store(0, range(12), range(12)).wait()
-    before = world.region.copy()
+    before = scenario.region.copy()
     fake.finish()
-    assert_same(world.region, before, "region after the failure")
+    assert_same(scenario.region, before, "region after the failure")
     fake.fail(call, OUT_OF_MEMORY, 1 << 30)
-    move_all(world, swap, rng)
+    move_all(scenario, swap, rng)
     swap.close()
 
 
-def test_a_gpu_that_fails_while_copying_is_noticed(machine: Callable[..., Fake]) -> None:
-    world = world_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+def test_a_gpu_that_fails_while_copying_is_noticed(machine: Callable[..., FakeGpu]) -> None:
+    scenario = scenario_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine(1, survives=False)
-    swap = swap_of(fake, world, "staged")
+    swap = swap_of(fake, scenario, "staged")
     fake.fail_running(2)
     with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
         swap.store(0, range(12), range(12)).wait()
@@ -331,23 +339,23 @@ def test_a_gpu_that_fails_while_copying_is_noticed(machine: Callable[..., Fake])
     swap.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_driver_that_left_first_does_not_stop_the_end(machine: Callable[..., Fake], way: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_driver_that_shut_down_first_does_not_block_close(machine: Callable[..., FakeGpu], strategy: str) -> None:
     """As at the process's end, when libraries leave in an order of their own."""
-    world = world_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine(1, survives=False)
-    swap = swap_of(fake, world, way)
+    swap = swap_of(fake, scenario, strategy)
     swap.store(0, range(12), range(12)).wait()
     fake.leave()
     swap.close()
     assert not swap.pinned
 
 
-def test_a_context_that_cannot_be_had_is_an_error_of_the_copy_and_no_more(machine: Callable[..., Fake]) -> None:
+def test_a_missing_context_fails_only_the_copy(machine: Callable[..., FakeGpu]) -> None:
     rng = np.random.default_rng(1)
-    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine(1)
-    swap = swap_of(fake, world, "staged")
+    swap = swap_of(fake, scenario, "staged")
     fake.fail("cuCtxPushCurrent_v2", OUT_OF_MEMORY)
     with pytest.raises(CudaError, match=r"^cuCtxPushCurrent_v2 failed"):
         swap.store(0, range(12), range(12))
@@ -356,19 +364,19 @@ def test_a_context_that_cannot_be_had_is_an_error_of_the_copy_and_no_more(machin
     with pytest.raises(CudaError, match=r"^cuCtxPushCurrent_v2 failed"):
         transfer.wait()
     transfer.wait()
-    move_all(world, swap, rng)
+    move_all(scenario, swap, rng)
     swap.close()
 
 
-def test_a_way_without_memory_is_left_to_the_copy_engine(
-    machine: Callable[..., Fake], caplog: pytest.LogCaptureFixture
+def test_a_strategy_without_memory_falls_back_to_the_copy_engine(
+    machine: Callable[..., FakeGpu], caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = np.random.default_rng(1)
-    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine(1)
     fake.fail("cuMemAlloc_v2", OUT_OF_MEMORY, after=2)  # two tables, then the buffer of stores
-    swap = swap_of(fake, world, "staged")
-    move_all(world, swap, rng)
+    swap = swap_of(fake, scenario, "staged")
+    move_all(scenario, swap, rng)
     assert "the copy engine takes what staged should: cuMemAlloc_v2 failed" in caplog.text
     swap.close()
 
@@ -378,85 +386,85 @@ def test_a_way_without_memory_is_left_to_the_copy_engine(
     "cuModuleGetFunction", "cuFuncSetAttribute", "cuCtxGetStreamPriorityRange", "cuCtxPushCurrent_v2",
 ])  # fmt: skip
 @pytest.mark.parametrize("after", range(4))
-def test_a_start_that_fails_gives_everything_back(machine: Callable[..., Fake], call: str, after: int) -> None:
+def test_a_failed_start_releases_everything(machine: Callable[..., FakeGpu], call: str, after: int) -> None:
     fake = machine()
-    world = world_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3, gap=16)
+    scenario = scenario_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3, gap=16)
     fake.fail(call, OUT_OF_MEMORY, after)
     with suppress(CudaError):  # what is made later, or not at all, does not stop the start
-        swap = swap_of(fake, world, "staged")
+        swap = swap_of(fake, scenario, "staged")
         fake.fail(call, OUT_OF_MEMORY, 1 << 30)
-        move_all(world, swap, np.random.default_rng(2))
+        move_all(scenario, swap, np.random.default_rng(2))
         swap.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_without_kernels_the_copy_engine_does_all(
-    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_kernels_the_copy_engine_copies_everything(
+    machine: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strategy: str
 ) -> None:
     monkeypatch.setattr(kernels, "images", lambda *_: iter([("a file", lambda: b"nonsense")]))
     rng = np.random.default_rng(1)
-    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine()
-    swap = swap_of(fake, world, way)
+    swap = swap_of(fake, scenario, strategy)
     assert "no swap kernels, the copy engine does all (a file: cuModuleLoadData failed" in caplog.text
-    move_all(world, swap, rng)
+    move_all(scenario, swap, rng)
     assert fake.calls("cuLaunchKernel") == 0
     swap.close()
 
 
-def test_memory_that_kernels_find_elsewhere_is_not_for_the_ring(machine: Callable[..., Fake]) -> None:
+def test_memory_mapped_at_another_address_is_not_for_the_ring(machine: Callable[..., FakeGpu]) -> None:
     rng = np.random.default_rng(1)
-    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine()
     fake.move_host_addresses()
-    swap = swap_of(fake, world, "ring4")
-    move_all(world, swap, rng)
+    swap = swap_of(fake, scenario, "ring4")
+    move_all(scenario, swap, rng)
     assert fake.calls("cuLaunchKernel") == 0
     swap.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_that_cannot_be_pinned_is_copied_all_the_same(
-    machine: Callable[..., Fake], caplog: pytest.LogCaptureFixture, way: str
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_that_cannot_be_pinned_is_still_copied(
+    machine: Callable[..., FakeGpu], caplog: pytest.LogCaptureFixture, strategy: str
 ) -> None:
     rng = np.random.default_rng(1)
-    world = world_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    scenario = scenario_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine()
     fake.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
     with caplog.at_level(logging.WARNING):
-        swap = swap_of(fake, world, way)
+        swap = swap_of(fake, scenario, strategy)
     assert not swap.pinned
     assert "ulimit -l" in caplog.text
-    move_all(world, swap, rng)
+    move_all(scenario, swap, rng)
     assert fake.calls("cuMemcpyBatchAsync") == 0
     swap.close()
 
 
-def test_out_of_range_raises_before_a_byte_moves(machine: Callable[..., Fake]) -> None:
-    world = world_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4)
+def test_out_of_range_raises_before_a_byte_moves(machine: Callable[..., FakeGpu]) -> None:
+    scenario = scenario_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4)
     fake = machine()
-    swap = swap_of(fake, world, "engine")
-    before = world.region.copy()
+    swap = swap_of(fake, scenario, "copy_engine")
+    before = scenario.region.copy()
     with pytest.raises(ValueError, match="block 8 is out of range"):
         swap.store(0, [0, 8], [0, 1])
     with pytest.raises(ValueError, match="place 8 is out of range"):
         swap.load(0, [0, 1], [0, 8])
     fake.finish()
-    assert_same(world.region, before, "region")
+    assert_same(scenario.region, before, "region")
     swap.close()
 
 
-def test_nothing_to_move_is_a_transfer_too(machine: Callable[..., Fake]) -> None:
-    swap = swap_of(machine(), world_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "staged")
+def test_an_empty_transfer_is_a_transfer(machine: Callable[..., FakeGpu]) -> None:
+    swap = swap_of(machine(), scenario_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "staged")
     transfer = swap.store(0, [], [])
     transfer.wait()
     assert transfer.done()
     swap.close()
 
 
-def test_events_are_used_again(machine: Callable[..., Fake]) -> None:
+def test_events_are_reused(machine: Callable[..., FakeGpu]) -> None:
     fake = machine()
-    swap = swap_of(fake, world_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "engine")
+    swap = swap_of(fake, scenario_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "copy_engine")
     swap.store(0, [1], [1]).wait()
     made = fake.calls("cuEventCreate")
     for _ in range(20):
@@ -466,12 +474,12 @@ def test_events_are_used_again(machine: Callable[..., Fake]) -> None:
     swap.close()
 
 
-def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., Fake]) -> None:
+def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., FakeGpu]) -> None:
     rng = np.random.default_rng(9)
-    world = world_of(rng, [[2048] * 2], blocks=32, rows=16, sub_blocks=2)
-    swap = swap_of(machine(9), world, "staged")
-    blocks, places = world.transfer(rng, 32)
-    expected = world.store(0, blocks, places)
+    scenario = scenario_of(rng, [[2048] * 2], blocks=32, rows=16, sub_blocks=2)
+    swap = swap_of(machine(9), scenario, "staged")
+    blocks, places = scenario.transfer(rng, 32)
+    expected = scenario.store(0, blocks, places)
     failed: list[BaseException] = []
 
     def move(index: int) -> None:
@@ -489,18 +497,18 @@ def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., Fake]
     for thread in threads:
         thread.join()
     assert not failed
-    assert_same(world.region, expected, "region")
+    assert_same(scenario.region, expected, "region")
     swap.close()
 
 
-def test_a_stream_can_be_held_while_somebody_waits(
-    machine: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+def test_a_stream_can_be_held_while_another_thread_waits(
+    machine: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To hold a stream takes no time: not even as long as another thread waits for the same bytes."""
     rng = np.random.default_rng(9)
-    world = world_of(rng, [[2048] * 2], blocks=12, rows=6, sub_blocks=2)
+    scenario = scenario_of(rng, [[2048] * 2], blocks=12, rows=6, sub_blocks=2)
     fake = machine(9)
-    swap = swap_of(fake, world, "staged")
+    swap = swap_of(fake, scenario, "staged")
     transfer = swap.store(0, range(12), range(12))
     waits, go_on = threading.Event(), threading.Event()
     original = fake.driver.wait
@@ -525,10 +533,10 @@ def test_a_stream_can_be_held_while_somebody_waits(
     swap.close()
 
 
-def test_every_name_is_a_way(machine: Callable[..., Fake]) -> None:
+def test_every_name_is_a_strategy(machine: Callable[..., FakeGpu]) -> None:
     fake = machine()
-    world = world_of(np.random.default_rng(3), [[512]], blocks=8, rows=2)
+    scenario = scenario_of(np.random.default_rng(3), [[512]], blocks=8, rows=2)
     for name in NAMES:
-        swap = swap_of(fake, world, name)
+        swap = swap_of(fake, scenario, name)
         swap.store(0, [1], [1]).wait()
         swap.close()

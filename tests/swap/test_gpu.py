@@ -23,7 +23,7 @@ from nixl_tiers.swap.cuda import CudaSwap  # noqa: E402
 from nixl_tiers.swap.plan import CopyPlan, Segment  # noqa: E402
 from nixl_tiers.swap.strategies import NAMES  # noqa: E402
 from tests.swap.conftest import ROOT  # noqa: E402
-from tests.swap.world import LAYOUTS, World, assert_same, layout_of, random_world, world_of  # noqa: E402
+from tests.swap.scenario import LAYOUTS, CopyScenario, assert_same, layout_of, random_scenario, scenario_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -37,73 +37,73 @@ def _gpu() -> Iterator[None]:
 
 
 class GpuWorld:
-    """A world whose engine memory is mirrored by GPU tensors, and whose region is page-aligned shared memory."""
+    """A scenario whose engine memory is mirrored by GPU tensors, and whose region is page-aligned shared memory."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.tensors = [torch.from_numpy(tensor).cuda() for tensor in world.memory]
-        self.mapping = mmap.mmap(-1, world.region.size)
+    def __init__(self, scenario: CopyScenario) -> None:
+        self.scenario = scenario
+        self.tensors = [torch.from_numpy(tensor).cuda() for tensor in scenario.memory]
+        self.mapping = mmap.mmap(-1, scenario.region.size)
         self.region = np.frombuffer(self.mapping, dtype=np.uint8)
-        self.region[:] = world.region
+        self.region[:] = scenario.region
         segments = [
             [
-                Segment(self.tensors[tensor].data_ptr() + first, stride, nbytes, offset, world.blocks)
+                Segment(self.tensors[tensor].data_ptr() + first, stride, nbytes, offset, scenario.blocks)
                 for tensor, first, stride, nbytes, offset in group
             ]
-            for group in world.layers
+            for group in scenario.layers
         ]
-        self.plan = CopyPlan(segments, world.geometry, world.cell, self.region.ctypes.data, world.rows)
+        self.plan = CopyPlan(segments, scenario.geometry, scenario.cell, self.region.ctypes.data, scenario.rows)
 
-    def swap(self, way: str) -> CudaSwap:
-        swap = CudaSwap(self.plan, torch.cuda.current_device(), choice=Fixed((way,) * len(self.world.layers)))
+    def swap(self, strategy: str) -> CudaSwap:
+        swap = CudaSwap(self.plan, torch.cuda.current_device(), choice=Fixed((strategy,) * len(self.scenario.layers)))
         assert swap.pinned
         return swap
 
     def store_and_check(self, swap: CudaSwap, group: int, blocks: list[int], places: list[int]) -> None:
         """All of the region is compared: a poisoned byte that was not to be written must still be there."""
-        expected = self.world.store(group, blocks, places)
+        expected = self.scenario.store(group, blocks, places)
         swap.store(group, blocks, places).wait()
         assert_same(self.region, expected, "region")
-        self.world.region[:] = expected
+        self.scenario.region[:] = expected
 
     def load_and_check(self, swap: CudaSwap, group: int, blocks: list[int], places: list[int]) -> None:
-        expected = self.world.load(group, blocks, places)
+        expected = self.scenario.load(group, blocks, places)
         swap.load(group, blocks, places).wait()
-        for tensor, wanted, ours in zip(self.tensors, expected, self.world.memory, strict=True):
+        for tensor, wanted, ours in zip(self.tensors, expected, self.scenario.memory, strict=True):
             assert_same(tensor.cpu().numpy(), wanted, "engine memory")
             ours[:] = wanted
 
 
 def round_trips(here: GpuWorld, swap: CudaSwap, rng: np.random.Generator) -> None:
-    for group in range(len(here.world.layers)):
+    for group in range(len(here.scenario.layers)):
         for _ in range(2):
-            here.store_and_check(swap, group, *here.world.transfer(rng))
-            here.load_and_check(swap, group, *here.world.transfer(rng))
+            here.store_and_check(swap, group, *here.scenario.transfer(rng))
+            here.load_and_check(swap, group, *here.scenario.transfer(rng))
 
 
-@pytest.mark.parametrize("way", NAMES)
+@pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize("seed", range(300, 312))
-def test_any_geometry(seed: int, way: str) -> None:
+def test_any_geometry(seed: int, strategy: str) -> None:
     rng = np.random.default_rng(seed)
-    here = GpuWorld(random_world(rng))
-    swap = here.swap(way)
+    here = GpuWorld(random_scenario(rng))
+    swap = here.swap(strategy)
     round_trips(here, swap, rng)
     swap.close()
     swap.close()
     assert not swap.pinned
 
 
-@pytest.mark.parametrize("way", NAMES)
+@pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_engines(layout: str, way: str) -> None:
+def test_layouts_of_engines(layout: str, strategy: str) -> None:
     """In chunks of any number of blocks: random ones, and from the middle of a chunk to the middle of another."""
     rng = np.random.default_rng(7)
     for sub_blocks in (1, 3, 4):
         here = GpuWorld(layout_of(layout, rng, sub_blocks))
-        swap = here.swap(way)
+        swap = here.swap(strategy)
         assert swap.kernels is not None, "kernels are to be had on every machine that runs this"
         round_trips(here, swap, rng)
-        for group in range(len(here.world.layers)):
+        for group in range(len(here.scenario.layers)):
             blocks = rng.permutation(30)[: 2 * sub_blocks]
             places = here.plan.places(rng.permutation(9)[:3], sub_blocks // 2, len(blocks))
             here.load_and_check(swap, group, blocks.tolist(), places.tolist())
@@ -111,35 +111,35 @@ def test_layouts_of_engines(layout: str, way: str) -> None:
         swap.close()
 
 
-@pytest.mark.parametrize("way", NAMES)
-def test_many_blocks(way: str) -> None:
+@pytest.mark.parametrize("strategy", NAMES)
+def test_many_blocks(strategy: str) -> None:
     """Several halves of the staging buffer, more pairs than a launch holds, batches that are full."""
     rng = np.random.default_rng(11)
-    here = GpuWorld(world_of(rng, [[2048] * 16], blocks=5000, rows=320, sub_blocks=16))
-    swap = here.swap(way)
-    here.store_and_check(swap, 0, *here.world.transfer(rng, 4500))
-    here.load_and_check(swap, 0, *here.world.transfer(rng, 4500))
+    here = GpuWorld(scenario_of(rng, [[2048] * 16], blocks=5000, rows=320, sub_blocks=16))
+    swap = here.swap(strategy)
+    here.store_and_check(swap, 0, *here.scenario.transfer(rng, 4500))
+    here.load_and_check(swap, 0, *here.scenario.transfer(rng, 4500))
     swap.close()
 
 
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "stream of its own"])
-@pytest.mark.parametrize("way", NAMES)
-def test_transfers_come_after_the_compute_before_them(way: str, own_stream: bool) -> None:
+@pytest.mark.parametrize("strategy", NAMES)
+def test_transfers_run_after_the_compute_before_them(strategy: str, own_stream: bool) -> None:
     """A store behind slow work that writes the very blocks; a load behind slow work that reads them; and work that is
     held behind the load."""
-    here = GpuWorld(world_of(np.random.default_rng(2), [[65536] * 4], blocks=64, rows=16, sub_blocks=4))
-    swap = here.swap(way)
+    here = GpuWorld(scenario_of(np.random.default_rng(2), [[65536] * 4], blocks=64, rows=16, sub_blocks=4))
+    swap = here.swap(strategy)
     blocks = list(range(64))
     with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.default_stream()):
         busy = torch.randn((4096, 4096), device="cuda")
         for turn in range(4):
             for _ in range(20):
                 busy = torch.tanh(busy @ busy)
-            for tensor, ours in zip(here.tensors, here.world.memory, strict=True):
+            for tensor, ours in zip(here.tensors, here.scenario.memory, strict=True):
                 tensor.fill_(turn + 1)
                 ours[:] = turn + 1
             here.store_and_check(swap, 0, blocks, blocks)
-            here.region[:] = here.world.region[:] = 200 + turn
+            here.region[:] = here.scenario.region[:] = 200 + turn
             for _ in range(20):
                 busy = torch.tanh(busy @ busy)
             read = [tensor.clone() for tensor in here.tensors]
@@ -151,17 +151,17 @@ def test_transfers_come_after_the_compute_before_them(way: str, own_stream: bool
             assert all(int((tensor == 200 + turn).sum()) == 64 * 65536 for tensor in found)
             assert loaded.done()
             assert loaded.elapsed_s() > 0
-            for tensor, ours in zip(here.tensors, here.world.memory, strict=True):
+            for tensor, ours in zip(here.tensors, here.scenario.memory, strict=True):
                 ours[:] = tensor.cpu().numpy()
     swap.close()
 
 
-@pytest.mark.parametrize("way", NAMES)
-def test_both_directions_beside_compute(way: str) -> None:
-    """Stores and loads under way at once, on blocks and places of their own, while the GPU is kept busy."""
+@pytest.mark.parametrize("strategy", NAMES)
+def test_both_directions_beside_compute(strategy: str) -> None:
+    """Stores and loads in flight at once, on blocks and places of their own, while the GPU is kept busy."""
     rng = np.random.default_rng(5)
-    here = GpuWorld(world_of(rng, [[4096] * 8], blocks=512, rows=128, sub_blocks=4))
-    swap = here.swap(way)
+    here = GpuWorld(scenario_of(rng, [[4096] * 8], blocks=512, rows=128, sub_blocks=4))
+    swap = here.swap(strategy)
     busy = torch.randn((2048, 2048), device="cuda")
     side = torch.cuda.Stream()
     for _ in range(5):
@@ -170,26 +170,26 @@ def test_both_directions_beside_compute(way: str) -> None:
                 busy = torch.tanh(busy @ busy)
         blocks, places = rng.permutation(512), rng.permutation(512)
         out, back = (blocks[:200].tolist(), places[:200].tolist()), (blocks[200:400].tolist(), places[200:400].tolist())
-        region, memory = here.world.store(0, *out), here.world.load(0, *back)
+        region, memory = here.scenario.store(0, *out), here.scenario.load(0, *back)
         transfers = [swap.store(0, *out), swap.load(0, *back)]
         for transfer in transfers:
             transfer.wait()
         assert_same(here.region, region, "region")
-        here.world.region[:] = region
-        for tensor, wanted, ours in zip(here.tensors, memory, here.world.memory, strict=True):
+        here.scenario.region[:] = region
+        for tensor, wanted, ours in zip(here.tensors, memory, here.scenario.memory, strict=True):
             assert_same(tensor.cpu().numpy(), wanted, "engine memory")
             ours[:] = wanted
     swap.close()
 
 
-def test_ways_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_are_measured_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(autotune.ENVIRONMENT, raising=False)
     rng = np.random.default_rng(6)
-    here = GpuWorld(world_of(rng, [[8192] * 8], blocks=600, rows=150, sub_blocks=4))
+    here = GpuWorld(scenario_of(rng, [[8192] * 8], blocks=600, rows=150, sub_blocks=4))
     swap = CudaSwap(here.plan)
     assert isinstance(swap._choice, Measured)
-    assert set(swap._choice.seconds["load"][0]["16"]) == set(NAMES), "every way moved the right bytes"
+    assert set(swap._choice.seconds["load"][0]["16"]) == set(NAMES), "every strategy moved the right bytes"
     print("\n" + "\n".join(autotune.lines(swap._choice)))
     round_trips(here, swap, rng)
     swap.close()
@@ -199,8 +199,8 @@ def test_ways_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_out_of_range_raises_before_a_byte_moves() -> None:
-    here = GpuWorld(world_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4))
-    swap = here.swap("engine")
+    here = GpuWorld(scenario_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4))
+    swap = here.swap("copy_engine")
     before = here.region.copy()
     with pytest.raises(ValueError, match="block 8 is out of range"):
         swap.store(0, [0, 8], [0, 1])

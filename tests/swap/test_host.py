@@ -8,32 +8,40 @@ import pytest
 
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
-from tests.swap.world import LAYOUTS, World, assert_same, layout_of, move_parts_of_chunks, random_world, world_of
+from tests.swap.scenario import (
+    LAYOUTS,
+    CopyScenario,
+    assert_same,
+    layout_of,
+    move_parts_of_chunks,
+    random_scenario,
+    scenario_of,
+)
 
 
-def check_both_ways(world: World, rng: np.random.Generator) -> None:
+def check_both_ways(scenario: CopyScenario, rng: np.random.Generator) -> None:
     """A store and a load of every group against the oracle, everything around them poisoned with random bytes."""
-    swap = HostSwap(world.plan)
-    for group in range(len(world.layers)):
-        blocks, places = world.transfer(rng)
-        expected_region, memory_before = world.store(group, blocks, places), [m.copy() for m in world.memory]
+    swap = HostSwap(scenario.plan)
+    for group in range(len(scenario.layers)):
+        blocks, places = scenario.transfer(rng)
+        expected_region, memory_before = scenario.store(group, blocks, places), [m.copy() for m in scenario.memory]
         swap.store(group, np.array(blocks), np.array(places, dtype=np.uint32))
-        assert_same(world.region, expected_region, f"region after a store of group {group}")
-        for tensor, before in zip(world.memory, memory_before, strict=True):
+        assert_same(scenario.region, expected_region, f"region after a store of group {group}")
+        for tensor, before in zip(scenario.memory, memory_before, strict=True):
             assert_same(tensor, before, "engine memory, which a store only reads")
 
-        blocks, places = world.transfer(rng)
-        expected_memory, region_before = world.load(group, blocks, places), world.region.copy()
+        blocks, places = scenario.transfer(rng)
+        expected_memory, region_before = scenario.load(group, blocks, places), scenario.region.copy()
         swap.load(group, np.array(blocks, dtype=np.int32), np.array(places, dtype=np.uint32))
-        assert_same(world.region, region_before, "region, which a load only reads")
-        for tensor, expected in zip(world.memory, expected_memory, strict=True):
+        assert_same(scenario.region, region_before, "region, which a load only reads")
+        for tensor, expected in zip(scenario.memory, expected_memory, strict=True):
             assert_same(tensor, expected, f"engine memory after a load of group {group}")
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_geometry(way: str, seed: int) -> None:
+def test_any_geometry(kernel: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    check_both_ways(random_world(rng), rng)
+    check_both_ways(random_scenario(rng), rng)
 
 
 ODD = {
@@ -43,57 +51,57 @@ ODD = {
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *ODD])
-def test_layouts_of_engines(way: str, layout: str) -> None:
+def test_layouts_of_engines(kernel: str, layout: str) -> None:
     """In chunks of any number of blocks: whole ones, and from the middle of one to the middle of another."""
     rng = np.random.default_rng(1)
     for sub_blocks in (1, 3, 8):
         if layout in ODD:
-            world = world_of(rng, blocks=16, rows=3, sub_blocks=sub_blocks, cells=2, cell=1, **ODD[layout])
+            scenario = scenario_of(rng, blocks=16, rows=3, sub_blocks=sub_blocks, cells=2, cell=1, **ODD[layout])
         else:
-            world = layout_of(layout, rng, sub_blocks)
-        check_both_ways(world, rng)
-        swap = HostSwap(world.plan)
-        for group in range(len(world.layers)):
-            move_parts_of_chunks(world, group, rng, swap.store, swap.load)
+            scenario = layout_of(layout, rng, sub_blocks)
+        check_both_ways(scenario, rng)
+        swap = HostSwap(scenario.plan)
+        for group in range(len(scenario.layers)):
+            move_parts_of_chunks(scenario, group, rng, swap.store, swap.load)
 
 
 def test_a_transfer_large_enough_to_stream(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_library", lambda: library)
     rng = np.random.default_rng(2)
-    world = world_of(rng, [[16384] * 10, [512] * 70], blocks=64, rows=16, sub_blocks=4, gap=64)
-    assert world.plan.groups[0].block_bytes * 64 > 4 << 20
-    blocks, places = world.transfer(rng, 64)
+    scenario = scenario_of(rng, [[16384] * 10, [512] * 70], blocks=64, rows=16, sub_blocks=4, gap=64)
+    assert scenario.plan.groups[0].block_bytes * 64 > 4 << 20
+    blocks, places = scenario.transfer(rng, 64)
     for group in (0, 1):
-        expected = world.store(group, blocks, places)
-        HostSwap(world.plan).store(group, blocks, places)
-        assert_same(world.region, expected, "region")
+        expected = scenario.store(group, blocks, places)
+        HostSwap(scenario.plan).store(group, blocks, places)
+        assert_same(scenario.region, expected, "region")
         rng.shuffle(blocks)
-        expected_memory = world.load(group, blocks, places)
-        HostSwap(world.plan).load(group, blocks, places)
-        for tensor, wanted in zip(world.memory, expected_memory, strict=True):
+        expected_memory = scenario.load(group, blocks, places)
+        HostSwap(scenario.plan).load(group, blocks, places)
+        for tensor, wanted in zip(scenario.memory, expected_memory, strict=True):
             assert_same(tensor, wanted, "engine memory")
 
 
-def test_partial_first_and_last_chunk(way: str) -> None:
+def test_partial_first_and_last_chunk(kernel: str) -> None:
     rng = np.random.default_rng(3)
-    world = world_of(rng, [[640] * 3], blocks=32, rows=9, sub_blocks=4)
+    scenario = scenario_of(rng, [[640] * 3], blocks=32, rows=9, sub_blocks=4)
     blocks = rng.permutation(32)[:10].tolist()
-    places = world.plan.places(np.array([8, 0, 3, 5]), first=3, count=10)
-    expected = world.store(0, blocks, [35, 0, 1, 2, 3, 12, 13, 14, 15, 20])
-    HostSwap(world.plan).store(0, blocks, places)
-    assert_same(world.region, expected, "region")
+    places = scenario.plan.places(np.array([8, 0, 3, 5]), first=3, count=10)
+    expected = scenario.store(0, blocks, [35, 0, 1, 2, 3, 12, 13, 14, 15, 20])
+    HostSwap(scenario.plan).store(0, blocks, places)
+    assert_same(scenario.region, expected, "region")
 
 
-def test_what_comes_back_is_what_went_in(way: str) -> None:
+def test_a_store_and_a_load_round_trip(kernel: str) -> None:
     rng = np.random.default_rng(4)
-    world = world_of(rng, [[4096] * 6], blocks=24, rows=6, sub_blocks=4)
-    swap, before = HostSwap(world.plan), [tensor.copy() for tensor in world.memory]
-    blocks, places = world.transfer(rng, 24)
+    scenario = scenario_of(rng, [[4096] * 6], blocks=24, rows=6, sub_blocks=4)
+    swap, before = HostSwap(scenario.plan), [tensor.copy() for tensor in scenario.memory]
+    blocks, places = scenario.transfer(rng, 24)
     swap.store(0, blocks, places)
-    for tensor in world.memory:
+    for tensor in scenario.memory:
         tensor[192:-192] = 0xEE
     swap.load(0, blocks, places)
-    for tensor, wanted in zip(world.memory, before, strict=True):
+    for tensor, wanted in zip(scenario.memory, before, strict=True):
         assert_same(tensor, wanted, "engine memory")
 
 
@@ -112,39 +120,39 @@ def test_what_comes_back_is_what_went_in(way: str) -> None:
     ],
 )
 def test_out_of_range_raises_before_a_byte_moves(
-    way: str, group: int, blocks: list[int], places: list[int], says: str
+    kernel: str, group: int, blocks: list[int], places: list[int], says: str
 ) -> None:
     rng = np.random.default_rng(5)
-    world = world_of(rng, [[512] * 3], blocks=12, rows=5, sub_blocks=4)
-    region, memory = world.region.copy(), [tensor.copy() for tensor in world.memory]
-    swap = HostSwap(world.plan)
+    scenario = scenario_of(rng, [[512] * 3], blocks=12, rows=5, sub_blocks=4)
+    region, memory = scenario.region.copy(), [tensor.copy() for tensor in scenario.memory]
+    swap = HostSwap(scenario.plan)
     for call in (swap.store, swap.load):
         with pytest.raises(ValueError, match=says):
             call(group, blocks, places)
-    assert_same(world.region, region, "region")
-    for tensor, before in zip(world.memory, memory, strict=True):
+    assert_same(scenario.region, region, "region")
+    for tensor, before in zip(scenario.memory, memory, strict=True):
         assert_same(tensor, before, "engine memory")
 
 
-def test_nothing_to_copy(way: str) -> None:
+def test_nothing_to_copy(kernel: str) -> None:
     rng = np.random.default_rng(6)
-    world = world_of(rng, [[512], []], blocks=4, rows=2, sub_blocks=2)
-    swap, region = HostSwap(world.plan), world.region.copy()
+    scenario = scenario_of(rng, [[512], []], blocks=4, rows=2, sub_blocks=2)
+    swap, region = HostSwap(scenario.plan), scenario.region.copy()
     swap.store(0, [], [])
     swap.load(0, np.array([], dtype=np.int64), np.array([], dtype=np.uint32))
-    assert_same(world.region, region, "region")
-    expected = world.store(1, [1], [2])  # a group without segments: nothing of it lives on this rank
+    assert_same(scenario.region, region, "region")
+    expected = scenario.store(1, [1], [2])  # a group without segments: nothing of it lives on this rank
     swap.load(1, [1], [2])
     swap.store(1, [1], [2])
-    assert_same(world.region, expected, "region")
+    assert_same(scenario.region, expected, "region")
 
 
-def test_several_threads_at_once(way: str) -> None:
+def test_several_threads_at_once(kernel: str) -> None:
     rng = np.random.default_rng(7)
-    world = world_of(rng, [[8192] * 12], blocks=64, rows=32, sub_blocks=4)
-    swap, threads, failures = HostSwap(world.plan), 4, []
+    scenario = scenario_of(rng, [[8192] * 12], blocks=64, rows=32, sub_blocks=4)
+    swap, threads, failures = HostSwap(scenario.plan), 4, []
     shares = [np.arange(64)[i::threads] for i in range(threads)]
-    before = [tensor.copy() for tensor in world.memory]
+    before = [tensor.copy() for tensor in scenario.memory]
     start = threading.Barrier(threads)
 
     def work(share: np.ndarray) -> None:
@@ -163,10 +171,10 @@ def test_several_threads_at_once(way: str) -> None:
         worker.join()
     assert not failures
     everything = list(range(64))
-    for tensor, wanted in zip(world.memory, before, strict=True):
+    for tensor, wanted in zip(scenario.memory, before, strict=True):
         assert_same(tensor, wanted, "engine memory")
-    expected = world.store(0, everything + everything, everything + [64 + block for block in everything])
-    assert_same(world.region, expected, "region")
+    expected = scenario.store(0, everything + everything, everything + [64 + block for block in everything])
+    assert_same(scenario.region, expected, "region")
 
 
 def test_a_library_of_another_version_or_machine_is_not_called(
@@ -179,5 +187,5 @@ def test_a_library_of_another_version_or_machine_is_not_called(
     assert host._open(library._name) is None
 
 
-def test_the_backend_is_the_library_that_stands_beside_the_package() -> None:
+def test_the_backend_is_the_library_beside_the_package() -> None:
     assert host.backend() == ("c" if host._library() else "numpy")

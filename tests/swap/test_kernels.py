@@ -17,7 +17,7 @@ from nixl_tiers.swap.kernels import CAPACITIES, RING_SHARED_BYTES, THREADS
 from nixl_tiers.swap.nvrtc import CompileError, Nvrtc
 from tests.swap.conftest import ROOT
 from tests.swap.test_sanitized import SANITIZE
-from tests.swap.world import assert_same, random_world, world_of
+from tests.swap.scenario import assert_same, random_scenario, scenario_of
 
 HERE = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -70,32 +70,34 @@ def sanitized(cxx: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(400, 412))
-def test_no_kernel_leaves_its_memory(sanitized: Path, tmp_path: Path, seed: int) -> None:
+def test_no_kernel_writes_out_of_bounds(sanitized: Path, tmp_path: Path, seed: int) -> None:
     """Stage and ring, both directions, on buffers that end where their bytes end, against the oracle."""
     rng = np.random.default_rng(seed)
-    world = random_world(rng) if seed % 2 else world_of(rng, [[2064, 16, 4096], [1040] * 3], blocks=7, rows=3, gap=32)
-    geometry, plan = world.geometry, world.plan
-    for group in range(len(world.layers)):
+    scenario = (
+        random_scenario(rng) if seed % 2 else scenario_of(rng, [[2064, 16, 4096], [1040] * 3], blocks=7, rows=3, gap=32)
+    )
+    geometry, plan = scenario.geometry, scenario.plan
+    for group in range(len(scenario.layers)):
         parts = parts_of(plan.groups[group])
         segments = parts[parts[:, 0] > 0]
-        sizes = (world.blocks - 1) * segments[:, 1] + segments[:, 2]
-        blocks, places = world.transfer(rng)
+        sizes = (scenario.blocks - 1) * segments[:, 1] + segments[:, 2]
+        blocks, places = scenario.transfer(rng)
         pairs = plan.pairs(group, blocks, places)
         rows = (geometry.row_bytes, plan.cell_offset, geometry.sub_block_bytes, geometry.sub_blocks, plan.rows)
         vector = not (np.any(parts % 16) or geometry.sub_block_bytes % 16)
-        numbers = [*rows, len(parts), len(pairs), world.blocks, int(vector)]
+        numbers = [*rows, len(parts), len(pairs), scenario.blocks, int(vector)]
         engine = []
         for address, size in zip(segments[:, 0].tolist(), sizes.tolist(), strict=True):
-            tensor = next(t for t in world.memory if t.ctypes.data <= address < t.ctypes.data + t.size)
+            tensor = next(t for t in scenario.memory if t.ctypes.data <= address < t.ctypes.data + t.size)
             engine.append(tensor[address - tensor.ctypes.data :][:size].tobytes())
         case, result = tmp_path / "case", tmp_path / "result"
         words = np.concatenate([np.array(numbers, np.uint64), parts.ravel(), pairs.ravel().astype(np.uint64)])
         tile_table = first_parts(parts).astype(np.uint64)
         head = np.concatenate([words, np.array([len(tile_table)], np.uint64), tile_table])
-        case.write_bytes(head.tobytes() + b"".join(engine) + world.region.tobytes())
+        case.write_bytes(head.tobytes() + b"".join(engine) + scenario.region.tobytes())
         ended = subprocess.run([sanitized, case, result], check=False, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
-        expected = world.store(group, blocks, places)
+        expected = scenario.store(group, blocks, places)
         stores = np.frombuffer(result.read_bytes(), np.uint8)
         for index in range(1 + vector):
             found = stores[index * expected.size : (index + 1) * expected.size]
@@ -103,10 +105,10 @@ def test_no_kernel_leaves_its_memory(sanitized: Path, tmp_path: Path, seed: int)
 
 
 def test_tables_say_which_part_reaches_into_a_tile() -> None:
-    world = world_of(np.random.default_rng(0), [[2048, 100, 5000]], blocks=2, rows=1, gap=10)
-    parts = parts_of(world.plan.groups[0])
+    scenario = scenario_of(np.random.default_rng(0), [[2048, 100, 5000]], blocks=2, rows=1, gap=10)
+    parts = parts_of(scenario.plan.groups[0])
     assert parts[:, 3].tolist() == [0, 10, 2058, 2068, 2168, 2178, 7178]
-    assert parts[:, 2].sum() == world.geometry.sub_block_bytes
+    assert parts[:, 2].sum() == scenario.geometry.sub_block_bytes
     assert first_parts(parts).tolist() == [0, 1, 5, 5]
 
 
@@ -123,7 +125,7 @@ def test_constants_of_the_sources_and_of_python_agree() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_nvcc_takes_the_kernels_without_spilling(tmp_path: Path, arch: str) -> None:
+def test_nvcc_compiles_the_kernels_without_spilling(tmp_path: Path, arch: str) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc here")
@@ -144,7 +146,7 @@ def compiler() -> Nvrtc:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_nvrtc_takes_the_kernels_and_the_disk_keeps_them(compiler: Nvrtc, tmp_path: Path, arch: str) -> None:
+def test_nvrtc_compiles_the_kernels_and_the_disk_caches_them(compiler: Nvrtc, tmp_path: Path, arch: str) -> None:
     image = kernels.compile_cached(compiler, arch, tmp_path / "cache")
     assert image[:4] == b"\x7fELF"
     assert b"nixl_tiers_ring_3968" in image
@@ -153,7 +155,7 @@ def test_nvrtc_takes_the_kernels_and_the_disk_keeps_them(compiler: Nvrtc, tmp_pa
     assert kept.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_nvrtc_says_why_it_refuses(compiler: Nvrtc) -> None:
+def test_nvrtc_errors_carry_the_compilers_log(compiler: Nvrtc) -> None:
     with pytest.raises(CompileError, match=r"NVRTC cannot compile for sm_90: swap.cu\(1\): error"):
         compiler.compile("this is not C++", {}, "sm_90")
 
@@ -200,7 +202,7 @@ class OneCompiler:
         return b"machine code for " + arch.encode()
 
 
-def test_what_was_compiled_is_kept_and_damage_is_noticed(tmp_path: Path) -> None:
+def test_compiled_images_are_cached_and_corruption_is_detected(tmp_path: Path) -> None:
     compiler, folder = OneCompiler(), tmp_path / "cache"
     wanted = b"machine code for sm_90"
     for _ in range(2):
@@ -213,14 +215,14 @@ def test_what_was_compiled_is_kept_and_damage_is_noticed(tmp_path: Path) -> None
     assert compiler.compiled == ["sm_90", "sm_90", "sm_80"]
 
 
-def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     compiled = kernels.compile_cached(OneCompiler(), "sm_90", tmp_path / "file" / "cache")  # type: ignore[arg-type]
     assert compiled == b"machine code for sm_90"
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a container that runs as a number which nobody has entered anywhere."""
+    """As in a container that runs as a user id without an entry in /etc/passwd."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])

@@ -13,17 +13,17 @@ from nixl_tiers.swap.driver import Device
 from nixl_tiers.swap.numa import node_of, prefer
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan
-from tests.swap.fake import Fake
+from tests.swap.fake_gpu import FakeGpu
 
 ROWS = 10
 
 
 @pytest.fixture
-def pin(fake_library: Path) -> Iterator[tuple[Fake, CopyPlan, Callable[..., PinnedRegion]]]:
+def pin(fake_library: Path) -> Iterator[tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]]]:
     geometry = Geometry(1, 3 * 4096)
     memory = np.frombuffer(mmap.mmap(-1, ROWS * geometry.row_bytes), np.uint8)
     plan = CopyPlan([[]], geometry, 0, memory.ctypes.data, ROWS)
-    fake = Fake(fake_library)
+    fake = FakeGpu(fake_library)
     device = Device(fake.driver, 0)
     yield fake, plan, lambda **how: PinnedRegion(device, plan, **how)
     device.close()
@@ -32,7 +32,7 @@ def pin(fake_library: Path) -> Iterator[tuple[Fake, CopyPlan, Callable[..., Pinn
 
 
 def test_the_region_is_pinned_in_chunks_of_whole_rows(
-    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]],
+    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]],
 ) -> None:
     fake, plan, make = pin
     pinned = make(chunk_bytes=4 * plan.geometry.row_bytes - 1)
@@ -49,8 +49,8 @@ def test_the_region_is_pinned_in_chunks_of_whole_rows(
     pinned.release()
 
 
-def test_pinning_that_fails_half_way_is_rolled_back_and_says_what_to_do(
-    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
+def test_failed_pinning_is_rolled_back_with_advice(
+    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, plan, make = pin
     fake.fail("cuMemHostRegister_v2", 2, after=2)
@@ -64,8 +64,8 @@ def test_pinning_that_fails_half_way_is_rolled_back_and_says_what_to_do(
     assert "ulimit -l" in caplog.text
 
 
-def test_rows_that_are_pinned_already_are_left_to_who_pinned_them(
-    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]],
+def test_rows_pinned_by_others_are_not_unpinned(
+    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]],
 ) -> None:
     fake, _, make = pin
     theirs = make()
@@ -76,8 +76,8 @@ def test_rows_that_are_pinned_already_are_left_to_who_pinned_them(
     theirs.release()
 
 
-def test_rows_of_which_somebody_pinned_a_part_are_not_taken_for_pinned(
-    pin: tuple[Fake, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
+def test_partly_pinned_rows_do_not_count_as_pinned(
+    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The driver says "already" for a part too; a batch would refuse the rest, at every transfer."""
     fake, plan, make = pin
@@ -102,7 +102,7 @@ def test_the_node_of_a_device_is_what_sysfs_says(tmp_path: Path) -> None:
     assert [node_of(name, tmp_path) for name in names] == [1, None, None, None]
 
 
-def test_placement_changes_no_byte_and_may_be_refused() -> None:
+def test_numa_placement_changes_no_byte_and_may_be_refused() -> None:
     memory = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
     memory[:] = 7
     prefer(memory.ctypes.data, memory.size, 0)

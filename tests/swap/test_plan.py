@@ -66,7 +66,7 @@ def test_gaps_are_what_no_segment_covers() -> None:
     assert plan_of().groups[0].gaps == (Gap(0, 3000),)
 
 
-def test_layers_that_are_neighbours_on_both_sides_are_one_segment() -> None:
+def test_layers_adjacent_on_both_sides_are_merged() -> None:
     together = [Segment(1000 * layer, 4000, 1000, 1000 * layer, 7) for layer in range(3)]
     assert plan_of(*together).groups[0].segments == (Segment(0, 4000, 3000, 0, 7),)
     apart = [Segment(1000 * layer, 1000, 1000, 1000 * layer, 1) for layer in range(3)]
@@ -83,7 +83,7 @@ def test_layers_that_are_neighbours_on_both_sides_are_one_segment() -> None:
     ],
     ids=["address", "stride", "offset", "blocks"],
 )
-def test_segments_that_differ_in_anything_stay_two(second: Segment) -> None:
+def test_segments_that_differ_are_not_merged(second: Segment) -> None:
     first = Segment(0, 4000, 1000, 0, 7)
     assert plan_of(first, second).groups[0].segments == (first, second)
 

@@ -11,7 +11,7 @@ import pytest
 
 from nixl_tiers.swap.plan import Segment
 from tests.swap.conftest import ROOT
-from tests.swap.world import World, assert_same, random_world
+from tests.swap.scenario import CopyScenario, assert_same, random_scenario
 
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
 
@@ -33,12 +33,12 @@ def driver(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    driver: Path, folder: Path, world: World, group: int, pairs: np.ndarray, *, to_host: bool, kernel: int
+    driver: Path, folder: Path, scenario: CopyScenario, group: int, pairs: np.ndarray, *, to_host: bool, kernel: int
 ) -> bytes:
     """Engine bytes (from each segment's first page to the end of its last) and region bytes after one swap."""
-    plan, geometry = world.plan, world.geometry
+    plan, geometry = scenario.plan, scenario.geometry
     segments = plan.groups[group].segments
-    sizes = [(world.blocks - 1) * segment.block_stride + segment.nbytes for segment in segments]
+    sizes = [(scenario.blocks - 1) * segment.block_stride + segment.nbytes for segment in segments]
     skew = segments[0].address % 64 if segments else 0
     numbers = [int(to_host), kernel, plan.rows, skew]
     numbers += [geometry.row_bytes, plan.cell_offset, geometry.sub_block_bytes, geometry.sub_blocks]
@@ -49,15 +49,17 @@ def run(
         numbers += gap
     numbers += pairs.ravel().tolist()
     case, result = folder / "case", folder / "result"
-    engine = [engine_bytes(world, world.memory, segment, size) for segment, size in zip(segments, sizes, strict=True)]
-    case.write_bytes(np.array(numbers, dtype="<u8").tobytes() + b"".join(engine) + world.region.tobytes())
+    engine = [
+        engine_bytes(scenario, scenario.memory, segment, size) for segment, size in zip(segments, sizes, strict=True)
+    ]
+    case.write_bytes(np.array(numbers, dtype="<u8").tobytes() + b"".join(engine) + scenario.region.tobytes())
     ended = subprocess.run([str(driver), str(case), str(result)], check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return result.read_bytes()
 
 
-def engine_bytes(world: World, memory: list[np.ndarray], segment: Segment, size: int) -> bytes:
-    for before, tensor in zip(world.memory, memory, strict=True):
+def engine_bytes(scenario: CopyScenario, memory: list[np.ndarray], segment: Segment, size: int) -> bytes:
+    for before, tensor in zip(scenario.memory, memory, strict=True):
         first = segment.address - before.ctypes.data
         if 0 <= first < tensor.size:
             return tensor[first : first + size].tobytes()
@@ -68,27 +70,27 @@ def engine_bytes(world: World, memory: list[np.ndarray], segment: Segment, size:
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_no_access_out_of_bounds(driver: Path, tmp_path: Path, seed: int, kernel: int) -> None:
     rng = np.random.default_rng(seed)
-    world = random_world(rng)
-    for group in range(len(world.layers)):
-        segments = world.plan.groups[group].segments
-        sizes = [(world.blocks - 1) * segment.block_stride + segment.nbytes for segment in segments]
-        blocks, places = world.transfer(rng)
-        pairs = world.plan.pairs(group, blocks, places)
+    scenario = random_scenario(rng)
+    for group in range(len(scenario.layers)):
+        segments = scenario.plan.groups[group].segments
+        sizes = [(scenario.blocks - 1) * segment.block_stride + segment.nbytes for segment in segments]
+        blocks, places = scenario.transfer(rng)
+        pairs = scenario.plan.pairs(group, blocks, places)
 
-        stored = run(driver, tmp_path, world, group, pairs, to_host=True, kernel=kernel)
-        region = world.store(group, blocks, places)
+        stored = run(driver, tmp_path, scenario, group, pairs, to_host=True, kernel=kernel)
+        region = scenario.store(group, blocks, places)
         assert_same(np.frombuffer(stored[-region.size :], np.uint8), region, "region after a store")
 
-        loaded = run(driver, tmp_path, world, group, pairs, to_host=False, kernel=kernel)
-        memory, start = world.load(group, blocks, places), 0
+        loaded = run(driver, tmp_path, scenario, group, pairs, to_host=False, kernel=kernel)
+        memory, start = scenario.load(group, blocks, places), 0
         for segment, size in zip(segments, sizes, strict=True):
-            wanted = np.frombuffer(engine_bytes(world, memory, segment, size), np.uint8).copy()
+            wanted = np.frombuffer(engine_bytes(scenario, memory, segment, size), np.uint8).copy()
             got = np.frombuffer(loaded[start : start + size], np.uint8).copy()
             start += size
             # Where layers lie together, the bytes between two of this segment's pages are another segment's.
-            for block in range(world.blocks - 1):
+            for block in range(scenario.blocks - 1):
                 between = slice(block * segment.block_stride + segment.nbytes, (block + 1) * segment.block_stride)
-                if len(segments) > 1 and len(world.memory) < len(segments):
+                if len(segments) > 1 and len(scenario.memory) < len(segments):
                     wanted[between] = got[between] = 0
             assert_same(got, wanted, "engine memory after a load")
 

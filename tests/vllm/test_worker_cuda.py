@@ -22,18 +22,18 @@ from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm import worker as worker_module
 from nixl_tiers.vllm.transfer import RowsSpec
 from nixl_tiers.vllm.worker import NixlTiersWorker, supply
-from tests.swap.fake import Fake
+from tests.swap.fake_gpu import FakeGpu
 
 BLOCKS, ROWS, PAGE, LAYERS, SUB_BLOCKS = 12, 6, 2048, 3, 2
 OUT_OF_MEMORY = 2
-WAYS = ("engine", "staged", "ring2")
+STRATEGIES = ("copy_engine", "staged", "ring2")
 
 
 class Rank:
     """One rank with LAYERS tensors of BLOCKS pages, all in the fake GPU's memory."""
 
-    def __init__(self, library: Path, way: str) -> None:
-        self.fake = Fake(library, 5)
+    def __init__(self, library: Path, strategy: str) -> None:
+        self.fake = FakeGpu(library, 5)
         rng = np.random.default_rng(5)
         self.caches = [rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8) for _ in range(LAYERS)]
         for cache in self.caches:
@@ -44,7 +44,7 @@ class Rank:
         geometry = Geometry(1, LAYERS * PAGE * SUB_BLOCKS, SUB_BLOCKS)
         self.region = HostRegion.create(geometry, ROWS)
         plan = CopyPlan([segments], geometry, 0, self.region.address, ROWS)
-        swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, choice=Fixed((way,)))
+        swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, choice=Fixed((strategy,)))
         self.region.at_close(swap.close)
         self.worker = NixlTiersWorker(self.region, plan, swap, 0, on_device=True)
         self.worker.keep_failed_loads()
@@ -81,7 +81,7 @@ def rank(fake_library: Path, request: pytest.FixtureRequest, monkeypatch: pytest
     rank.worker.shutdown()
 
 
-@pytest.mark.parametrize("rank", WAYS, indirect=True)
+@pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
 def test_there_and_back(rank: Rank) -> None:
     before = [rank.block(block) for block in range(BLOCKS)]
     result = rank.store([3, 9, 0, 7], [4, 1], store_seq=1)
@@ -100,17 +100,17 @@ def test_there_and_back(rank: Rank) -> None:
     assert not any(rank.fake.live().values())
 
 
-@pytest.mark.parametrize("rank", WAYS, indirect=True)
-@pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuCtxPushCurrent_v2", "the way's own"])
+@pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuCtxPushCurrent_v2", "the strategy's own"])
 def test_a_copy_that_does_not_start_is_told_in_the_rows_and_never_to_vllm(rank: Rank, call: str) -> None:
-    way = rank.worker._swap._choice(True, 0, 1)  # type: ignore[attr-defined]
-    own = {"engine": "cuMemcpyBatchAsync"}.get(way, "cuLaunchKernel")
-    assert rank.store([0, 1], [0], store_seq=1).success  # ways are made when first taken
-    rank.fake.fail(own if call == "the way's own" else call, OUT_OF_MEMORY)
+    strategy = rank.worker._swap._choice(True, 0, 1)  # type: ignore[attr-defined]
+    own = {"copy_engine": "cuMemcpyBatchAsync"}.get(strategy, "cuLaunchKernel")
+    assert rank.store([0, 1], [0], store_seq=1).success  # strategies are created on first use
+    rank.fake.fail(own if call == "the strategy's own" else call, OUT_OF_MEMORY)
     assert rank.store([2, 3], [1], store_seq=2).success
     assert not rank.region.written([1], 2).any()
     before = [rank.block(block) for block in range(BLOCKS)]
-    rank.fake.fail(own if call == "the way's own" else call, OUT_OF_MEMORY)
+    rank.fake.fail(own if call == "the strategy's own" else call, OUT_OF_MEMORY)
     assert rank.load([0], [4, 5]).success
     assert rank.worker.take_failed_loads() == {3}
     after = [rank.block(block) for block in range(BLOCKS)]
@@ -122,7 +122,7 @@ def test_a_copy_that_does_not_start_is_told_in_the_rows_and_never_to_vllm(rank: 
     assert [rank.block(4), rank.block(5)] == before[2:4]
 
 
-@pytest.mark.parametrize("rank", WAYS, indirect=True)
+@pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_gpu_that_fails_while_copying_writes_no_row_and_ends_with_the_worker(rank: Rank, after: int) -> None:
     assert rank.store([0, 1], [0], store_seq=1).success
@@ -134,7 +134,7 @@ def test_a_gpu_that_fails_while_copying_writes_no_row_and_ends_with_the_worker(r
     rank.worker.shutdown()
 
 
-@pytest.mark.parametrize("rank", ["engine"], indirect=True)
+@pytest.mark.parametrize("rank", ["copy_engine"], indirect=True)
 def test_whatever_is_wrong_with_a_store_is_not_told_to_vllm(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

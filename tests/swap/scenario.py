@@ -1,4 +1,4 @@
-"""Random worlds for swap tests: engine memory, a region, a plan between them, and the oracle that says what must be."""
+"""Random scenarios for swap tests: vLLM's memory, a region, a plan between them, and the oracle of the result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.swap.plan import CopyPlan, Segment
 
 Bytes = NDArray[np.uint8]
-GUARD = 192  # bytes of engine memory before the first and after the last page that nobody may touch
+GUARD = 192  # bytes of engine memory before the first and after the last page that no copy may touch
 
 
 @dataclass
-class World:
+class CopyScenario:
     """`memory[i]` holds the pages of one tensor between two guards; `layers[g]` says (tensor, first byte, stride,
     bytes, offset in the sub-block) for each segment of group g, in the oracle's own terms."""
 
@@ -66,7 +66,7 @@ class World:
         return blocks.tolist(), places.tolist()
 
 
-def world_of(
+def scenario_of(
     rng: np.random.Generator,
     page_bytes: list[list[int]],
     *,
@@ -81,8 +81,8 @@ def world_of(
     together: bool = False,
     halves: bool = False,
     misaligned: bool = False,
-) -> World:
-    """A world whose group g has one segment per entry of page_bytes[g], `gap` bytes before each in the sub-block.
+) -> CopyScenario:
+    """A scenario whose group g has one segment per entry of page_bytes[g], `gap` bytes before each in the sub-block.
 
     shared: all groups use the tensors of group 0, as far as those go (and page_bytes must agree).
     together: all layers of a block lie side by side in one tensor. halves: two segments share a tensor, the second's
@@ -127,7 +127,7 @@ def world_of(
     for group in segments:
         rng.shuffle(group)  # type: ignore[arg-type]
     plan = CopyPlan([[Segment(*s) for s in group] for group in segments], geometry, cell, region.ctypes.data, rows)
-    return World(geometry, cell, rows, blocks, memory, region, layers, plan)
+    return CopyScenario(geometry, cell, rows, blocks, memory, region, layers, plan)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -144,36 +144,40 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # as engines have them; every size is a multiple of 16
 
 
-def layout_of(name: str, rng: np.random.Generator, sub_blocks: int) -> World:
-    """A world of one of LAYOUTS, in chunks of so many blocks."""
-    return world_of(rng, blocks=30, rows=9, sub_blocks=sub_blocks, **LAYOUTS[name])
+def layout_of(name: str, rng: np.random.Generator, sub_blocks: int) -> CopyScenario:
+    """A scenario of one of LAYOUTS, in chunks of so many blocks."""
+    return scenario_of(rng, blocks=30, rows=9, sub_blocks=sub_blocks, **LAYOUTS[name])
 
 
 def move_parts_of_chunks(
-    world: World, group: int, rng: np.random.Generator, store: Callable[..., object], load: Callable[..., object]
+    scenario: CopyScenario,
+    group: int,
+    rng: np.random.Generator,
+    store: Callable[..., object],
+    load: Callable[..., object],
 ) -> None:
     """A load from the middle of a chunk to the middle of another, and a store that leaves blocks out; checks all bytes.
 
     `store`, `load`: take (group, blocks, places) and return when the bytes have arrived.
     """
-    sub_blocks = world.geometry.sub_blocks
-    rows = rng.permutation(world.rows)[:3]
+    sub_blocks = scenario.geometry.sub_blocks
+    rows = rng.permutation(scenario.rows)[:3]
     first, count = sub_blocks // 2, 2 * sub_blocks
-    places = world.plan.places(rows, first, count)
+    places = scenario.plan.places(rows, first, count)
     assert sub_blocks == 1 or places[0] % sub_blocks
-    blocks = rng.permutation(world.blocks)[:count]
-    expected, before = world.load(group, blocks.tolist(), places.tolist()), world.region.copy()
+    blocks = rng.permutation(scenario.blocks)[:count]
+    expected, before = scenario.load(group, blocks.tolist(), places.tolist()), scenario.region.copy()
     load(group, blocks, places)
-    for tensor, wanted in zip(world.memory, expected, strict=True):
+    for tensor, wanted in zip(scenario.memory, expected, strict=True):
         assert_same(tensor, wanted, "engine memory after a load of parts of chunks")
-    assert_same(world.region, before, "region, which a load only reads")
+    assert_same(scenario.region, before, "region, which a load only reads")
     present = np.sort(rng.permutation(count)[: max(1, count // 2)])
-    region = world.store(group, blocks[present].tolist(), places[present].tolist())
+    region = scenario.store(group, blocks[present].tolist(), places[present].tolist())
     store(group, blocks[present], places[present])
-    assert_same(world.region, region, "region after a store with absent blocks")
+    assert_same(scenario.region, region, "region after a store with absent blocks")
 
 
-def random_world(rng: np.random.Generator) -> World:
+def random_scenario(rng: np.random.Generator) -> CopyScenario:
     """Any layout that an engine may have, in sizes that are awkward on purpose."""
     sizes = [1, 8, 63, 64, 255, 256, 320, 512, 513, 768, 1000, 1024, 4096, 4097, 9000, 33000]
     together = bool(rng.integers(2))
@@ -189,7 +193,7 @@ def random_world(rng: np.random.Generator) -> World:
             [int(rng.choice(sizes))] * layers if uniform else rng.choice(sizes, layers).tolist() for _ in range(groups)
         ]
     cells = int(rng.integers(1, 4))
-    return world_of(
+    return scenario_of(
         rng,
         pages,
         blocks=int(rng.integers(1, 12)),
@@ -206,7 +210,7 @@ def random_world(rng: np.random.Generator) -> World:
 
 
 def _random(rng: np.random.Generator, nbytes: int) -> Bytes:
-    """Random bytes that begin on a page: copies take other ways where both sides are aligned."""
+    """Random bytes that begin on a page: copies differ where both sides are aligned."""
     room = rng.integers(0, 256, nbytes + 4096, dtype=np.uint8)
     start = -room.ctypes.data % 4096
     return room[start : start + nbytes]

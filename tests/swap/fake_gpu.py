@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.swap.driver import Driver
 from tests.swap.conftest import ROOT
-from tests.swap.world import World
+from tests.swap.scenario import CopyScenario
 
 HERE = Path(__file__).parent
 KINDS = ("streams", "events", "registrations", "contexts", "modules", "allocations")
@@ -30,7 +30,7 @@ def build(folder: Path) -> Path | None:
     return library
 
 
-class Fake:
+class FakeGpu:
     """One machine with one GPU: what a test does to it, and what it has seen."""
 
     def __init__(self, library: Path, seed: int = 0, version: int = 13000) -> None:
@@ -40,13 +40,13 @@ class Fake:
         self._library.fake_largest_batch.restype = ctypes.c_size_t
         self._library.fake_why.restype = ctypes.c_char_p
         self._library.fake_reset(seed, version)
-        self._worlds: list[World] = []
+        self._scenarios: list[CopyScenario] = []
         self.driver = Driver(self._library)
 
-    def own(self, world: World) -> None:
-        """Make the engine's memory of a world the GPU's."""
-        self._worlds.append(world)  # a plan knows addresses only: somebody must hold the memory
-        for tensor in world.memory:
+    def own(self, scenario: CopyScenario) -> None:
+        """Make the engine's memory of a scenario the GPU's."""
+        self._scenarios.append(scenario)  # a plan knows addresses only: something must keep the memory alive
+        for tensor in scenario.memory:
             self.own_bytes(tensor)
 
     def own_bytes(self, memory: NDArray[np.uint8]) -> None:
@@ -103,6 +103,6 @@ class Fake:
         assert self._library.fake_depth() == 0
 
 
-def leftovers(fake: Fake) -> Iterator[str]:
+def leftovers(fake: FakeGpu) -> Iterator[str]:
     """What was not given back."""
     return (f"{n} {kind}" for kind, n in fake.live().items() if n)
