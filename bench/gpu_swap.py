@@ -3,7 +3,7 @@
     python bench/gpu_swap.py [--quick] [--fragments 2048,16384] [--blocks 16,512] [--ids random|sequential]
                              [--rounds N] [--json FILE] [--plot FILE]
 
-A block's pages lie apart on the GPU, one a layer (16 layers), and together in its row. Beside this package's strategies,
+A block's pages lie apart on the GPU, one a layer (16 layers), and together in its row. Beside the package's strategies,
 in the same process and on the same memory: the batch that vLLM hands to the copy engine (a descriptor per layer and
 block, built anew for every transfer), its Triton kernel written again in our words, and a loop of torch copies. Every
 contender's bytes are compared, with destinations poisoned before, before it is timed. A time is the host's, from the

@@ -16,8 +16,8 @@ from nixl_tiers.swap.device_tables import JOB_BYTES, TILE_BYTES, first_parts, pa
 from nixl_tiers.swap.kernels import CAPACITIES, RING_SHARED_BYTES, THREADS
 from nixl_tiers.swap.nvrtc import CompileError, Nvrtc
 from tests.swap.conftest import ROOT
-from tests.swap.test_sanitized import SANITIZE
 from tests.swap.scenario import assert_same, random_scenario, scenario_of
+from tests.swap.test_sanitized import SANITIZE
 
 HERE = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
