@@ -1,7 +1,7 @@
-"""How much memory there is to take: what the memory cgroups (v1 and v2) leave, and what the machine has.
+"""How much memory is available: what the memory cgroups (v1 and v2) leave, and what the machine has.
 
-A region's pages are shared memory: they count towards the cgroup of whoever touches them first, and going over the
-limit kills a process instead of failing a call. So the question is asked before.
+A region's pages are shared memory: they are charged to the cgroup of the process that touches them first, and exceeding
+the limit kills a process instead of failing a call. So it is checked before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 @dataclass(frozen=True)
 class Room:
-    """One bound on memory: who sets it, and how many bytes it still leaves."""
+    """One limit on memory: whose it is, and how many bytes it still leaves."""
 
     whose: str
     free_bytes: int
@@ -23,7 +23,8 @@ class Room:
 
 
 def rooms(root: Path = Path("/")) -> list[Room]:
-    """Every bound on this process: its memory cgroup, each parent of it, and the machine. What cannot be read is none.
+    """Every bound on this process: its memory cgroup, each parent of it, and the machine. A limit that cannot be read
+    is left out.
 
     `root`: the file system to read proc and sys from.
     """
@@ -68,7 +69,7 @@ def _walk(mount: Path, path: str, limit: str, usage: str, reclaimable: tuple[str
         limit_bytes, used_bytes = _number(mount / level / limit), _number(mount / level / usage)
         if limit_bytes is None or used_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
             continue
-        # Clean file cache is counted as used and given up on demand. Shared memory is not part of these two lists.
+        # Clean file cache is counted as used and reclaimed on demand. Shared memory is not part of these two lists.
         used_bytes -= sum(count for name, count in _pairs(mount / level / "memory.stat") if name in reclaimable)
         free_bytes = max(0, limit_bytes - max(0, used_bytes))
         yield Room(f"the memory cgroup {PurePosixPath('/') / level}", free_bytes, limit_bytes)

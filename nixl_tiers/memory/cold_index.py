@@ -1,9 +1,9 @@
-"""A compact index of what a storage tier holds: built by a mover in a memfd, taken over by the engine as it stands.
+"""The cold index: what a storage tier held at start, built by a mover in a memfd and mapped by the scheduler's process.
 
-A dict of four million rows costs seconds and a gigabyte of Python; this costs the engine one mmap. It can be that
-small because it only ever shrinks: the engine keeps what it stores or touches in its own books, and here it only finds
-rows, removes them, and evicts the coldest. So rows are packed, sorted by hash, with a list of where each bucket starts
-instead of empty places, and a second list gives them in order of use: exact LRU, without links.
+A dict of four million rows costs seconds and a gigabyte of Python; this costs the scheduler one mmap. It can be that
+small because it only ever shrinks: rows that are stored or used are in the core's own tier index, and here rows are
+only found, removed, and evicted coldest first. So rows are packed, sorted by hash, with a list of where each bucket
+starts instead of empty places, and a second list gives them in order of use: exact LRU, without links.
 docs/internals/cold-index.md has the layout and the measurements.
 """
 
@@ -34,17 +34,17 @@ _MAGIC: Final = b"nixlindx"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sQQQQQQ")  # magic, version, rows, log2 of buckets, slots, salt, bytes a key
 _WORD: Final = (1 << 64) - 1
-_GONE: Final = 0xFFFFFFFF  # the slot of a row that has been removed
+_REMOVED: Final = 0xFFFFFFFF  # the slot of a row that has been removed
 _ROWS_A_BUCKET: Final = 4  # at most, on average
 _REFILL: Final = 256
 
 
 class ColdIndexError(RuntimeError):
-    """The table cannot be made, or is none. One sentence that says why."""
+    """The index cannot be built, or the descriptor holds none. One sentence that says why."""
 
 
 def key_digest(key: Key) -> bytes:
-    """The 16 bytes that stand for a key in a table: BLAKE2b, because keys may come from users.
+    """The 16 bytes that stand for a key in an index: BLAKE2b, because keys may come from users.
 
     Two keys with one digest would cost a row (the seal refuses to load one as the other), and finding such a pair
     takes 2**64 tries. Unkeyed, so that a mover may keep digests beside its journal instead of hashing at each start.
@@ -53,12 +53,12 @@ def key_digest(key: Key) -> bytes:
 
 
 def key_digests(keys: Iterable[Key]) -> NDArray[np.uint8]:
-    """uint8 (n, 16): the digests of `keys`, as TableBuilder.add_many takes them. About a microsecond each."""
+    """uint8 (n, 16): the digests of `keys`, as ColdIndexBuilder.add_many takes them. About a microsecond each."""
     return np.frombuffer(b"".join(map(key_digest, keys)), np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 class _Layout:
-    """Where the parts stand, in bytes from the start: a function of the header, so that it can be checked."""
+    """Where the parts are, in bytes from the start: a function of the header, so that it can be checked."""
 
     def __init__(self, rows: int, bucket_bits: int, slots_limit: int, key_bytes: int) -> None:
         self.rows, self.bucket_bits, self.slots_limit, self.key_bytes = rows, bucket_bits, slots_limit, key_bytes
@@ -73,21 +73,21 @@ class _Layout:
 
 
 class ColdIndexBuilder:
-    """Collects rows and makes a table of them. Where two rows have one key, or one slot, the later used one stays."""
+    """Collects rows and builds an index of them. Of two rows with one key, or one slot, the later used one is kept."""
 
     def __init__(self) -> None:
         self._digests: list[NDArray[np.uint8]] = []
         self._slots: list[NDArray[np.uint32]] = []
         self._ticks: list[NDArray[np.uint32]] = []
         self.left_out: NDArray[np.intp] = np.empty(0, np.intp)
-        """After build: rows (numbered as they were added) that the table lacks; the medium may forget them."""
+        """After build: rows (numbered as they were added) that are not in the index; the medium may delete them."""
         self.order: NDArray[np.uint32] = np.empty(0, np.uint32)
-        """After build: uint32 (rows of the table,), the number of each as it was added."""
+        """After build: uint32 (rows of the index,), the number of each as it was added."""
 
     def add_many(self, digests: NDArray[np.uint8], slots: NDArray[np.uint32], ticks: NDArray[np.uint32]) -> None:
         """Add rows: `digests` uint8 (n, 16) of their keys, `slots` and `ticks` (when last used) uint32 (n,).
 
-        The arrays are kept until build, not copied. Among equal ticks, what is added first is the colder.
+        The arrays are held until build, not copied. Among equal ticks, what is added first is the colder.
         ValueError unless shapes and types are these.
         """
         if digests.shape != (len(slots), DIGEST_BYTES) or digests.dtype != np.uint8:
@@ -100,10 +100,11 @@ class ColdIndexBuilder:
         self._ticks.append(ticks)
 
     def build(self, slots_limit: int, keys: NDArray[np.uint8] | None = None) -> int:
-        """The table as a new memfd, its size sealed; the caller's to send and to close. Empties the builder.
+        """The index as a new memfd, its size sealed, which the caller sends and closes. Empties the builder.
 
-        Rows with a slot of `slots_limit` or above are left out. `keys`, for a table that names its coldest rows by key:
-        uint8 (rows as added, 1 + longest key), each a length, the key, and padding. TableError if there is no memory.
+        Rows with a slot of `slots_limit` or above are left out. `keys`, for an index that names its coldest rows by
+        key: uint8 (rows as added, 1 + longest key), each a length, the key, and padding. ColdIndexError if there is no
+        memory.
         """
         digests: NDArray[np.uint8] = np.concatenate([np.empty((0, DIGEST_BYTES), np.uint8), *self._digests])
         slots = np.concatenate([np.empty(0, np.uint32), *self._slots])
@@ -116,8 +117,8 @@ class ColdIndexBuilder:
         kept = by_use[_newest_of_each(slots, digests, hashes, by_use, slots_limit)]
         if len(kept) < len(slots):
             self.left_out = np.setdiff1d(np.arange(len(slots)), kept)
-        if len(kept) >= _GONE:
-            raise ColdIndexError(f"a table has room for {_GONE - 1} rows, not for {len(kept)}")
+        if len(kept) >= _REMOVED:
+            raise ColdIndexError(f"an index has room for {_REMOVED - 1} rows, not for {len(kept)}")
         by_hash = np.argsort(hashes[kept])  # numbers of places in `kept`, which is in order of use
         rows = kept[by_hash]
         self.order = rows.astype(np.uint32)
@@ -151,17 +152,17 @@ class ColdIndexBuilder:
 
 
 class SharedColdIndex:
-    """The engine's side: find, remove, evict. Nothing is ever added. One thread at a time, and only one engine.
+    """The scheduler's side: find, remove, evict. Nothing is ever added. One thread at a time, and one process only.
 
-    What stands in the memfd is believed only as far as memory is safe: a row that is not what the table says is for
-    the seal to find out, when it is loaded.
+    The content of the memfd is checked only as far as memory safety needs it: a row that is not what the index says
+    fails its seal when it is loaded.
     """
 
     def __init__(self, fd: int, layout: _Layout, salt: int) -> None:
         """Map `fd`. Not for callers: use attach, which checks it."""
         rows, bucket_bits = layout.rows, layout.bucket_bits
         self.named = layout.key_bytes > 0
-        """Whether `coldest` tells keys; else it tells their digests."""
+        """Whether `coldest` returns keys; else it returns their digests."""
         self.nbytes = layout.total
         self._map = mmap.mmap(fd, layout.total)
         self._views: list[memoryview] = []
@@ -180,15 +181,15 @@ class SharedColdIndex:
 
     @classmethod
     def attach(cls, fd: int) -> SharedColdIndex:
-        """Map the table behind `fd`, which is closed: the mapping needs it no more. Takes no longer for more rows.
+        """Map the index behind `fd`, and close `fd`. Takes the same time for any number of rows.
 
-        TableError unless it is a memfd whose size is sealed and is what its header says: a file that could shrink
+        ColdIndexError unless it is a memfd whose size is sealed and is what its header says: a file that could shrink
         would turn any access into a SIGBUS.
         """
         try:
             return cls(fd, *_checked(fd))
         except OSError as error:
-            raise ColdIndexError(f"cannot map the table behind descriptor {fd}: {error.strerror}") from error
+            raise ColdIndexError(f"cannot map the index behind descriptor {fd}: {error.strerror}") from error
         finally:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -202,23 +203,23 @@ class SharedColdIndex:
         return None if row < 0 else (self._slots[row], self._ticks[row])
 
     def remove(self, key: Key) -> tuple[int, int] | None:
-        """As find, and the row is no longer here: the caller keeps its slot, or frees it."""
+        """As find, and the row is removed: the caller keeps its slot, or frees it."""
         row = self._find(key)
         return None if row < 0 else (self._remove(row), self._ticks[row])
 
     def coldest(self, count: int) -> list[tuple[bytes, int]]:
-        """Remove up to `count` rows, those not used for longest first: (key if `named`, else its digest; slot)."""
+        """Remove up to `count` rows, the least recently used first: (key if `named`, else its digest; slot)."""
         victims: list[tuple[bytes, int]] = []
         while len(victims) < count and self._left:
             if not self._coldest:
                 self._refill()
             row = self._coldest.pop()
-            if self._slots[row] != _GONE:
+            if self._slots[row] != _REMOVED:
                 victims.append((self._name(row), self._remove(row)))
         return victims
 
     def claim(self, taken: bytearray, slots_limit: int) -> None:
-        """Mark this table's slots in a map of one byte a slot, at least `slots_limit` bytes.
+        """Mark this index's slots in a map of one byte a slot, at least `slots_limit` bytes.
 
         Rows in slots that are marked already, or that are not below `slots_limit`, are removed.
         """
@@ -226,10 +227,10 @@ class SharedColdIndex:
         both = min(len(theirs), len(mine))
         if mine[both:].any() or (mine[:both] & theirs[:both]).any():
             slots = _column(self._map, self._layout.slots, self._rows)
-            rows = np.flatnonzero(slots != _GONE)
+            rows = np.flatnonzero(slots != _REMOVED)
             lost = slots[rows] >= both
             lost[~lost] = theirs[slots[rows[~lost]]] != 0
-            slots[rows[lost]] = _GONE
+            slots[rows[lost]] = _REMOVED
             self._left -= int(lost.sum())
             mine = self._slot_map()
         theirs[:both] |= mine[:both]
@@ -241,7 +242,8 @@ class SharedColdIndex:
         theirs[mine[: len(theirs)] != 0] = 0
 
     def built(self, digest: bytes) -> int:
-        """The number of the row of this digest among those that were built in, removed or not; -1 if there is none."""
+        """The number of the row of this digest among those that were built in, even if removed since; -1 if there is
+        none."""
         if not self._rows:
             return -1
         bucket = (int.from_bytes(digest[:8], "little") * self._salt & _WORD) >> self._shift
@@ -252,7 +254,7 @@ class SharedColdIndex:
         return -1 if at < 0 else (at - self._base) // DIGEST_BYTES
 
     def close(self) -> None:
-        """Give the memory back. May be called again; the table is empty from then on."""
+        """Unmap the memory. May be called again; the index is empty from then on."""
         self._left = self._rows = 0
         self._coldest = []
         for view in self._views:
@@ -269,7 +271,7 @@ class SharedColdIndex:
     def _find(self, key: Key) -> int:
         """The number of the key's row, -1 if it is not here (any more)."""
         row = self.built(key_digest(key)) if self._left else -1
-        return row if row >= 0 and self._slots[row] != _GONE else -1
+        return row if row >= 0 and self._slots[row] != _REMOVED else -1
 
     def _name(self, row: int) -> bytes:
         if self.named:
@@ -285,25 +287,25 @@ class SharedColdIndex:
             return np.unpackbits(packed, count=self._slots_limit, bitorder="little")
         slots = _column(self._map, self._layout.slots, self._rows)
         here = np.zeros(self._slots_limit, np.uint8)
-        here[slots[slots != _GONE]] = 1
+        here[slots[slots != _REMOVED]] = 1
         return here
 
     def _remove(self, row: int) -> int:
         slot = self._slots[row]
-        self._slots[row] = _GONE
+        self._slots[row] = _REMOVED
         self._left -= 1
         return slot
 
     def _refill(self) -> None:
-        """Read on in the order of use, until there is a row that is still here."""
+        """Read on in the order of use, up to a row that is still here."""
         slots = _column(self._map, self._layout.slots, self._rows)
         count = _REFILL
         while not self._coldest and self._cursor < self._rows:
             count = min(count, self._rows - self._cursor)
             rows = _column(self._map, self._layout.order + 4 * self._cursor, count)
             self._cursor += count
-            self._coldest = rows[slots[rows] != _GONE][::-1].tolist()
-            count *= 2  # long gone: most of it has been removed
+            self._coldest = rows[slots[rows] != _REMOVED][::-1].tolist()
+            count *= 2  # most of this part has been removed
 
     def _view(self, at: int, count: int) -> memoryview:
         whole = memoryview(self._map)
@@ -320,7 +322,7 @@ def _newest_of_each(
     by_use: NDArray[np.intp],
     slots_limit: int,
 ) -> NDArray[np.bool_]:
-    """bool (n,), in the order of `by_use`: whether that row stays, so that each digest and each slot occurs once."""
+    """bool (n,), in the order of `by_use`: whether that row is kept, so that each digest and each slot occurs once."""
     stays = slots[by_use] < slots_limit
     ordered = np.sort(hashes)
     twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -350,7 +352,7 @@ def _memfd(nbytes: int) -> int:
     try:
         fd = memfd("nixl_tiers_index")
         try:
-            os.posix_fallocate(fd, 0, nbytes)  # an error here, where a page that cannot be had would be a SIGBUS later
+            os.posix_fallocate(fd, 0, nbytes)  # fail here: a page that cannot be allocated later would be a SIGBUS
         except OSError:
             os.close(fd)
             raise
@@ -360,13 +362,13 @@ def _memfd(nbytes: int) -> int:
 
 
 def _checked(fd: int) -> tuple[_Layout, int]:
-    """Layout and salt of the table behind `fd`. TableError names what is wrong with it."""
+    """Layout and salt of the index behind `fd`. ColdIndexError names what is wrong with it."""
     try:
-        _, _, rows, bucket_bits, slots, salt, key_bytes = header_of(fd, _HEADER, _MAGIC, _VERSION, "table")
+        _, _, rows, bucket_bits, slots, salt, key_bytes = header_of(fd, _HEADER, _MAGIC, _VERSION, "cold index")
     except ValueError as error:
         raise ColdIndexError(str(error)) from error
     size = os.fstat(fd).st_size
     layout = _Layout(rows, bucket_bits, slots, key_bytes)
-    if not 1 <= bucket_bits <= 32 or rows >= _GONE or size != layout.total:
-        raise ColdIndexError(f"the table behind descriptor {fd} has {size} bytes, which is not what its header says")
+    if not 1 <= bucket_bits <= 32 or rows >= _REMOVED or size != layout.total:
+        raise ColdIndexError(f"the index behind descriptor {fd} has {size} bytes, which is not what its header says")
     return layout, salt

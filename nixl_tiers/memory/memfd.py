@@ -1,4 +1,4 @@
-"""Memory that processes share by descriptor, and that has no name in any file system."""
+"""Memory that processes share by descriptor, without a name in any file system."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memfd(name: str) -> int:
 
 
 def header_of(fd: int, form: struct.Struct, magic: bytes, version: int, noun: str) -> tuple[Any, ...]:
-    """The fields of the header that the memfd behind `fd` begins with: the first is `magic`, the second its version.
+    """The fields of the header at the beginning of the memfd behind `fd`: the first is `magic`, the second its version.
 
     ValueError (one sentence, in which it is called `noun`) unless it is one, of this version, and its size is sealed.
     """

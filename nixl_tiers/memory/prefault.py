@@ -1,6 +1,6 @@
-"""Prefaulting: have the kernel supply a mapping's pages ahead of use, on threads of its own.
+"""Prefaulting: allocate a mapping's pages ahead of use, on threads of its own.
 
-A page fault a page runs at a fraction of memory speed, and would be paid by the first requests that are offloaded.
+One page fault for each page runs at a fraction of memory speed, and the first requests that are offloaded would pay it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from nixl_tiers.chunk import PAGE
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
-_CHUNK_BYTES: Final = 32 << 20  # how much a thread asks for at once, and so how long a stop may take to be heard
+_CHUNK_BYTES: Final = 32 << 20  # how much a thread asks for at once, which bounds how long a stop takes
 
 _log = logging.getLogger(__name__)
 
@@ -43,17 +43,17 @@ class Prefault:
 
     @property
     def populated_bytes(self) -> int:
-        """How far it has come; the whole size once all is there."""
+        """How much is populated; the whole size at the end."""
         return self._populated_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no thread works any more; False after `timeout_s`, which holds for each thread."""
+        """Wait until all threads have ended; False after `timeout_s`, which holds for each thread."""
         for thread in self._threads:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """End early. When this returns, nobody touches the memory any more."""
+        """End early. When this returns, no thread touches the memory any more."""
         self._stopping.set()
         self.wait()
 
@@ -65,7 +65,7 @@ class Prefault:
                 return
             error = self._populate(self._address + start, size)
             if error:
-                _log.warning("prefaulting ends at %d bytes: %s; pages will come as used", start, os.strerror(error))
+                _log.warning("prefaulting ends at %d bytes: %s; pages are allocated on use", start, os.strerror(error))
                 self._stopping.set()
                 return
             with self._count:

@@ -1,8 +1,8 @@
-"""The host region: one memfd that every process of a node maps, holding the rows and what is said about them.
+"""The host region: one memfd that every process of a node maps, holding the rows and their control words.
 
 Layout: a header page, one fingerprint record per cell and one for all, one control word per (row, cell), and from a
-2 MiB boundary on the rows. The memory has no name in any file system: when the last process that maps it is gone, so
-is it.
+2 MiB boundary on the rows. The memory has no name in any file system: it is freed with the last
+process that maps it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_NOTE_BYTES: Final = 400
 
 WRITTEN: Final = 1
 FAILED: Final = 2
-INCOMPLETE: Final = 3  # copied, but what was not there to be copied may be wanted
+INCOMPLETE: Final = 3  # copied, but a load may need what was not there to be copied
 # A control word: the job's store_seq in the upper 40 bits, how many sub-blocks are missing at the cell's beginning in
 # the next 16, and the state.
 _STORE_SEQ_AT: Final = 24
@@ -51,14 +51,14 @@ MAX_MISSING: Final = (1 << _STORE_SEQ_AT - _MISSING_AT) - 1
 
 
 class RegionError(RuntimeError):
-    """The host region cannot be had as asked. One sentence that says why."""
+    """The host region cannot be created or attached as asked. One sentence that says why."""
 
 
 _regions: weakref.WeakSet[HostRegion] = weakref.WeakSet()
 
 
 class _Layout:
-    """Where the parts stand, in bytes from the start: a function of geometry and rows, so that it can be checked."""
+    """Where the parts are, in bytes from the start: a function of geometry and rows, so that it can be checked."""
 
     def __init__(self, geometry: Geometry, rows: int) -> None:
         self.records = PAGE
@@ -68,12 +68,12 @@ class _Layout:
 
 
 class HostRegion:
-    """Rows in shared memory. Make one with `create`, take one over with `attach`, or meet others with `join.join`.
+    """Rows in shared memory. `create` makes one, `attach` maps one, `rendezvous.rendezvous` does either.
 
     geometry    how a row is laid out
-    rows        how many there are
+    rows        number of rows
     fd          the memfd, close-on-exec; hand it to a child with pass_fds
-    identity    16 random bytes that tell this region from any other
+    identity    16 random bytes that identify this region
     address     of row 0 in this process
     nbytes      of all rows
     rows_view   uint8 (rows, row_bytes), writable
@@ -108,15 +108,15 @@ class HostRegion:
     def create(cls, geometry: Geometry, rows: int, bounds: Iterable[Room] | None = None) -> HostRegion:
         """Make a region of `rows` rows. RegionError names what is short: the cgroup's memory, the machine's, a limit.
 
-        `bounds`: how much memory there is to take; None reads it from the system (cgroup.rooms). Nothing is touched
-        yet: pages come when they are first used, or through `prefault`.
+        `bounds`: how much memory is available; None reads it from the system (cgroup.rooms). No page is touched
+        yet: pages are allocated at first use, or by `prefault`.
         """
         if rows < 1:
             raise RegionError(f"a region needs at least one row, not {rows}")
         layout = _Layout(geometry, rows)
-        complaint = shortage(layout.total, rooms_of_this_process() if bounds is None else bounds)
-        if complaint:
-            raise RegionError(complaint)
+        problem = shortage(layout.total, rooms_of_this_process() if bounds is None else bounds)
+        if problem:
+            raise RegionError(problem)
         fd = _memfd()
         try:
             os.ftruncate(fd, layout.total)
@@ -151,13 +151,14 @@ class HostRegion:
     def mark(self, rows: NDArray[np.integer[Any]] | Sequence[int], cell: int, store_seq: int,
              ok: NDArray[np.bool_] | bool, missing: NDArray[np.integer[Any]] | int = 0, *,
              whole: NDArray[np.bool_] | bool = True) -> None:  # fmt: skip
-        """Say that copying job `store_seq` has written its cell of these rows, or failed to; `ok` for all or one a row.
+        """Record that store job `store_seq` has written its cell of these rows, or failed to; `ok` for all or one a
+        row.
 
         `missing`: how many sub-blocks at the cell's beginning were not written, for all or one a row; `whole`: False
-        where a load may want them (as is taken for granted of more than MAX_MISSING), so that the row is of no use.
+        where a load may need them (always assumed of more than MAX_MISSING), which makes the row useless.
 
         Called by the rank that owns the cell, after its bytes are in memory (streaming stores fenced). A late word of
-        an older job cannot pass for a newer one's: store_seqs (0 to 2**40 - 1) are never used twice in a region.
+        an older job is never taken for a newer one's: store_seqs (0 to 2**40 - 1) are never reused in a region.
         """
         counts = np.asarray(missing, np.uint64)
         good = np.where(np.logical_and(whole, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(INCOMPLETE))
@@ -194,7 +195,7 @@ class HostRegion:
         return most
 
     def publish(self, cell: int, digest: bytes, note: str = "") -> None:
-        """Leave the fingerprint of this cell's rank (16 bytes) for the scheduler, with a note cut to 400 bytes."""
+        """Publish the fingerprint of this cell's rank (16 bytes) to the scheduler, with a note cut to 400 bytes."""
         self._write_record(self._record(cell), digest, note)
 
     def published(self) -> list[tuple[bytes, str] | None]:
@@ -202,8 +203,8 @@ class HostRegion:
         return [self._read_record(self._record(cell)) for cell in range(self.geometry.cells)]
 
     def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
-        """What `find` (a digest of 16 bytes, a note) says in whichever of the ranks comes first; the others wait for
-        it, and one of them takes over if that rank dies. RegionError if this takes longer than `timeout_s`."""
+        """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its
+        result, and one of them takes over if that rank dies. RegionError if this takes longer than `timeout_s`."""
         at = self._records + self.geometry.cells * _RECORD_BYTES
         deadline = time.monotonic() + timeout_s
         while (found := self._read_record(at)) is None:
@@ -212,7 +213,7 @@ class HostRegion:
                 fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
             except OSError:
                 if time.monotonic() > deadline:
-                    raise RegionError(f"another rank was to tell within {timeout_s:g} s, and did not") from None
+                    raise RegionError(f"another rank did not publish it within {timeout_s:g} s") from None
                 time.sleep(0.01)
                 continue
             try:
@@ -223,7 +224,7 @@ class HostRegion:
         return found
 
     def prefault(self, threads: int = 4) -> Prefault:
-        """Have the kernel supply all rows' pages now, in the background. Ends early when the region is closed."""
+        """Allocate all rows' pages now, in the background. Ends early when the region is closed."""
         prefault = Prefault(self.address, self.nbytes, threads)
         self.at_close(prefault.stop)
         return prefault
@@ -235,8 +236,8 @@ class HostRegion:
     def close(self) -> None:
         """Stop what runs in the background, close the descriptor and unmap. May be called again.
 
-        Arrays that others still hold keep the mapping alive until they are gone. Raw addresses do not: whoever
-        registered or pinned the memory undoes that first.
+        Arrays that others still hold keep the mapping alive until they are gone. Raw addresses do not: memory that was
+        registered or pinned must be released first.
         """
         with self._closing:
             if self._closed:
@@ -244,16 +245,16 @@ class HostRegion:
             self._closed = True
         for call in self._at_close:
             call()
-        self._let_go()
+        self._release()
 
     def leave_to_parent(self) -> None:
         """In a forked child: unmap and close what is the parent's, so that this process does not keep the memory."""
         self._closing = threading.Lock()
         if not self._closed:
             self._closed = True
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._at_close.clear()
         os.close(self.fd)
         self.rows_view = np.empty((0, self.geometry.row_bytes), np.uint8)
@@ -277,7 +278,7 @@ class HostRegion:
             raise ValueError(f"a fingerprint has {NAMESPACE_BYTES} bytes, this one has {len(digest)}")
         text = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
         record = _RECORD.pack(len(text), digest) + text
-        # The check word last: who reads a half-written record sees that it is none yet.
+        # The check word last: a half-written record does not pass for one.
         self._map[at + 8 : at + 8 + len(record)] = record
         self._map[at : at + 8] = CHECK.pack(xxh3_64_intdigest(record))
 

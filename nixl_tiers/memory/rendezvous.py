@@ -1,8 +1,8 @@
-"""How the processes of one engine on one node come to share a region, in whatever order they start.
+"""Rendezvous: how the processes of one engine on one node get to share a region, in whatever order they start.
 
-The first comer binds an abstract Unix socket, makes the region and hands its descriptor to the others from a thread.
-An abstract name is the kernel's: it goes with the process, so that nothing is left behind whatever dies, and who
-comes next becomes the maker.
+The first process binds an abstract Unix socket, creates the region and sends its descriptor to the others from a
+thread. The kernel removes an abstract name with the process that bound it, so that nothing is left behind whatever
+dies, and the next process becomes the owner.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion, RegionError
 
 ADDRESS_PREFIX: Final = "nixl-tiers-"
-SERVE_S: Final = 600.0  # how long the maker waits for the others
-_ANSWER_S: Final = 2.0  # how long the maker waits for one of them to speak, so that a stopped one cannot block the rest
+SERVE_S: Final = 600.0  # how long the owner waits for the others
+_ANSWER_S: Final = 2.0  # how long it waits for one of them to answer: a stopped one must not block the rest
 _RETRY_S: Final = 0.01
 
-_FIELDS: Final = ("cells", "cell_payload", "sub_blocks", "rows", "parties")
-_CARD: Final = struct.Struct("<8s5Q")
-_CARD_MAGIC: Final = b"nixljoin"
-_HAVE_IT: Final = b"have it"
+_FIELDS: Final = ("cells", "cell_payload", "sub_blocks", "rows", "processes")
+_REQUEST: Final = struct.Struct("<8s5Q")
+_REQUEST_MAGIC: Final = b"nixljoin"
+_ACK: Final = b"have it"
 
-# A forked child would go on holding a listener after its parent is gone, and the name with it, answering nobody.
+# A forked child would keep the listener, and with it the name, after its parent is dead, and never answer.
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -45,36 +45,36 @@ os.register_at_fork(after_in_child=_close_listeners)
 
 
 def address_of(name: str) -> str:
-    """The abstract socket address (without its leading NUL) where this user's `name` is met."""
+    """The abstract socket address (without its leading NUL) of this user's `name`."""
     digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     return f"{ADDRESS_PREFIX}{os.geteuid()}-{digest}"
 
 
-def rendezvous(name: str, geometry: Geometry, rows: int, parties: int, timeout_s: float = 60.0) -> HostRegion:
-    """Make the region `name`, or share the one that another of its `parties` (this caller included) has made.
+def rendezvous(name: str, geometry: Geometry, rows: int, processes: int, timeout_s: float = 60.0) -> HostRegion:
+    """Create the region `name`, or attach to the one that another of its `processes` (this one included) has created.
 
-    `name` must be of one start of one engine: parties of different starts must not meet. All must ask for the same
-    geometry, rows and parties. A process may join more than once, and then is as many parties. RegionError says what
-    differs, what is short, or who did not answer within `timeout_s`. A party that joins after the maker died, while
-    others have its region already, gets a new one: `identity` and unpublished fingerprints tell.
+    `name` must belong to one start of one engine: processes of different starts must not meet. All must ask for the
+    same geometry, rows and number of processes. One that calls this n times counts as n processes. RegionError says
+    what differs, what is short, or which process did not answer within `timeout_s`. A process that comes after the
+    owner died, while others have its region already, gets a new one: `identity` and missing fingerprints show that.
     """
-    if parties < 1:
-        raise RegionError(f"region {name!r} needs at least one party, not {parties}")
-    if parties == 1:
+    if processes < 1:
+        raise RegionError(f"region {name!r} needs at least one process, not {processes}")
+    if processes == 1:
         return HostRegion.create(geometry, rows)
-    card = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, parties)
+    sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, processes)
     deadline = time.monotonic() + timeout_s
     while True:
-        region = _make(name, geometry, rows, card) or _ask(name, card, deadline)
+        region = _create(name, geometry, rows, sizes) or _ask_owner(name, sizes, deadline)
         if region is not None:
             return region
         if time.monotonic() >= deadline:
-            raise RegionError(f"region {name!r} could not be joined within {timeout_s:g} s: nobody handed it over")
+            raise RegionError(f"region {name!r} could not be joined within {timeout_s:g} s: no process handed it over")
         time.sleep(_RETRY_S)
 
 
-def _make(name: str, geometry: Geometry, rows: int, card: tuple[int, ...]) -> HostRegion | None:
-    """Be the maker, or None if somebody is already."""
+def _create(name: str, geometry: Geometry, rows: int, sizes: tuple[int, ...]) -> HostRegion | None:
+    """Become the owner, or None if another process is."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind("\0" + address_of(name))
@@ -93,12 +93,12 @@ def _make(name: str, geometry: Geometry, rows: int, card: tuple[int, ...]) -> Ho
     listener.listen(128)
     wake = os.eventfd(0, os.EFD_CLOEXEC)
     server = threading.Thread(
-        target=_serve, args=(listener, wake, os.dup(region.fd), card), name=f"nixl_tiers region {name}", daemon=True
+        target=_serve, args=(listener, wake, os.dup(region.fd), sizes), name=f"nixl_tiers region {name}", daemon=True
     )
     server.start()
 
     def stop() -> None:
-        if server.is_alive():  # never so in a forked child, which must not stop its parent's
+        if server.is_alive():  # never in a forked child, which must not stop its parent's
             os.eventfd_write(wake, 1)
             server.join()
         os.close(wake)
@@ -107,9 +107,9 @@ def _make(name: str, geometry: Geometry, rows: int, card: tuple[int, ...]) -> Ho
     return region
 
 
-def _serve(listener: socket.socket, wake: int, fd: int, card: tuple[int, ...]) -> None:
-    """Hand the region over until all parties have it, the time is up, or `wake` says that the region is closed."""
-    missing = card[-1] - 1
+def _serve(listener: socket.socket, wake: int, fd: int, sizes: tuple[int, ...]) -> None:
+    """Send the region until all processes have it, SERVE_S have passed, or `wake` signals that the region is closed."""
+    missing = sizes[-1] - 1
     deadline = time.monotonic() + SERVE_S
     poll = select.poll()
     poll.register(listener, select.POLLIN)
@@ -121,67 +121,67 @@ def _serve(listener: socket.socket, wake: int, fd: int, card: tuple[int, ...]) -
                 return
             if ready:
                 with contextlib.suppress(OSError), listener.accept()[0] as peer:
-                    missing -= _hand_over(peer, fd, card)
+                    missing -= _hand_over(peer, fd, sizes)
     finally:
         listener.close()
         os.close(fd)
 
 
-def _hand_over(peer: socket.socket, fd: int, card: tuple[int, ...]) -> bool:
+def _hand_over(peer: socket.socket, fd: int, sizes: tuple[int, ...]) -> bool:
     """Whether this peer has the region now."""
     if _identity(peer)[1] != os.geteuid():
         return False
     peer.settimeout(_ANSWER_S)
-    mine = _CARD.pack(_CARD_MAGIC, *card)
-    if peer.recv(_CARD.size) != mine:
-        peer.send(mine)
+    request = _REQUEST.pack(_REQUEST_MAGIC, *sizes)
+    if peer.recv(_REQUEST.size) != request:
+        peer.send(request)
         return False
-    socket.send_fds(peer, [mine], [fd])
-    return peer.recv(len(_HAVE_IT)) == _HAVE_IT
+    socket.send_fds(peer, [request], [fd])
+    return peer.recv(len(_ACK)) == _ACK
 
 
-def _ask(name: str, card: tuple[int, ...], deadline: float) -> HostRegion | None:
-    """Have the maker hand the region over; None if it is not there (yet, or any more)."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as maker:
-        maker.settimeout(max(deadline - time.monotonic(), _RETRY_S))
+def _ask_owner(name: str, sizes: tuple[int, ...], deadline: float) -> HostRegion | None:
+    """Get the region from its owner; None if there is none (yet, or any more)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+        owner.settimeout(max(deadline - time.monotonic(), _RETRY_S))
         pid = 0
         try:
-            maker.connect("\0" + address_of(name))
-            pid, uid = _identity(maker)
+            owner.connect("\0" + address_of(name))
+            pid, uid = _identity(owner)
             if uid != os.geteuid():
                 raise RegionError(f"region {name!r} is offered by process {pid} of another user (uid {uid})")
-            maker.send(_CARD.pack(_CARD_MAGIC, *card))
-            answer, fds, _, _ = socket.recv_fds(maker, _CARD.size, 1)
+            owner.send(_REQUEST.pack(_REQUEST_MAGIC, *sizes))
+            answer, fds, _, _ = socket.recv_fds(owner, _REQUEST.size, 1)
         except TimeoutError as error:
-            raise RegionError(f"region {name!r}: process {pid} made it and does not hand it over") from error
+            raise RegionError(f"region {name!r}: process {pid} created it and does not hand it over") from error
         except OSError:
             return None
         if not answer:
             return None
         if not fds:
-            raise RegionError(_difference(name, pid, card, answer))
-        region = _attach(fds[0], name, card)
-        with contextlib.suppress(OSError):  # a maker that is gone now does not count any more
-            maker.send(_HAVE_IT)
+            raise RegionError(_difference(name, pid, sizes, answer))
+        region = _attach(fds[0], name, sizes)
+        with contextlib.suppress(OSError):  # an owner that has died since does not count any more
+            owner.send(_ACK)
         return region
 
 
-def _attach(fd: int, name: str, card: tuple[int, ...]) -> HostRegion:
+def _attach(fd: int, name: str, sizes: tuple[int, ...]) -> HostRegion:
     region = HostRegion.attach(fd)
     got = region.geometry
-    if (got.cells, got.cell_payload, got.sub_blocks, region.rows) != card[:4]:
+    if (got.cells, got.cell_payload, got.sub_blocks, region.rows) != sizes[:4]:
         region.close()
-        raise RegionError(f"region {name!r} is not what its maker said")
+        raise RegionError(f"region {name!r} is not what its owner announced")
     return region
 
 
 def _difference(name: str, pid: int, mine: tuple[int, ...], answer: bytes) -> str:
-    if len(answer) != _CARD.size or answer[:8] != _CARD_MAGIC:
+    if len(answer) != _REQUEST.size or answer[:8] != _REQUEST_MAGIC:
         return f"region {name!r}: process {pid} answers in another version of the protocol"
-    theirs = _CARD.unpack(answer)[1:]
+    theirs = _REQUEST.unpack(answer)[1:]
     pairs = zip(_FIELDS, mine, theirs, strict=True)
     differences = ", ".join(f"{field} is {m} here and {t} there" for field, m, t in pairs if m != t)
-    return f"region {name!r} was made by process {pid} with other sizes: {differences}"
+    return f"region {name!r} was created by process {pid} with other sizes: {differences}"
 
 
 def _identity(peer: socket.socket) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""The seal: the block at a row's end that says whose row it is and proves its bytes. Format: docs/reference/formats.md.
+"""The seal: a checksum trailer at a row's end, which names the row's key and proves its bytes.
 
-Whoever reads a row back trusts nothing but this. A row with a wrong seal is a miss, whatever else claims that
-it is there.
+Format: docs/reference/formats.md. Nothing else is trusted about a row that is read back: a row with a wrong seal is a
+miss, whatever the journal, the index or a listing said.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SEALED_AT: Final = struct.calcsize("<8sHHIQ")  # the head's field of that name
 _KEY_AT: Final = _HEAD.size
 _PRESENT_AT: Final = _KEY_AT + MAX_KEY_BYTES
 _MAX_SEAL_BYTES: Final = 0xFFFF
-# What a seal may say. Other pieces than these make no sense, and a reader must not loop over pieces of one byte.
+# What a seal may contain. Other piece sizes make no sense, and a reader must not loop over pieces of one byte.
 _PIECES_LOG2: Final = range(10, 41)
 
 
 class Verdict(IntEnum):
-    """What a row's seal says. Anything but OK means: not the row that was asked for, or not whole."""
+    """The result of verifying a row. Anything but OK means: not the requested row, or corrupt."""
 
     OK = 0
     NOT_A_SEAL = 1  # nothing was sealed here, or the row was cut short
@@ -50,12 +50,12 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class SealHeader:
-    """What a whole version-1 seal says of its row. Sizes in bytes, `sealed_at` in Unix seconds (0: not recorded)."""
+    """The content of an intact version-1 seal. Sizes in bytes, `sealed_at` in Unix seconds (0: not recorded)."""
 
     namespace: bytes
     epoch: int
     key: Key
-    present: int  # bit b: sub-block b holds bytes of the engine; others are zero
+    present: int  # bit b: sub-block b was written by vLLM; others are zero
     cells: int
     cell_payload: int
     sub_blocks: int
@@ -145,8 +145,8 @@ class Sealer:
     def seal(self, row: NDArray[np.uint8], key: Key, *, present: int | None = None, sealed_at: int = 0) -> None:
         """Seal `row` (uint8, (row_bytes,), writable) in place as `key`.
 
-        `present`: bit b says that the engine wrote sub-block b; None means all. Sub-blocks that it did not write, and
-        all padding, are zeroed in every cell: whatever stood there before belonged to another request.
+        `present`: bit b means that vLLM wrote sub-block b; None means all. Sub-blocks that it did not write, and all
+        padding, are zeroed in every cell: their old bytes belong to another request.
         `sealed_at`: Unix seconds. Raises ValueError for a wrong key, shape or bitmap.
         """
         geometry = self.geometry
@@ -179,7 +179,7 @@ class Sealer:
     def verify(self, row: NDArray[np.uint8], key: Key) -> Verdict:
         """Whether `row` (uint8, contiguous) is `key`'s row of this geometry, namespace and epoch, every bit of it.
 
-        Never raises, whatever the bytes are. Cheap doubts come first: the payload is hashed only if all else agrees.
+        Never raises, whatever the bytes are. Cheap checks come first: the payload is hashed only if all else agrees.
         """
         geometry = self.geometry
         view = row.data
@@ -219,9 +219,9 @@ class Sealer:
 
 
 def missing_of(row: NDArray[np.uint8], geometry: Geometry) -> int:
-    """Of a row whose seal was verified: how many sub-blocks at its beginning are not to be used, 0 for a whole row.
+    """Of a row whose seal was verified: how many sub-blocks at its beginning must not be used, 0 for a whole row.
 
-    Beyond them every sub-block holds bytes of the engine.
+    All sub-blocks after them were written by vLLM.
     """
     start = geometry.row_bytes - geometry.seal_bytes + _PRESENT_AT
     end = geometry.row_bytes - DIGEST_BYTES * (geometry.cells + 1)

@@ -32,7 +32,7 @@ from nixl_tiers.vllm.logs import log_as_vllm
 
 log = logging.getLogger(__name__)
 
-MEET_S: Final = 60.0
+RENDEZVOUS_S: Final = 60.0
 WEIGHTS_S: Final = 600.0  # for the rank that reads the weight files
 
 
@@ -66,9 +66,9 @@ class NixlTiersSpec(OffloadingSpec):
             self._manager = self._make_manager()
         return self._manager
 
-    def _join(self) -> HostRegion:
-        parties = self.config.parallel.world_size + 1
-        return rendezvous(self.config.engine_id, self.geometry, self.rows, parties, MEET_S)
+    def _rendezvous(self) -> HostRegion:
+        processes = self.config.parallel.world_size + 1  # the workers and the scheduler
+        return rendezvous(self.config.engine_id, self.geometry, self.rows, processes, RENDEZVOUS_S)
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, weights_of
@@ -77,7 +77,7 @@ class NixlTiersSpec(OffloadingSpec):
         vllm_config = current_vllm_config()
         refuse_nodes(vllm_config)
         rank = self.config.parallel.rank
-        region = self._join()
+        region = self._rendezvous()
         try:
             weights = Fingerprint(*self._of_one_rank(region, lambda: weights_of(vllm_config, self.tiers)))
             digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config, weights=weights)
@@ -99,9 +99,9 @@ class NixlTiersSpec(OffloadingSpec):
         from nixl_tiers.vllm.events import EventLog
         from nixl_tiers.vllm.manager import PAUSE_S, NixlTiersManager
 
-        region = self._join()
+        region = self._rendezvous()
         try:
-            namespace = agreed_namespace(region, self.tiers, MEET_S)
+            namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S)
             coordinator = Coordinator.open(self.tiers, namespace, region)
         except BaseException:
             region.close()

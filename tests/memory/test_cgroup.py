@@ -20,7 +20,7 @@ def tree(root: Path, files: dict[str, object]) -> Path:
     return root
 
 
-def test_version_2_counts_every_parent_and_what_can_be_reclaimed(tmp_path: Path) -> None:
+def test_cgroup_v2_counts_every_parent_and_reclaimable_memory(tmp_path: Path) -> None:
     base = "sys/fs/cgroup"
     root = tree(tmp_path, {
         "proc/self/cgroup": "0::/pods/engine",
@@ -39,7 +39,7 @@ def test_version_2_counts_every_parent_and_what_can_be_reclaimed(tmp_path: Path)
     ]
 
 
-def test_version_1_without_a_limit_is_no_bound_and_with_one_is(tmp_path: Path) -> None:
+def test_cgroup_v1_is_a_bound_only_with_a_limit(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory"
     root = tree(tmp_path, {
         "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/a/b\n3:cpuset:/\n0::/",
@@ -67,7 +67,7 @@ def test_a_container_sees_its_own_cgroup_as_the_root(path: str, tmp_path: Path) 
     assert rooms(root) == [Room("the memory cgroup /", GiB, 2 * GiB)]
 
 
-def test_what_cannot_be_read_is_no_bound(tmp_path: Path) -> None:
+def test_unreadable_files_are_no_bound(tmp_path: Path) -> None:
     assert rooms(tmp_path) == []
     assert shortage(1 << 60, []) is None
 

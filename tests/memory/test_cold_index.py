@@ -50,9 +50,9 @@ def attached(rows: Sequence[Row], slots_limit: int) -> SharedColdIndex:
     return SharedColdIndex.attach(build(rows, slots_limit)[0])
 
 
-def slots_of(table: SharedColdIndex, limit: int) -> list[int]:
+def slots_of(index: SharedColdIndex, limit: int) -> list[int]:
     taken = bytearray(limit)
-    table.claim(taken, limit)
+    index.claim(taken, limit)
     return [slot for slot in range(limit) if taken[slot]]
 
 
@@ -140,7 +140,7 @@ class Model:
     digest=st.sampled_from([key_digest, one_bucket, alike]),
     taken=st.tuples(st.lists(st.booleans(), max_size=70), st.integers(0, 2)),
 )
-def test_it_does_what_a_dict_in_order_of_use_does(
+def test_it_behaves_like_a_dict_in_order_of_use(
     rows: list[Row],
     steps: list[tuple[str, object]],
     slots_limit: int,
@@ -153,102 +153,102 @@ def test_it_does_what_a_dict_in_order_of_use_does(
     with mock.patch.object(module, "key_digest", digest), mock.patch.object(module, "_REFILL", 4):
         fd, left_out = build(rows, slots_limit, batch=25)
         assert left_out == model.left_out
-        with SharedColdIndex.attach(fd) as table:
+        with SharedColdIndex.attach(fd) as index:
             before = bytearray(slot_taken and others > 0 for slot_taken in slots_taken)
             if others > 1:
-                assert table.coldest(3) == model.coldest(3)
+                assert index.coldest(3) == model.coldest(3)
             told, expected = bytearray(before), bytearray(before)
-            table.claim(told, len(told))
+            index.claim(told, len(told))
             model.claim(expected, len(expected))
             assert told == expected
             for name, argument in steps:
-                assert getattr(table, name)(argument) == getattr(model, name)(argument), (name, argument)
-                assert len(table) == len(model.rows)
-            table.release(told)
+                assert getattr(index, name)(argument) == getattr(model, name)(argument), (name, argument)
+                assert len(index) == len(model.rows)
+            index.release(told)
             model.release(expected)
             assert told == expected
-            assert [table.find(key) for key in KEYS] == [model.find(key) for key in KEYS]
-            assert table.coldest(100) == model.coldest(100)
-            assert len(table) == 0
-            assert table.coldest(1) == []
+            assert [index.find(key) for key in KEYS] == [model.find(key) for key in KEYS]
+            assert index.coldest(100) == model.coldest(100)
+            assert len(index) == 0
+            assert index.coldest(1) == []
 
 
 def test_thousands_of_rows_are_found_and_evicted_in_order_of_use() -> None:
     rows = many(20_000)
-    with attached(rows, len(rows)) as table:
-        assert all(table.find(row.key) == (row.slot, row.tick) for row in rows)
-        assert not any(table.find(b"no " + row.key) for row in rows)
+    with attached(rows, len(rows)) as index:
+        assert all(index.find(row.key) == (row.slot, row.tick) for row in rows)
+        assert not any(index.find(b"no " + row.key) for row in rows)
         used = set(rows[1::3])
-        assert all(table.remove(row.key) == (row.slot, row.tick) for row in used)
-        assert not any(table.remove(row.key) for row in used)
+        assert all(index.remove(row.key) == (row.slot, row.tick) for row in used)
+        assert not any(index.remove(row.key) for row in used)
         left = sorted((row for row in rows if row not in used), key=lambda row: row.tick)
-        assert len(table) == len(left)
-        victims = table.coldest(5_000)
+        assert len(index) == len(left)
+        victims = index.coldest(5_000)
         assert victims == [(key_digest(row.key), row.slot) for row in left[:5_000]]
-        assert not any(table.find(row.key) for row in left[:5_000])
-        assert all(table.find(row.key) for row in left[5_000:])
+        assert not any(index.find(row.key) for row in left[:5_000])
+        assert all(index.find(row.key) for row in left[5_000:])
 
 
 def test_a_row_is_not_evicted_when_it_was_removed_after_colder_ones_were_evicted() -> None:
     rows = [Row(b"%d" % n, n, n) for n in range(4)]
-    with attached(rows, 4) as table:
-        assert [slot for _, slot in table.coldest(1)] == [0]
-        table.remove(b"1")
-        table.claim(bytearray(4), 3)
-        assert [slot for _, slot in table.coldest(4)] == [2]
+    with attached(rows, 4) as index:
+        assert [slot for _, slot in index.coldest(1)] == [0]
+        index.remove(b"1")
+        index.claim(bytearray(4), 3)
+        assert [slot for _, slot in index.coldest(4)] == [2]
 
 
 def test_one_row_left_of_many_is_still_the_coldest() -> None:
     rows = many(20_000)
-    with attached(rows, len(rows)) as table:
+    with attached(rows, len(rows)) as index:
         last = max(rows, key=lambda row: row.tick)
         for row in rows:
             if row != last:
-                table.remove(row.key)
-        assert len(table) == 1
-        assert table.coldest(2) == [(key_digest(last.key), last.slot)]
+                index.remove(row.key)
+        assert len(index) == 1
+        assert index.coldest(2) == [(key_digest(last.key), last.slot)]
 
 
 @pytest.mark.parametrize("slots_limit", [0, 1, 1000])
-def test_an_empty_table(slots_limit: int) -> None:
-    with attached([], slots_limit) as table:
-        assert len(table) == 0
-        assert table.find(b"key") is None
-        assert table.remove(b"key") is None
-        assert table.coldest(3) == []
-        assert slots_of(table, slots_limit) == []
+def test_an_empty_index(slots_limit: int) -> None:
+    with attached([], slots_limit) as index:
+        assert len(index) == 0
+        assert index.find(b"key") is None
+        assert index.remove(b"key") is None
+        assert index.coldest(3) == []
+        assert slots_of(index, slots_limit) == []
 
 
-def test_a_table_of_one_row_in_the_last_slot() -> None:
-    with attached([Row(b"key", 8, 3)], 9) as table:
-        assert table.find(b"key") == (8, 3)
-        assert slots_of(table, 9) == [8]
-        assert table.coldest(1) == [(key_digest(b"key"), 8)]
-        assert table.find(b"key") is None
+def test_an_index_of_one_row_in_the_last_slot() -> None:
+    with attached([Row(b"key", 8, 3)], 9) as index:
+        assert index.find(b"key") == (8, 3)
+        assert slots_of(index, 9) == [8]
+        assert index.coldest(1) == [(key_digest(b"key"), 8)]
+        assert index.find(b"key") is None
 
 
-def test_all_of_a_key_counts() -> None:
+def test_the_whole_key_is_compared() -> None:
     long = b"k" * (MAX_KEY_BYTES - 1)
     keys = [long + b"a", long + b"b", long, b"k", b"\0", b"\0\0"]
-    with attached([Row(key, slot, 0) for slot, key in enumerate(keys)], len(keys)) as table:
-        assert [table.find(key) for key in keys] == [(slot, 0) for slot in range(len(keys))]
-        assert table.find(long + b"c") is None
+    with attached([Row(key, slot, 0) for slot, key in enumerate(keys)], len(keys)) as index:
+        assert [index.find(key) for key in keys] == [(slot, 0) for slot in range(len(keys))]
+        assert index.find(long + b"c") is None
 
 
 @pytest.mark.parametrize("keys", [[b"a"], [b"", b"bc", bytes(MAX_KEY_BYTES), b"\0\0", b"\xff\0"]])
-def test_a_table_may_name_its_rows(keys: list[bytes]) -> None:
+def test_an_index_may_hold_keys(keys: list[bytes]) -> None:
     rows = [Row(key, slot, slot) for slot, key in enumerate(keys)]
     width = 1 + max(map(len, keys))
     column = b"".join((bytes([len(key)]) + key).ljust(width, b"-") for key in keys)
     builder = ColdIndexBuilder()
     builder.add_many(key_digests(keys), *(np.arange(len(rows), dtype=np.uint32) for _ in range(2)))
     fd = builder.build(len(rows), np.frombuffer(column, np.uint8).reshape(-1, width))
-    with SharedColdIndex.attach(fd) as table:
-        assert table.named
-        assert table.coldest(9) == [(row.key, row.slot) for row in rows]
+    with SharedColdIndex.attach(fd) as index:
+        assert index.named
+        assert index.coldest(9) == [(row.key, row.slot) for row in rows]
 
 
-def test_a_digest_leads_back_to_what_was_added() -> None:
+def test_a_digest_gives_the_number_of_the_added_row() -> None:
     rows = many(1000)
     builder = ColdIndexBuilder()
     builder.add_many(
@@ -256,25 +256,25 @@ def test_a_digest_leads_back_to_what_was_added() -> None:
         np.array([row.slot for row in rows], np.uint32),
         np.array([row.tick for row in rows], np.uint32),
     )
-    with SharedColdIndex.attach(builder.build(1000)) as table:
-        table.coldest(500)
-        assert not table.named
-        assert [builder.order[table.built(key_digest(row.key))] for row in rows] == list(range(1000))
-        assert table.built(key_digest(b"no such row")) == -1
+    with SharedColdIndex.attach(builder.build(1000)) as index:
+        index.coldest(500)
+        assert not index.named
+        assert [builder.order[index.built(key_digest(row.key))] for row in rows] == list(range(1000))
+        assert index.built(key_digest(b"no such row")) == -1
 
 
 def test_slots_and_ticks_use_all_of_their_range() -> None:
     rows = [Row(b"new", 0, 0xFFFFFFFF), Row(b"old", 1, 0)]
-    with attached(rows, 2) as table:
-        assert table.find(b"new") == (0, 0xFFFFFFFF)
-        assert [slot for _, slot in table.coldest(2)] == [1, 0]
+    with attached(rows, 2) as index:
+        assert index.find(b"new") == (0, 0xFFFFFFFF)
+        assert [slot for _, slot in index.coldest(2)] == [1, 0]
 
 
-def test_digests_kept_from_an_earlier_version_still_count() -> None:
+def test_digests_are_the_same_as_in_earlier_versions() -> None:
     assert key_digest(b"nixl_tiers").hex() == "e51585a5f9d7a8fc2aa13d6f35c4325d"
 
 
-def test_buckets_cannot_be_chosen_by_who_chooses_keys() -> None:
+def test_buckets_cannot_be_chosen_through_keys() -> None:
     rows = many(1000)
     with attached(rows, 1000) as one, attached(rows, 1000) as other:
         assert [one._name(row) for row in range(1000)] != [other._name(row) for row in range(1000)]
@@ -291,38 +291,38 @@ def test_a_row_takes_at_most_32_bytes_with_its_slot(rows: int) -> None:
     assert taken + rows <= 32 * rows  # the engine's map of slots takes a byte a row
 
 
-def test_a_table_made_by_another_process_and_sent_over_a_socket() -> None:
+def test_an_index_built_by_another_process_and_sent_over_a_socket() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = (
         "import socket, sys, numpy as np\n"
         "from nixl_tiers.memory.cold_index import ColdIndexBuilder, key_digests\n"
         "builder = ColdIndexBuilder()\n"
         "builder.add_many(key_digests([b'a', b'b']), np.array([4, 2], np.uint32), np.array([9, 8], np.uint32))\n"
-        "socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b'table'], [builder.build(5)])\n"
+        "socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b'index'], [builder.build(5)])\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(nixl_tiers.__file__).parents[1])}
     with ours, theirs:
         arguments = [sys.executable, "-c", script, str(theirs.fileno())]
         subprocess.run(arguments, pass_fds=[theirs.fileno()], env=environment, check=True, timeout=300)
         _, (fd,), _, _ = socket.recv_fds(ours, 16, 1)
-    with SharedColdIndex.attach(fd) as table:
-        assert (table.find(b"a"), table.find(b"b")) == ((4, 9), (2, 8))
-        assert slots_of(table, 5) == [2, 4]
-        assert table.coldest(5) == [(key_digest(b"b"), 2), (key_digest(b"a"), 4)]
+    with SharedColdIndex.attach(fd) as index:
+        assert (index.find(b"a"), index.find(b"b")) == ((4, 9), (2, 8))
+        assert slots_of(index, 5) == [2, 4]
+        assert index.coldest(5) == [(key_digest(b"b"), 2), (key_digest(b"a"), 4)]
 
 
-def test_closing_gives_everything_back() -> None:
+def test_close_releases_everything() -> None:
     before = descriptors()
-    table = attached(many(100), 100)
-    table.coldest(1)
-    slots_of(table, 100)
-    table.close()
-    table.close()
+    index = attached(many(100), 100)
+    index.coldest(1)
+    slots_of(index, 100)
+    index.close()
+    index.close()
     assert descriptors() == before
     assert "nixl_tiers_index" not in Path("/proc/self/maps").read_text()
-    assert len(table) == 0
-    assert table.find(b"key 1") is None
-    assert table.coldest(1) == []
+    assert len(index) == 0
+    assert index.find(b"key 1") is None
+    assert index.coldest(1) == []
 
 
 IMPOSSIBLE = [
@@ -352,8 +352,8 @@ class TestRefusals:
         return raw
 
     def test_the_copy_of_a_good_one_is_not_refused(self, good: bytearray) -> None:
-        with SharedColdIndex.attach(memfd(good)) as table:
-            assert len(table) == 50
+        with SharedColdIndex.attach(memfd(good)) as index:
+            assert len(index) == 50
 
     def test_what_is_no_memfd(self) -> None:
         with tempfile.TemporaryFile() as file:
@@ -365,7 +365,7 @@ class TestRefusals:
 
     def test_something_else(self) -> None:
         for contents in (b"", b"nixlindx", b"nixlregn" + bytes(8192), bytes(4096)):
-            assert "is not a table" in self.refused(memfd(contents))
+            assert "is not a cold index" in self.refused(memfd(contents))
 
     def test_a_header_with_any_bit_flipped(self, good: bytearray) -> None:
         for bit in range((module._HEADER.size + CHECK.size) * 8):

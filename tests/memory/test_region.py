@@ -69,7 +69,7 @@ def test_its_size_cannot_change_and_its_descriptor_is_not_inherited(made: HostRe
     assert not os.get_inheritable(made.fd)
 
 
-def test_what_one_writes_who_attaches_reads(made: HostRegion) -> None:
+def test_an_attached_region_reads_what_another_wrote(made: HostRegion) -> None:
     with HostRegion.attach(os.dup(made.fd)) as other:
         assert (other.geometry, other.rows, other.identity) == (GEOMETRY, ROWS, made.identity)
         assert other.address != made.address
@@ -84,7 +84,7 @@ def test_what_one_writes_who_attaches_reads(made: HostRegion) -> None:
         assert made.written([3], 9).tolist() == [True]
 
 
-def test_two_regions_are_told_apart(made: HostRegion) -> None:
+def test_two_regions_have_different_identities(made: HostRegion) -> None:
     with HostRegion.create(GEOMETRY, ROWS) as other:
         assert other.identity != made.identity
         assert len(made.identity) == 16
@@ -144,7 +144,7 @@ def test_a_foreign_unsealed_or_wrongly_sized_descriptor_is_refused(made: HostReg
         assert fine.rows == ROWS
 
 
-def test_memory_that_is_not_there_is_not_promised() -> None:
+def test_a_region_larger_than_the_memory_is_refused() -> None:
     with HostRegion.create(GEOMETRY, ROWS) as made:
         total = os.fstat(made.fd).st_size
     wide, narrow = Room("the machine", 1 << 50), Room("the memory cgroup /pod", total - 1, total * 2)
@@ -157,13 +157,13 @@ def test_memory_that_is_not_there_is_not_promised() -> None:
     HostRegion.create(GEOMETRY, ROWS, [wide, Room("the memory cgroup /pod", total)]).close()
 
 
-def test_the_real_bounds_are_asked_where_none_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_systems_limits_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "rooms_of_this_process", lambda: [Room("the test", 1)])
     with pytest.raises(RegionError, match="the test has"):
         HostRegion.create(GEOMETRY, ROWS)
 
 
-def test_a_region_that_no_kernel_can_make_is_refused_in_a_sentence() -> None:
+def test_an_impossible_size_is_refused_in_a_sentence() -> None:
     with pytest.raises(RegionError, match="at least one row"):
         HostRegion.create(GEOMETRY, 0)
     before = descriptors()
@@ -172,7 +172,7 @@ def test_a_region_that_no_kernel_can_make_is_refused_in_a_sentence() -> None:
     assert descriptors() == before
 
 
-def test_a_kernel_without_noexec_seals_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_noexec_seals_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.memfd_create
 
     def old_kernel(name: str, flags: int) -> int:
@@ -191,7 +191,7 @@ def test_a_kernel_without_noexec_seals_is_served(monkeypatch: pytest.MonkeyPatch
         HostRegion.create(GEOMETRY, ROWS)
 
 
-def test_a_row_is_written_when_every_cell_says_so_for_that_store_seq(made: HostRegion) -> None:
+def test_a_row_is_written_when_every_cell_has_that_store_seq(made: HostRegion) -> None:
     rows = np.array([4, 1, 2])
     assert not made.written(rows, 0).any()
     made.mark(rows, 0, 7, ok=True)
@@ -205,7 +205,7 @@ def test_a_row_is_written_when_every_cell_says_so_for_that_store_seq(made: HostR
     assert made.written(np.array([], np.int64), 7).tolist() == []
 
 
-def test_a_late_word_of_an_old_job_never_passes_for_the_new_one(made: HostRegion) -> None:
+def test_a_late_word_of_an_old_job_is_never_taken_for_the_new_one(made: HostRegion) -> None:
     for cell in range(3):
         made.mark([0, 1], cell, 8, ok=True)
     made.mark([0], 1, 7, ok=True)
@@ -214,7 +214,7 @@ def test_a_late_word_of_an_old_job_never_passes_for_the_new_one(made: HostRegion
     assert made.written([0, 1], 8).tolist() == [False, False]
 
 
-def test_a_row_that_was_copied_and_is_not_whole_is_neither_written_nor_failed(made: HostRegion) -> None:
+def test_an_incomplete_row_is_neither_written_nor_failed(made: HostRegion) -> None:
     rows = np.array([4, 1, 2])
     for cell in range(2):
         made.mark(rows, cell, 7, ok=True)
@@ -259,7 +259,7 @@ def test_control_words_are_not_the_rows(made: HostRegion) -> None:
     assert made.published() == [None, None, (b"\xff" * 16, "x" * 400)]
 
 
-def test_fingerprints_may_be_said_again_and_are_cut_at_a_letter(made: HostRegion) -> None:
+def test_fingerprints_may_be_republished_and_notes_are_cut_at_a_character(made: HostRegion) -> None:
     assert made.published() == [None] * 3
     made.publish(0, bytes(16))
     made.publish(2, b"2" * 16, "ä" * 399)
@@ -274,7 +274,7 @@ def test_fingerprints_may_be_said_again_and_are_cut_at_a_letter(made: HostRegion
             made.publish(cell, bytes(16))
 
 
-def test_a_fingerprint_that_is_half_written_is_none_yet(made: HostRegion) -> None:
+def test_a_half_written_fingerprint_is_not_read(made: HostRegion) -> None:
     made.publish(1, b"a" * 16, "a note")
     at = PAGE + 512
     for offset in (0, 8, 10, 25, 30):
@@ -313,18 +313,18 @@ def other_rank(made: HostRegion, how: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def test_one_rank_finds_out_for_all(made: HostRegion) -> None:
+def test_one_rank_computes_the_shared_value_for_all(made: HostRegion) -> None:
     with other_rank(made, "reads") as child:
         assert child.communicate(timeout=120)[0].split("\n")[:2] == ["reading", "of the child"]
     assert made.shared_by_ranks(lambda: pytest.fail("read twice"), 60) == (b"c" * 16, "of the child")
     assert made.published() == [None] * 3
 
 
-def test_a_rank_that_dies_over_it_is_followed_by_another(made: HostRegion) -> None:
+def test_another_rank_takes_over_from_a_dead_one(made: HostRegion) -> None:
     with other_rank(made, "hangs") as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "reading\n"
-        with pytest.raises(RegionError, match=r"another rank was to tell within 0.1 s"):
+        with pytest.raises(RegionError, match=r"another rank did not publish it within 0.1 s"):
             made.shared_by_ranks(lambda: pytest.fail("read twice"), 0.1)
     with pytest.raises(ZeroDivisionError):
         made.shared_by_ranks(lambda: (bytes(1 // 0), ""), 60)
@@ -336,7 +336,7 @@ def resident_bytes(of: HostRegion) -> int:
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
-def test_prefaulting_fetches_every_page_and_changes_no_byte(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefaulting_allocates_all_pages_and_changes_no_byte(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if old_kernel:
         monkeypatch.setattr(prefault, "_MADV_POPULATE_WRITE", 0xFFFF)
     monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
@@ -366,14 +366,14 @@ def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None
     assert running.populated_bytes <= 2 * MiB
 
 
-def test_a_prefault_that_fails_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_prefault_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     running = prefault.Prefault(PAGE, 4 * PAGE, 2)  # where no kernel maps anything
     assert running.wait(120)
     assert running.populated_bytes == 0
     assert "prefaulting ends at 0 bytes" in caplog.text
 
 
-def test_closing_gives_everything_back_and_may_be_repeated() -> None:
+def test_close_releases_everything_and_may_be_repeated() -> None:
     before = descriptors()
     made = HostRegion.create(GEOMETRY, ROWS)
     address = f"{made.address:x}-"
@@ -390,7 +390,7 @@ def test_closing_gives_everything_back_and_may_be_repeated() -> None:
         made.mark([0], 0, 1, ok=True)
 
 
-def test_a_view_that_somebody_keeps_stays_readable_after_closing() -> None:
+def test_a_view_stays_readable_after_close() -> None:
     made = HostRegion.create(GEOMETRY, ROWS)
     made.rows_view[1] = 5
     kept = made.rows_view[1]

@@ -1,4 +1,4 @@
-"""How processes come to share a region: any order, any death, nothing left behind, and nobody else let in."""
+"""The rendezvous over a region: any order, any death, no leaks, and no process of another user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory import region as region_module
-from nixl_tiers.memory import rendezvous as join_module
+from nixl_tiers.memory import rendezvous as rendezvous_module
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.region import HostRegion, RegionError
 from nixl_tiers.memory.rendezvous import address_of, rendezvous
@@ -50,14 +50,14 @@ def descriptors_of(pid: int) -> str:
     return "\n".join(links)
 
 
-class Party:
-    """A process that joins when told to."""
+class PeerProcess:
+    """A process that takes part in a rendezvous on command."""
 
-    def __init__(self, name: str, parties: int, geometry: Geometry, rows: int, home: Path) -> None:
-        numbers = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, parties, TIMEOUT_S)
+    def __init__(self, name: str, processes: int, geometry: Geometry, rows: int, home: Path) -> None:
+        numbers = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, processes, TIMEOUT_S)
         root = Path(nixl_tiers.__path__[0]).parent
         self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("party.py"), name, *map(str, numbers)],
+            [sys.executable, Path(__file__).with_name("rendezvous_process.py"), name, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,  # not pytest's, which is a file
@@ -104,12 +104,15 @@ class Party:
         return "\n".join(line for line in places.splitlines() if not any(home in line for home in homes))
 
 
-@pytest.fixture
-def party(tmp_path: Path) -> Iterator[Callable[..., Party]]:
-    started: list[Party] = []
+StartPeer = Callable[..., PeerProcess]
 
-    def start(name: str, parties: int, rows: int = ROWS) -> Party:
-        started.append(Party(name, parties, GEOMETRY, rows, tmp_path))
+
+@pytest.fixture
+def peer_process(tmp_path: Path) -> Iterator[StartPeer]:
+    started: list[PeerProcess] = []
+
+    def start(name: str, processes: int, rows: int = ROWS) -> PeerProcess:
+        started.append(PeerProcess(name, processes, GEOMETRY, rows, tmp_path))
         return started[-1]
 
     yield start
@@ -133,9 +136,11 @@ def close(*regions: HostRegion) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_processes_meet_in_any_order(one_by_one: bool, seed: int, name: str, party: Callable[..., Party]) -> None:
-    parties = [party(name, 4) for _ in range(3)]
-    turns: list[Party | None] = [*parties, None]  # None: this process
+def test_processes_share_one_region_in_any_order(
+    one_by_one: bool, seed: int, name: str, peer_process: StartPeer
+) -> None:
+    peers = [peer_process(name, 4) for _ in range(3)]
+    turns: list[PeerProcess | None] = [*peers, None]  # None: this process
     random.Random(seed).shuffle(turns)
     identities: list[str] = []
     for turn in turns:
@@ -147,36 +152,34 @@ def test_processes_meet_in_any_order(one_by_one: bool, seed: int, name: str, par
             if one_by_one:
                 identities.append(turn.joined())
     if not one_by_one:
-        identities += [each.joined() for each in parties]
+        identities += [each.joined() for each in peers]
     assert identities == [mine.identity.hex()] * 4
-    for n, writer in enumerate(parties):
+    for n, writer in enumerate(peers):
         assert writer.ask(f"write {n} {n + 1}") == "done"
         assert (mine.rows_view[n] == n + 1).all()
-        assert {reader.ask(f"read {n}") for reader in parties} == {str(n + 1)}
+        assert {reader.ask(f"read {n}") for reader in peers} == {str(n + 1)}
     wait_until(lambda: not is_bound(name))
     mine.close()
 
 
-def test_one_process_may_join_more_than_once_and_from_many_threads(name: str) -> None:
-    for parties in (1, 2, 8):
-        with ThreadPoolExecutor(parties) as pool:
-            regions = list(
-                pool.map(lambda _, n=parties: rendezvous(name, GEOMETRY, ROWS, n, TIMEOUT_S), range(parties))
-            )
+def test_one_process_may_call_it_more_than_once_and_from_many_threads(name: str) -> None:
+    for peers in (1, 2, 8):
+        with ThreadPoolExecutor(peers) as pool:
+            regions = list(pool.map(lambda _, n=peers: rendezvous(name, GEOMETRY, ROWS, n, TIMEOUT_S), range(peers)))
         assert len({region.identity for region in regions}) == 1
-        assert len({region.address for region in regions}) == parties
+        assert len({region.address for region in regions}) == peers
         regions[0].rows_view[2] = 77
         assert all((region.rows_view[2] == 77).all() for region in regions)
         wait_until(lambda: not is_bound(name))
         close(*regions)
 
 
-def test_a_maker_killed_before_the_others_came_is_replaced(name: str, party: Callable[..., Party]) -> None:
-    maker, second, third = (party(name, 2) for _ in range(3))
-    maker.start()
-    first = maker.joined()
+def test_an_owner_killed_before_the_others_came_is_replaced(name: str, peer_process: StartPeer) -> None:
+    owner, second, third = (peer_process(name, 2) for _ in range(3))
+    owner.start()
+    first = owner.joined()
     assert is_bound(name)
-    maker.kill()
+    owner.kill()
     assert not is_bound(name)
     second.start()
     again = second.joined()
@@ -184,58 +187,58 @@ def test_a_maker_killed_before_the_others_came_is_replaced(name: str, party: Cal
     assert third.joined() == again != first
 
 
-def test_whoever_waits_for_a_maker_that_dies_becomes_the_maker(name: str, party: Callable[..., Party]) -> None:
-    maker, *waiting = (party(name, 3) for _ in range(4))
-    maker.start()
-    first = maker.joined()
-    maker.stop()
+def test_a_process_that_waits_for_a_dying_owner_becomes_the_owner(name: str, peer_process: StartPeer) -> None:
+    owner, *waiting = (peer_process(name, 3) for _ in range(4))
+    owner.start()
+    first = owner.joined()
+    owner.stop()
     for each in waiting:
         each.start()
     # Each waits for an answer now: its end of the connection is in the kernel's table beside the listener.
     wait_until(lambda: Path("/proc/net/unix").read_text().count(f"@{address_of(name)}") >= 1 + len(waiting))
-    maker.kill()
+    owner.kill()
     identities = {each.joined() for each in waiting}
     assert len(identities) == 1
     assert first not in identities
 
 
-def test_a_maker_killed_after_all_joined_takes_nothing_with_it(name: str, party: Callable[..., Party]) -> None:
-    maker, *others = (party(name, 3) for _ in range(3))
-    for each in (maker, *others):
+def test_an_owner_killed_after_the_rendezvous_does_not_matter(name: str, peer_process: StartPeer) -> None:
+    owner, *others = (peer_process(name, 3) for _ in range(3))
+    for each in (owner, *others):
         each.start()
-    assert len({each.joined() for each in (maker, *others)}) == 1
-    assert maker.ask("write 3 200") == "done"
+    assert len({each.joined() for each in (owner, *others)}) == 1
+    assert owner.ask("write 3 200") == "done"
     wait_until(lambda: not is_bound(name))
-    maker.kill()
+    owner.kill()
     assert others[0].ask("read 3") == "200"
     assert others[0].ask("write 4 9") == "done"
     assert others[1].ask("read 4") == "9"
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_killed_parties_leave_nothing_behind(complete: bool, name: str, party: Callable[..., Party]) -> None:
-    parties = [party(name, 3) for _ in range(3 if complete else 2)]
-    for each in parties:
+def test_killed_processes_leak_nothing(complete: bool, name: str, peer_process: StartPeer) -> None:
+    peers = [peer_process(name, 3) for _ in range(3 if complete else 2)]
+    for each in peers:
         each.start()
-    assert len({each.joined() for each in parties}) == 1
-    for each in parties:
+    assert len({each.joined() for each in peers}) == 1
+    for each in peers:
         places = each.places()
         assert "/memfd:nixl_tiers" in places
         assert "/dev/shm" not in places
         assert "/tmp" not in places
-    for each in parties:
+    for each in peers:
         each.kill()
-    assert not is_bound(name)  # and the fixture finds no file in the parties' HOME and TMPDIR
+    assert not is_bound(name)  # and the fixture finds no file in the peers' HOME and TMPDIR
 
 
-def test_a_forked_child_of_the_maker_does_not_keep_its_name(name: str, party: Callable[..., Party]) -> None:
-    maker, other, third = (party(name, 2) for _ in range(3))
-    maker.start()
-    first = maker.joined()
-    child = int(maker.ask("fork"))
+def test_a_forked_child_of_the_owner_does_not_keep_its_name(name: str, peer_process: StartPeer) -> None:
+    owner, other, third = (peer_process(name, 2) for _ in range(3))
+    owner.start()
+    first = owner.joined()
+    child = int(owner.ask("fork"))
     try:
         wait_until(lambda: "socket:" not in descriptors_of(child))
-        maker.kill()
+        owner.kill()
         wait_until(lambda: not is_bound(name))
         other.start()
         again = other.joined()
@@ -245,7 +248,7 @@ def test_a_forked_child_of_the_maker_does_not_keep_its_name(name: str, party: Ca
         os.kill(child, signal.SIGKILL)
 
 
-def test_closing_the_makers_region_frees_the_name(name: str) -> None:
+def test_closing_the_owners_region_frees_the_name(name: str) -> None:
     before = {entry.name for entry in Path("/proc/self/fd").iterdir()}
     made = rendezvous(name, GEOMETRY, ROWS, 2)
     assert is_bound(name)
@@ -261,18 +264,18 @@ def test_closing_the_makers_region_frees_the_name(name: str) -> None:
         ((Geometry(2, 4096, 4), ROWS, 3), "cell_payload is 4096 here and 8192 there"),
         ((Geometry(2, 8192, 8), ROWS, 3), "sub_blocks is 8 here and 4 there"),
         ((GEOMETRY, 7, 3), "rows is 7 here and 6 there"),
-        ((GEOMETRY, ROWS, 2), "parties is 2 here and 3 there"),
+        ((GEOMETRY, ROWS, 2), "processes is 2 here and 3 there"),
         ((Geometry(2, 8192, 8), 7, 3), "sub_blocks is 8 here and 4 there, rows is 7 here and 6 there"),
     ],
 )  # fmt: skip
-def test_another_geometry_is_refused_and_named(
-    asked: tuple[Geometry, int, int], differences: str, name: str, party: Callable[..., Party]
+def test_another_geometry_is_refused_with_the_difference(
+    asked: tuple[Geometry, int, int], differences: str, name: str, peer_process: StartPeer
 ) -> None:
     made = rendezvous(name, GEOMETRY, ROWS, 3)
-    geometry, rows, parties = asked
+    geometry, rows, peers = asked
     with pytest.raises(RegionError) as refusal:
-        rendezvous(name, geometry, rows, parties, TIMEOUT_S)
-    assert str(refusal.value) == f"region {name!r} was made by process {os.getpid()} with other sizes: {differences}"
+        rendezvous(name, geometry, rows, peers, TIMEOUT_S)
+    assert str(refusal.value) == f"region {name!r} was created by process {os.getpid()} with other sizes: {differences}"
     # The one that was refused does not count: two more may come, and a third then makes its own.
     others = [rendezvous(name, GEOMETRY, ROWS, 3, TIMEOUT_S) for _ in range(2)]
     assert {other.identity for other in others} == {made.identity}
@@ -280,41 +283,41 @@ def test_another_geometry_is_refused_and_named(
     close(made, *others)
 
 
-def test_a_refused_process_says_why(name: str, party: Callable[..., Party]) -> None:
+def test_a_refused_process_reports_the_reason(name: str, peer_process: StartPeer) -> None:
     made = rendezvous(name, GEOMETRY, ROWS, 2)
-    other = party(name, 2, rows=ROWS + 1)
+    other = peer_process(name, 2, rows=ROWS + 1)
     other.start()
     assert other.hear().startswith("refused region ")
     made.close()
 
 
-def test_a_maker_that_does_not_answer_is_given_up_in_time(name: str, party: Callable[..., Party]) -> None:
-    maker = party(name, 2)
-    maker.start()
-    maker.joined()
-    maker.stop()
-    with pytest.raises(RegionError, match=f"process {maker.process.pid} made it and does not hand it over"):
+def test_an_owner_that_does_not_answer_times_out(name: str, peer_process: StartPeer) -> None:
+    owner = peer_process(name, 2)
+    owner.start()
+    owner.joined()
+    owner.stop()
+    with pytest.raises(RegionError, match=f"process {owner.process.pid} created it and does not hand it over"):
         rendezvous(name, GEOMETRY, ROWS, 2, timeout_s=0.3)
 
 
-def test_a_name_that_is_bound_and_never_served_is_given_up_in_time(name: str) -> None:
+def test_a_name_that_is_bound_and_never_served_times_out(name: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind("\0" + address_of(name))
         with pytest.raises(RegionError, match=r"could not be joined within 0\.2 s"):
             rendezvous(name, GEOMETRY, ROWS, 2, timeout_s=0.2)
 
 
-def test_who_hangs_up_or_talks_nonsense_does_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_module, "_ANSWER_S", 0.05)
+def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "_ANSWER_S", 0.05)
     made = rendezvous(name, GEOMETRY, ROWS, 2)
-    card = join_module._CARD.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
+    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
     silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     silent.connect("\0" + address_of(name))
-    for says in (b"", b"nonsense", card[:-1], card):
+    for says in (b"", b"nonsense", request_bytes[:-1], request_bytes):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as odd:
             odd.connect("\0" + address_of(name))
             odd.send(says)
-            if says == card:  # takes the region, and dies before it says so
+            if says == request_bytes:  # takes the region, and dies before it says so
                 _, fds, _, _ = socket.recv_fds(odd, 100, 1)
                 os.close(fds[0])
     other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
@@ -324,22 +327,22 @@ def test_who_hangs_up_or_talks_nonsense_does_not_count(name: str, monkeypatch: p
     close(made, other)
 
 
-def test_a_maker_that_dies_right_after_handing_over_has_handed_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_may_die_right_after_the_handover(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = HostRegion.create(GEOMETRY, ROWS)
     gone = threading.Event()
-    attach = join_module._attach
+    attach = rendezvous_module._attach
 
     def attach_late(*arguments: object) -> HostRegion:
         assert gone.wait(TIMEOUT_S)
         return attach(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(join_module, "_attach", attach_late)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as maker:
-        maker.bind("\0" + address_of(name))
-        maker.listen()
+    monkeypatch.setattr(rendezvous_module, "_attach", attach_late)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+        owner.bind("\0" + address_of(name))
+        owner.listen()
 
         def hand_over_and_die() -> None:
-            with maker.accept()[0] as peer:
+            with owner.accept()[0] as peer:
                 socket.send_fds(peer, [peer.recv(100)], [made.fd])
             gone.set()
 
@@ -351,27 +354,27 @@ def test_a_maker_that_dies_right_after_handing_over_has_handed_over(name: str, m
     close(made, other)
 
 
-def test_a_maker_that_lies_about_its_region_is_not_believed(name: str) -> None:
+def test_a_region_of_another_size_than_announced_is_refused(name: str) -> None:
     made = HostRegion.create(GEOMETRY, ROWS + 1)
     before = descriptors_of(os.getpid()).count("memfd:nixl_tiers")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as maker:
-        maker.bind("\0" + address_of(name))
-        maker.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+        owner.bind("\0" + address_of(name))
+        owner.listen()
 
         def lie() -> None:
-            with maker.accept()[0] as peer:
+            with owner.accept()[0] as peer:
                 socket.send_fds(peer, [peer.recv(100)], [made.fd])
 
         thread = threading.Thread(target=lie)
         thread.start()
-        with pytest.raises(RegionError, match="is not what its maker said"):
+        with pytest.raises(RegionError, match="is not what its owner announced"):
             rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
         thread.join()
     assert descriptors_of(os.getpid()).count("memfd:nixl_tiers") == before
     made.close()
 
 
-def test_a_maker_without_memory_frees_the_name_for_the_next(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_without_memory_frees_the_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_module, "rooms_of_this_process", lambda: [Room("the test", 1)])
     with pytest.raises(RegionError, match="the test has") as refusal:
         rendezvous(name, GEOMETRY, ROWS, 2)
@@ -380,8 +383,8 @@ def test_a_maker_without_memory_frees_the_name_for_the_next(name: str, monkeypat
     close(rendezvous(name, GEOMETRY, ROWS, 2))
 
 
-def test_no_party_is_no_region(name: str) -> None:
-    with pytest.raises(RegionError, match="at least one party"):
+def test_a_rendezvous_needs_at_least_one_process(name: str) -> None:
+    with pytest.raises(RegionError, match="at least one process"):
         rendezvous(name, GEOMETRY, ROWS, 0)
 
 
@@ -390,15 +393,15 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a p
 
 
 @needs_root
-def test_another_user_is_not_given_the_region(name: str) -> None:
+def test_another_user_does_not_get_the_region(name: str) -> None:
     made = rendezvous(name, GEOMETRY, ROWS, 2)
     program = BE_NOBODY + (
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect('\\0' + sys.argv[1])\n"
         "try: s.send(bytes.fromhex(sys.argv[2])); print(socket.recv_fds(s, 100, 1)[:2])\n"
         "except OSError as error: print('hung up')"
     )
-    card = join_module._CARD.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
-    command = [sys.executable, "-c", program, address_of(name), card.hex()]
+    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
+    command = [sys.executable, "-c", program, address_of(name), request_bytes.hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout.strip() in {"(b'', [])", "hung up"}
     other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
@@ -408,7 +411,7 @@ def test_another_user_is_not_given_the_region(name: str) -> None:
 
 
 @needs_root
-def test_another_users_region_is_not_taken(name: str) -> None:
+def test_another_users_region_is_refused(name: str) -> None:
     program = BE_NOBODY + (
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('\\0' + sys.argv[1]); s.listen()\n"
         "print('bound', flush=True); sys.stdin.readline()"

@@ -117,7 +117,7 @@ def test_the_time_of_sealing_is_where_the_format_says(geometry: Geometry, sealed
 
 
 @pytest.mark.parametrize("geometry", EACH_KIND, ids=str)
-def test_read_tells_all_from_the_seal_from_the_row_and_from_any_tail(geometry: Geometry) -> None:
+def test_read_finds_the_header_in_a_seal_a_row_and_any_tail(geometry: Geometry) -> None:
     row = sealed(geometry, present=1, sealed_at=42)
     header = seal.read(row[-geometry.seal_bytes :])
     assert header is not None
@@ -171,7 +171,7 @@ def test_truncated_and_shifted_rows_are_refused(geometry: Geometry) -> None:
     assert verdict(geometry, row.reshape(1, -1)) is Verdict.SHAPE
 
 
-def test_parts_that_changed_places_are_refused() -> None:
+def test_swapped_parts_are_refused() -> None:
     row, other = sealed(PIECES, seed=1), sealed(PIECES, b"another chunk", seed=2)
     cells = row.copy()
     first, second = (slice(c * PIECES.cell_bytes, c * PIECES.cell_bytes + PIECES.cell_payload) for c in (0, 1))
@@ -188,7 +188,7 @@ def test_parts_that_changed_places_are_refused() -> None:
 
 
 @pytest.mark.parametrize("geometry", EACH_KIND, ids=str)
-def test_somebody_elses_row_is_refused_by_name(geometry: Geometry) -> None:
+def test_another_namespace_or_key_is_refused_with_its_verdict(geometry: Geometry) -> None:
     row = sealed(geometry)
     assert Sealer(geometry, bytes(16), EPOCH).verify(row, KEY) is Verdict.NAMESPACE
     assert Sealer(geometry, NAMESPACE, EPOCH + 1).verify(row, KEY) is Verdict.NAMESPACE
@@ -198,13 +198,13 @@ def test_somebody_elses_row_is_refused_by_name(geometry: Geometry) -> None:
     assert verdict(geometry, np.zeros(geometry.row_bytes, np.uint8)) is Verdict.NOT_A_SEAL
 
 
-def test_a_row_of_another_shape_is_refused_even_where_its_seal_stands_in_the_same_place() -> None:
+def test_a_row_of_another_shape_is_refused_even_if_its_seal_is_in_the_same_place() -> None:
     for mine, theirs in [(OWN_PAGE, Geometry(2, 2 * PAGE, 8)), (IN_PADDING, Geometry(2, PAGE + 1004, 4))]:
         assert (mine.row_bytes, mine.seal_bytes) == (theirs.row_bytes, theirs.seal_bytes)
         assert verdict(mine, sealed(theirs)) is Verdict.SHAPE
 
 
-def test_the_format_grows_where_it_says_that_it_grows() -> None:
+def test_unknown_versions_and_flags_are_refused_and_reserved_fields_ignored() -> None:
     row = sealed(PIECES)
     for offset, field in [(8, b"\2"), (12, b"\1"), (15, b"\x80"), (72, b"\x09"), (72, b"\x30"), (73, b"\2")]:
         changed = resealed(row, PIECES, offset, field)
@@ -225,7 +225,7 @@ def test_the_format_grows_where_it_says_that_it_grows() -> None:
     assert header.piece_bytes == 1 << 14
 
 
-def test_read_refuses_whole_seals_that_contradict_themselves() -> None:
+def test_read_refuses_inconsistent_seals() -> None:
     row = sealed(OWN_PAGE)
     contradictions = [
         (10, struct.pack("<H", 8)),  # seal_bytes
@@ -256,7 +256,7 @@ def test_read_never_raises(data: bytes, at: int) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(head=st.binary(min_size=80, max_size=232), honest=st.booleans())
-def test_verify_never_raises_and_never_believes_random_bytes(head: bytes, honest: bool) -> None:
+def test_verify_never_raises_and_refuses_random_bytes(head: bytes, honest: bool) -> None:
     row = noise(TIGHT)
     block = bytearray(row[-TIGHT.seal_bytes :].tobytes())
     block[: len(head)] = head
@@ -268,13 +268,13 @@ def test_verify_never_raises_and_never_believes_random_bytes(head: bytes, honest
     seal.read(row)
 
 
-def test_verify_leaves_the_row_alone() -> None:
+def test_verify_does_not_change_the_row() -> None:
     row = sealed(IN_PADDING)
     row.flags.writeable = False
     assert verdict(IN_PADDING, row) is Verdict.OK
 
 
-def test_one_sealer_serves_many_threads() -> None:
+def test_a_sealer_is_thread_safe() -> None:
     sealer = Sealer(PIECES, NAMESPACE, EPOCH)
     rows = [noise(PIECES, seed) for seed in range(16)]
     expected = []
@@ -298,7 +298,7 @@ def test_one_sealer_serves_many_threads() -> None:
         assert np.array_equal(row, alone)
 
 
-def test_what_cannot_be_sealed_is_refused_before_the_row_is_touched() -> None:
+def test_invalid_arguments_are_refused_before_the_row_is_touched() -> None:
     row = noise(OWN_PAGE)
     before = row.copy()
     sealer = Sealer(OWN_PAGE, NAMESPACE, EPOCH)

@@ -250,8 +250,8 @@ def test_more_pairs_than_a_launch_holds(machine: Callable[..., FakeGpu]) -> None
 def test_loads_have_the_highest_priority_and_stores_the_lowest(machine: Callable[..., FakeGpu]) -> None:
     fake = machine()
     swap = swap_of(fake, scenario_of(np.random.default_rng(1), [[64]], blocks=2, rows=2), "copy_engine")
-    assert {fake.priority(stream) for stream in swap._in._streams} == {-5}
-    assert {fake.priority(stream) for stream in swap._out._streams} == {0}
+    assert {fake.priority(stream) for stream in swap._loads._streams} == {-5}
+    assert {fake.priority(stream) for stream in swap._stores._streams} == {0}
     swap.close()
 
 
@@ -406,7 +406,7 @@ def test_without_kernels_the_copy_engine_copies_everything(
     scenario = scenario_of(rng, [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
     fake = machine()
     swap = swap_of(fake, scenario, strategy)
-    assert "no swap kernels, the copy engine does all (a file: cuModuleLoadData failed" in caplog.text
+    assert "no swap kernels, the copy engine copies everything (a file: cuModuleLoadData failed" in caplog.text
     move_all(scenario, swap, rng)
     assert fake.calls("cuLaunchKernel") == 0
     swap.close()

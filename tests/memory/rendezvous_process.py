@@ -1,6 +1,6 @@
-"""One party of a region, as a process: `party.py NAME CELLS CELL_PAYLOAD SUB_BLOCKS ROWS PARTIES TIMEOUT_S`.
+"""A process of a rendezvous: `rendezvous_process.py NAME CELLS CELL_PAYLOAD SUB_BLOCKS ROWS PROCESSES TIMEOUT_S`.
 
-Joins, says `joined <identity>` or `refused <why>`, then obeys lines on standard input until it ends.
+Prints `joined <identity>` or `refused <reason>`, then carries out commands from standard input until it is closed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def say(*words: object) -> None:
 
 
 def main() -> None:
-    name, cells, cell_payload, sub_blocks, rows, parties, timeout_s = sys.argv[1:]
+    name, cells, cell_payload, sub_blocks, rows, processes, timeout_s = sys.argv[1:]
     say("ready")
     sys.stdin.readline()
     try:
         geometry = Geometry(int(cells), int(cell_payload), int(sub_blocks))
-        region = rendezvous(name, geometry, int(rows), int(parties), float(timeout_s))
+        region = rendezvous(name, geometry, int(rows), int(processes), float(timeout_s))
     except RegionError as error:
         say("refused", error)
         return
