@@ -43,7 +43,7 @@ def _gpus() -> Iterator[str]:
         capability, address = driver.capability(ordinal), driver.pci_address(ordinal)
         arch, node = "sm_{}{}".format(*capability), numa.node_of(address)
         origins = [origin for origin, _ in kernels.images(arch, driver.version // 1000)]
-        found = origins[0] if origins and capability >= kernels.MIN_CAPABILITY else "none, the copy engine copies everything"
+        found = origins[0] if origins and capability >= kernels.MIN_CAPABILITY else "none (copy engine only)"
         place = "" if node is None else f", NUMA node {node}"
         yield f"GPU {ordinal}: {driver.device_name(ordinal)} at {address}{place}; kernels: {found}"
 
