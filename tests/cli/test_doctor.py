@@ -44,5 +44,5 @@ def test_what_was_measured_is_shown(
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "measured on A GPU, driver 13000 (choice-1.json):" in said
-    assert "  store, group 0, 16 blocks: staged (staged 1 us, engine 2 us)" in said
+    assert "  store, group 0, 16 blocks: staged (staged 1 us, copy_engine 2 us)" in said
     assert "it cannot be read, and is measured anew" in said
