@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,9 +26,10 @@ from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.types import TierSpec, Write
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.tier import StorageConfig
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Configure, Listed, decode_to_coordinator, encode
+from nixl_tiers.mover.protocol import Listed, decode_to_coordinator, encode
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier
 
 GEOMETRY = Geometry(1, 2000)
@@ -40,12 +41,20 @@ def key(number: int) -> bytes:
     return number.to_bytes(8, "big") * 4 + bytes(4)  # as long as a block hash with its group
 
 
+class ListerConfig(StorageConfig):
+    rows: int
+    go: Path
+
+    implementation: ClassVar[str] = "bench.adoption:Lister"
+    physical_slots: ClassVar[bool] = True
+
+
 class Lister(StorageTier):
     """Holds `rows` rows and all of its slots; waits with telling until the file `go` is there."""
 
-    def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
-        self._rows = int(config["rows"])
-        self._go = Path(config["go"])
+    def __init__(self, config: ListerConfig, geometry: Geometry, region: HostRegion) -> None:
+        self._rows = config.rows
+        self._go = config.go
 
     def open(self, namespace: bytes, epoch: int) -> int:
         return self._rows
@@ -149,10 +158,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, HostRegion.create(GEOMETRY, HOST_ROWS) as region:
         go = Path(directory) / "go"
         cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
-        config = configuration.load({"tiers": [cpu, {"type": "file", "path": f"{directory}/x", "capacity": "16MiB"}]})
-        tier: dict[str, object] = {"type": "bench.adoption:Lister", "rows": rows, "go": str(go)}
-        hello = Configure(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
-        coordinator = Coordinator(config, Namespace.of({"name": "bench"}), region, hellos=[hello])
+        tier = {"type": "bench.adoption:ListerConfig", "capacity": "1TiB", "rows": rows, "go": str(go)}
+        config = configuration.load({"tiers": [cpu, tier]})
+        coordinator = Coordinator(config, Namespace.of({"name": "bench"}), region)
         link = coordinator._link
         messages_s: list[float] = []
         tables_s: list[float] = []
@@ -169,13 +177,13 @@ def main() -> None:
         messages_s.clear()
         start = time.perf_counter()
         go.touch()
-        while not coordinator.counters()["file"]["up"]:
+        while not coordinator.counters()["lister"]["up"]:
             time.sleep(0.05)
         took_s = time.perf_counter() - start
         scheduler.ended = True
         scheduler.join()
         grown = anonymous_bytes() - before
-        held = coordinator.counters()["file"]["rows"]
+        held = coordinator.counters()["lister"]["rows"]
         table_bytes = sum(table.nbytes for table in core.tiers[0].cold)  # type: ignore[attr-defined]
         coordinator.close(10.0)
     calm, during = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))

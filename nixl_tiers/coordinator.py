@@ -65,7 +65,6 @@ class Coordinator:
         namespace: Namespace,
         region: HostRegion,
         *,
-        hellos: Sequence[Configure] | None = None,
         limits: Limits | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -86,7 +85,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
         self._tiers = [TierStatus(name, tier) for name, tier in zip(config.names, config.storage, strict=True)]
-        hellos = hellos or [
+        configures = [
             Configure(
                 tier_to_dict(tier),
                 geometry.cells,
@@ -94,6 +93,7 @@ class Coordinator:
                 geometry.sub_blocks,
                 region.rows,
                 named=_written_below(config.storage, place),
+                secret_variables=tier.secret_variables,
             )
             for place, tier in enumerate(config.storage)
         ]
@@ -103,7 +103,7 @@ class Coordinator:
             namespace,
             changed=self.changed,
             row_bytes=geometry.row_bytes,
-            hellos=hellos,
+            configures=configures,
             region_fd=region.fd,
             clock=self._clock,
         )

@@ -81,7 +81,7 @@ class MoverLink:
         *,
         changed: threading.Condition,
         row_bytes: int,
-        hellos: Sequence[Configure],
+        configures: Sequence[Configure],
         region_fd: int,
         clock: Callable[[], float],
     ) -> None:
@@ -92,7 +92,7 @@ class MoverLink:
         self._core = core
         self._row_bytes = row_bytes
         self._clock = clock
-        self.supervisor = Supervisor(hellos, [tier.name for tier in tiers], region_fd, self, clock)
+        self.supervisor = Supervisor(configures, [tier.name for tier in tiers], region_fd, self, clock)
 
     def start(self) -> None:
         """Start the movers; each opens the namespace."""

@@ -24,18 +24,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.config.schema import tier_to_dict
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule
 from nixl_tiers.testing.servers import moto_server
 from tests.support.leaks import ResourceCount, resident_bytes
@@ -239,15 +238,8 @@ class Soak:
         geometry = Geometry(cells=1, cell_payload=CHUNK)
         configuration.check_paths(self._config)
         region = HostRegion.create(geometry, HOST // geometry.row_bytes)
-        tiers: list[dict[str, Any]] = [tier_to_dict(tier) for tier in self._config.storage]
-        tiers[0] = {
-            "type": "nixl_tiers.testing.faulty:make_faulty",
-            "inner": tiers[0],
-            "plan": self._plan.to_dict(),
-        }
-        shape = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)
-        hellos = [Configure(tier, *shape) for tier in tiers]
-        coordinator = Coordinator(self._config, Namespace.of({"of": "the soak"}), region, hellos=hellos, limits=LIMITS)
+        config = with_faults(self._config, self._plan.to_dict())
+        coordinator = Coordinator(config, Namespace.of({"of": "the soak"}), region, limits=LIMITS)
         coordinator.start()
         return TieredStore(coordinator)
 

@@ -13,8 +13,8 @@ from nixl_tiers.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from tests.support.waiting import until, until_up
 
@@ -44,15 +44,10 @@ def store_over(path: Path, *rules: Rule, wait_s: float = 60.0, overdue_s: float 
             "wait_s": wait_s,
         }
     )
-    tier: dict[str, object] = {
-        "type": "nixl_tiers.testing.faulty:make_faulty",
-        "inner": configuration.tier_to_dict(config.storage[0]),
-        "plan": FaultPlan(rules).to_dict(),
-    }
-    hello = Configure(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
     limits = Limits(wait_s=wait_s, hard_deadline_min_s=overdue_s, hard_deadline_max_s=overdue_s)
-    coordinator = Coordinator(config, Namespace.of({"name": "faulty"}), region, hellos=[hello], limits=limits)
+    config = with_faults(config, FaultPlan(rules).to_dict())
+    coordinator = Coordinator(config, Namespace.of({"name": "faulty"}), region, limits=limits)
     with TieredStore(coordinator) as store:
         coordinator.start()
         until_up(store)

@@ -44,7 +44,7 @@ class Child:
         pipe: tuple[int, ...] = ()
         try:
             pipe = os.pipe2(os.O_CLOEXEC)
-            self.stderr = Stderr(pipe[0], secrets_of(os.environ, _secret_names(configure)))
+            self.stderr = Stderr(pipe[0], secrets_of(os.environ, configure.secret_variables))
             with theirs:
                 for end in (ours, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -158,11 +158,6 @@ class Child:
         self.socket.close()
         os.close(self.pidfd)
         os.close(self.stderr.fd)
-
-
-def _secret_names(configure: Configure) -> list[str]:
-    """Environment variables that a tier's configuration names, all of which hold credentials."""
-    return [str(value) for field, value in configure.tier.items() if field.endswith("_env") and value]
 
 
 def options() -> list[str]:

@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import watchdog
 from nixl_tiers.mover.loop import POLL_S, Mover, run_loop
@@ -72,7 +73,8 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     watchdog.rearm()
     region = HostRegion.attach(region_fd)
     try:
-        mover = Mover(make_tier(configure, region), end, region, named=configure.named)
+        geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
+        mover = Mover(make_tier(configure.tier, geometry, region), end, region, named=configure.named)
     except TierRefused as error:
         SendQueue(end).send(Refused(str(error)))
         return

@@ -34,6 +34,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     sub_blocks: int
     rows: int
     named: bool = False  # a ListedIndex must contain the keys: rows evicted from this tier are written to the next one
+    secret_variables: list[str] = []  # environment variables whose values must not be logged
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):

@@ -4,7 +4,7 @@ It stands where a tier stands, and hands the tier inside a region of its own. So
 below the seal: on its way down it is stored damaged (the tier inside must notice when it loads it), on its way up the
 damage is found here, as a tier finds it that reads straight into the region. In a mover:
 
-    {"type": "nixl_tiers.testing.faulty:make_faulty", "inner": {...}, "plan": {"rules": [{"fault": "bit flip"}]}}
+    {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": {...}, "plan": {"rules": [{"fault": "bit flip"}]}}
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,8 +24,9 @@ import msgspec
 from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.mover.protocol import Configure
+from nixl_tiers.testing.config import FaultyConfig
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierRefused, seal_row
+from nixl_tiers.tiers.registry import implement
 
 MakeTier = Callable[[Geometry, HostRegion], StorageTier]
 
@@ -106,29 +108,18 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return int.from_bytes(digest, "little") % below
 
     def to_dict(self) -> dict[str, object]:
-        """What travels to a mover, as `plan` of make_faulty's configuration."""
-        plain: dict[str, object] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        """As `plan` of a FaultyConfig: JSON types."""
+        plain: dict[str, object] = msgspec.to_builtins(self)
         return plain
 
 
-def make_faulty(config: Mapping[str, object], geometry: Geometry, region: HostRegion) -> FaultyTier:
-    """A FaultyStorage in a mover. `config["inner"]`: the configuration of the tier inside; `config["plan"]`: the
-    faults, as FaultPlan.to_dict gives them. Raises TierRefused."""
-    from nixl_tiers.tiers.registry import make_tier
-
-    inner = config.get("inner")
-    if not isinstance(inner, dict):
-        raise TierRefused('inner: a faulty tier needs the configuration of a tier, {"type": ...}')
+def make_faulty(config: FaultyConfig, geometry: Geometry, region: HostRegion) -> FaultyTier:
+    """The implementation of a FaultyConfig. Raises TierRefused."""
     try:
-        plan = msgspec.convert(config.get("plan", {}), FaultPlan, builtin_types=(bytes,))
+        plan = msgspec.convert(config.plan, FaultPlan)
     except msgspec.ValidationError as error:
         raise TierRefused(f"plan: {error}") from error
-
-    def make(geometry: Geometry, region: HostRegion) -> StorageTier:
-        hello = Configure(inner, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)
-        return make_tier(hello, region)
-
-    return FaultyTier(make, geometry, region, plan)
+    return FaultyTier(partial(implement, config.inner), geometry, region, plan)
 
 
 @dataclass

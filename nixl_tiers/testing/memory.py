@@ -1,20 +1,20 @@
 """A storage tier in plain memory: for tests, and the shortest tier that keeps the whole contract.
 
-In a mover: ``{"type": "nixl_tiers.testing.memory:MemoryStorage", "capacity": "64MiB"}``.
+In a configuration: ``{"type": "nixl_tiers.testing.config:MemoryConfig", "capacity": "64MiB"}``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nixl_tiers.chunk import Geometry, Key, Outcome
-from nixl_tiers.config.schema import parse_size
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierRefused, seal_row
 
 
@@ -42,13 +42,9 @@ class MemoryTier(StorageTier):
     """Rows in dictionaries, `capacity` bytes of them over all namespaces. Every move is over before the next poll."""
 
     def __init__(
-        self, config: Mapping[str, object], geometry: Geometry, region: HostRegion, medium: MemoryMedium | None = None
+        self, config: MemoryConfig, geometry: Geometry, region: HostRegion, medium: MemoryMedium | None = None
     ) -> None:
-        """Only `capacity` of `config` counts, in bytes or as text. Raises TierRefused if it is no size."""
-        try:
-            self._capacity_bytes = parse_size(config.get("capacity"))
-        except ValueError as error:
-            raise TierRefused(f"capacity: {error}") from None
+        self._capacity_bytes = config.capacity
         self._geometry = geometry
         self._region = region
         self._medium = medium or MemoryMedium()

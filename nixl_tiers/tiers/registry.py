@@ -1,46 +1,34 @@
-"""Which storage tier a mover is to be: the one place that knows them all."""
+"""From a tier's configuration to its implementation: which is imported here, in the mover, and nowhere else."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from collections.abc import Mapping
 
 from nixl_tiers.chunk import Geometry
+from nixl_tiers.config.kinds import import_object, in_one_line
+from nixl_tiers.config.schema import ConfigError, StorageConfig, tier_from_dict
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.tiers.base import StorageTier, TierRefused
 
 
-def make_tier(hello: Configure, region: HostRegion) -> StorageTier:
-    """The tier that hello.tier["type"] names: "file", "s3", or "package.module:Class" for somebody else's, which is
-    called with (hello.tier, geometry, region). Raises TierRefused."""
-    kind = str(hello.tier.get("type", ""))
-    geometry = Geometry(hello.cells, hello.cell_payload, hello.sub_blocks)
-    # One tier a process: the libraries of the others are not loaded.
-    if ":" in kind:
-        module, _, name = kind.partition(":")
-        try:
-            custom: Any = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise TierRefused(f"type: {kind} cannot be loaded ({error})") from error
-        tier: StorageTier = custom(hello.tier, geometry, region)
-        return tier
-    from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, tier_from_dict
-
+def make_tier(tier: Mapping[str, object], geometry: Geometry, region: HostRegion) -> StorageTier:
+    """The tier of a configuration as `tier_to_dict` gives it. Raises TierRefused."""
     try:
-        config = tier_from_dict(hello.tier)
+        config = tier_from_dict(tier)
     except ConfigError as error:
         raise TierRefused(str(error)) from error
-    if isinstance(config, FileConfig) and config.layout == "files":
-        from nixl_tiers.tiers.rowfile.tier import RowFileTier
+    return implement(config, geometry, region)
 
-        return RowFileTier(config, geometry, region)
-    if isinstance(config, FileConfig):
-        from nixl_tiers.tiers.slab.tier import SlabTier
 
-        return SlabTier(config, geometry, region)
-    if isinstance(config, S3Config):
-        from nixl_tiers.tiers.s3.tier import S3Tier
-
-        return S3Tier(config, geometry, region)
-    raise TierRefused(f"type: {kind} is not a storage tier")
+def implement(config: StorageConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
+    """A tier of the class, or from the function, that `config.implementation` names. Raises TierRefused."""
+    # One tier a process: the libraries of the others are not loaded.
+    try:
+        make = import_object(config.implementation)
+    except Exception as error:
+        where = f'its implementation "{config.implementation}" cannot be imported by its mover process'
+        raise TierRefused(f'type: "{config.type}": {where} ({in_one_line(error)})') from error
+    tier = make(config, geometry, region)
+    if not isinstance(tier, StorageTier):
+        raise TierRefused(f'type: "{config.type}": its implementation "{config.implementation}" makes no StorageTier')
+    return tier

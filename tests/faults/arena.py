@@ -16,11 +16,11 @@ import numpy as np
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.config.schema import StorageConfig, tier_to_dict
+from nixl_tiers.config.schema import StorageConfig
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import FaultPlan
 from tests.support.leaks import ResourceCount, children
 from tests.support.load import Load, get, put
@@ -92,17 +92,8 @@ class Arena:
         geometry = Geometry(cells=1, cell_payload=self.chunk)
         configuration.check_paths(self.config)
         region = HostRegion.create(geometry, HOST // geometry.row_bytes)
-        hellos = None
-        if self._plan is not None:
-            faulty = {
-                "type": "nixl_tiers.testing.faulty:make_faulty",
-                "inner": tier_to_dict(self.tier),
-                "plan": self._plan.to_dict(),
-            }
-            hellos = [Configure(faulty, geometry.cells, geometry.cell_payload, geometry.sub_blocks, region.rows)]
-        coordinator = Coordinator(
-            self.config, Namespace.of({"of": "the fault matrix"}), region, hellos=hellos, limits=self.limits
-        )
+        config = with_faults(self.config, self._plan.to_dict()) if self._plan is not None else self.config
+        coordinator = Coordinator(config, Namespace.of({"of": "the fault matrix"}), region, limits=self.limits)
         if before_start is not None:
             before_start(coordinator)
         coordinator.start(3.0)

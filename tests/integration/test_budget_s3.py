@@ -15,10 +15,8 @@ import pytest
 import nixl_tiers
 from nixl_tiers.chunk import Geometry, Namespace, object_name
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.config.schema import tier_to_dict
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer
 from tests.integration.test_budget import use
@@ -59,16 +57,11 @@ def place(moto: MotoServer, s3_prefix: str, s3_credentials: Any, s3_bucket: Any)
 @contextmanager
 def store_of(place: dict[str, Any]) -> Iterator[TieredStore]:
     """One of several engines, with a mover process of its own, on a shared prefix."""
-    tier = {"type": "s3", "shared": True, "capacity": BUDGET_ROWS * ROW, **place}
+    fast = {"type": "tests.mover.stub_tiers:FastJanitorConfig", "window_share": BUDGET_ROWS // WINDOW_ROWS}
+    tier = {**fast, "shared": True, "capacity": BUDGET_ROWS * ROW, **place}
     setting = configuration.load(config(tier, host=HOST_ROWS * ROW))
-    toy = {
-        "type": "tests.mover.stub_tiers:s3_with_fast_janitor",
-        "inner": tier_to_dict(setting.storage[0]),
-        "window_share": BUDGET_ROWS // WINDOW_ROWS,
-    }
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
-    hello = Configure(toy, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS)
-    coordinator = Coordinator(setting, Namespace.of({"name": "budget"}), region, hellos=[hello])
+    coordinator = Coordinator(setting, Namespace.of({"name": "budget"}), region)
     with TieredStore(coordinator) as store:
         coordinator.start(30.0)
         yield store

@@ -19,7 +19,6 @@ from nixl_tiers.cascade.breaker import BreakerLimits
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.config.schema import tier_to_dict
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.cold_index import ColdIndexError
 from nixl_tiers.memory.region import HostRegion
@@ -27,7 +26,6 @@ from nixl_tiers.mover import backoff
 from nixl_tiers.mover.child import _read
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
-    Configure,
     Down,
     ExistenceChecked,
     Finished,
@@ -73,16 +71,12 @@ TO_MOVERS = {
 FEW = ("half a message",)
 
 
-def coordinator_of(tmp_path: Path, hello: dict[str, object] | None = None) -> tuple[Coordinator, HostRegion]:
-    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "32MiB"}
+def coordinator_of(tmp_path: Path, **fields: object) -> tuple[Coordinator, HostRegion]:
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "32MiB", **fields}
     config = configuration.load({"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, tier]})
     region = HostRegion.create(GEOMETRY, ROWS)
-    hellos = None
-    if hello is not None:
-        inner = hello | {"inner": tier_to_dict(config.storage[0])}
-        hellos = [Configure(inner, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, ROWS)]
     limits = replace(Limits(), retry_s=0.1, breaker=BreakerLimits(min_backoff_s=0.1, max_backoff_s=0.2))
-    return Coordinator(config, Namespace.of({"of": "garbage"}), region, hellos=hellos, limits=limits), region
+    return Coordinator(config, Namespace.of({"of": "garbage"}), region, limits=limits), region
 
 
 @pytest.fixture
@@ -92,7 +86,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredSto
     monkeypatch.setattr(backoff, "KILLS_AN_HOUR", 1000)
     (tmp_path / "packets").mkdir()
     coordinator, _ = coordinator_of(
-        tmp_path, {"type": "tests.mover.packet_injector:PacketInjectorTier", "packets": str(tmp_path / "packets")}
+        tmp_path, type="tests.mover.packet_injector:PacketInjectorConfig", packets=str(tmp_path / "packets")
     )
     coordinator.start()
     store = TieredStore(coordinator)

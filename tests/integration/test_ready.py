@@ -15,10 +15,8 @@ import nixl_tiers
 from nixl_tiers import tier_log
 from nixl_tiers.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.config.schema import tier_to_dict
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
 from tests.support.load import get, put
@@ -78,13 +76,10 @@ def held_up(
         put(store, KEYS)
         assert store.flush(120)
     listed = tmp_path / "listed"
-    tier: dict[str, object] = {
-        "type": "tests.mover.stub_tiers:paused_listing",
-        "inner": tier_to_dict(config.storage[0]),
-        "listed": str(listed),
-    }
+    setting["tiers"][1] |= {"type": "tests.mover.stub_tiers:PausedListingConfig", "listed": str(listed)}
+    config = configuration.load(setting)
     region = HostRegion.create(geometry, 32)
-    coordinator = Coordinator(config, namespace, region, hellos=[Configure(tier, 1, SIZE, 1, 32)])
+    coordinator = Coordinator(config, namespace, region)
     store = TieredStore(coordinator)
     try:
         yield coordinator, store, listed

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.mover.index_builder import SINGLE_ROWS
-from nixl_tiers.mover.protocol import Configure
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 2000)
@@ -41,25 +41,21 @@ def over_a_hoard(
             "tiers": [
                 {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes},
                 {
-                    "type": "file",
-                    "layout": "files" if more else "slabs",
-                    "path": str(tmp_path / "unused"),
+                    "type": "tests.mover.stub_tiers:StubConfig",
+                    "stub": "PrefilledTier",
                     "capacity": slots * GEOMETRY.row_bytes,
+                    "rows": rows,
+                    "more": more,
+                    "slots": slots,
+                    "dropped": str(tmp_path / "dropped"),
+                    "closed": str(tmp_path / "closed"),
                 },
             ]
         }
     )
-    tier: dict[str, object] = {
-        "type": "tests.mover.stub_tiers:PrefilledTier",
-        "rows": rows,
-        "more": more,
-        "slots": slots,
-        "dropped": str(tmp_path / "dropped"),
-        "closed": str(tmp_path / "closed"),
-    }
-    hello = Configure(tier, GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, HOST_ROWS, named)
     with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
-        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region, hellos=[hello])
+        with mock.patch("nixl_tiers.coordinator._written_below", return_value=named):
+            coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region)
         try:
             coordinator.start(120.0)
             told(coordinator, rows)
@@ -70,7 +66,7 @@ def over_a_hoard(
 
 def told(coordinator: Coordinator, rows: int = ROWS) -> None:
     until(
-        lambda: coordinator.counters()["file"]["up"] and coordinator.counters()["file"]["rows"] == rows,
+        lambda: coordinator.counters()["stub"]["up"] and coordinator.counters()["stub"]["rows"] == rows,
         "all rows to be listed",
     )
 
@@ -102,14 +98,14 @@ def dropped(tmp_path: Path) -> list[str]:
 
 def test_all_rows_are_hits_and_most_of_them_cost_no_objects(tmp_path: Path) -> None:
     with over_a_hoard(tmp_path, slots=2 * ROWS) as coordinator:
-        assert [coordinator.where(key(n)) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)] == ["file"] * 4
+        assert [coordinator.where(key(n)) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)] == ["stub"] * 4
         assert coordinator.where(b"no row") is None
         load(coordinator, 0)
         load(coordinator, ROWS - 1)
         (storage,) = coordinator._core.tiers
         assert len(storage.index) == SINGLE_ROWS + 1
         assert sum(map(len, storage.cold)) == ROWS - SINGLE_ROWS - 1
-        assert coordinator.counters()["file"]["rows"] == ROWS
+        assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -119,7 +115,7 @@ def test_the_medium_is_told_by_key_what_to_forget(tmp_path: Path, named: bool) -
         until(lambda: len(dropped(tmp_path)) == 2, "the drops")
         assert dropped(tmp_path) == [f"{n} row-{n}" for n in (SINGLE_ROWS, SINGLE_ROWS + 1)]
         assert coordinator.where(key(SINGLE_ROWS)) is None
-        assert coordinator.counters()["file"]["rows"] == ROWS
+        assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
 def test_however_many_rows_must_go_the_medium_is_told_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +128,7 @@ def test_however_many_rows_must_go_the_medium_is_told_of_each(tmp_path: Path, mo
         assert dropped(tmp_path)[0] == f"{SINGLE_ROWS} row-{SINGLE_ROWS}"
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 20_002, "two more")
-        stats = coordinator.counters()["file"]
+        stats = coordinator.counters()["stub"]
         assert stats["kills"] == stats["dropped"] == 0
 
 

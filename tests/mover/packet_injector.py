@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.config.schema import FileConfig, tier_from_dict
+from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import FinishedBatch
 from nixl_tiers.tiers.slab.tier import SlabTier
@@ -19,14 +19,19 @@ from nixl_tiers.tiers.slab.tier import SlabTier
 POLL_S = 0.02
 
 
-class PacketInjectorTier(SlabTier):
-    """The file tier `config["inner"]`. Sends, and removes, the files in the directory `config["packets"]`."""
+class PacketInjectorConfig(FileConfig):
+    type: str
+    packets: Path
+    label: ClassVar[str] = "file"
+    implementation: ClassVar[str] = f"{__name__}:PacketInjectorTier"
 
-    def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
-        inner = tier_from_dict(config["inner"])
-        assert isinstance(inner, FileConfig)
-        super().__init__(inner, geometry, region)
-        self._packets = Path(config["packets"])
+
+class PacketInjectorTier(SlabTier):
+    """Sends, and removes, the files in the directory `packets`."""
+
+    def __init__(self, config: PacketInjectorConfig, geometry: Geometry, region: HostRegion) -> None:
+        super().__init__(config, geometry, region)
+        self._packets = config.packets
         self._poll_at_s = 0.0
 
     def poll(self) -> list[FinishedBatch]:

@@ -8,46 +8,78 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.config.schema import S3Config, tier_from_dict
+from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
 
 
-def paused_listing(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
-    """The file tier `config["inner"]`, whose listing pauses after half of the rows until `config["listed"]` exists."""
-    from nixl_tiers.config.schema import FileConfig
+class StubConfig(StorageConfig):
+    """`stub`: the class or function below. The other fields are for some of them."""
+
+    stub: str
+    capacity: Size = 1 << 30
+    closed: Path = Path("unset")
+    wake: Path = Path("unset")
+    dropped: Path = Path("unset")
+    rows: int = 0
+    more: int = 0
+    slots: int = 0
+
+    @property
+    def implementation(self) -> str:
+        return f"{__name__}:{self.stub}"
+
+    @property
+    def physical_slots(self) -> bool:
+        return not self.more
+
+
+class PausedListingConfig(FileConfig):
+    """A file tier whose listing pauses after half of the rows until the file `listed` exists."""
+
+    type: str
+    listed: Path
+    label: ClassVar[str] = "file"
+    implementation: ClassVar[str] = f"{__name__}:paused_listing"
+
+
+def paused_listing(config: PausedListingConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     from nixl_tiers.tiers.slab.tier import SlabTier
 
     class PausedListing(SlabTier):
         def list_rows(self) -> Iterator[list[Entry]]:
             found = [entry for batch in super().list_rows() for entry in batch]
             yield found[: len(found) // 2]
-            while not Path(config["listed"]).exists():
+            while not config.listed.exists():
                 yield []
             yield found[len(found) // 2 :]
 
-    tier = tier_from_dict(config["inner"])
-    assert isinstance(tier, FileConfig)
-    return PausedListing(tier, geometry, region)
+    return PausedListing(config, geometry, region)
 
 
-def s3_with_fast_janitor(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
-    """The S3 tier `config["inner"]`, whose janitor has short intervals."""
+class FastJanitorConfig(S3Config):
+    """An S3 tier whose janitor has short intervals."""
+
+    type: str
+    window_share: int
+    label: ClassVar[str] = "s3"
+    implementation: ClassVar[str] = f"{__name__}:s3_with_fast_janitor"
+
+
+def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     from nixl_tiers.tiers.s3 import janitor
-    from nixl_tiers.tiers.s3 import tier as object_tier
+    from nixl_tiers.tiers.s3 import tier as s3_tier
 
-    object_tier.PACE = janitor.JanitorIntervals(turn_s=0.1, lease_s=5.0, fresh_s=10.0, round_s=1.0)
+    s3_tier.PACE = janitor.JanitorIntervals(turn_s=0.1, lease_s=5.0, fresh_s=10.0, round_s=1.0)
     janitor.SKEW_S = 0.0
-    janitor.WINDOW_SHARE = config["window_share"]
-    tier = tier_from_dict(config["inner"])
-    assert isinstance(tier, S3Config)
-    return object_tier.ObjectStorage(tier, geometry, region)
+    janitor.WINDOW_SHARE = config.window_share
+    return s3_tier.S3Tier(config, geometry, region)
 
 
-def dies_at_start(config: dict[str, Any], geometry: Geometry, region: HostRegion) -> StorageTier:
+def dies_at_start(config: StubConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     """Ends its mover like a library that cannot be loaded."""
     os.write(2, b"lib.so: undefined symbol: foo, key " + os.environ["AWS_SECRET_ACCESS_KEY"].encode() + b"\n")
     os._exit(127)
@@ -56,7 +88,7 @@ def dies_at_start(config: dict[str, Any], geometry: Geometry, region: HostRegion
 class InstantTier(StorageTier):
     """Every move is OK at once."""
 
-    def __init__(self, config: dict[str, Any], geometry: Geometry, region: HostRegion) -> None:
+    def __init__(self, config: StubConfig, geometry: Geometry, region: HostRegion) -> None:
         self.config = config
         self.opened = 0
         self._done: list[FinishedBatch] = []
@@ -95,17 +127,17 @@ class InstantTier(StorageTier):
         return 42
 
     def close(self) -> None:
-        Path(str(self.config["closed"])).write_text("closed")
+        self.config.closed.write_text("closed")
 
 
 class SlowToOpen(InstantTier):
-    """The first open fails, the second takes until `config["wake"]` exists."""
+    """The first open fails, the second takes until the file `wake` exists."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
         super().open(namespace, epoch)
         if self.opened == 1:
             raise TierDown("the medium sleeps")
-        while not Path(str(self.config["wake"])).exists():
+        while not self.config.wake.exists():
             threading.Event().wait(0.01)
         return 7
 
@@ -166,7 +198,7 @@ class HangsWithInterpreterLock(InstantTier):
         self._hang()
 
     def _hang(self) -> None:
-        Path(str(self.config["wake"])).touch()
+        self.config.wake.touch()
         while True:  # a signal may end the call
             ctypes.PyDLL(None).sleep(3600)
 
@@ -176,13 +208,13 @@ class PrefilledTier(InstantTier):
     the file `dropped`."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        return int(self.config["slots"])
+        return self.config.slots
 
     def list_rows(self) -> Iterator[list[Entry]]:
-        rows = int(self.config["rows"])
+        rows = self.config.rows
         for start in range(0, rows, MAX_ENTRIES):
             yield [Entry(n, b"row-%d" % n, n) for n in range(start, min(start + MAX_ENTRIES, rows))]
-        more = int(self.config.get("more", 0))
+        more = self.config.more
         until_s = time.monotonic() + 2.0  # so that these come in a cold index of their own
         while more and time.monotonic() < until_s:
             yield []
@@ -190,5 +222,5 @@ class PrefilledTier(InstantTier):
             yield [Entry(n, b"more-%d" % n, rows + n) for n in range(start, min(start + MAX_ENTRIES, more))]
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        with Path(str(self.config["dropped"])).open("a") as file:
+        with self.config.dropped.open("a") as file:
             file.writelines(f"{slot} {key.decode()}\n" for slot, key in entries)

@@ -25,7 +25,8 @@ GEOMETRY = Geometry(1, 60_000)
 
 def stub(name: str, tmp_path: Path) -> MoverProcess:
     tier: dict[str, object] = {
-        "type": f"tests.mover.stub_tiers:{name}",
+        "type": "tests.mover.stub_tiers:StubConfig",
+        "stub": name,
         "closed": str(tmp_path / "closed"),
         "wake": str(tmp_path / "wake"),
     }

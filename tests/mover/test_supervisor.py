@@ -89,7 +89,11 @@ def supervised(
     tmp_path: Path, movers: int = 1, clock: Callable[[], float] | None = None
 ) -> Iterator[tuple[Supervisor, Recorder]]:
     region, recorder = HostRegion.create(GEOMETRY, 4), Recorder()
-    tier: dict[str, object] = {"type": "tests.mover.stub_tiers:InstantTier", "closed": str(tmp_path / "closed")}
+    tier: dict[str, object] = {
+        "type": "tests.mover.stub_tiers:StubConfig",
+        "stub": "InstantTier",
+        "closed": str(tmp_path / "closed"),
+    }
     configures = [Configure(tier, 1, 60_000, 1, 4)] * movers
     names = [f"tier{number}" for number in range(movers)]
     supervisor = Supervisor(configures, names, region.fd, recorder, clock or time.monotonic)
@@ -228,7 +232,7 @@ def test_a_mover_that_dies_at_its_start_is_logged_with_its_last_lines_without_se
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789abcdef")
     recorder = Recorder()
     with HostRegion.create(GEOMETRY, 4) as region:
-        configure = Configure({"type": "tests.mover.stub_tiers:dies_at_start"}, 1, 60_000, 1, 4)
+        configure = Configure({"type": "tests.mover.stub_tiers:StubConfig", "stub": "dies_at_start"}, 1, 60_000, 1, 4)
         supervisor = Supervisor([configure], ["stub"], region.fd, recorder, time.monotonic)
         before = len(list(Path("/proc/self/fd").iterdir()))
         supervisor.start(Open(NAMESPACE, 0))

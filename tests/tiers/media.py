@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from nixl_tiers.chunk import Geometry, Key, object_name
 from nixl_tiers.config.schema import FileConfig, S3Config
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.testing.medium import Medium
 from nixl_tiers.testing.memory import MemoryMedium, MemoryTier
 from nixl_tiers.testing.servers import S3Server
@@ -26,7 +27,7 @@ class Memory(Medium):
     rows: MemoryMedium = field(default_factory=MemoryMedium)
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        return MemoryTier({"capacity": capacity_bytes}, geometry, region, self.rows)
+        return MemoryTier(MemoryConfig(type="memory", capacity=capacity_bytes), geometry, region, self.rows)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
         return bytes(self.rows.namespaces[namespace][slot].row)
