@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, JsonValue, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
 from nixl_tiers.config.kinds import read_tier
 from nixl_tiers.config.schema import TiersConfig
@@ -25,7 +25,7 @@ class FaultyConfig(StorageConfig):
     """`testing.faulty.FaultyTier`: the tier `inner` behind a plan of faults. To the scheduler it is the tier inside."""
 
     inner: Annotated[SerializeAsAny[StorageConfig], BeforeValidator(read_tier)]
-    plan: dict[str, JsonValue]  # FaultPlan.to_dict
+    plan: dict[str, Any]  # FaultPlan.to_dict
 
     implementation: ClassVar[str] = "nixl_tiers.testing.faulty:make_faulty"
 

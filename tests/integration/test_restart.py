@@ -140,7 +140,7 @@ def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         told(coordinator)
-        assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(SINGLE_ROWS)) == "file"
+        assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(SINGLE_ROWS)) == "stub"
         assert len(coordinator._core.tiers[0].cold) == 1
         assert dropped(tmp_path) == []
 
