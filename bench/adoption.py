@@ -136,7 +136,7 @@ def anonymous_bytes() -> int:
 def one_by_one_us(rows: int) -> float:
     """Processor time a row on the supervisor's thread."""
     core = TierManager(HOST_ROWS, GEOMETRY.row_bytes, [TierSpec("file", Write.THROUGH, physical_slots=True)])
-    core.opened(0, rows)
+    core.events.opened(0, rows)
     packets = [
         encode(Listed(0, [Entry(n, key(n), start) for n in range(start, min(start + MAX_ENTRIES, rows))], last=False))
         for start in range(0, rows, MAX_ENTRIES)
@@ -145,7 +145,7 @@ def one_by_one_us(rows: int) -> float:
     for packet in packets:
         message = decode_to_coordinator(packet)
         assert isinstance(message, Listed)
-        core.listed(0, [(entry.slot, entry.key, entry.tick) for entry in message.entries], message.last)
+        core.events.listed(0, [(entry.slot, entry.key, entry.tick) for entry in message.entries], message.last)
     return (time.thread_time() - start) / rows * 1e6
 
 
@@ -168,7 +168,7 @@ def main() -> None:
         link.on_message = watched(link.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
         link.on_index = watched(link.on_index, time.thread_time, tables_s)  # type: ignore[method-assign]
         core = coordinator._core
-        core.index_listed = watched(core.index_listed, time.perf_counter, adopting_s)  # type: ignore[method-assign]
+        core.events.index_listed = watched(core.events.index_listed, time.perf_counter, adopting_s)  # type: ignore[method-assign]
         coordinator.start(30.0)
         scheduler = Scheduler(coordinator, rows)
         scheduler.start()

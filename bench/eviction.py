@@ -104,8 +104,8 @@ def replay(prompts: Sequence[Prompt], rows: int, policy: PolicyName, stored: tup
     specs = [TierSpec("file", Write.THROUGH, physical_slots=True, policy=stored[1])] if stored else []
     core = TierManager(rows, ROW_BYTES, specs, policy=policy)
     if stored:
-        core.opened(0, stored[0])
-        core.listed(0, [], last=True)
+        core.events.opened(0, stored[0])
+        core.events.listed(0, [], last=True)
     clock = Clock()
     hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)
     slowest_s = 0.0
@@ -161,12 +161,12 @@ def move(core: TierManager, now_s: float, clock: Clock) -> None:
     """Movers that are done at once with whatever the core plans."""
     while True:
         with clock.take("plan", 0):
-            jobs = core.plan(now_s)
+            jobs = core.events.plan(now_s)
         rows = sum(len(job.moves) for job in jobs)
         clock.blocks["plan"] += rows
         with clock.take("finished", rows):
             for job in jobs:
-                core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
+                core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
         for storage in core.tiers:
             for _ in storage.delete_batches(256):
                 pass

@@ -29,7 +29,7 @@ class Limits:
     keys_per_check: int = 512  # in one probe
     absent_s: float = 30.0  # what a probe has not found is not asked for again sooner
     absent_keys: int = 65536  # how many such keys a tier remembers
-    clean_s: float = 0.25  # a promotion waits so long for a row that is written below; then one is lost for it
+    clean_wait_s: float = 0.25  # a promotion waits so long for a row that is written below; then one is lost for it
     load_share: float = 0.10  # of the host rows: what may be under promotion at once
     store_share: float = 0.05
     quarantine_share: float = 0.75  # of the rows under promotion: how many may be stuck before the mover is killed

@@ -89,6 +89,11 @@ class Request:
             self.pinned[row.key] = row
             row.request_pins += 1
 
+    def unpin(self, row: Row) -> None:
+        """The row that it waited for will not be ready."""
+        del self.pinned[row.key]
+        row.request_pins -= 1
+
     def rearm(self) -> None:
         """Its load is prepared: should it come back, because it was preempted, it may wait anew."""
         self.deadline_s = None

@@ -18,10 +18,10 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.cascade.throughput import ThroughputEstimate
-from nixl_tiers.cascade.types import Direction, Entry, Job, TierSpec, TierState
+from nixl_tiers.cascade.types import Direction, Entry, Job, PlannedMove, TierSpec, TierState
 from nixl_tiers.chunk import Key
 
-SAMPLED: Final = 64
+MAX_SAMPLED: Final = 64
 UNLIMITED: Final = 1 << 62
 
 
@@ -34,6 +34,7 @@ class TierIndex:
     """
 
     spec: TierSpec
+    number: int  # its place in the cascade, from 0
     limits: Limits = field(default_factory=Limits)
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class TierIndex:
             and not self.denylist.is_suspect(self.last_refused)
         ):
             return self.last_refused
-        newest = islice(reversed(self.index.items()), SAMPLED)
+        newest = islice(reversed(self.index.items()), MAX_SAMPLED)
         return next(
             (key for key, e in newest if e.stored and not e.evicting and not self.denylist.is_suspect(key)), None
         )
@@ -206,7 +207,7 @@ class TierIndex:
         self.policy.resize(limit)
         if self.spec.physical_slots:
             for key in [key for key, entry in self.index.items() if entry.slot >= limit and not self._is_pinned(key)]:
-                self.release(key)
+                self.evict(key)
         elif len(self.slots) > limit:
             for key in self.policy.evict(len(self.slots) - limit, self._is_pinned):
                 self._count_evicted(key)
@@ -250,7 +251,7 @@ class TierIndex:
             self.index[key].evicting = False
             self.policy.add(key, tick)
 
-    def release(self, key: Key) -> None:
+    def evict(self, key: Key) -> None:
         """Evict this row now, unless a job has hands on it."""
         entry = self.index.get(key)
         if entry is not None and not self._is_pinned(key):
@@ -266,6 +267,29 @@ class TierIndex:
             self.policy.remove(key)
         self._remove(key)
         return True
+
+    def start_load(self, row: Row) -> PlannedMove:
+        """Pin a row's entry and its host row for a load."""
+        entry = self.index[row.key]
+        entry.readers += 1
+        row.mover_refs = 1
+        self.rows_loading += 1
+        return PlannedMove(row, entry, row.key)
+
+    def end_load(self, move: PlannedMove) -> None:
+        """Undo that: the mover is done with both."""
+        move.entry.readers -= 1
+        move.row.mover_refs -= 1
+        self.rows_loading -= 1
+
+    def drop_queues(self, tick: int) -> None:
+        """Nothing that waits for this tier is wanted any more; its victims stay."""
+        self.to_load.clear()
+        self.to_store.clear()
+        self.to_demote.clear()
+        self.staged.clear()
+        for key in list(self.evicting):
+            self.cancel_eviction(key, tick)
 
     def clear(self) -> None:
         """Another epoch: nothing that was here may be found. Jobs under way end as strangers."""

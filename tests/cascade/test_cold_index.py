@@ -25,9 +25,9 @@ def rows(numbers: range, named: bool = False) -> PlainColdIndex:
 
 def opened(spec: TierSpec, slots: int = 10, held: int = 6) -> TierManager:
     core = TierManager(8, 4096, [spec])
-    core.opened(0, slots)
-    core.index_listed(0, rows(range(held)), newest=held - 1)
-    core.listed(0, [], last=True)
+    core.events.opened(0, slots)
+    core.events.index_listed(0, rows(range(held)), newest=held - 1)
+    core.events.listed(0, [], last=True)
     return core
 
 
@@ -40,9 +40,9 @@ def store(core: TierManager, *numbers: int) -> None:
 
 
 def finish(core: TierManager) -> None:
-    while jobs := core.plan(0.0):
+    while jobs := core.events.plan(0.0):
         for job in jobs:
-            core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
 
 
 def dropped(storage: TierIndex) -> set[tuple[int, Key]]:
@@ -60,10 +60,10 @@ class TestAnyTier:
         assert core.where(key(3), 0.0) == spec.name
         assert not core.tiers[0].index  # asking is not using
         assert core.lookup(key(3), "request", 0, 0.0) is Lookup.PENDING
-        (job,) = core.plan(0.0)
+        (job,) = core.events.plan(0.0)
         assert job.direction is Direction.LOAD
         assert spec is COUNT or job.moves[0].entry.slot == 3
-        core.finished(0, job.id, [Outcome.OK], 0.0)
+        core.events.finished(0, job.id, [Outcome.OK], 0.0)
         assert core.lookup(key(3), "request", 0, 0.0) is Lookup.HIT
         assert list(core.tiers[0].index) == [key(3)]
         assert len(core.tiers[0].cold[0]) == 5
@@ -90,7 +90,7 @@ class TestAnyTier:
 
     def test_what_others_took_away_is_found_no_more(self, spec: TierSpec) -> None:
         core = opened(spec)
-        core.listed(0, [(-1, key(4), 0)], last=False)
+        core.events.listed(0, [(-1, key(4), 0)], last=False)
         assert core.where(key(4), 0.0) is None
         assert len(core.tiers[0].slots) == 5
 
@@ -100,8 +100,8 @@ class TestAnyTier:
         core.reset(keep_tiers=False)
         assert core.where(key(1), 0.0) is None
         assert core.tiers[0].retired == [held]
-        core.opened(0, 10)
-        core.listed(0, [], last=True)
+        core.events.opened(0, 10)
+        core.events.listed(0, [], last=True)
         assert core.where(key(1), 0.0) is None
         assert len(core.tiers[0].slots) == 0
 
@@ -111,27 +111,27 @@ class TestAnyTier:
         core = opened(spec, slots=8)
         store(core, 6)
         core.touch([key(0)], "request")
-        core.lost(0, 0.0)
+        core.events.lost(0, 0.0)
         assert core.where(key(3), 0.0) is None
-        core.opened(0, 8)
+        core.events.opened(0, 8)
         assert core.where(key(3), 0.0) == spec.name
         core.touch([key(3)], "request")
         again = rows(range(7))
-        for known in core.known_keys(0):
+        for known in core.events.known_keys(0):
             again.remove(known)
-        core.index_listed(0, again, newest=6)
+        core.events.index_listed(0, again, newest=6)
         assert len(core.tiers[0].retired) == 1
         assert core.tiers[0].cold == [again]
-        core.listed(0, [], last=True)
+        core.events.listed(0, [], last=True)
         assert [n for n in range(7) if core.where(key(n), 0.0) is None] == []
         assert len(core.tiers[0].slots) == 7
         assert dropped(core.tiers[0]) == set()
 
     def test_a_smaller_tier_waits_to_be_told_again(self, spec: TierSpec) -> None:
         core = opened(spec)
-        core.opened(0, 4)
+        core.events.opened(0, 4)
         assert core.where(key(1), 0.0) is None
-        core.index_listed(0, rows(range(6)), newest=5)
+        core.events.index_listed(0, rows(range(6)), newest=5)
         assert len(core.tiers[0].slots) == 4
         if spec is COUNT:
             assert dropped(core.tiers[0]) == {(0, key(0)), (1, key(1))}
@@ -139,17 +139,17 @@ class TestAnyTier:
 
 def test_a_slot_that_the_book_has_given_away_is_not_adopted() -> None:
     core = TierManager(8, 4096, [PLACES])
-    core.opened(0, 10)
-    core.listed(0, [(2, b"other", 1)], last=False)
-    core.index_listed(0, rows(range(12)), newest=11)
+    core.events.opened(0, 10)
+    core.events.listed(0, [(2, b"other", 1)], last=False)
+    core.events.index_listed(0, rows(range(12)), newest=11)
     assert [n for n in range(12) if core.where(key(n), 0.0) is None] == [2, 10, 11]
     assert len(core.tiers[0].slots) == 10
 
 
 def test_slots_of_adopted_rows_come_free_when_they_are_given_up() -> None:
     core = opened(PLACES, slots=6)
-    core.opened(0, 6)
-    core.listed(0, [], last=True)  # it holds nothing any more
+    core.events.opened(0, 6)
+    core.events.listed(0, [], last=True)  # it holds nothing any more
     assert len(core.tiers[0].slots) == 0
     store(core, *range(10, 16))
     assert sorted(entry.slot for entry in core.tiers[0].index.values()) == list(range(6))
@@ -157,11 +157,11 @@ def test_slots_of_adopted_rows_come_free_when_they_are_given_up() -> None:
 
 def test_rows_with_names_are_written_below_before_they_go() -> None:
     core = TierManager(8, 4096, [PLACES, TierSpec("s3", Write.ON_EVICT, physical_slots=False)])
-    core.opened(1, 100)
-    core.listed(1, [], last=True)
-    core.opened(0, 40)
-    core.index_listed(0, rows(range(40), named=True), newest=39)
-    core.listed(0, [], last=True)
+    core.events.opened(1, 100)
+    core.events.listed(1, [], last=True)
+    core.events.opened(0, 40)
+    core.events.index_listed(0, rows(range(40), named=True), newest=39)
+    core.events.listed(0, [], last=True)
     finish(core)
     upper, lower = core.tiers
     assert set(lower.index) == {key(0), key(1)}  # a twentieth is kept free
@@ -172,12 +172,12 @@ def test_rows_with_names_are_written_below_before_they_go() -> None:
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
 def test_a_row_that_was_told_twice_is_written_below_once(spec: TierSpec) -> None:
     core = TierManager(8, 4096, [spec, TierSpec("below", Write.ON_EVICT, physical_slots=False)])
-    core.opened(1, 100)
-    core.listed(1, [], last=True)
-    core.opened(0, 20)
-    core.listed(0, [(19, key(0), 0)], last=False)
-    core.index_listed(0, rows(range(19), named=True), newest=18)
-    core.listed(0, [], last=True)
+    core.events.opened(1, 100)
+    core.events.listed(1, [], last=True)
+    core.events.opened(0, 20)
+    core.events.listed(0, [(19, key(0), 0)], last=False)
+    core.events.index_listed(0, rows(range(19), named=True), newest=18)
+    core.events.listed(0, [], last=True)
     finish(core)
     upper, lower = core.tiers
     assert set(lower.index) == {key(0)}

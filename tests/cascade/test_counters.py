@@ -30,8 +30,8 @@ class Life:
 
     def opened(self) -> None:
         for tier, slots in enumerate((6, 100)):
-            self.core.opened(tier, slots)
-            self.core.listed(tier, [], last=True)
+            self.core.events.opened(tier, slots)
+            self.core.events.listed(tier, [], last=True)
 
     def put(self, *keys: Key, failed: Sequence[Key] = (), incomplete: Sequence[Key] = ()) -> None:
         plan = self.core.prepare_store(keys, "put")
@@ -49,8 +49,8 @@ class Life:
             if self.scan(key) is not Lookup.PENDING:
                 break
             self.settle(outcome)
-            for probe in self.core.plan_checks(self.now):
-                self.core.existence_checked(probe.tier, probe.id, probe.keys, self.now)
+            for probe in self.core.events.plan_checks(self.now):
+                self.core.events.existence_checked(probe.tier, probe.id, probe.keys, self.now)
         found = self.core.lookup(key, "get", 0, self.now) is Lookup.HIT
         if found:
             self.core.prepare_load([key], "get")
@@ -63,9 +63,9 @@ class Life:
 
     def settle(self, outcome: Outcome = Outcome.OK) -> None:
         for _ in range(20):
-            for job in self.core.plan(self.now):
+            for job in self.core.events.plan(self.now):
                 outcomes = [outcome if job.direction is Direction.LOAD else Outcome.OK] * len(job.moves)
-                self.core.finished(job.tier, job.id, outcomes, self.now)
+                self.core.events.finished(job.tier, job.id, outcomes, self.now)
                 self.check()
 
     def ends(self, name: str) -> None:
@@ -122,31 +122,31 @@ def test_every_counter_counts_what_it_says() -> None:
     assert life.get(demoted, copied=False)
     assert (cpu.unreadable, cpu.failed) == (1, 2)
     for count, (outcome, reason) in enumerate([(Outcome.CORRUPT, "corrupt"), (Outcome.MISSING, "missing")]):
-        life.core.listed(1, [(count, b"other %d" % count, 0)], last=False)
+        life.core.events.listed(1, [(count, b"other %d" % count, 0)], last=False)
         assert s3.found == count + 1
         assert not life.get(b"other %d" % count, outcome)
         assert getattr(s3, reason) == 1
-    life.core.listed(1, [(2, b"third", 0)], last=False)
-    life.core.listed(1, [(-1, b"third", 0)], last=False)
+    life.core.events.listed(1, [(2, b"third", 0)], last=False)
+    life.core.events.listed(1, [(-1, b"third", 0)], last=False)
     assert s3.removed == 1
     life.check()
 
-    life.core.index_listed(1, PlainColdIndex([(0, b"cold", 0), (1, b"colder", 0)]), newest=0)
+    life.core.events.index_listed(1, PlainColdIndex([(0, b"cold", 0), (1, b"colder", 0)]), newest=0)
     assert s3.found == 5
-    life.core.lost(1, life.now)
-    life.core.opened(1, 100)
-    life.core.index_listed(1, PlainColdIndex([(0, b"cold", 0)]), newest=0)
-    life.core.listed(1, [], last=True)
+    life.core.events.lost(1, life.now)
+    life.core.events.opened(1, 100)
+    life.core.events.index_listed(1, PlainColdIndex([(0, b"cold", 0)]), newest=0)
+    life.core.events.listed(1, [], last=True)
     assert (s3.deaths, s3.relisted, s3.found) == (1, 2, 6)
     life.check()
 
     assert life.scan(b"cold") is Lookup.PENDING
-    assert life.core.plan(life.now)
+    assert life.core.events.plan(life.now)
     life.now += life.core.limits.wait_s + 1
     life.core.expire(life.now)
     assert s3.late == 1
-    life.core.killed(1, life.now)
-    life.core.lost(1, life.now)
+    life.core.events.killed(1, life.now)
+    life.core.events.lost(1, life.now)
     assert (s3.kills, s3.deaths, s3.failed) == (1, 2, 1)
     life.ends("get")
 

@@ -16,8 +16,8 @@ def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierMan
     specs = [TierSpec(f"tier{n}", write, physical_slots=True) for n, write in enumerate(writes)]
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25))
     for tier, count in enumerate(slots):
-        core.opened(tier, count)
-        core.listed(tier, [], last=True)
+        core.events.opened(tier, count)
+        core.events.listed(tier, [], last=True)
     return core
 
 
@@ -31,11 +31,11 @@ def put(core: TierManager, key: Key, now: float) -> None:
 def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
     """Movers that keep up."""
     for _ in range(50):
-        jobs = core.plan(0.0)
+        jobs = core.events.plan(0.0)
         if not jobs:
             return
         for job in jobs:
-            core.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
+            core.events.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
     raise AssertionError("the cleaner never comes to an end")
 
 
@@ -79,7 +79,7 @@ def test_a_store_never_waits_for_the_cleaner() -> None:
     core = manager(4, (Write.ON_EVICT,), (100,))
     for key in keys(20):
         put(core, key, 0.0)  # no mover ever answers
-        core.plan(0.0)
+        core.events.plan(0.0)
     # What a mover reads is pinned, the rest is given up, newest wins, and every loss is counted.
     lost = [key for key in keys(20) if core.where(key, 0.0) is None]
     assert core.where(keys(20)[-1], 0.0) == "cpu"
@@ -90,9 +90,9 @@ def test_rows_that_cannot_be_written_stay_where_they_are() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(7):
         put(core, key, 0.0)
-    for job in core.plan(0.0):
-        core.finished(job.tier, job.id, [Outcome.NO_SPACE] * len(job.moves), 0.0)
-    core.down(0, 0.0)
+    for job in core.events.plan(0.0):
+        core.events.finished(job.tier, job.id, [Outcome.NO_SPACE] * len(job.moves), 0.0)
+    core.events.down(0, 0.0)
     assert all(core.where(key, 0.0) == "cpu" for key in keys(7))
     assert not core.host.evicting
 
@@ -101,14 +101,14 @@ def test_a_row_that_is_wanted_again_is_not_evicted_when_its_write_ends() -> None
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(8):
         put(core, key, 0.0)
-    jobs = core.plan(0.0)
+    jobs = core.events.plan(0.0)
     leaving = next(iter(core.host.evicting))
     core.lookup(leaving, "again", 0, 0.0)
     core.prepare_load([leaving], "again")
     core.complete_load([leaving])
     core.end_step()
     for job in jobs:
-        core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     assert core.where(leaving, 0.0) == "cpu"
 
 
@@ -123,20 +123,20 @@ def test_leaving_the_engine_can_write_all_that_is_dirty() -> None:
 
 def test_what_requests_wait_for_comes_up_before_what_leaves() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
-    core.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
     assert core.lookup(keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
-    first, *others = core.plan(0.0)
+    first, *others = core.events.plan(0.0)
     assert [move.key for move in first.moves] == [keys(20)[-1]], "in a job of its own"
     assert [move.key for job in others for move in job.moves] == keys(2), "of five that leave, a quarter of the host"
 
 
 def test_what_cannot_be_written_below_does_not_come_up() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
-    core.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
-    (job,) = core.plan(0.0)
-    core.down(1, 0.0)
-    assert core.plan(0.0) == []
-    core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    (job,) = core.events.plan(0.0)
+    core.events.down(1, 0.0)
+    assert core.events.plan(0.0) == []
+    core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     storage = core.tiers[0]
     assert not any((storage.evicting, storage.to_demote, storage.staged))
     assert not any(row.request_pins for row in core.host.index.values())
@@ -147,9 +147,9 @@ def test_what_a_tier_evicts_before_it_was_written_below_is_counted() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (8, 100))
     for key in keys(24):
         put(core, key, 0.0)
-        for job in core.plan(0.0):  # of the tier below, no mover ever answers
+        for job in core.events.plan(0.0):  # of the tier below, no mover ever answers
             if job.tier == 0:
-                core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+                core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     nowhere = [key for key in keys(24) if core.where(key, 0.0) is None]
     assert nowhere
     under_way = {move.key for job in core.tiers[1].jobs.values() for move in job.moves}
@@ -172,8 +172,8 @@ class SlowBelow:
         self.ends: list[tuple[float, Job]] = []
         self.most_pinned = 0
         for tier, slots in enumerate((600, 100_000)):
-            self.core.opened(tier, slots)
-            self.core.listed(tier, [], last=True)
+            self.core.events.opened(tier, slots)
+            self.core.events.listed(tier, [], last=True)
 
     def passes(self, seconds: float) -> None:
         until = self.now + seconds
@@ -182,9 +182,9 @@ class SlowBelow:
             for end in [end for end in self.ends if end[0] <= self.now]:
                 self.ends.remove(end)
                 job = end[1]
-                self.core.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
+                self.core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
             self.core.expire(self.now)
-            for job in self.core.plan(self.now):
+            for job in self.core.events.plan(self.now):
                 self.ends.append((self.now + self.took_s[job.tier] * len(job.moves), job))
             pinned = sum(bool(row.request_pins or row.mover_refs) for row in self.core.host.index.values())
             self.most_pinned = max(self.most_pinned, pinned)
@@ -234,7 +234,7 @@ def test_what_comes_up_waits_only_a_moment_for_what_a_slow_tier_takes(put_s: flo
     """The host's own rows are written when they go, and a tier that is only read is in good health."""
     life = SlowBelow(Write.ON_EVICT, put_s, file=Write.OFF)
     old = [b"old-%d" % number for number in range(100)]
-    life.core.listed(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
+    life.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
     hits, waited_s = 0, 0.0
     for number in range(0, len(old), 2):
         assert life.put([b"new-%d" % number]) == 1
@@ -244,6 +244,6 @@ def test_what_comes_up_waits_only_a_moment_for_what_a_slow_tier_takes(put_s: flo
         waited_s = max(waited_s, life.now - began_s)
         life.passes(0.05)
     assert hits == len(old)
-    assert waited_s < 2 * life.core.limits.clean_s
+    assert waited_s < 2 * life.core.limits.clean_wait_s
     lost = life.core.tiers[1].counters.dropped
     assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"

@@ -31,8 +31,8 @@ class Core:
     def __init__(self, shared: bool = True, limits: Limits = LIMITS) -> None:
         specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, shared=shared)]
         self.core = TierManager(64, 4096, specs, limits)
-        self.core.opened(0, 100)
-        self.core.listed(0, [], last=True)
+        self.core.events.opened(0, 100)
+        self.core.events.listed(0, [], last=True)
         self.now = 0.0
 
     def scan(self, name: str, keys: Sequence[bytes] = CHAIN) -> list[Lookup]:
@@ -52,16 +52,16 @@ class Core:
 
     def asked(self) -> list[ExistenceCheck]:
         self.core.expire(self.now)
-        return self.core.plan_checks(self.now)
+        return self.core.events.plan_checks(self.now)
 
     def answer(self, probe: ExistenceCheck, found: int) -> None:
         """The first `found` keys are there, the next one is not."""
-        self.core.listed(0, [(0, key, 0) for key in probe.keys[:found]], last=False)
-        self.core.existence_checked(0, probe.id, probe.keys[found : found + 1], self.now)
+        self.core.events.listed(0, [(0, key, 0) for key in probe.keys[:found]], last=False)
+        self.core.events.existence_checked(0, probe.id, probe.keys[found : found + 1], self.now)
 
     @property
     def loading(self) -> list[bytes]:
-        return [move.key for job in self.core.plan(self.now) for move in job.moves]
+        return [move.key for job in self.core.events.plan(self.now) for move in job.moves]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_prompt_that_nobody_has_costs_one_key_and_one_answer(core: Core) -> No
     assert core.scan("r") == [MISS]
     assert core.scan("r") == [MISS]
     assert core.asked() == []
-    assert not core.core.busy
+    assert not core.core.events.busy
 
 
 def test_what_is_there_is_asked_for_as_a_whole_and_promoted(core: Core) -> None:
@@ -191,18 +191,18 @@ def test_keys_without_an_order_are_asked_for_one_by_one(core: Core) -> None:
     assert core.each("r", CHAIN[:3]) == [PENDING] * 3
     (probe,) = core.asked()
     assert (probe.keys, probe.chain) == (CHAIN[:3], False)
-    core.core.listed(0, [(0, CHAIN[1], 0)], last=False)
-    core.core.existence_checked(0, probe.id, [CHAIN[0], CHAIN[2]], core.now)
+    core.core.events.listed(0, [(0, CHAIN[1], 0)], last=False)
+    core.core.events.existence_checked(0, probe.id, [CHAIN[0], CHAIN[2]], core.now)
     assert core.each("r", CHAIN[:3]) == [MISS, PENDING, MISS]
 
 
 def test_a_tier_that_is_down_is_not_asked(core: Core) -> None:
     core.scan("r")
     core.asked()
-    core.core.down(0, core.now)
+    core.core.events.down(0, core.now)
     assert core.scan("r") == [MISS]
     assert core.scan("s") == [MISS]
-    core.core.opened(0, 100)
+    core.core.events.opened(0, 100)
     assert core.scan("t") == [PENDING, MISS]
 
 
@@ -212,8 +212,8 @@ def test_a_reset_forgets_what_was_absent_and_what_was_asked(core: Core) -> None:
     core.scan("s", [b"b"])
     (old,) = core.asked()
     core.core.reset(keep_tiers=False)
-    core.core.opened(0, 100)
-    core.core.existence_checked(0, old.id, old.keys, core.now)
+    core.core.events.opened(0, 100)
+    core.core.events.existence_checked(0, old.id, old.keys, core.now)
     assert core.scan("t", [b"a"]) == [PENDING]
     assert core.scan("u", [b"b"]) == [PENDING]
     assert len(core.asked()) == 2
@@ -226,7 +226,7 @@ def test_nobody_is_asked_where_nobody_else_writes_or_it_is_turned_off(core: Core
 
 
 def test_a_row_that_is_known_but_cannot_be_loaded_now_is_not_asked_for(core: Core) -> None:
-    core.core.listed(0, [(0, CHAIN[0], 0)], last=False)
+    core.core.events.listed(0, [(0, CHAIN[0], 0)], last=False)
     core.core.tiers[0].index[CHAIN[0]].stored = False
     assert core.scan("r") == [MISS]
     assert core.asked() == []
@@ -258,8 +258,8 @@ def test_what_was_there_and_no_row_is_not_asked_for_again(core: Core, outcome: O
     core.scan("r", CHAIN[:1])
     core.answer(core.asked()[0], 1)
     assert core.scan("r", CHAIN[:1]) == [PENDING]
-    (job,) = core.core.plan(core.now)
-    core.core.finished(0, job.id, [outcome], core.now)
+    (job,) = core.core.events.plan(core.now)
+    core.core.events.finished(0, job.id, [outcome], core.now)
     assert core.scan("r", CHAIN[:1]) == [MISS]
     assert core.scan("s", CHAIN[:1]) == [MISS]
     core.now = 31.0
@@ -269,7 +269,7 @@ def test_what_was_there_and_no_row_is_not_asked_for_again(core: Core, outcome: O
 def test_a_tier_that_answers_without_a_word_is_not_waited_for(core: Core) -> None:
     core.scan("r")
     (probe,) = core.asked()
-    core.core.existence_checked(0, probe.id, [], core.now)
+    core.core.events.existence_checked(0, probe.id, [], core.now)
     assert core.scan("r") == [MISS]
     assert core.scan("s", [b"a"]) == [MISS]
     core.now = 6.0

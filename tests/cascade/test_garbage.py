@@ -18,8 +18,8 @@ CHUNKS = 16  # a request
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
 def test_the_collector_does_not_see_rows(policy: PolicyName) -> None:
     core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
-    core.opened(0, ROWS)
-    core.listed(0, [], last=True)
+    core.events.opened(0, ROWS)
+    core.events.listed(0, [], last=True)
     before = tracked()
     for number in range(ROWS // CHUNKS):
         keys = [b"%d %d" % (number, chunk) for chunk in range(CHUNKS)]
@@ -27,8 +27,8 @@ def test_the_collector_does_not_see_rows(policy: PolicyName) -> None:
         core.complete_store(core.rows_being_filled(plan.keys), set())
         core.finish_request(f"{number}")
         core.end_step()
-        for job in core.plan(0.0):
-            core.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+        for job in core.events.plan(0.0):
+            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
     del job, keys, plan
     assert core.host.used == len(core.tiers[0].index) == ROWS
     assert tracked() - before < 100

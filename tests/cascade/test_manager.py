@@ -19,8 +19,8 @@ def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) ->
     specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in tiers]
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, **limits))  # type: ignore[arg-type]
     for tier in range(len(specs)):
-        core.opened(tier, 100)
-        core.listed(tier, [], last=True)
+        core.events.opened(tier, 100)
+        core.events.listed(tier, [], last=True)
     return core
 
 
@@ -33,14 +33,14 @@ def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
 
 def run(core: TierManager, jobs: Sequence[Job], outcome: Outcome = Outcome.OK) -> None:
     for job in jobs:
-        core.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
+        core.events.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
 
 
 def only_stored(keys: Sequence[Key], rows: int = 8, tiers: Sequence[str] = ("file",)) -> TierManager:
     """A core whose storage tiers hold `keys` and whose host holds nothing."""
     core = manager(rows, tiers)
     for tier in range(len(tiers)):
-        core.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+        core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
     return core
 
 
@@ -89,7 +89,7 @@ def test_the_first_scan_collects_and_later_scans_stop_at_the_first_waiting_key()
     assert scan(core, CHAIN, "r") == [PENDING] * 8
     core.end_step()
     assert scan(core, CHAIN, "r") == [PENDING, MISS]
-    jobs = core.plan(0.0)
+    jobs = core.events.plan(0.0)
     assert sum(len(job.moves) for job in jobs) == 8
     run(core, jobs[:1])
     core.end_step()
@@ -107,7 +107,7 @@ def test_a_windowed_group_never_gets_a_miss_while_it_waits() -> None:
 def test_a_request_waits_once_and_not_once_a_key() -> None:
     core = only_stored(CHAIN)
     assert scan(core, CHAIN, "r", now=0.0)[0] is PENDING
-    core.plan(0.0)
+    core.events.plan(0.0)
     core.end_step()
     assert scan(core, CHAIN, "r", now=core.limits.wait_s)[0] is PENDING
     core.end_step()
@@ -118,10 +118,10 @@ def test_what_a_step_called_a_hit_is_there_when_the_step_loads_it() -> None:
     core = only_stored(CHAIN[2:3], rows=2)
     put(core, CHAIN[:1], "oldest")
     put(core, CHAIN[1:2], "newer")
-    run(core, core.plan(0.0))
+    run(core, core.events.plan(0.0))
     assert core.lookup(CHAIN[0], "r", 0, 0.0) is HIT
     assert core.lookup(CHAIN[2], "other", 0, 0.0) is PENDING
-    assert [move.key for job in core.plan(0.0) for move in job.moves] == [CHAIN[2]]
+    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == [CHAIN[2]]
     assert core.where(CHAIN[0], 0.0) == "cpu"  # although it was the oldest
     assert len(core.prepare_load(CHAIN[:1], "r")) == 1
 
@@ -129,9 +129,9 @@ def test_what_a_step_called_a_hit_is_there_when_the_step_loads_it() -> None:
 def test_promotions_do_not_evict_what_their_own_request_counts_on() -> None:
     core = only_stored(CHAIN[2:6], rows=4)
     put(core, CHAIN[:2], "first")
-    run(core, core.plan(0.0))
+    run(core, core.events.plan(0.0))
     assert scan(core, CHAIN[:6], "r") == [HIT, HIT, PENDING, PENDING, PENDING, PENDING]
-    run(core, core.plan(0.0))
+    run(core, core.events.plan(0.0))
     core.end_step()
     assert scan(core, CHAIN[:6], "r") == [HIT, HIT, HIT, HIT, MISS]  # the host has four rows
 
@@ -139,7 +139,7 @@ def test_promotions_do_not_evict_what_their_own_request_counts_on() -> None:
 def test_a_hit_tells_the_tier_that_it_came_from_once() -> None:
     core = only_stored(CHAIN[:1])
     scan(core, CHAIN[:1], "r")
-    run(core, core.plan(0.0))
+    run(core, core.events.plan(0.0))
     core.end_step()
     assert scan(core, CHAIN[:1], "r") == [HIT]
     core.prepare_load(CHAIN[:1], "r")
@@ -153,17 +153,17 @@ def test_a_hit_tells_the_tier_that_it_came_from_once() -> None:
 def test_a_failed_promotion_asks_the_next_tier_and_then_is_a_miss(outcome: Outcome) -> None:
     core = only_stored(CHAIN[:1], tiers=("file", "s3"))
     assert scan(core, CHAIN[:1], "r") == [PENDING]
-    (first,) = core.plan(0.0)
+    (first,) = core.events.plan(0.0)
     assert first.tier == 0
     run(core, [first], outcome)
     core.end_step()
     assert scan(core, CHAIN[:1], "r") == [PENDING]
-    (second,) = core.plan(0.0)
+    (second,) = core.events.plan(0.0)
     assert second.tier == 1
     run(core, [second], outcome)
     core.end_step()
     assert scan(core, CHAIN[:1], "r") == [MISS]
-    assert core.plan(0.0) == []
+    assert core.events.plan(0.0) == []
     expected = None if outcome is not Outcome.FAILED else "file"
     assert core.where(CHAIN[0], core.limits.retry_s + 1) == expected
 
@@ -171,19 +171,19 @@ def test_a_failed_promotion_asks_the_next_tier_and_then_is_a_miss(outcome: Outco
 def test_a_row_has_one_sealer_and_the_second_tier_waits_for_it() -> None:
     core = manager(tiers=("file", "s3"))
     put(core, CHAIN[:2])
-    (first,) = core.plan(0.0)
+    (first,) = core.events.plan(0.0)
     assert (first.tier, [move.seal for move in first.moves]) == (0, [True, True])
-    assert core.plan(0.0) == []
+    assert core.events.plan(0.0) == []
     run(core, [first])
-    (second,) = core.plan(0.0)
+    (second,) = core.events.plan(0.0)
     assert (second.tier, [move.seal for move in second.moves]) == (1, [False, False])
 
 
 def test_when_the_sealer_fails_the_next_tier_seals() -> None:
     core = manager(tiers=("file", "s3"))
     put(core, CHAIN[:1])
-    run(core, core.plan(0.0), Outcome.NO_SPACE)
-    (second,) = core.plan(0.0)
+    run(core, core.events.plan(0.0), Outcome.NO_SPACE)
+    (second,) = core.events.plan(0.0)
     assert (second.tier, second.moves[0].seal) == (1, True)
 
 
@@ -191,48 +191,48 @@ def test_cascades_keep_the_order_of_the_prefix_although_completions_are_a_set() 
     core = manager()
     plan = core.prepare_store(CHAIN, "r")
     core.complete_store(core.rows_being_filled(set(plan.keys)), set())
-    assert [move.key for job in core.plan(0.0) for move in job.moves] == CHAIN
+    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == CHAIN
 
 
 def test_a_row_that_was_promoted_goes_into_the_tiers_above_its_own() -> None:
     core = manager(tiers=("file", "s3"))
-    core.listed(1, [(0, CHAIN[0], 0)], last=True)
+    core.events.listed(1, [(0, CHAIN[0], 0)], last=True)
     scan(core, CHAIN[:1], "r")
-    (load,) = core.plan(0.0)
+    (load,) = core.events.plan(0.0)
     assert load.direction is Direction.LOAD
     run(core, [load])
-    (store,) = core.plan(0.0)
+    (store,) = core.events.plan(0.0)
     assert (store.tier, store.direction, store.moves[0].seal) == (0, Direction.STORE, False)
 
 
 def test_a_tier_that_is_down_is_a_miss_at_once_and_loses_nothing() -> None:
     core = only_stored(CHAIN[:2])
-    core.down(0, 0.0)
+    core.events.down(0, 0.0)
     assert scan(core, CHAIN[:2], "r") == [MISS]
     put(core, CHAIN[4:5])
-    assert core.plan(0.0) == []
+    assert core.events.plan(0.0) == []
     assert core.tiers[0].counters.dropped == 1
-    core.opened(0, 100)
-    core.listed(0, [], last=True)
+    core.events.opened(0, 100)
+    core.events.listed(0, [], last=True)
     assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
 
 
 def test_when_one_of_those_that_were_late_together_comes_through_alone_the_others_are_tried_unasked() -> None:
     core = only_stored(CHAIN[:4])
     assert scan(core, CHAIN[:4], "r") == [PENDING] * 4
-    jobs = core.plan(0.0)
-    core.watch(6.0)
+    jobs = core.events.plan(0.0)
+    core.health.watch(6.0)
     run(core, jobs)
     core.finish_request("r")
     assert scan(core, CHAIN[:4], "too early", 7.0) == [MISS]
-    assert core.plan(7.0) == []
+    assert core.events.plan(7.0) == []
     assert scan(core, CHAIN[:4], "other", 12.0) == [MISS]
     tried = []
-    while jobs := core.plan(12.0):
+    while jobs := core.events.plan(12.0):
         tried += [[move.key for move in job.moves] for job in jobs]
         for job in jobs:
             bad = job.moves[0].key == CHAIN[2]
-            core.finished(0, job.id, [Outcome.FAILED if bad else Outcome.OK], 12.0)
+            core.events.finished(0, job.id, [Outcome.FAILED if bad else Outcome.OK], 12.0)
     assert sorted(tried) == [[key] for key in CHAIN[:4]], "each of them once, alone"
     core.finish_request("other")
     assert scan(core, CHAIN[:4], "again", 13.0) == [PENDING, PENDING, MISS]
@@ -246,7 +246,7 @@ def test_all_storage_failing_behaves_like_a_host_only_configuration() -> None:
         for core in (bare, failing):
             core.finish_request(f"scan{n}")
             put(core, keys, f"put{n}")
-            run(core, core.plan(float(n)), Outcome.FAILED)
+            run(core, core.events.plan(float(n)), Outcome.FAILED)
         assert sorted(bare.host.index) == sorted(failing.host.index)
     assert not failing.tiers[0].index
 
@@ -254,8 +254,8 @@ def test_all_storage_failing_behaves_like_a_host_only_configuration() -> None:
 def test_results_of_a_job_that_is_not_open_are_ignored() -> None:
     core = manager()
     put(core, CHAIN[:1])
-    (job,) = core.plan(0.0)
-    core.lost(0, 0.0)
+    (job,) = core.events.plan(0.0)
+    core.events.lost(0, 0.0)
     run(core, [job])
     assert core.where(CHAIN[0], 0.0) == "cpu"
     assert CHAIN[0] not in core.tiers[0].index
@@ -264,7 +264,7 @@ def test_results_of_a_job_that_is_not_open_are_ignored() -> None:
 
 def test_a_smaller_budget_evicts_what_is_too_much() -> None:
     core = only_stored(CHAIN)
-    core.opened(0, 3)
+    core.events.opened(0, 3)
     assert len(core.tiers[0].index) == 3
     assert len(core.tiers[0].to_delete) == 5
 
@@ -288,13 +288,13 @@ def test_a_root_that_only_the_engine_itself_still_uses_outlives_older_leaves() -
 def test_a_row_that_others_took_away_is_forgotten_unless_it_is_being_read() -> None:
     core = only_stored(CHAIN[:2])
     scan(core, CHAIN[:1], "r")
-    (job,) = core.plan(0.0)
-    core.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
+    (job,) = core.events.plan(0.0)
+    core.events.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
     assert core.tiers[0].slots.free == core.tiers[0].slots.limit - 1
     assert core.where(CHAIN[1], 0.0) is None
     run(core, [job], Outcome.MISSING)
     assert core.where(CHAIN[0], 0.0) is None
-    core.listed(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
+    core.events.listed(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
     assert core.where(CHAIN[1], 0.0) == "file"
 
 
@@ -308,7 +308,7 @@ def test_a_load_that_failed_is_a_miss_and_its_request_finds_nothing_more() -> No
     assert scan(core, CHAIN[2:3], "r") == [MISS], "a request that was computed once is not tried again"
     assert scan(core, CHAIN[:1], "other") == [MISS]
     assert scan(core, CHAIN[2:3], "other") == [HIT]
-    assert core.cpu_counters.failed == 2
+    assert core.host.counters.failed == 2
     assert core.host.used == 1
     core.finish_request("r")
     assert scan(core, CHAIN[2:3], "r") == [HIT], "a name that comes again is another request"
@@ -333,12 +333,12 @@ def test_a_request_that_is_restricted_loads_from_its_tiers_only_and_others_from_
     core.set_allowed_tiers("none", [])
     assert scan(core, CHAIN[:2], "none") == [MISS]
     assert scan(core, CHAIN[:1], "far") == [PENDING]
-    assert [job.tier for job in core.plan(0.0)] == [1]
+    assert [job.tier for job in core.events.plan(0.0)] == [1]
     core.reset(keep_tiers=True)  # which forgets requests, but not what they asked for
     assert scan(core, CHAIN[1:2], "none") == [MISS]
     core.finish_request("none")
     assert scan(core, CHAIN[1:2], "none") == [PENDING]
-    assert [job.tier for job in core.plan(0.0)] == [0]
+    assert [job.tier for job in core.events.plan(0.0)] == [0]
     put(core, CHAIN[2:3])
     core.set_allowed_tiers("host", [])
     assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT
@@ -346,21 +346,21 @@ def test_a_request_that_is_restricted_loads_from_its_tiers_only_and_others_from_
 
 def test_a_tier_that_gives_room_away_while_it_is_open() -> None:
     core = only_stored(CHAIN[:6])
-    core.resized(0, 4)
+    core.events.resized(0, 4)
     assert scan(core, CHAIN[:6], "r") == [PENDING] * 6  # what stands beyond is there until it is said to be gone
     core.finish_request("r")
     storage = core.tiers[0]
     beyond = [key for key in CHAIN[:6] if (entry := storage.index.get(key)) is not None and entry.slot >= 4]
     assert len(beyond) == 2
-    core.listed(0, [(-1, key, 0) for key in beyond], last=False)
+    core.events.listed(0, [(-1, key, 0) for key in beyond], last=False)
     put(core, CHAIN[6:8], "new")
-    stores = core.plan(0.0)
+    stores = core.events.plan(0.0)
     assert {move.entry.slot for job in stores for move in job.moves} <= set(range(4))
     run(core, stores)
     assert sum(storage.can_load(key, 0.0) for key in CHAIN) == 4
-    core.resized(0, 8)
+    core.events.resized(0, 8)
     put(core, beyond, "again")
-    run(core, core.plan(0.0))
+    run(core, core.events.plan(0.0))
     assert sum(storage.can_load(key, 0.0) for key in CHAIN) == 6
 
 
@@ -377,7 +377,7 @@ def pending_s(
         core.end_step()
         now += step_s
         core.expire(now)
-        core.plan(now)
+        core.events.plan(now)
     return now
 
 
@@ -390,13 +390,13 @@ def test_a_row_that_is_being_filled_and_an_unknown_key_hold_nobody_beyond_the_de
 def test_keys_that_are_given_up_one_after_the_other_hold_nobody_beyond_the_deadline() -> None:
     """Of a tier that freezes, what was asked for first is given up first; the rest was never begun."""
     core = manager(rows=4, wait_s=2.0)
-    core.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
     now = 0.0
     while PENDING in [core.lookup(key, "reader", None, now) for key in CHAIN]:
         core.end_step()
         now += 0.5
         core.expire(now)
-        core.plan(now)
+        core.events.plan(now)
         assert now <= 2.5
 
 
@@ -417,7 +417,7 @@ def test_resets_arm_no_deadline_again(keep_tiers: bool) -> None:
 def test_a_request_that_was_preempted_after_its_load_may_wait_again() -> None:
     core = only_stored(CHAIN)
     assert scan(core, CHAIN[:2], "r") == [PENDING, PENDING]
-    run(core, core.plan(0.0))
+    run(core, core.events.plan(0.0))
     core.end_step()
     assert scan(core, CHAIN[:2], "r", now=1.0) == [HIT, HIT]
     core.prepare_load(CHAIN[:2], "r")
@@ -443,7 +443,7 @@ def test_a_request_that_gave_up_waits_again_only_after_a_load() -> None:
     core.complete_load([b"root"])
     core.end_step()
     core.tiers[0].to_store.clear()
-    assert core.plan(late + 2) == [], "what it asked for before is nobody's wish any more"
+    assert core.events.plan(late + 2) == [], "what it asked for before is nobody's wish any more"
     assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]
 
 
@@ -480,7 +480,7 @@ def test_the_end_of_a_call_says_nothing_about_others() -> None:
 def test_a_tier_that_stays_down_after_its_mover_died_keeps_nobody_awake() -> None:
     core = manager()
     put(core, CHAIN[:4])
-    assert core.plan(0.0)
-    core.killed(0, 1.0)
-    core.lost(0, 1.0)
-    assert not core.busy
+    assert core.events.plan(0.0)
+    core.events.killed(0, 1.0)
+    core.events.lost(0, 1.0)
+    assert not core.events.busy

@@ -23,7 +23,7 @@ BEGIN = """
 import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
-from nixl_tiers.coordinator import TierManager
+from nixl_tiers.cascade.events import Events
 from tests.support.waiting import until
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
@@ -87,7 +87,7 @@ CASES = [
     Case(
         "Ctrl-C while the movers start",
         """
-        TierManager.opened = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        Events.opened = lambda *_: os.kill(os.getpid(), signal.SIGINT)
         try:
             opened(FILE, S3, ready_s=100)
         except KeyboardInterrupt:

@@ -135,7 +135,7 @@ def test_a_start_waits_for_the_listing_and_for_no_longer_than_it_is_told(
 def test_a_tier_that_is_down_is_not_waited_for(tmp_path: Path) -> None:
     with held_up(tmp_path) as (coordinator, store, _):
         coordinator.start(120.0)
-        coordinator._core.down(0, 0.0)
+        coordinator._core.events.down(0, 0.0)
         assert store.wait_ready(0.0)
         assert get(store, KEYS) == ([False] * len(KEYS), [])
 

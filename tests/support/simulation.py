@@ -233,11 +233,11 @@ class Simulation:
     def tick(self) -> None:
         """What the supervisor does: expire, plan, send; kill what is overdue."""
         self.core.expire(self.now)
-        for tier in self.core.overdue(self.now):
+        for tier in self.core.health.overdue(self.now):
             self.doom(tier)
         for storage in self.core.tiers:
             storage.send_credits = self.room
-        jobs = sorted(self.core.plan(self.now), key=lambda job: job.direction is Direction.STORE)
+        jobs = sorted(self.core.events.plan(self.now), key=lambda job: job.direction is Direction.STORE)
         loads = sum(job.direction is Direction.LOAD for job in jobs)
         self._send_jobs(jobs[:loads])
         for tier, storage in enumerate(self.core.tiers):
@@ -253,7 +253,7 @@ class Simulation:
                 not (stores and (storage.to_delete or storage.to_delete_cold)), "a store overtakes what goes before it"
             )
         self._send_jobs(jobs[loads:])
-        for probe in self.core.plan_checks(self.now):
+        for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
             self._send(probe.tier, probe)
         self.check()
@@ -427,16 +427,16 @@ class Simulation:
             ended = mover.finished.popleft()
             if isinstance(ended, Answer):
                 if ended.epoch == self.epoch:
-                    self.core.listed(tier, [(0, key, 0) for key in ended.found], last=False)
+                    self.core.events.listed(tier, [(0, key, 0) for key in ended.found], last=False)
                 if ended.probe in self.core.checks.tiers[tier].open:  # who is given up on is not listened to
                     mover.told_absent.update(dict.fromkeys(ended.absent, self.now))
-                self.core.existence_checked(tier, ended.probe, ended.absent, self.now)
+                self.core.events.existence_checked(tier, ended.probe, ended.absent, self.now)
             else:
                 if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
                     bad = (Outcome.CORRUPT, Outcome.MISSING)
                     keys = [m.key for m, done in zip(ended.job.moves, ended.done, strict=True) if done in bad]
                     mover.told_absent.update(dict.fromkeys(keys, self.now))
-                self.core.finished(tier, ended.job.id, ended.done, self.now)
+                self.core.events.finished(tier, ended.job.id, ended.done, self.now)
             self.tick()
 
     def kill(self, tier: int) -> None:
@@ -458,7 +458,7 @@ class Simulation:
             mover.ghosts.extend(job for job in mover.finished if isinstance(job, MoverJob))
             mover.finished.clear()
             mover.listing.clear()
-            self.core.killed(tier, self.now)
+            self.core.events.killed(tier, self.now)
 
     def reap(self, tier: int) -> None:
         if self.movers[tier].doomed:
@@ -469,7 +469,7 @@ class Simulation:
         mover = self.movers[tier]
         if mover.ghosts and not mover.doomed:
             late = mover.ghosts.popleft()
-            self.core.finished(tier, late.job.id, late.done, self.now)
+            self.core.events.finished(tier, late.job.id, late.done, self.now)
             self.tick()
 
     def _bury(self, tier: int) -> None:
@@ -481,13 +481,13 @@ class Simulation:
         mover.listing.clear()
         mover.alive = True
         mover.doomed = mover.stuck = False
-        self.core.lost(tier, self.now)
+        self.core.events.lost(tier, self.now)
         mover.epoch = self.epoch
         self._announce(tier)
 
     def fail(self, tier: int) -> None:
         """The medium does not answer (the mover says Down)."""
-        self.core.down(tier, self.now)
+        self.core.events.down(tier, self.now)
         self.movers[tier].alive = False
         self.movers[tier].listing.clear()
         self.check()
@@ -522,7 +522,9 @@ class Simulation:
         indices = [row.index for row in core.host.index.values()]
         promise(len(set(indices)) == len(indices), "two keys in one row")
         ready = sum(row.state is RowState.READY for row in core.host.index.values())
-        promise(core.cpu_counters.rows == ready, f"the host holds {ready} rows, and {core.cpu_counters} say otherwise")
+        promise(
+            core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
+        )
         for storage, mover in zip(core.tiers, self.movers, strict=True):
             held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.cold))
             promise(storage.counters.rows == held, f"a tier holds {held} rows, and {storage.counters} say otherwise")
@@ -615,7 +617,7 @@ class Simulation:
         mover = self.movers[tier]
         if mover.epoch != self.epoch:
             return
-        self.core.opened(tier, mover.slots)
+        self.core.events.opened(tier, mover.slots)
         places = sorted(mover.here.items(), key=repr)
         held = [
             (place if isinstance(place, int) else number, key, 0) for number, (place, (key, _)) in enumerate(places)
@@ -634,9 +636,9 @@ class Simulation:
         listing = self.movers[tier].listing
         piece = listing.popleft()
         if isinstance(piece, PlainColdIndex):
-            self.core.index_listed(tier, piece, newest=0)
+            self.core.events.index_listed(tier, piece, newest=0)
         else:
-            self.core.listed(tier, piece, last=not listing)
+            self.core.events.listed(tier, piece, last=not listing)
 
     def _look_up(self, name: str, prompt: Prompt) -> list[Key] | None:
         """One step's look-ups of a request: what it is going to load, or None if it is put off."""

@@ -1,0 +1,182 @@
+"""Events: what movers report of their tiers and jobs, and the jobs and existence checks that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from nixl_tiers.cascade.cold_index import ColdIndex
+from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
+from nixl_tiers.cascade.health import NEVER_S, Health
+from nixl_tiers.cascade.promotion import Promotion
+from nixl_tiers.cascade.state import CascadeState
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Direction, Job, TierState
+from nixl_tiers.cascade.writeback import WriteBack
+from nixl_tiers.chunk import Key, Outcome
+
+
+class Events:
+    """The movers' side of the core. `tier` is a tier's number in the cascade, from 0; `now` is in seconds."""
+
+    def __init__(
+        self,
+        state: CascadeState,
+        checks: ExistenceChecks,
+        promotion: Promotion,
+        writeback: WriteBack,
+        health: Health,
+    ) -> None:
+        self._state = state
+        self._checks = checks
+        self._promotion = promotion
+        self._writeback = writeback
+        self._health = health
+
+    # --- tiers -------------------------------------------------------------------------------------------------
+
+    def opened(self, tier: int, slots: int) -> None:
+        """A mover serves this tier (again), with room for `slots` rows; the rows that it holds are listed next."""
+        index = self._state.tiers[tier]
+        index.clear_deletes()
+        index.state = TierState.LISTING
+        index.resize(slots)
+
+    def resized(self, tier: int, slots: int) -> None:
+        """The tier has room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
+        self._state.tiers[tier].set_limit(slots)
+
+    def listed(self, tier: int, entries: Iterable[tuple[int, Key, int]], last: bool) -> None:
+        """Rows that the medium holds: (slot, key, tick), or removed ones: a negative slot. They are verified when they
+        are loaded. `last`: the listing is complete."""
+        index = self._state.tiers[tier]
+        for slot, key, tick in entries:
+            index.add_listed(slot, key, tick)
+            self._state.tick = max(self._state.tick, tick + 1)
+        if last:
+            index.retire_stale()
+            if index.state is TierState.LISTING:
+                index.state = TierState.UP
+
+    def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
+        """The same for many rows, the most recent of which was used at tick `newest`; the core owns `rows` from now on.
+        Remove `known_keys` from it before: they would take two slots of the budget."""
+        self._state.tiers[tier].add_cold(rows)
+        self._state.tick = max(self._state.tick, newest + 1)
+
+    def known_keys(self, tier: int) -> list[Key]:
+        """Keys of the tier that a cold index may list again, since the tier was opened again."""
+        index = self._state.tiers[tier]
+        return list(index.index) if index.rows_at_open else []
+
+    def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
+        """An existence check was answered: what it found was listed before this, `absent` is not there."""
+        self._checks.answered(tier, check, absent, now)
+
+    def down(self, tier: int, now: float) -> None:
+        """The tier's medium does not answer. Its rows are misses until it is opened again."""
+        index = self._state.tiers[tier]
+        index.state = TierState.DOWN
+        index.clear_deletes()
+        self._checks.lost(tier)
+        self._writeback.drop_stores(index)
+        self._promotion.requeue(index, now)
+
+    # --- movers ------------------------------------------------------------------------------------------------
+
+    def killed(self, tier: int, now: float) -> None:
+        """The tier's mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`."""
+        index = self._state.tiers[tier]
+        index.counters.kills += 1
+        self._health.suspect_open_jobs(index, now)
+        self.down(tier, now)
+        self._health.mover_killed(index, now)
+
+    def lost(self, tier: int, now: float) -> None:
+        """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed."""
+        index = self._state.tiers[tier]
+        index.counters.deaths += 1
+        if any(job.hard_deadline_s != NEVER_S for job in index.jobs.values()):  # it was not killed
+            self._health.suspect_open_jobs(index, now)
+        self.down(tier, now)
+        self._health.mover_died(index, now)
+        jobs = list(index.jobs.values())
+        index.jobs.clear()
+        for job in jobs:
+            self._end_moves(index, job, [Outcome.FAILED] * len(job.moves), now)
+        index.clear_deletes()  # the next mover lists what is there
+
+    # --- jobs --------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether deadlines run, or jobs could be planned without any other event."""
+        return (
+            self._promotion.busy
+            or self._checks.busy
+            or any(
+                tier.jobs
+                or tier.to_delete
+                or tier.to_delete_cold
+                or (tier.readable and (tier.to_load or tier.trials or tier.to_demote))
+                or (tier.writable and (tier.to_store or self._writeback.rows_to_clean(tier) > 0))
+                for tier in self._state.tiers
+            )
+        )
+
+    def plan(self, now: float) -> list[Job]:
+        """The jobs to start now, within every bound; promotions before demotions, and both before stores.
+
+        Loads may be sent before the keys to delete (`TierIndex.delete_batches`); stores must be sent after them.
+        """
+        jobs: list[Job] = []
+        self._writeback.clean()
+        for tier in self._state.tiers:
+            if tier.readable and tier.to_load:
+                jobs.extend(self._promotion.plan(tier, now))
+            if tier.readable and tier.to_demote:
+                jobs.extend(self._writeback.plan_demotions(tier, now))
+            if tier.writable and tier.to_store:
+                jobs.extend(self._writeback.plan_stores(tier, now))
+            if (tier.trials or not (tier.readable and tier.writable)) and tier.store_credits > 0:
+                jobs.extend(self._health.plan_trials(tier, now))
+        return jobs
+
+    def plan_checks(self, now: float) -> list[ExistenceCheck]:
+        """The existence checks to send now."""
+        return self._checks.plan(now)
+
+    def finished(
+        self,
+        tier: int,
+        job_id: int,
+        outcomes: Sequence[Outcome],
+        now: float,
+        partial: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """A job has ended: its mover is done with the rows. An id of no open job is ignored.
+
+        `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many). Raises
+        ValueError for a report that does not fit the job; it stays open then, until its mover is dead.
+        """
+        index = self._state.tiers[tier]
+        job = index.jobs.get(job_id)
+        if job is None:
+            return
+        places = range(len(job.moves))
+        if len(outcomes) != len(places) or any(place not in places for place, _ in partial):
+            raise ValueError(f"an end of job {job_id} that does not fit its {len(places)} moves")
+        del index.jobs[job_id]
+        for place, missing in partial:
+            job.moves[place].row.missing = missing
+        self._health.job_ended(index, job, outcomes, now)
+        self._end_moves(index, job, outcomes, now)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _end_moves(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+        if job.direction is Direction.STORE:
+            for move, outcome in zip(job.moves, outcomes, strict=True):
+                self._writeback.store_ended(tier, move, outcome)
+        else:
+            for move, outcome in zip(job.moves, outcomes, strict=True):
+                self._promotion.load_ended(tier, move, outcome, now)

@@ -1,0 +1,181 @@
+"""Health: deadlines of jobs, breakers of tiers, suspects and their trials, and when a mover must be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from nixl_tiers.cascade.host import Row, RowState
+from nixl_tiers.cascade.promotion import Promotion
+from nixl_tiers.cascade.state import CascadeState
+from nixl_tiers.cascade.tier_index import MAX_SAMPLED, TierIndex
+from nixl_tiers.cascade.types import Direction, Job, TierState, Write
+from nixl_tiers.cascade.writeback import WriteBack
+from nixl_tiers.chunk import Key, Outcome
+
+NEVER_S = float("inf")
+
+
+class Health:
+    """Keeps requests away from tiers and keys that fail or hang, and finds out when they work again.
+
+    A job has two deadlines. After the soft one it is abandoned: its keys are misses, the mover is left alone. After the
+    hard one its mover must be killed, since nothing else ends its access to the host rows.
+    """
+
+    def __init__(self, state: CascadeState, promotion: Promotion, writeback: WriteBack) -> None:
+        self._state = state
+        self._promotion = promotion
+        self._writeback = writeback
+
+    # --- deadlines ---------------------------------------------------------------------------------------------
+
+    def watch(self, now: float) -> None:
+        """Call at every turn: abandons late jobs, and drops what is queued for a tier whose circuit has opened."""
+        self.abandon_late_jobs(now)
+        for tier in self._state.tiers:
+            for breaker in tier.breakers.values():
+                breaker.watch(now)
+            if (tier.to_load or tier.to_demote) and not tier.readable:
+                self._promotion.requeue(tier, now)
+            if tier.to_store and not tier.breakers[Direction.STORE].closed:
+                self._writeback.drop_stores(tier)
+
+    def abandon_late_jobs(self, now: float) -> None:
+        """Jobs after their soft deadline: their keys are suspects, and rows of loads are quarantined (nobody gets them)
+        until the mover is done with them, or dead. The mover is left alone."""
+        for tier in self._state.tiers:
+            for job in tier.jobs.values():
+                if not job.abandoned and now > job.soft_deadline_s:
+                    if job.direction is Direction.LOAD:
+                        tier.denylist.suspect((move.key for move in job.moves), now)
+                    self._abandon(tier, job, now)
+
+    def overdue(self, now: float) -> dict[int, str]:
+        """Tiers whose movers must be killed, and why: a job after its hard deadline, or too many rows in quarantine."""
+        killed: dict[int, str] = {}
+        most = max(1, int(self._state.load_window * self._state.limits.quarantine_share))
+        for tier in self._state.tiers:
+            if any(job.hard_deadline_s < now for job in tier.jobs.values()):
+                killed[tier.number] = "a job is overdue"
+            elif tier.readable and tier.quarantined > most:
+                loads = [job for job in tier.jobs.values() if job.abandoned and job.direction is Direction.LOAD]
+                if any(now > 2 * job.soft_deadline_s - job.started_s for job in loads):
+                    killed[tier.number] = "too many rows are stuck"
+        return killed
+
+    # --- what movers report ------------------------------------------------------------------------------------
+
+    def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+        """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
+        if any(outcome is Outcome.OK for outcome in outcomes):
+            tier.throughput[job.direction].record(job.nbytes, now - job.started_s)
+        if job.abandoned:
+            return  # it was a failure when it was abandoned
+        for move, outcome in zip(job.moves, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                # Try the rest of its batch unasked: the request asks for one of them at a time.
+                batch = tier.denylist.clear(move.key)
+                tier.trials.update((key, None) for key in batch if tier.denylist.is_suspect(key))
+            elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or tier.denylist.is_suspect(move.key)):
+                tier.denylist.record_failure(move.key, now)
+        failed = sum(outcome is Outcome.FAILED for outcome in outcomes)
+        # A full medium is not a failing one: it refuses at once, and works again when there is room.
+        full = all(outcome is Outcome.NO_SPACE for outcome in outcomes)
+        if not full or job.probe_episode is not None:
+            self._record(tier, job, 2 * failed < len(outcomes), now)
+
+    def suspect_open_jobs(self, tier: TierIndex, now: float) -> None:
+        """The tier's mover hangs or has died with jobs open: suspect the keys that most likely made it so. These are of
+        overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
+        jobs = list(tier.jobs.values())
+        suspects = (
+            [job for job in jobs if job.hard_deadline_s < now]
+            or [job for job in jobs if job.is_trial]
+            or [job for job in jobs if job.abandoned]
+            or jobs
+        )
+        tier.denylist.suspect((move.key for job in suspects for move in job.moves), now)
+
+    def mover_killed(self, tier: TierIndex, now: float) -> None:
+        """The tier's mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
+        for breaker in tier.breakers.values():
+            breaker.trip(now)
+        for job in tier.jobs.values():
+            job.hard_deadline_s = NEVER_S
+            if not job.abandoned:
+                self._abandon(tier, job, now)
+
+    def mover_died(self, tier: TierIndex, now: float) -> None:
+        """The tier's mover is dead: a failure for both of its circuits, and for the probes in its hands."""
+        for breaker in tier.breakers.values():
+            breaker.record(False, now)
+        for job in tier.jobs.values():
+            if job.probe_episode is not None:
+                tier.breakers[job.direction].end_probe(job.probe_episode, False, now)
+
+    # --- trials ------------------------------------------------------------------------------------------------
+
+    def plan_trials(self, tier: TierIndex, now: float) -> list[Job]:
+        """A load of one suspect that was asked for, or a probe for each half-open circuit. No request waits for these."""
+        jobs: list[Job] = []
+        loads, stores = tier.breakers[Direction.LOAD], tier.breakers[Direction.STORE]
+        if tier.readable and not tier.trial_running:
+            while tier.trials and not jobs:
+                key, _ = tier.trials.popitem(last=False)
+                entry = tier.open_for_trial(key)
+                if entry is not None and not entry.readers and tier.denylist.trial_due(key, now):
+                    jobs = self._start_trial_load(tier, key, now)
+        elif tier.state is not TierState.DOWN and loads.wants_probe:
+            candidate = tier.probe_candidate()
+            if candidate is not None and tier.open_for_trial(candidate) is not None:
+                jobs = self._start_trial_load(tier, candidate, now)
+                for job in jobs:
+                    job.probe_episode = loads.begin_probe()
+        if tier.state is TierState.UP and stores.wants_probe:
+            row = self._row_for_probe(tier)
+            if row is not None:
+                moves = self._writeback.start_stores(tier, [(row, row.tick)])
+                probes = self._state.start_trials(tier, Direction.STORE, moves, now)
+                for job in probes:
+                    job.probe_episode = stores.begin_probe()
+                jobs += probes
+        return jobs
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _abandon(self, tier: TierIndex, job: Job, now: float) -> None:
+        job.abandoned = True
+        self._record(tier, job, False, now)
+        if job.direction is Direction.STORE:
+            return  # its rows are hits as before, and pinned
+        tier.counters.late += len(job.moves)
+        for move in job.moves:
+            if tier.index.get(move.key) is move.entry:
+                tier.cancel_eviction(move.key, self._state.tick)
+            self._promotion.give_up(tier, move.row, now)
+
+    def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
+        """Tell the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
+        breaker = tier.breakers[job.direction]
+        if job.probe_episode is not None:
+            breaker.end_probe(job.probe_episode, good, now)
+        elif good or not job.is_trial:
+            breaker.record(good, now)
+
+    def _start_trial_load(self, tier: TierIndex, key: Key, now: float) -> list[Job]:
+        """A load into a scratch row, which no look-up finds; it may evict a row of a full host."""
+        if not self._state.make_room(1):
+            return []
+        move = tier.start_load(self._state.host.allocate_scratch(key, self._state.generation))
+        return self._state.start_trials(tier, Direction.LOAD, [move], now)
+
+    def _row_for_probe(self, tier: TierIndex) -> Row | None:
+        """One of the host's newest rows that `tier` lacks, to see whether stores work."""
+        if tier.spec.write is Write.OFF:
+            return None
+        for key, row in islice(reversed(self._state.host.index.items()), MAX_SAMPLED):
+            ready = row.state is RowState.READY and not row.sealing
+            if ready and key not in tier and not tier.denylist.is_suspect(key):
+                return row
+        return None

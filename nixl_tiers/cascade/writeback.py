@@ -1,0 +1,260 @@
+"""Write-back: how rows come down, written through when they are complete or demoted when the tier above evicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from nixl_tiers.cascade.host import Row, RowState
+from nixl_tiers.cascade.state import CascadeState
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState, Write
+from nixl_tiers.chunk import Key, Outcome
+
+MAX_VICTIMS_PER_PASS: Final = 256
+
+
+class WriteBack:
+    """Queues rows for the tiers below, plans their stores, and ends the evictions that waited for these."""
+
+    def __init__(self, state: CascadeState) -> None:
+        self._state = state
+        self._host = state.host
+
+    # --- queueing ----------------------------------------------------------------------------------------------
+
+    def write_through(self, row: Row, tiers: Iterable[TierIndex]) -> None:
+        """Queue a complete row for those of `tiers` that are written through and lack it."""
+        for tier in tiers:
+            if tier.spec.write is Write.THROUGH and row.key not in tier:
+                circuit_open = tier.state is TierState.DOWN or not tier.breakers[Direction.STORE].closed
+                if circuit_open or len(tier.to_store) >= self._host.rows:
+                    tier.counters.dropped += 1
+                else:
+                    tier.to_store[row.key] = row.tick
+
+    def demote_all(self) -> None:
+        """Queue every ready row of the host that the tier below it lacks: the engine shuts down."""
+        target = self._state.below_host
+        if target is not None and target.writable:
+            for key, row in self._host.index.items():
+                if row.state is RowState.READY and key not in target:
+                    target.to_store.setdefault(key, row.tick)
+
+    def clean(self) -> None:
+        """Select victims ahead of need in every tier whose evictions are written below, so that a reserve of rows is
+        free and an allocation need not wait for a write."""
+        for target in self._state.tiers:
+            if target.spec.write is Write.ON_EVICT and target.writable:
+                self._clean(target)
+
+    def rows_to_clean(self, target: TierIndex) -> int:
+        """How many more rows must leave the tier above `target` so that its reserve is free; zero or less: none."""
+        if target.spec.write is not Write.ON_EVICT:
+            return 0
+        source = self._state.above(target)
+        share = self._state.limits.reserve_share
+        if source is None:
+            return max(1, int(self._host.rows * share)) - self._host.free - len(self._host.evicting)
+        if source.state is not TierState.UP or not source.readable:
+            return 0
+        # Demotion goes through the host: more than all of it cannot be brought up at once.
+        reserve = max(1, min(int(source.slots.limit * share), self._host.rows))
+        return reserve - source.slots.free - len(source.evicting)
+
+    def backlog(self) -> int:
+        """Rows queued for or being written to the tier that is furthest behind."""
+        return max((len(tier.to_store) + tier.rows_storing for tier in self._state.tiers), default=0)
+
+    def pressure(self) -> int:
+        """The backlog of the tiers that are writable now: waiting for any other does not help."""
+        return max((len(t.to_store) + t.rows_storing for t in self._state.tiers if t.writable), default=0)
+
+    # --- jobs --------------------------------------------------------------------------------------------------
+
+    def plan_stores(self, tier: TierIndex, now: float) -> list[Job]:
+        """Store jobs for the rows at the front of the tier's queue, as many as its window and its mover take."""
+        rows: list[tuple[Row, int]] = []
+        suspect: list[tuple[Row, int]] = []
+        sealing: dict[Key, int] = {}
+        most = min(self._state.store_window - tier.rows_storing, tier.store_credits * self._state.rows_per_job)
+        while tier.to_store and len(rows) < most:
+            key, tick = tier.to_store.popitem(last=False)
+            row = self._host.index.get(key)
+            if key in tier:
+                self._finish_eviction_above(tier, key, written=True)
+            elif row is None or row.state is not RowState.READY:
+                self._drop(tier, key)
+            elif tier.denylist.is_suspect(key):
+                if not suspect and not tier.trial_running and tier.denylist.trial_due(key, now):
+                    suspect = [(row, tick)]
+                else:
+                    self._drop(tier, key)
+            elif row.sealing:
+                sealing[key] = tick  # another tier's mover seals it right now: one sealer at a time
+            else:
+                rows.append((row, tick))
+        for key, tick in reversed(sealing.items()):
+            tier.to_store[key] = tick
+            tier.to_store.move_to_end(key, last=False)
+        jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows), now)
+        if suspect:
+            jobs += self._state.start_trials(tier, Direction.STORE, self.start_stores(tier, suspect), now)
+        return jobs
+
+    def start_stores(self, tier: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+        """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped."""
+        self._count_unwritten(tier, tier.make_room(len(rows)))
+        moves: list[PlannedMove] = []
+        for row, tick in rows:
+            entry = tier.reserve(row.key, tick)
+            if entry is None:
+                self._drop(tier, row.key)
+                continue
+            row.mover_refs += 1
+            seal = row.sealing = not row.sealed
+            moves.append(PlannedMove(row, entry, row.key, tick, seal))
+        tier.rows_storing += len(moves)
+        return moves
+
+    def plan_demotions(self, tier: TierIndex, now: float) -> list[Job]:
+        """Load jobs for the tier's victims, to write them below: in the room that requests leave in the windows."""
+        target = self._state.below(tier)
+        if target is None or not target.writable:
+            self.drop_demotions(tier)
+            return []
+        most = min(
+            self._state.load_window - tier.rows_loading,
+            self._state.demote_window - len(tier.staged),
+            tier.send_credits * self._state.rows_per_job,
+        )
+        if self._state.below_host is not None:
+            most = min(most, self._host.free)  # not at the cost of the host's own unwritten rows
+        victims: list[Key] = []
+        while tier.to_demote and len(victims) < most:
+            key = tier.to_demote.popleft()
+            if key not in tier.evicting or self._needs_no_load(tier, target, key):
+                continue
+            if key not in self._host.index and tier.open_for_load(key, now) is not None:
+                victims.append(key)
+            else:
+                tier.cancel_eviction(key, self._state.tick)  # promoted for a request meanwhile, or not loadable now
+        room = self._state.make_room(len(victims))
+        for key in victims[room:]:
+            tier.cancel_eviction(key, self._state.tick)
+        moves: list[PlannedMove] = []
+        for key in victims[:room]:
+            row = self._host.insert(key, RowState.LOADING, 0, self._state.generation)  # tick 0: the next victim again
+            row.source = tier.spec.name
+            row.request_pins += 1
+            tier.staged[key] = row
+            moves.append(tier.start_load(row))
+        return self._state.start_jobs(tier, Direction.LOAD, moves, now)
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def store_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome) -> None:
+        """A mover is done with this store; its row and slot are no longer pinned by it."""
+        row = move.row
+        tier.rows_storing -= 1
+        row.mover_refs -= 1
+        if move.seal:
+            row.sealing = False
+            row.sealed = outcome is Outcome.OK
+        current = tier.index.get(move.key) is move.entry
+        if outcome is Outcome.OK:
+            move.entry.stored = True
+            tier.counters.bytes_written += self._state.row_bytes
+            if current:
+                tier.counters.stored += 1
+                self._finish_eviction_above(tier, move.key, written=True)
+        else:
+            tier.counters.failed += 1
+            tier.invalidate(move.key, move.entry)
+            if current:
+                self._drop(tier, move.key)
+        self._host.reclaim(row)
+
+    def demotion_loaded(self, tier: TierIndex, key: Key) -> None:
+        """A victim of `tier` has come up: queue it for the tier below."""
+        target = self._state.below(tier)
+        if target is not None and target.writable:
+            target.to_store[key] = self._state.tick
+        else:
+            self._finish_demotion(tier, key, written=False)
+
+    def drop_stores(self, tier: TierIndex) -> None:
+        """Nothing can be written to this tier now: drop its queue."""
+        while tier.to_store:
+            self._drop(tier, tier.to_store.popitem()[0])
+
+    def drop_demotions(self, tier: TierIndex) -> None:
+        """The tier's victims cannot be brought up, or not be written below, now: they stay."""
+        while tier.to_demote:
+            tier.cancel_eviction(tier.to_demote.popleft(), self._state.tick)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _clean(self, target: TierIndex) -> None:
+        missing = min(self.rows_to_clean(target), MAX_VICTIMS_PER_PASS)
+        if missing <= 0:
+            return
+        source = self._state.above(target)
+        if source is None:
+            for row in self._host.select_victims(missing):
+                if row.key in target:
+                    self._host.finish_eviction(row)
+                else:
+                    target.to_store[row.key] = row.tick
+            return
+        for key in source.select_victims(missing):
+            if not self._needs_no_load(source, target, key):
+                source.to_demote.append(key)
+
+    def _needs_no_load(self, source: TierIndex, target: TierIndex, key: Key) -> bool:
+        """Whether a victim of `source` is in `target` or in the host already: then it is evicted, or queued, here."""
+        row = self._host.index.get(key)
+        if key in target:
+            source.evict(key)
+        elif row is not None and row.state is RowState.READY:
+            target.to_store[key] = row.tick
+        else:
+            return False
+        return True
+
+    def _drop(self, tier: TierIndex, key: Key) -> None:
+        """`key` is not written to this tier, for now: the tier above keeps it."""
+        tier.counters.dropped += 1
+        self._finish_eviction_above(tier, key, written=False)
+
+    def _finish_eviction_above(self, tier: TierIndex, key: Key, written: bool) -> None:
+        """If the tier above evicts `key` and only waited for its write to `tier`: finish that, or cancel it."""
+        if tier.spec.write is not Write.ON_EVICT:
+            return
+        above = self._state.above(tier)
+        if above is not None:
+            self._finish_demotion(above, key, written)
+            return
+        row = self._host.index.get(key)
+        if row is not None and row.evicting:
+            if written:
+                self._host.finish_eviction(row)
+            else:
+                self._host.cancel_eviction(row, self._state.tick)
+
+    def _finish_demotion(self, tier: TierIndex, key: Key, written: bool) -> None:
+        """A demotion out of `tier` has ended: unpin its host row, and free its slot if it was `written` below."""
+        row = tier.staged.pop(key, None)
+        if row is not None:
+            row.request_pins -= 1
+        if key in tier.evicting:
+            if written:
+                tier.evict(key)
+            else:
+                tier.cancel_eviction(key, self._state.tick)
+
+    def _count_unwritten(self, tier: TierIndex, evicted: Iterable[Key]) -> None:
+        """Count what `tier` had to evict before it was written to the tier below."""
+        below = self._state.below(tier)
+        if below is not None:
+            below.counters.dropped += sum(key not in below and key not in below.to_store for key in evicted)
