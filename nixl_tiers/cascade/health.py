@@ -117,7 +117,7 @@ class Health:
     # --- trials ------------------------------------------------------------------------------------------------
 
     def plan_trials(self, tier: TierIndex, now: float) -> list[Job]:
-        """A load of one suspect that was asked for, or a probe for each half-open circuit. No request waits for these."""
+        """A load of one suspect that was asked for, or a probe of each half-open circuit: no request waits for it."""
         jobs: list[Job] = []
         loads, stores = tier.breakers[Direction.LOAD], tier.breakers[Direction.STORE]
         if tier.readable and not tier.trial_running:

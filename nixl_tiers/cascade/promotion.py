@@ -18,7 +18,7 @@ class Promotion:
     """Queues keys for the tiers that hold them, plans their loads, and tells the waiting requests how these ended.
 
     A key's way: `enqueue` queues it, `plan` starts its load into a host row in state LOADING, and `load_ended` makes
-    the row READY, or has its requests ask the next tier. `wait` and `has_expired` keep the request's deadline meanwhile.
+    the row READY, or has its requests ask the next tier. `wait` and `has_expired` keep the request's deadline.
     """
 
     def __init__(self, state: CascadeState, checks: ExistenceChecks, writeback: WriteBack) -> None:
