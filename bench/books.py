@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from nixl_tiers.chunk import Key
-from nixl_tiers.tiers.rowfile.quota import DirQuota, Place, Seen
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FileStat, RowPath
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 
 ROW_BYTES, CAPACITY = 2 << 20, 1 << 60
@@ -50,14 +50,14 @@ def listed_objects(rows: int) -> object:
 
 
 def row_files(rows: int) -> object:
-    """The account, and the keys that the engine has been told of. No two rows share a number that is read from disk."""
-    account, known = DirQuota(Path(), CAPACITY, ROW_BYTES), set()
+    """The quota, and the keys that the core was told of. No two rows share a number that is read from disk."""
+    quota, known = DirQuota(CAPACITY, ROW_BYTES), set()
     for number, key in enumerate(keys(rows)):
-        place = Place.of("0" * 32, key)
+        path = RowPath.of("0" * 32, key)
         size, sealed_at = int(str(ROW_BYTES)), int(f"{1_700_000_000 + number // 100}")
-        account._record(place, Seen(10**18 + number, size, int(str(size)), sealed_at))
-        known.add(place.key)
-    return account, known
+        quota.record(path, FileStat(10**18 + number, size, int(str(size)), sealed_at))
+        known.add(path.key)
+    return quota, known
 
 
 BOOKS: dict[str, Callable[[int], object]] = {

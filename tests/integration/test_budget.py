@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.tiers.rowfile.quota import LOOK_ROWS, LOOK_SHARE
+from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
 from tests.integration.test_round_trips import KIB, MIB, chunks, config, file_tier
 from tests.support.disks import disk_bytes, sampled, tmpfs, volume_bytes
 
@@ -50,7 +50,7 @@ def use(store: nixl_tiers.TieredStore, nbytes: int, seed: int, tier: str = "file
 def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout: str, engines: int) -> None:
     """One engine, or two replicas on one path at once. Slabs have one account; engines with row files count what they
     write and look for what the others have written, so together they may be ahead of each other by a known share."""
-    ahead = 0 if layout == "slabs" or engines == 1 else engines * max(LOOK_ROWS * SIZE, BUDGET // LOOK_SHARE)
+    ahead = 0 if layout == "slabs" or engines == 1 else engines * max(SCAN_ROWS * SIZE, BUDGET // SCAN_SHARE)
     setting = config({**file_tier(tmp_path / "kv", BUDGET), "layout": layout}, host=HOST)
     taken: Callable[[Path], int] = disk_bytes
     written = 0

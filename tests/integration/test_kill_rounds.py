@@ -28,7 +28,7 @@ import nixl_tiers
 from nixl_tiers.chunk import PAGE
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.rowfile.quota import FANS, MARGIN_BYTES, NAME_BYTES
+from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
 from tests.support.leftovers import MARK, Watched, marked, shared_names
 from tests.support.waiting import until
 
@@ -41,7 +41,7 @@ ROW = 20 << 10  # with its seal
 HOST_ROWS, MOST_ROWS, KEYS = 30, 60, 150  # so that the load never stops storing, loading and evicting
 STEPS = 40  # of the load, at most before a kill
 PATIENCE_S = 120.0
-FILES_BYTES = MARGIN_BYTES + (FANS + 3) * PAGE + MOST_ROWS * (ROW + NAME_BYTES)
+FILES_BYTES = MARGIN_BYTES + (FANOUT + 3) * PAGE + MOST_ROWS * (ROW + NAME_BYTES)
 OFFERED = MOST_ROWS - MOST_ROWS // 16  # of a full directory of files: the rest is left to what is to be stored
 Tier = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What is done with one row file: made, put in its place, opened, let go. All of it on hands (`account.py`)."""
+"""One row file as NIXL reads or writes it: created or opened before a transfer, published or closed after it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nixl_tiers.tiers.disk import describe, fallocate
 from nixl_tiers.tiers.folder import through
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
-from nixl_tiers.tiers.rowfile.quota import Place, counts_from
-from nixl_tiers.tiers.rowfile.scanner import DirScanner
+from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 
-TOUCH_S: Final = 60.0  # a row that was used this recently is not marked again
+TOUCH_S: Final = 60.0  # a row that was used more recently is not touched again
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
 class RowFile:
-    """An open file that one transfer uses."""
+    """An open file, for one transfer."""
 
     registration: Registration
     path: Path
@@ -37,28 +37,32 @@ class RowFileIo:
     def __init__(
         self,
         agent: Agent,
-        shelves: DirScanner,
+        directory: RowDirectory,
+        quota: DirQuota,
         row_bytes: int,
-        complaints: LogOnce,
+        log_once: LogOnce,
         *,
         on_failure: Callable[[], None],
-        is_old: Callable[[int], bool],
+        is_hidden: Callable[[int], bool],
     ) -> None:
-        """`on_failure` is called when the file system fails; `is_old` tells whether a row whose age counts from then
-        (Unix seconds) is too old and yet to be left where it is."""
+        """`on_failure` is called when the file system fails; `is_hidden`: whether a row whose age begins then (Unix
+        seconds) is a miss although its file stays."""
         self._agent = agent
-        self._shelves = shelves
+        self._directory = directory
+        self._quota = quota
         self._row_bytes = row_bytes
-        self._log_once = complaints
+        self._log_once = log_once
         self._on_failure = on_failure
-        self._is_old = is_old
+        self._is_hidden = is_hidden
         self.direct = True  # whether files are opened with O_DIRECT
 
-    def open_fresh(self) -> RowFile | Outcome:
-        """A file to write a row into, with its room taken."""
+    # --- stores -----------------------------------------------------------------------------------------------------
+
+    def create(self) -> RowFile | Outcome:
+        """A file to write a row into, allocated. Its room is reserved; released if this fails."""
         path: Path | None = None
         try:
-            path, descriptor = self._shelves.fresh()
+            path, descriptor = self._directory.create_temp()
             try:
                 failed = fallocate(descriptor, 0, self._row_bytes)
                 if failed and failed != errno.EOPNOTSUPP:
@@ -68,83 +72,87 @@ class RowFileIo:
                 os.close(descriptor)
         except (OSError, AgentError) as error:
             self._failed("written", error)
-            self._abandon(path)
+            self._discard(path)
             return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
 
-    def put_away(self, file: RowFile, place: Place, good: bool, sealed_at: int) -> Outcome:
+    def end_store(self, file: RowFile, path: RowPath, good: bool, sealed_at: int) -> Outcome:
+        """Publish a written row, or delete its file if the transfer failed."""
         self._agent.deregister(file.registration)
         try:
             if good:
-                self._shelves.take_in(file.path, place, sealed_at)
+                self._directory.publish(file.path, path, sealed_at)
+                self._quota.release()
                 return Outcome.OK
-            status = os.statvfs(self._shelves.path)
+            status = os.statvfs(self._directory.path)
             full = status.f_bavail * status.f_frsize < self._row_bytes
         except OSError as error:
             self._failed("put in their places", error)
             full = error.errno in _FULL
-        self._abandon(file.path)
+        self._discard(file.path)
         return Outcome.NO_SPACE if full else Outcome.FAILED
 
-    def _failed(self, what: str, error: OSError | AgentError) -> None:
-        reason = describe(error) if isinstance(error, OSError) else error
-        self._log_once.report(what, f"{self._shelves.path}: rows cannot be {what} ({reason})")
-        self._on_failure()
-
-    def _abandon(self, path: Path | None) -> None:
+    def _discard(self, path: Path | None) -> None:
         if path is not None:
             with suppress(OSError):
-                self._shelves.discard(path)
-        self._shelves.give_up()
+                self._directory.delete_temp(path)
+        self._quota.release()
 
-    def _register(self, descriptor: int, access: Literal["rw", "ro"]) -> Registration:
-        """Let NIXL open the very file that is open as this descriptor. Raises AgentError."""
-        return self._agent.register_file(through(descriptor), self._row_bytes, direct=self.direct, access=access)
+    # --- loads ------------------------------------------------------------------------------------------------------
 
-    def open_row(self, place: Place) -> RowFile | Outcome:
+    def open_row(self, path: RowPath) -> RowFile | Outcome:
         try:
-            descriptor = self._shelves.open_row(place)
+            descriptor = self._directory.open_row(path)
             if descriptor is None:
                 return Outcome.MISSING
             try:
-                status, path = os.fstat(descriptor), self._shelves.where(place)
+                status, absolute = os.fstat(descriptor), self._directory.absolute(path)
                 if status.st_size == self._row_bytes:
-                    return RowFile(self._register(descriptor, "ro"), path, status)
+                    return RowFile(self._register(descriptor, "ro"), absolute, status)
             finally:
                 os.close(descriptor)
-            self._log_once.report("spoilt", f"{path} has {status.st_size} bytes and no row")
-            self._shelves.condemn(place, status)
+            self._log_once.report("corrupt", f"{absolute} has {status.st_size} bytes and no row")
+            self._directory.delete_unless_replaced(path, status)
             return Outcome.CORRUPT
         except AgentError:
-            return self._why(place)
+            return self._failed_load(path)
         except OSError as error:
             self._failed("read", error)
             return Outcome.FAILED
 
-    def explain(self, file: RowFile, place: Place) -> Outcome:
-        """Why could it not be read?"""
+    def end_load(self, file: RowFile, path: RowPath, good: bool, sealed_at: int) -> None:
+        """A row has been read: mark it as used, or delete it if it is not good."""
         self._agent.deregister(file.registration)
-        return self._why(place)
+        now_s = self._directory.server_time.now_s()
+        if not good:
+            self._directory.delete_unless_replaced(path, file.status)
+        elif self._is_hidden(begins := age_from(sealed_at, file.status)):
+            self._quota.record_age(path, begins)
+        elif sealed_at <= now_s and now_s - file.status.st_mtime > TOUCH_S:
+            self._directory.touch(path)
 
-    def _why(self, place: Place) -> Outcome:
-        """MISSING if the row has gone, CORRUPT if it is no row, FAILED if it should have worked."""
+    def end_failed_load(self, file: RowFile, path: RowPath) -> Outcome:
+        """The transfer failed: why?"""
+        self._agent.deregister(file.registration)
+        return self._failed_load(path)
+
+    def _failed_load(self, path: RowPath) -> Outcome:
+        """MISSING if the row has gone, CORRUPT if its file has another size, else FAILED."""
         try:
-            status = self._shelves.look(place)
+            status = self._directory.stat(path)
         except OSError:
             return Outcome.FAILED
         if status is None:
             return Outcome.MISSING
         if status.st_size != self._row_bytes:
-            self._shelves.condemn(place, status)
+            self._directory.delete_unless_replaced(path, status)
             return Outcome.CORRUPT
         return Outcome.FAILED
 
-    def let_go(self, file: RowFile, place: Place, good: bool, sealed_at: int) -> None:
-        """A row has been read; one that is not good goes."""
-        self._agent.deregister(file.registration)
-        now_s = self._shelves.server_time.now_s()
-        if not good:
-            self._shelves.condemn(place, file.status)
-        elif self._is_old(counted := counts_from(sealed_at, file.status)):
-            self._shelves.note(place, counted)
-        elif sealed_at <= now_s and now_s - file.status.st_mtime > TOUCH_S:
-            self._shelves.touch(place)
+    def _failed(self, what: str, error: OSError | AgentError) -> None:
+        reason = describe(error) if isinstance(error, OSError) else error
+        self._log_once.report(what, f"{self._directory.path}: rows cannot be {what} ({reason})")
+        self._on_failure()
+
+    def _register(self, descriptor: int, access: Literal["rw", "ro"]) -> Registration:
+        """Let NIXL open the very file that is open as this descriptor. Raises AgentError."""
+        return self._agent.register_file(through(descriptor), self._row_bytes, direct=self.direct, access=access)

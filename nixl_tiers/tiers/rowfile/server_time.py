@@ -1,7 +1,7 @@
-"""The time of day by the clock of a file server, which stamps the files that several machines share.
+"""The time of day by the clock of a file server, which sets the times of files that several machines share.
 
-Machines that write to it may have clocks of their own making; what they ask of each other's files is how old they are,
-and only the clock that stamped them can tell.
+Clocks of the machines that share a directory may be wrong. The ages of files in it are right only by the clock that set
+their times.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import time
 from pathlib import Path
 from typing import Final
 
-ASKED_S: Final = 5.0  # between two questions; the clock of this machine measures only what has passed since
+REFRESH_S: Final = 5.0  # between two reads of the server's clock; until the next one the monotonic clock counts
 
 
 class ServerTime:
-    """Asked on threads that may wait, read on any."""
+    """`refresh` and `touch` belong on threads that may wait for the server, `now_s` on any."""
 
     def __init__(self) -> None:
-        self._known: tuple[float, float] | None = None  # the server's time, and when it was told, by our monotonic one
+        self._read: tuple[float, float] | None = None  # the server's time, and the monotonic time when it was read
 
-    def ask(self, directory: int) -> None:
-        """Touch a directory of ours, open as this descriptor, and see what time that makes it. Raises OSError."""
-        if self._known is None or time.monotonic() - self._known[1] >= ASKED_S:
-            os.utime(directory)  # as in `mark`
-            self._known = os.fstat(directory).st_mtime, time.monotonic()
+    def refresh(self, directory: int) -> None:
+        """Touch a directory of this tier, open as this descriptor, and read the time that it got. Raises OSError."""
+        if self._read is None or time.monotonic() - self._read[1] >= REFRESH_S:
+            os.utime(directory)  # as in `touch`
+            self._read = os.fstat(directory).st_mtime, time.monotonic()
 
-    def mark(self, name: str | Path, directory: int | None = None) -> None:
-        """Give a file the server's time. Raises OSError."""
-        os.utime(name, dir_fd=directory, follow_symlinks=False)  # without a time: the server's now, not ours
+    def touch(self, name: str | Path, directory: int | None = None) -> None:
+        """Set a file's times to the server's. Raises OSError."""
+        os.utime(name, dir_fd=directory, follow_symlinks=False)  # without a time: the server's now, not this machine's
 
     def now_s(self) -> float:
-        """Unix seconds, never ahead of the server but for its jumps. `ask` comes first."""
-        if self._known is None:
-            raise RuntimeError("the server has not been asked for its time")
-        told_s, at_s = self._known
-        return told_s + time.monotonic() - at_s
+        """Unix seconds; ahead of the server only if its clock was put back. `refresh` comes first."""
+        if self._read is None:
+            raise RuntimeError("the server's time has not been read")
+        server_s, read_at_s = self._read
+        return server_s + time.monotonic() - read_at_s

@@ -1,4 +1,4 @@
-"""Names of files that are being written, in directories that processes of several machines share."""
+"""Names of unfinished files in a directory that processes of several machines share."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Final
 
 
 class TempNames:
-    """Names for files being written that no other process in the world uses, and what others' names tell."""
+    """Makes names that no other process on any machine uses, and recognizes those of processes that are gone."""
 
     _NAME: Final = re.compile(r"([A-Za-z0-9_]+)-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+\.tmp")
 
     def __init__(self) -> None:
         self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "_"
-        self._world = blake2b(_here().encode(), digest_size=4).hexdigest()
+        self._pid_namespace = blake2b(_pid_namespace().encode(), digest_size=4).hexdigest()
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
 
     def name(self) -> str:
-        return f"{self._host}-{self._world}-{os.getpid()}-{self._token}-{next(self._numbers)}.tmp"
+        return f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-{next(self._numbers)}.tmp"
 
-    def is_mine(self, name: str) -> bool:
+    def is_own(self, name: str) -> bool:
         match = self._NAME.fullmatch(name)
         return match is not None and match[4] == self._token
 
-    def is_gone(self, name: str) -> bool:
-        """Whether the process that used this name is known to have ended: only of our own machine can that be known."""
+    def is_orphan(self, name: str) -> bool:
+        """Whether the process that made the name is known to have ended: never for another machine or container."""
         match = self._NAME.fullmatch(name)
-        if match is None or (match[1], match[2]) != (self._host, self._world):
+        if match is None or (match[1], match[2]) != (self._host, self._pid_namespace):
             return False
         try:
             os.kill(int(match[3]), 0)
@@ -44,8 +44,8 @@ class TempNames:
         return False
 
 
-def _here() -> str:
-    """What tells this machine's process numbers from those of other machines and containers."""
+def _pid_namespace() -> str:
+    """Tells the process IDs of this machine and container from those of others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return boot + os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path

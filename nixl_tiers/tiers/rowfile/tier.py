@@ -2,8 +2,10 @@
 
 A row is written under a name that nobody else uses and renamed when it is whole. So no file that has a row's name is
 ever written to, an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening,
-renaming and deleting may take long on a network: threads do it, and this one polls. Code of the account:
-`account.py`; of the scan and the room: `shelves.py`.
+renaming and deleting may take long on a network: threads do it, and this one polls.
+
+`quota.py` counts what is there; `directory.py` and `io.py` work on one row's file; `scanner.py` finds what others did;
+`eviction.py` deletes what is least recently used or too old; `namespace.py` is what the core knows of it.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ from nixl_tiers.tiers.expiry import has_expired, sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Registration, Span
+from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.io import RowFile, RowFileIo
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
-from nixl_tiers.tiers.rowfile.quota import FANS, MARGIN_BYTES, NAME_BYTES, Place, Room, counts_from
+from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota, Reservation, RowPath, age_from
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 
@@ -78,9 +82,11 @@ class RowFileTier(StorageTier):
         self._region = region
         self._memory: Registration | None
         self._agent, self._memory = open_agent(config, region)
-        self._shelves = DirScanner(
-            config.path, config.capacity, self._row_bytes, writes=config.write != "off", server_time=server_time
-        )
+        self._log_once = LogOnce(logger)
+        self._quota = DirQuota(config.capacity, self._row_bytes)
+        self._directory = RowDirectory(config.path, self._quota, writes=config.write != "off", server_time=server_time)
+        self._evictor = Evictor(self._directory, self._quota, self._log_once)
+        self._scanner = DirScanner(self._directory, self._quota, self._evictor, self._log_once)
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
@@ -90,23 +96,23 @@ class RowFileTier(StorageTier):
             may_start=lambda: self._open is None or not self._open.health.problem,
         )
         self._open: NamespaceRows | None = None
-        self._log_once = LogOnce(logger)
         self._files = RowFileIo(
             self._agent,
-            self._shelves,
+            self._directory,
+            self._quota,
             self._row_bytes,
             self._log_once,
-            on_failure=self._look_soon,
-            is_old=self._is_old,
+            on_failure=self._check_soon,
+            is_hidden=self._is_hidden,
         )
         self._mount = MountGuard()
-        self._dropping: list[tuple[NamespaceRows, Key, Place, Future[None]]] = []
+        self._deleting: list[tuple[NamespaceRows, Key, Future[None]]] = []
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes, epoch: int) -> int:
         path = self._config.path
-        room = self._config.capacity - MARGIN_BYTES - (FANS + 3) * PAGE
+        room = self._config.capacity - MARGIN_BYTES - (FANOUT + 3) * PAGE
         slots = room // (self._row_bytes + NAME_BYTES)
         if slots < 1:
             raise TierRefused(
@@ -115,25 +121,25 @@ class RowFileTier(StorageTier):
             )
         try:
             prepare_path(self._config, self._mount, self._log_once)
-            self._shelves.prepare(namespace.hex())
-            with self._shelves.incoming() as incoming:
+            self._directory.prepare(namespace.hex())
+            with self._directory.incoming() as incoming:
                 self._files.direct = direct_works(incoming)
-            mark = FileIdentity(path)
-            health = HealthMonitor(lambda: mark.problem() or self._shelves.problem(namespace.hex()))
+            identity = FileIdentity(path)
+            health = HealthMonitor(lambda: identity.problem() or self._directory.problem(namespace.hex()))
         except OSError as error:
             raise open_error(error) from error
         if not self._files.direct:
             self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
         before = self._open
         self._open = NamespaceRows(
-            namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._shelves, self._is_old
+            namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._quota, self._is_hidden
         )
         if before is not None:
             before.health.close()
             if (before.name, before.sealer.epoch) == (namespace.hex(), epoch):
-                self._open.before = before.known | before.before
+                self._open.known_before = before.known | before.known_before
         self._mount.remember(path)
-        self._shelves.start()
+        self._scanner.start()
         return slots
 
     @property
@@ -151,17 +157,17 @@ class RowFileTier(StorageTier):
             if served is not self._open:
                 return
         new, gone = comparing.result()
-        yield from self._in_batches(served, served.still_gone(gone))
-        yield from self._in_batches(served, served.still_new(new))
-        lost, served.before = served.before - served.known, set()
+        yield from self._in_batches(served, served.confirm_gone(gone))
+        yield from self._in_batches(served, served.confirm_new(new))
+        lost, served.known_before = served.known_before - served.known, set()
         yield from self._in_batches(served, (Entry(GONE, key, 0) for key in lost))
 
     def maintain(self) -> Iterator[list[Entry]]:
         """Begin to delete what is too old, when it is time: the next listing finds out what is gone."""
-        age_s, now = self._config.max_age, self._shelves.server_time.now_s()
+        age_s, now = self._config.max_age, self._directory.server_time.now_s()
         if age_s is not None and self._sweeping.done() and abs(now - self._swept_at_s) >= sweep_s(age_s):
             self._swept_at_s = now
-            self._sweeping = self._sweeper.submit(self._shelves.expire, now, age_s)
+            self._sweeping = self._sweeper.submit(self._evictor.expire, now, age_s)
         return iter(())
 
     @property
@@ -181,13 +187,13 @@ class RowFileTier(StorageTier):
 
     def poll(self) -> list[FinishedBatch]:
         self._moves.poll()
-        self._reap_drops()
+        self._end_deletes()
         problem = self._open.health.poll() if self._open is not None else ""
         if problem:  # what runs ends by itself
             self._moves.loads.give_up()
             self._moves.stores.give_up()
         self._moves.start()
-        if problem and self._moves.quiet and not self._dropping:
+        if problem and self._moves.quiet and not self._deleting:
             raise TierDown(problem)
         return self._moves.take()
 
@@ -196,20 +202,20 @@ class RowFileTier(StorageTier):
         for _, key in entries:
             if key in served.known:  # else it has gone already, and what is there now is somebody else's
                 served.known.remove(key)
-                served.dropping[key] += 1
-                place = Place.of(served.name, key)
-                self._shelves.leaving(place, +1)
-                gone = self._shelves.on_hand(place, self._shelves.take_away, place)
-                self._dropping.append((served, key, place, gone))
+                served.deleting[key] += 1
+                path = RowPath.of(served.name, key)
+                self._quota.begin_delete()
+                gone = self._directory.submit(path, self._directory.delete_unless_used, path)
+                self._deleting.append((served, key, gone))
 
     @property
     def busy(self) -> bool:
-        return bool(self._moves.busy or self._dropping or (self._open is not None and self._open.health.problem))
+        return bool(self._moves.busy or self._deleting or (self._open is not None and self._open.health.problem))
 
     @property
     def used_bytes(self) -> int:
         """What this engine knows of: others may have written since it last looked."""
-        return self._shelves.used_bytes
+        return self._quota.used_bytes
 
     def close(self) -> None:
         if self._open is not None:
@@ -217,12 +223,13 @@ class RowFileTier(StorageTier):
         self._open = None
         for thread in (self._lister, self._sweeper):
             thread.shutdown(wait=False, cancel_futures=True)
-        self._shelves.close()
+        self._scanner.close()
+        self._directory.close()
         if self._memory is not None:
             self._agent.deregister(self._memory)
             self._memory = None
 
-    def _look_soon(self) -> None:
+    def _check_soon(self) -> None:
         if (served := self._open) is not None:
             served.health.check_soon()
 
@@ -234,13 +241,13 @@ class RowFileTier(StorageTier):
             raise RuntimeError("the tier is not open")
         return self._open
 
-    def _is_old(self, counted_from: int) -> bool:
+    def _is_hidden(self, begins: int) -> bool:
         """Whether a row is known to be too old, and will not go: whoever writes has it swept, seal read once more."""
-        return self._config.write == "off" and counted_from > 0 and self._has_expired(counted_from)
+        return self._config.write == "off" and begins > 0 and self._has_expired(begins)
 
-    def _has_expired(self, counted_from: int) -> bool:
+    def _has_expired(self, begins: int) -> bool:
         age_s = self._config.max_age
-        return age_s is not None and has_expired(counted_from, self._shelves.server_time.now_s(), age_s)
+        return age_s is not None and has_expired(begins, self._directory.server_time.now_s(), age_s)
 
     def _in_batches(self, served: NamespaceRows, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
         batch: list[Entry] = []
@@ -257,54 +264,54 @@ class RowFileTier(StorageTier):
     # --- moving rows ------------------------------------------------------------------------------------------------
 
     def _admit_store(self, unit: Unit) -> bool:
-        room = self._shelves.reserve(min(len(self._moves.stores.waiting), self._most))
-        if room is Room.NO:
+        reservation = self._quota.reserve(min(len(self._moves.stores.waiting), self._most))
+        if reservation is Reservation.REFUSED:
             unit.end_all(Outcome.NO_SPACE)
-        return room is not Room.WAIT
+        return reservation is not Reservation.WAIT
 
     def _run_store(self, unit: Unit) -> Steps[None]:
         """Seal the row, write it to a new file, give the file its name."""
         served, (move,) = self._served, unit.moves
-        place = Place.of(served.name, move.key)
+        path = RowPath.of(served.name, move.key)
         if move.seal:
             # The later of two clocks: the row must not seem older than it is to whoever judges its age.
-            now_s = max(self._clock(), self._shelves.server_time.now_s())
+            now_s = max(self._clock(), self._directory.server_time.now_s())
             seal_row(served.sealer, self._region, move, now_s)
         sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
-        file = yield from finished(self._shelves.on_hand(place, self._files.open_fresh))
+        file = yield from finished(self._directory.submit(path, self._files.create))
         if isinstance(file, Outcome):
             unit.end_all(file)
             return
         good = yield from transferred(self._agent.write([self._span(move, file)]))
-        ending = self._shelves.on_hand(place, self._files.put_away, file, place, good, sealed_at)
+        ending = self._directory.submit(path, self._files.end_store, file, path, good, sealed_at)
         unit.end_all((yield from finished(ending)))
 
     def _run_load(self, unit: Unit) -> Steps[None]:
         """Open the row's file, read it, verify the row."""
         (move,) = unit.moves
-        place = Place.of(self._served.name, move.key)
-        file = yield from finished(self._shelves.on_hand(place, self._files.open_row, place))
+        path = RowPath.of(self._served.name, move.key)
+        file = yield from finished(self._directory.submit(path, self._files.open_row, path))
         if isinstance(file, Outcome):
             unit.end_all(file)
         elif (yield from transferred(self._agent.read([self._span(move, file)]))):
-            unit.end_all(self._verify(move, file, place))
+            unit.end_all(self._verify(move, file, path))
         else:
-            unit.end_all((yield from finished(self._shelves.on_hand(place, self._files.explain, file, place))))
+            unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))
 
     def _span(self, move: Move, file: RowFile) -> Span:
         return self._region.address + move.row * self._row_bytes, self._row_bytes, 0, file.registration.devices[0]
 
-    def _verify(self, move: Move, file: RowFile, place: Place) -> Outcome:
+    def _verify(self, move: Move, file: RowFile, path: RowPath) -> Outcome:
         row, sealer = self._region.rows_view[move.row], self._served.sealer
         verdict = sealer.verify(row, move.key)
         sealed_at = sealer.sealed_at(row) if verdict is Verdict.OK else 0
-        old = verdict is Verdict.OK and self._has_expired(counts_from(sealed_at, file.status))
+        old = verdict is Verdict.OK and self._has_expired(age_from(sealed_at, file.status))
         good = verdict is Verdict.OK and not (old and self._config.write != "off")
-        self._shelves.on_hand(place, self._files.let_go, file, place, good, sealed_at)
+        self._directory.submit(path, self._files.end_load, file, path, good, sealed_at)
         if old:
             return Outcome.MISSING
         if verdict is not Verdict.OK:
-            self._log_once.report("spoilt", f"{file.path} is not the row that it should be ({verdict.name})")
+            self._log_once.report("corrupt", f"{file.path} is not the row that it should be ({verdict.name})")
             return Outcome.CORRUPT
         return Outcome.OK
 
@@ -324,14 +331,14 @@ class RowFileTier(StorageTier):
         """The core forgets the row too: what stands under its name from now on is not ours to delete."""
         self._served.known.discard(move.key)
 
-    def _reap_drops(self) -> None:
+    def _end_deletes(self) -> None:
         waiting = []
-        for served, key, place, gone in self._dropping:
+        for served, key, gone in self._deleting:
             if gone.done():
-                self._shelves.leaving(place, -1)
-                served.dropping[key] -= 1
-                if not served.dropping[key]:
-                    del served.dropping[key]
+                self._quota.end_delete()
+                served.deleting[key] -= 1
+                if not served.deleting[key]:
+                    del served.deleting[key]
             else:
-                waiting.append((served, key, place, gone))
-        self._dropping = waiting
+                waiting.append((served, key, gone))
+        self._deleting = waiting

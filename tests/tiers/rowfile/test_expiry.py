@@ -15,8 +15,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.io import TOUCH_S
-from nixl_tiers.tiers.rowfile.quota import Place
-from nixl_tiers.tiers.rowfile.scanner import OLD_S
+from nixl_tiers.tiers.rowfile.quota import RowPath
+from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
@@ -31,10 +31,10 @@ class Server(ServerTime):
         super().__init__()
         self.clock = clock
 
-    def ask(self, directory: int) -> None:
+    def refresh(self, directory: int) -> None:
         pass
 
-    def mark(self, name: str | Path, directory: int | None = None) -> None:
+    def touch(self, name: str | Path, directory: int | None = None) -> None:
         os.utime(name, (self.clock(),) * 2, dir_fd=directory)
 
     def now_s(self) -> float:
@@ -83,11 +83,11 @@ def store(tier: RowFileTier, region: HostRegion, numbers: range) -> None:
     moves = [Move(row, number, key_of(number), seal=True) for row, number in enumerate(numbers)]
     assert set(outcomes(tier, tier.store(moves))[0]) == {Outcome.OK}  # type: ignore[arg-type]
     for number in numbers:
-        tier._shelves.server_time.mark(row_of(tier, number))
+        tier._directory.server_time.touch(row_of(tier, number))
 
 
 def row_of(tier: RowFileTier, number: int) -> Path:
-    return tier._shelves.where(Place.of(tier._served.name, key_of(number)))
+    return tier._directory.absolute(RowPath.of(tier._served.name, key_of(number)))
 
 
 def load(tier: RowFileTier, numbers: range) -> list[Outcome]:
@@ -249,13 +249,13 @@ def test_what_is_being_written_and_when_a_directory_has_changed_is_told_by_the_s
     fresh, old = (tmp_path / INCOMING / f"{name}-01234567-1-01234567-0.tmp" for name in ("fresh", "old"))
     for path in (fresh, old):
         path.write_bytes(bytes(4096))
-    os.utime(old, (real() - OLD_S - 60,) * 2)
-    tier._shelves.scan()
+    os.utime(old, (real() - ORPHAN_S - 60,) * 2)
+    tier._quota.wait_for_scan()
     assert fresh.exists()
     assert not old.exists()
     home = tmp_path / NAMESPACE.hex() / "00"
     home.mkdir()
-    tier._shelves.scan()
-    assert tier._shelves._shelves[NAMESPACE.hex(), "00"].modified_ns == -1  # may change again in the same tick
-    assert abs(tier._shelves.server_time.now_s() - real()) < 600
+    tier._quota.wait_for_scan()
+    assert tier._quota._dirs[NAMESPACE.hex(), "00"].mtime_ns == -1  # may change again in the same tick
+    assert abs(tier._directory.server_time.now_s() - real()) < 600
     tier.close()

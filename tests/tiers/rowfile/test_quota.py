@@ -12,7 +12,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Heartbeat, Open, Refused
-from nixl_tiers.tiers.rowfile.quota import LOOK_ROWS, LOOK_SHARE
+from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
 from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
 from tests.support.disks import disk_bytes, sampled, tmpfs, volume_bytes
 from tests.tiers.rowfile.test_shared import mover_on, row_of, told
@@ -79,7 +79,7 @@ def test_rows_that_are_used_stay(tmp_path: Path) -> None:
 
 
 def test_two_movers_fill_one_directory_at_once(disk: Path) -> None:
-    allowance = 2 * max(LOOK_ROWS * GEOMETRY.row_bytes, CAPACITY // LOOK_SHARE)
+    allowance = 2 * max(SCAN_ROWS * GEOMETRY.row_bytes, CAPACITY // SCAN_SHARE)
     with (
         sampled(disk, CAPACITY + allowance, volume_bytes) as looks,
         mover_on(disk, CAPACITY) as first,

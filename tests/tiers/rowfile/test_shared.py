@@ -18,7 +18,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.protocol import Delete, Listed, Open, Refused, Store
 from nixl_tiers.tiers.base import GONE, Entry, Move
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.rowfile.scanner import OLD_S
+from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, files_tier, key_of, payload, wait_until
 from tests.support.disks import disk_bytes
@@ -174,14 +174,14 @@ def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path)
     ]
     dead = subprocess.run(name_of_a_dead_one, check=True, capture_output=True, text=True).stdout.strip()
     elsewhere = "elsewhere-" + ours.partition("-")[2]
-    kept = [leave(ours, 5.0), leave(elsewhere, OLD_S / 2)]
-    swept = [leave(dead, 5.0), leave("elsewhere2-" + ours.partition("-")[2], 2 * OLD_S), leave("junk", 2 * OLD_S)]
+    kept = [leave(ours, 5.0), leave(elsewhere, ORPHAN_S / 2)]
+    swept = [leave(dead, 5.0), leave("elsewhere2-" + ours.partition("-")[2], 2 * ORPHAN_S), leave("junk", 2 * ORPHAN_S)]
     with mover_on(tmp_path) as mover:
         mover.open()
         mover.listed_rows()
         assert all(path.exists() for path in kept)
         assert not any(path.exists() for path in swept)
-        os.utime(kept[1], (time.time() - 2 * OLD_S,) * 2)
+        os.utime(kept[1], (time.time() - 2 * ORPHAN_S,) * 2)
         assert wait_until(lambda: not kept[1].exists())  # by one of the next listings
         assert kept[0].exists()
 
