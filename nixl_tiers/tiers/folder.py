@@ -1,8 +1,9 @@
-"""Directories below a tier's path: its own, or none.
+"""Safe access below a tier's path, by descriptor.
 
-The path itself may be anybody's, and everybody's (an emptyDir is 0777): what stands in it may have been put there to be
-followed or overwritten, and may be exchanged at any moment. So a directory below it is used only if it is a real one
-that nobody else can write to, and from then on through a descriptor: whatever becomes of its name, it stays the same.
+The path may belong to another user and be writable by everybody (an emptyDir is 0777): other users may have placed
+links or files in it for a tier to follow or overwrite, and may replace them at any moment. So a directory below it is
+used only if it is no link and only its owner can write to it, and from then on by its descriptor: renaming or replacing
+it has no effect on what the tier reads and writes.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class NotOurs(TierRefused, OSError):
-    """Something below the path is not used, because others may have put it there. One sentence."""
+class NotOwned(TierRefused, OSError):
+    """Something below the path is refused, because another user may have put it there. One sentence."""
 
 
 class Folder:
-    """An open directory. `path` is its name, for messages; every call goes by the descriptor, and raises OSError."""
+    """An open directory. `path` is for messages; every call uses the descriptor, and raises OSError."""
 
     def __init__(self, path: Path, descriptor: int, uid: int, *, public: bool = False) -> None:
-        """Takes the descriptor over. `uid`: whom files belong to that we make here. `public`: others may write here."""
+        """Takes the descriptor over. `uid`: the owner of files that are made here. `public`: others may write here."""
         self.path = path
         self.descriptor = descriptor
         self.uid = uid
@@ -38,7 +39,7 @@ class Folder:
 
     @classmethod
     def base(cls, path: Path, uid: int | None = None) -> Folder:
-        """The path of a tier, whoever owns it. `uid` as it was found out before; None: find out."""
+        """The path of a tier, whoever owns it. `uid` as it was found before; None: find it now."""
         descriptor = os.open(path, _DIRECTORY)
         try:
             return cls(path, descriptor, _uid_of_files(path, descriptor) if uid is None else uid, public=True)
@@ -53,11 +54,14 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1  # a late call fails: its number may soon be another's
+        descriptor, self.descriptor = (
+            self.descriptor,
+            -1,
+        )  # a late call fails: the number may be reused
         os.close(descriptor)
 
     def folder(self, name: str, *, make: bool = False) -> Folder:
-        """A directory in this one, which the caller closes. Raises NotOurs if others can write to it."""
+        """A directory in this one, which the caller closes. Raises NotOwned if others can write to it."""
         path = self.path / name
         if make:
             self.make(name)
@@ -73,7 +77,7 @@ class Folder:
         return Folder(path, descriptor, self.uid)
 
     def make(self, name: str) -> bool:
-        """Make a directory in it; False if there is something of that name."""
+        """Make a directory in it; False if the name exists."""
         try:
             os.mkdir(name, 0o700, dir_fd=self.descriptor)
         except FileExistsError:
@@ -83,7 +87,7 @@ class Folder:
         return True
 
     def has_folder(self, name: str) -> bool:
-        """Whether `folder` would find one that nobody else can write to."""
+        """Whether `folder` would open it: a directory that no other user can write to."""
         try:
             status = self.stat(name)
         except FileNotFoundError:
@@ -91,8 +95,8 @@ class Folder:
         return stat.S_ISDIR(status.st_mode) and not self._wrong(status)
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a file in it, made with mode 0600 if the flags say so. Never follows a link nor waits for
-        the other end of a pipe. Raises NotOurs for what others may have put there."""
+        """A descriptor of a file in it, created with mode 0600 if the flags say so. Never follows a link nor waits for
+        the other end of a pipe. Raises NotOwned if another user may have put it there."""
         path = self.path / name
         try:
             descriptor = os.open(
@@ -120,7 +124,7 @@ class Folder:
         return os.listdir(self.descriptor)  # noqa: PTH208 - a path has no descriptor
 
     def stat(self, name: str) -> os.stat_result:
-        """Of what has that name, a link itself."""
+        """Does not follow a link."""
         try:
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except OSError as error:
@@ -143,7 +147,7 @@ class Folder:
         os.rmdir(name, dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """A directory with all that is in it; links are not followed."""
+        """A directory and everything in it; links are not followed."""
         shutil.rmtree(name, dir_fd=self.descriptor)
 
     def _wrong(self, status: os.stat_result) -> str:
@@ -154,27 +158,27 @@ class Folder:
         return ""
 
 
-def through(descriptor: int) -> str:
-    """A name for an open file or directory that no renaming changes, for who opens by name."""
+def fd_path(descriptor: int) -> str:
+    """A path to an open file or directory that renaming it does not change, for calls that open by path."""
     return f"/proc/self/fd/{descriptor}"
 
 
 def _uid_of_files(path: Path, directory: int) -> int:
-    """File servers may give what we make to somebody else: root's files to nobody, for one. Raises NotOurs where they
-    let everybody write to it."""
+    """The owner of files that are made here: file servers may map users, such as root to nobody. Raises NotOwned if new
+    files are writable by others."""
     name = f".probe-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a full medium must still serve what it holds
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a full disk must still serve its rows
             return os.geteuid()
         raise
     try:
         status = os.fstat(descriptor)
         if status.st_mode & _OTHERS_WRITE:
             mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
-            raise NotOurs(
+            raise NotOwned(
                 f"path: at {path} others can write to whatever is made ({mode}, and 0600 was asked for): mount that "
                 "file system with such modes as dir_mode=0700 and file_mode=0600"
             )
@@ -185,8 +189,8 @@ def _uid_of_files(path: Path, directory: int) -> int:
             os.unlink(name, dir_fd=directory)
 
 
-def _refusal(path: Path, wrong: str) -> NotOurs:
-    return NotOurs(f"path: {path} {wrong}: remove it, or give the tier a path of its own")
+def _refusal(path: Path, wrong: str) -> NotOwned:
+    return NotOwned(f"path: {path} {wrong}: remove it, or give the tier a path of its own")
 
 
 def _named(error: OSError, path: Path) -> OSError:

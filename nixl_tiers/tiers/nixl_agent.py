@@ -1,10 +1,10 @@
-"""One NIXL agent with one backend, as a mover needs it: register, start a transfer, ask how it goes, let go.
+"""One NIXL agent with one backend, as a mover needs it: register memory and files, start and poll transfers.
 
-The only module that imports NIXL. What NIXL itself leaves open is closed here:
+The only module that imports NIXL. It works around what is unsafe or awkward in NIXL:
 - the agent is created without backends and in strict thread mode (its defaults crash at exit and under threads);
 - a failure raises inside NIXL at several places; here it is a state of one transfer, and the agent stays usable;
-- NIXL's errors share no base class but Exception, so that is what is caught here, and only around calls into it;
-- a handle is released only in a terminal state: letting a running one go leaves blocks landing in memory later.
+- NIXL's errors have no common base class but Exception, so that is what is caught here, only around calls into it;
+- a handle is released only in a terminal state: after the release of a running one, bytes still land in memory later.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 Span = tuple[int, int, int, int]
 """address, bytes, offset in the file or object, device (from Registration.devices)"""
 
-_NAME = "mover"  # an agent's own name stands for the far side of a transfer to storage
+_NAME = "mover"  # the remote agent of a transfer to storage is the agent itself
 
 
 class AgentError(RuntimeError):
-    """A backend or a registration that cannot be had; one sentence."""
+    """A backend is not available, or a registration failed. One sentence."""
 
 
 class TransferState(Enum):
@@ -58,13 +58,13 @@ class Transfer:
         self._state = state
 
     def state(self) -> TransferState:
-        """Poll: file transfers make progress only in here, about 64 I/Os a call."""
+        """Poll: file transfers make progress only in this call, about 64 I/Os each."""
         if self._state is TransferState.PENDING:
             self._state = _attempt(lambda: self._api.check_xfer_state(self._handle))
         return self._state
 
     def release(self) -> None:
-        """Free the handle. Raises RuntimeError while the transfer is pending: its memory would not be quiet."""
+        """Free the handle. Raises RuntimeError while the transfer is pending: it could still write to memory."""
         if self._state is TransferState.PENDING:
             raise RuntimeError("a pending transfer cannot be released")
         handle, self._handle = self._handle, None
@@ -81,10 +81,10 @@ class Agent:
     Calls from several threads are safe. Nothing here waits for the medium, except close and file registration.
     """
 
-    def __init__(self, backend: str, parameters: Mapping[str, str], far: Literal["FILE", "OBJ"]) -> None:
-        """Raises AgentError if NIXL or the backend cannot be had. `parameters` may hold secrets: never shown."""
+    def __init__(self, backend: str, parameters: Mapping[str, str], remote: Literal["FILE", "OBJ"]) -> None:
+        """Raises AgentError without NIXL or the backend. `parameters` may hold secrets: never logged."""
         self.backend = backend
-        self._far = far
+        self._remote = remote
         self._devices = itertools.count(1)
         self._log_once = LogOnce(logger)
         try:
@@ -97,7 +97,7 @@ class Agent:
 
     @classmethod
     def posix(cls) -> Agent:
-        """Files through Linux AIO (io_uring is not trusted yet; POSIX AIO is poisoned for good by its first error)."""
+        """Files through Linux AIO (io_uring is not trusted yet; POSIX AIO stays broken after its first error)."""
         return cls("POSIX", {"use_aio": "true"}, "FILE")
 
     @classmethod
@@ -111,11 +111,11 @@ class Agent:
         return cls("OBJ", parameters, "OBJ")
 
     def register_dram(self, address: int, nbytes: int) -> Registration:
-        """Make `nbytes` of host memory at `address` known. Raises AgentError."""
+        """Register `nbytes` of host memory at `address`. Raises AgentError."""
         return Registration(self._register([(address, nbytes, 0, "")], "DRAM"), (0,))
 
     def register_region(self, region: HostRegion) -> Registration:
-        """Make every row of the host region known, once. Raises AgentError."""
+        """Register every row of the host region. Raises AgentError."""
         return self.register_dram(region.address, region.nbytes)
 
     def register_file(
@@ -123,34 +123,34 @@ class Agent:
     ) -> Registration:
         """Open an existing file for reads, and for writes unless `ro`, below `nbytes` (it may grow up to that later).
 
-        By path and never by descriptor: NIXL would keep only the number, and a reused one redirects I/O.
+        By path and never by descriptor: NIXL keeps only the number of a descriptor, and I/O would follow when it is reused.
         `direct`: O_DIRECT, where address, offset and length are multiples of 4096. Raises AgentError.
         """
-        return self._register_far([f"{access},direct:{path}" if direct else f"{access}:{path}"], nbytes)
+        return self._register_remote([f"{access},direct:{path}" if direct else f"{access}:{path}"], nbytes)
 
     def register_objects(self, names: Sequence[str], nbytes: int) -> Registration:
-        """Make objects of up to `nbytes` known by name, whether they exist or not. Raises AgentError."""
-        return self._register_far(names, nbytes)
+        """Register objects of up to `nbytes` by name, whether they exist or not. Raises AgentError."""
+        return self._register_remote(names, nbytes)
 
     def deregister(self, registration: Registration) -> None:
-        """Let memory, files (closing them) or objects go. No transfer of theirs may be pending."""
+        """Deregister memory, files (NIXL closes them) or objects. No transfer of theirs may be pending."""
         try:
             self._api.deregister_memory(registration.descriptors, backends=[self.backend])
-        except Exception as error:  # noqa: BLE001 (nothing depends on it: a process that ends drops it anyway)
+        except Exception as error:  # noqa: BLE001 (harmless: the end of the process releases it too)
             logger.warning("deregistering from NIXL: %s", error)
 
     def write(self, spans: Sequence[Span]) -> Transfer:
-        """Start moving memory to files or objects. Never raises: what cannot start is a FAILED transfer."""
+        """Start moving memory to files or objects. Never raises: a transfer that cannot start is FAILED."""
         return self._start("WRITE", spans)
 
     def read(self, spans: Sequence[Span]) -> Transfer:
-        """Start moving files or objects to memory. Never raises: what cannot start is a FAILED transfer."""
+        """Start moving files or objects to memory. Never raises: a transfer that cannot start is FAILED."""
         return self._start("READ", spans)
 
-    def _register_far(self, names: Sequence[str], nbytes: int) -> Registration:
+    def _register_remote(self, names: Sequence[str], nbytes: int) -> Registration:
         devices = tuple(itertools.islice(self._devices, len(names)))
         rows = [(0, nbytes, device, name) for device, name in zip(devices, names, strict=True)]
-        return Registration(self._register(rows, self._far), devices)
+        return Registration(self._register(rows, self._remote), devices)
 
     def _register(self, rows: Iterable[tuple[int, int, int, str]], kind: str) -> Any:
         try:
@@ -160,14 +160,14 @@ class Agent:
 
     def _start(self, operation: str, spans: Sequence[Span]) -> Transfer:
         table = np.array(spans, dtype=np.uint64).reshape(-1, 4)
-        near = np.zeros((len(table), 3), dtype=np.uint64)
-        near[:, :2] = table[:, :2]
+        local = np.zeros((len(table), 3), dtype=np.uint64)
+        local[:, :2] = table[:, :2]
         try:
-            # Measured: 16 to 32 us for 1 to 256 descriptors. Prepared lists save nothing that counts beside the I/O.
+            # Measured: 16 to 32 us for 1 to 256 descriptors. Prepared lists save nothing noticeable beside the I/O.
             handle = self._api.initialize_xfer(
                 operation,
-                self._api.get_xfer_descs(near, "DRAM"),
-                self._api.get_xfer_descs(np.ascontiguousarray(table[:, [2, 1, 3]]), self._far),
+                self._api.get_xfer_descs(local, "DRAM"),
+                self._api.get_xfer_descs(np.ascontiguousarray(table[:, [2, 1, 3]]), self._remote),
                 _NAME,
                 backends=[self.backend],
             )
@@ -180,7 +180,7 @@ class Agent:
 def _attempt(call: Any) -> TransferState:
     try:
         word = call()
-    except Exception:  # noqa: BLE001 (NIXL raises for every failed transfer, after draining what was in flight)
+    except Exception:  # noqa: BLE001 (NIXL raises for every failed transfer, once nothing of it is in flight)
         return TransferState.FAILED
     return {"DONE": TransferState.DONE, "PROC": TransferState.PENDING}.get(word, TransferState.FAILED)
 

@@ -11,7 +11,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.folder import through
+from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Transfer, TransferState
 
 GEOMETRY = Geometry(1, 8192 - 1024)
@@ -92,8 +92,8 @@ def test_files_that_were_opened_by_the_same_name_stay_apart(agent: Agent, region
     for path in paths:
         path.write_bytes(bytes(ROW))
         descriptor = os.open(path, os.O_RDWR)
-        names.add(through(descriptor))
-        files.append(agent.register_file(through(descriptor), ROW, direct=True))
+        names.add(fd_path(descriptor))
+        files.append(agent.register_file(fd_path(descriptor), ROW, direct=True))
         os.close(descriptor)
     assert len(names) == 1
     transfers = []

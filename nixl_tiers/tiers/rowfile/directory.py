@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import Folder, NotOurs
+from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.rowfile.quota import DirQuota, FileStat, RowPath, age_from
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
@@ -56,7 +56,7 @@ class RowDirectory:
     # --- directories ------------------------------------------------------------------------------------------------
 
     def prepare(self, namespace: str) -> None:
-        """Make what is missing, check who owns it, and read the server's time. Raises NotOurs, OSError."""
+        """Make what is missing, check who owns it, and read the server's time. Raises NotOwned, OSError."""
         self._uid = None  # the path may be on another file system now
         with self.base() as base:
             base.folder(namespace, make=True).close()
@@ -69,7 +69,7 @@ class RowDirectory:
             for name in (INCOMING, namespace):
                 try:
                     base.folder(name).close()
-                except NotOurs as error:
+                except NotOwned as error:
                     return str(error)
                 except FileNotFoundError:  # made again when it is needed
                     pass

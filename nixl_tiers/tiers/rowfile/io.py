@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.tiers.disk import describe, fallocate
-from nixl_tiers.tiers.folder import through
+from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
@@ -155,4 +155,4 @@ class RowFileIo:
 
     def _register(self, descriptor: int, access: Literal["rw", "ro"]) -> Registration:
         """Let NIXL open the very file that is open as this descriptor. Raises AgentError."""
-        return self._agent.register_file(through(descriptor), self._row_bytes, direct=self.direct, access=access)
+        return self._agent.register_file(fd_path(descriptor), self._row_bytes, direct=self.direct, access=access)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import Folder, NotOurs, through
+from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
@@ -82,14 +82,14 @@ class DirScanner:
     def _scan_namespace(self, base: Folder, namespace: str, found: set[tuple[str, str]], number: int) -> int:
         """Bytes of everything in it but rows."""
         overhead_bytes = 0
-        with suppress(FileNotFoundError, NotOurs), base.folder(namespace) as home:
+        with suppress(FileNotFoundError, NotOwned), base.folder(namespace) as home:
             overhead_bytes += allocated_bytes(os.fstat(home.descriptor))
-            for entry in os.scandir(through(home.descriptor)):
+            for entry in os.scandir(fd_path(home.descriptor)):
                 if not (_FANOUT.fullmatch(entry.name) and home.has_folder(entry.name)):
                     overhead_bytes += _disk_bytes(entry)
                     continue
                 name = (namespace, entry.name)
-                with suppress(FileNotFoundError, NotOurs), home.folder(entry.name) as fanout:
+                with suppress(FileNotFoundError, NotOwned), home.folder(entry.name) as fanout:
                     overhead_bytes += self._scan_fanout(name, fanout, trust=number % _TRUST_SCANS != 0)
                     found.add(name)
         return overhead_bytes
@@ -102,7 +102,7 @@ class DirScanner:
             return directory.overhead_bytes
         found, overhead_bytes = dict[str, FileStat](), allocated_bytes(status)
         try:
-            for entry in os.scandir(through(fanout.descriptor)):
+            for entry in os.scandir(fd_path(fanout.descriptor)):
                 if not _ROW.fullmatch(entry.name):
                     overhead_bytes += _disk_bytes(entry)
                 elif entry.name in known:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity
 from nixl_tiers.tiers.expiry import has_expired
-from nixl_tiers.tiers.folder import Folder, NotOurs
+from nixl_tiers.tiers.folder import Folder, NotOwned
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class SlabQuota:
     # --- shards -----------------------------------------------------------------------------------------------------
 
     def acquire_shard(self, namespace: bytes) -> ShardDir:
-        """Lock the lowest free shard of the namespace. Inside `locked`. Raises TierDown if all are in use, NotOurs if
+        """Lock the lowest free shard of the namespace. Inside `locked`. Raises TierDown if all are in use, NotOwned if
         others can write to it, OSError."""
         base = self._locked
         for leftover in base.names():
@@ -191,7 +191,7 @@ class SlabQuota:
                     base.remove(renamed)
                 finally:
                     os.close(lock)
-        except NotOurs:  # replaced by something foreign
+        except NotOwned:  # replaced by something foreign
             return False
         _remove_empty(home)
         logger.info("deleted %s, which no process uses", directory)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import FileIdentity, direct_works, fallocate
-from nixl_tiers.tiers.folder import Folder, through
+from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Agent, Registration
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.recovery import SlabSlots, read_seals
@@ -102,7 +102,7 @@ class Slabs:
             nbytes = self.layout.slots_per_slab * self.layout.row_bytes
             descriptor = self._open(slab)
             try:
-                file = self._agent.register_file(through(descriptor), nbytes, direct=self._direct)
+                file = self._agent.register_file(fd_path(descriptor), nbytes, direct=self._direct)
             finally:
                 os.close(descriptor)
             self._files[slab] = file
