@@ -123,7 +123,7 @@ class Agent:
     ) -> Registration:
         """Open an existing file for reads, and for writes unless `ro`, below `nbytes` (it may grow up to that later).
 
-        By path and never by descriptor: NIXL keeps only the number of a descriptor, and I/O would follow when it is reused.
+        By path, not by descriptor: NIXL keeps only the number, and a reused number would redirect I/O.
         `direct`: O_DIRECT, where address, offset and length are multiples of 4096. Raises AgentError.
         """
         return self._register_remote([f"{access},direct:{path}" if direct else f"{access}:{path}"], nbytes)
