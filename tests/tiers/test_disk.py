@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nixl_tiers import mounts
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.rowfile.tier import RowFileTier
-from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, wait_until
 from tests.support.disks import run, tmpfs
-from tests.tiers.slab.test_tier import GEOMETRY, ROWS
+from tests.tiers.file_tiers import FileTier, make_tier
 from tests.tiers.test_folder import serves
-
-CAPACITY = 16 << 20
-
-
-@pytest.fixture
-def region() -> Iterator[HostRegion]:
-    with HostRegion.create(GEOMETRY, ROWS) as region:
-        yield region
 
 
 @pytest.fixture(params=["slabs", "files"])
@@ -32,12 +20,7 @@ def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def made(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier | RowFileTier:
-    config = FileConfig(type="file", path=path, capacity=capacity, layout=layout, require_mount=True)  # type: ignore[arg-type]
-    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
-
-
-def down(tier: SlabTier | RowFileTier) -> str:
+def down(tier: FileTier) -> str:
     with pytest.raises(TierDown) as error:
         tier.open(NAMESPACE, 0)
     return str(error.value)
@@ -54,7 +37,7 @@ def test_a_tier_waits_for_its_mount_and_never_takes_the_disk_below(
     if linked:
         (tmp_path / "link").symlink_to(path)
         path = tmp_path / "link"
-    tier = made(layout, path, region)
+    tier = make_tier(layout, path, region, require_mount=True)
     wanted = f"{path} lies on the file system of {tmp_path}, and require_mount wants another: mount it"
     assert down(tier) == wanted
     assert list(place.iterdir()) == []
@@ -75,7 +58,9 @@ def test_a_tier_waits_for_its_mount_and_never_takes_the_disk_below(
 
         assert wait_until(gone)
         assert "not mounted any more" in down(tier)
-        again = made(layout, path, region)  # another mover, which knows nothing of what was there
+        again = make_tier(
+            layout, path, region, require_mount=True
+        )  # as of another mover
         assert down(again) == wanted
         assert list(place.iterdir()) == []
         with tmpfs(place, "64m"):
@@ -92,7 +77,7 @@ def test_a_capacity_beyond_the_file_system_is_warned_of(
 ) -> None:
     with tmpfs(tmp_path, "64m"):
         for capacity in (32 << 20, 65 << 20):
-            tier = made(layout, tmp_path / "kv", region, capacity)
+            tier = make_tier(layout, tmp_path / "kv", region, capacity, require_mount=True)
             tier.open(NAMESPACE, 0)
             tier.open(NAMESPACE, 1)
             tier.close()

@@ -12,24 +12,14 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
-from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.slab.quota import SlabQuota
-from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.tiers.slab.test_tier import GEOMETRY, ROWS
+from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, make_tier
 
-CAPACITY = 16 << 20
 HOME = NAMESPACE.hex()
 STRANGER = 65534
-
-
-@pytest.fixture
-def region() -> Iterator[HostRegion]:
-    with HostRegion.create(GEOMETRY, ROWS) as region:
-        yield region
 
 
 @pytest.fixture
@@ -57,24 +47,19 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(params=["slabs", "files"])
-def tier(request: pytest.FixtureRequest, path: Path, region: HostRegion) -> Iterator[SlabTier | RowFileTier]:
-    tier = made(str(request.param), path, region)
+def tier(request: pytest.FixtureRequest, path: Path, region: HostRegion) -> Iterator[FileTier]:
+    tier = make_tier(str(request.param), path, region)
     yield tier
     tier.close()
 
 
-def made(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier | RowFileTier:
-    config = FileConfig(type="file", path=path, capacity=capacity, layout=layout)  # type: ignore[arg-type]
-    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
-
-
-def store(tier: SlabTier | RowFileTier, region: HostRegion, numbers: range) -> set[Outcome]:
+def store(tier: FileTier, region: HostRegion, numbers: range) -> set[Outcome]:
     for row, number in enumerate(numbers):
         region.rows_view[row] = payload(number, GEOMETRY)
     return ended(tier, tier.store([Move(row, n, key_of(n), seal=True) for row, n in enumerate(numbers)]))
 
 
-def ended(tier: SlabTier | RowFileTier, batch_id: int) -> set[Outcome]:
+def ended(tier: FileTier, batch_id: int) -> set[Outcome]:
     """What the moves of a batch ended with. Raises TierDown."""
     found: list[set[Outcome]] = []
 
@@ -86,7 +71,7 @@ def ended(tier: SlabTier | RowFileTier, batch_id: int) -> set[Outcome]:
     return found[0]
 
 
-def serves(tier: SlabTier | RowFileTier, region: HostRegion) -> None:
+def serves(tier: FileTier, region: HostRegion) -> None:
     for _ in tier.list_rows():
         pass
     assert store(tier, region, range(ROWS)) == {Outcome.OK}
@@ -94,7 +79,7 @@ def serves(tier: SlabTier | RowFileTier, region: HostRegion) -> None:
     assert ended(tier, tier.load(moves)) == {Outcome.OK}
 
 
-def refused(tier: SlabTier | RowFileTier) -> str:
+def refused(tier: FileTier) -> str:
     with pytest.raises(TierRefused) as refusal:
         tier.open(NAMESPACE, 0)
     assert str(refusal.value).startswith("path: ")
@@ -107,7 +92,7 @@ def test_a_path_may_be_a_link_and_anybodys(tmp_path: Path, path: Path, region: H
     link = tmp_path / "link"
     link.symlink_to(path)
     for layout in ("slabs", "files"):
-        tier = made(layout, link, region)
+        tier = make_tier(layout, link, region)
         tier.open(NAMESPACE, 0)
         serves(tier, region)
         tier.close()
@@ -154,7 +139,7 @@ def _a_pipe(place: Path, _: Path) -> str:
 def test_a_directory_that_others_have_prepared_is_refused(
     path: Path, region: HostRegion, victim: Path, name: str, prepare: Callable[[Path, Path], str]
 ) -> None:
-    tier = made("files" if name == ".incoming" else "slabs", path, region)
+    tier = make_tier("files" if name == ".incoming" else "slabs", path, region)
     place = path / name
     if "/" in name:
         place.parent.mkdir(mode=0o700)
@@ -184,7 +169,7 @@ def test_a_lock_file_that_others_have_prepared_is_refused(
     else:
         lock.touch(0o666)
         os.chown(lock, STRANGER, STRANGER)
-    tier = made("slabs", path, region)
+    tier = make_tier("slabs", path, region)
     assert str(lock) in refused(tier)
     assert not (path / "made").exists()
     lock.rmdir() if prepare == "directory" else lock.unlink()
@@ -218,7 +203,7 @@ def test_namespaces_of_others_are_not_forgotten_to_make_room(path: Path, region:
         (open_to_all / "0" / name).write_bytes(bytes(1 << 20))
     os.mkfifo(open_to_all / "0" / "namespace.json")  # and nobody waits for who would write to it
     (path / ".gone-x").symlink_to(victim)
-    tier = made("slabs", path, region, 8 << 20)
+    tier = make_tier("slabs", path, region, 8 << 20)
     slots = tier.open(NAMESPACE, 0)
     for start in range(0, slots, ROWS):
         store(tier, region, range(start, min(start + ROWS, slots)))
@@ -235,7 +220,7 @@ def test_row_files_of_others_are_not_evicted(path: Path, region: HostRegion, vic
     ours = path / ("ef" * 16)
     ours.mkdir(mode=0o700)
     (ours / "ab").symlink_to(victim / "ab")
-    tier = made("files", path, region, 8 << 20)
+    tier = make_tier("files", path, region, 8 << 20)
     slots = tier.open(NAMESPACE, 0)
     for _ in tier.list_rows():
         pass
@@ -245,7 +230,7 @@ def test_row_files_of_others_are_not_evicted(path: Path, region: HostRegion, vic
 
 
 def test_a_directory_that_is_exchanged_under_a_running_tier(
-    path: Path, region: HostRegion, victim: Path, tier: SlabTier | RowFileTier
+    path: Path, region: HostRegion, victim: Path, tier: FileTier
 ) -> None:
     """Others may rename what stands in a directory that they can write to. Nothing goes where the new name leads."""
     slots = tier.open(NAMESPACE, 0)
@@ -270,7 +255,7 @@ def test_a_directory_that_is_exchanged_under_a_running_tier(
 
 
 def test_where_rows_are_written_is_exchanged_under_a_running_tier(path: Path, region: HostRegion, victim: Path) -> None:
-    tier = made("files", path, region)
+    tier = make_tier("files", path, region)
     tier.open(NAMESPACE, 0)
     serves(tier, region)
     (path / ".incoming").rename(path / "elsewhere")
@@ -295,7 +280,7 @@ def test_a_replica_that_cannot_be_locked_costs_no_descriptor(path: Path, region:
     lock = path / HOME / "0" / ".lock"
     for place in (lock.parent.parent, lock.parent, lock):
         place.mkdir(mode=0o700)
-    tier = made("slabs", path, region)
+    tier = make_tier("slabs", path, region)
     refused(tier)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
@@ -305,7 +290,7 @@ def test_a_replica_that_cannot_be_locked_costs_no_descriptor(path: Path, region:
 
 
 def test_a_file_system_whose_modes_are_the_mounts_is_told_from_what_others_have_put_there(
-    path: Path, tier: SlabTier | RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+    path: Path, tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an SMB share is with file_mode=0777: to remove what is refused would not help."""
     plain = os.open

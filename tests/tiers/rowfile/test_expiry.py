@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,16 @@ import pytest
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import Entry, Move
+from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.io import TOUCH_S
 from nixl_tiers.tiers.rowfile.quota import RowPath
 from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
-from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.tiers.slab.test_expiry import AGE_S, DAY_S, GEOMETRY, ROWS, Clock, gone
-from tests.tiers.slab.test_tier import outcomes
+from tests.mover.harness import NAMESPACE, key_of, wait_until
+from tests.tiers import file_tiers
+from tests.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, Clock, gone, load
 
 
 class Server(ServerTime):
@@ -41,17 +40,6 @@ class Server(ServerTime):
         return self.clock()
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def region() -> Iterator[HostRegion]:
-    with HostRegion.create(GEOMETRY, ROWS) as region:
-        yield region
-
-
 def open_tier(
     path: Path,
     region: HostRegion,
@@ -62,7 +50,7 @@ def open_tier(
     ahead_s: float = 0.0,
 ) -> RowFileTier:
     """`clock` is the file server's; the engine's is ahead of it."""
-    config = FileConfig(type="file", layout="files", path=path, capacity=16 << 20, max_age=AGE_S, write=write)  # type: ignore[arg-type]
+    config = FileConfig(type="file", layout="files", path=path, capacity=CAPACITY, max_age=AGE_S, write=write)  # type: ignore[arg-type]
     tier = RowFileTier(config, GEOMETRY, region, lambda: clock() + ahead_s, Server(clock))
     tier.open(namespace, 0)
     return tier
@@ -78,21 +66,14 @@ def listing(tier: RowFileTier) -> list[Entry]:
 
 
 def store(tier: RowFileTier, region: HostRegion, numbers: range) -> None:
-    for row, number in enumerate(numbers):
-        region.rows_view[row] = payload(number, GEOMETRY)
-    moves = [Move(row, number, key_of(number), seal=True) for row, number in enumerate(numbers)]
-    assert set(outcomes(tier, tier.store(moves))[0]) == {Outcome.OK}  # type: ignore[arg-type]
+    """Files get the time of the test's clock, as from a server."""
+    assert set(file_tiers.store(tier, region, numbers)) == {Outcome.OK}
     for number in numbers:
         tier._directory.server_time.touch(row_of(tier, number))
 
 
 def row_of(tier: RowFileTier, number: int) -> Path:
     return tier._directory.absolute(RowPath.of(tier._served.name, key_of(number)))
-
-
-def load(tier: RowFileTier, numbers: range) -> list[Outcome]:
-    moves = [Move(row, number, key_of(number)) for row, number in enumerate(numbers)]
-    return list(outcomes(tier, tier.load(moves))[0])  # type: ignore[arg-type]
 
 
 def rows_in(path: Path) -> int:
@@ -112,7 +93,7 @@ def test_old_rows_are_swept_also_those_that_are_used(tmp_path: Path, region: Hos
     clock.now += 61
     assert gone(listing(tier)) == [0, 1, 2, 3]
     assert rows_in(tmp_path) == 2
-    assert set(load(tier, range(4, 6))) == {Outcome.OK}
+    assert set(load(tier, region, range(4, 6))) == {Outcome.OK}
     tier.close()
 
 
@@ -141,7 +122,7 @@ def test_an_old_row_is_a_miss_and_goes(tmp_path: Path, region: HostRegion, clock
     listing(tier)
     store(tier, region, range(4))
     clock.now += AGE_S
-    assert load(tier, range(2)) == [Outcome.MISSING] * 2
+    assert load(tier, region, range(2)) == [Outcome.MISSING] * 2
     assert wait_until(lambda: rows_in(tmp_path) == 2)
     tier.close()
 
@@ -154,7 +135,7 @@ def test_a_reader_forgets_old_rows_and_deletes_none(tmp_path: Path, region: Host
     reader = open_tier(tmp_path, region, clock, write="off")
     assert len(listing(reader)) == 2
     clock.now += AGE_S
-    assert load(reader, range(2)) == [Outcome.MISSING] * 2
+    assert load(reader, region, range(2)) == [Outcome.MISSING] * 2
     assert wait_until(lambda: listing(reader) == [])  # and does not take them up again
     assert rows_in(tmp_path) == 2
     reader.close()
@@ -169,7 +150,7 @@ def test_a_row_that_is_stored_again_is_as_young_as_its_seal(tmp_path: Path, regi
     store(second, region, range(2))
     clock.now += 700
     assert listing(first) == []  # it knew the seals of before
-    assert set(load(first, range(2))) == {Outcome.OK}
+    assert set(load(first, region, range(2))) == {Outcome.OK}
     assert rows_in(tmp_path) == 2
     first.close()
     second.close()
@@ -186,13 +167,13 @@ def test_engines_whose_clocks_are_days_apart_share_rows_and_let_them_age(
     store(other, region, range(4, 8))
     listing(one)
     for tier in (one, other):
-        assert set(load(tier, range(8))) == {Outcome.OK}
+        assert set(load(tier, region, range(8))) == {Outcome.OK}
     clock.now += AGE_S - 1
     for tier in (one, other):
         listing(tier)
-        assert set(load(tier, range(8))) == {Outcome.OK}
+        assert set(load(tier, region, range(8))) == {Outcome.OK}
     clock.now += 61
-    assert load(one, range(4, 8)) == [Outcome.MISSING] * 4
+    assert load(one, region, range(4, 8)) == [Outcome.MISSING] * 4
     listing(other)
     assert rows_in(tmp_path) == 0
     one.close()
@@ -206,13 +187,13 @@ def test_a_row_that_is_ahead_keeps_its_time_when_it_is_used(tmp_path: Path, regi
     store(tier, region, range(2))
     written_s = row_of(tier, 0).stat().st_mtime
     clock.now += TOUCH_S + 1
-    assert set(load(tier, range(2))) == {Outcome.OK}
+    assert set(load(tier, region, range(2))) == {Outcome.OK}
     clock.now += AGE_S - TOUCH_S - 2
     listing(tier)  # waits for what runs on hands
-    assert set(load(tier, range(2))) == {Outcome.OK}
+    assert set(load(tier, region, range(2))) == {Outcome.OK}
     assert row_of(tier, 0).stat().st_mtime == written_s
     clock.now += 1
-    assert load(tier, range(2)) == [Outcome.MISSING] * 2
+    assert load(tier, region, range(2)) == [Outcome.MISSING] * 2
     tier.close()
 
 
@@ -230,7 +211,7 @@ def test_rows_of_a_server_whose_clock_was_ahead_age_from_now_on(
     assert [row_of(tier, n).stat().st_mtime for n in range(2)] == [right] * 2  # when they were first seen
     clock.now += AGE_S - 1
     listing(tier)
-    assert set(load(tier, range(2))) == {Outcome.OK}
+    assert set(load(tier, region, range(2))) == {Outcome.OK}
     clock.now += 61
     assert gone(listing(tier)) == [0, 1]
     tier.close()
@@ -243,7 +224,7 @@ def test_what_is_being_written_and_when_a_directory_has_changed_is_told_by_the_s
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (real() + ahead_s)))
-    config = FileConfig(type="file", layout="files", path=tmp_path, capacity=16 << 20)
+    config = FileConfig(type="file", layout="files", path=tmp_path, capacity=CAPACITY)
     tier = RowFileTier(config, GEOMETRY, region)
     tier.open(NAMESPACE, 0)
     fresh, old = (tmp_path / INCOMING / f"{name}-01234567-1-01234567-0.tmp" for name in ("fresh", "old"))

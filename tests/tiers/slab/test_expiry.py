@@ -4,52 +4,26 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.chunk import Outcome
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Listed, Load
-from nixl_tiers.tiers.base import GONE, Entry, Move
+from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.slab import shard, slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
-from tests.tiers.slab.test_tier import load, outcomes, store
-
-GEOMETRY = Geometry(1, 50_000)
-ROWS = 16
-AGE_S = 3600.0
-
-
-class Clock:
-    """The time of day as the tier is told it."""
-
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def region() -> Iterator[HostRegion]:
-    with HostRegion.create(GEOMETRY, ROWS) as region:
-        yield region
+from tests.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, ROWS, Clock, gone, load, outcomes, store
 
 
 def open_tier(path: Path, region: HostRegion, clock: Clock, namespace: bytes = NAMESPACE) -> SlabTier:
-    tier = SlabTier(FileConfig(type="file", path=path, capacity=16 << 20, max_age=AGE_S), GEOMETRY, region, clock)
+    tier = SlabTier(FileConfig(type="file", path=path, capacity=CAPACITY, max_age=AGE_S), GEOMETRY, region, clock)
     tier.open(namespace, 0)
     return tier
 
@@ -64,11 +38,6 @@ def on_disk(path: Path, number: int) -> bool:
     """Whether any of the row's bytes are to be read anywhere below the path."""
     part = payload(number, GEOMETRY)[2048:4096].tobytes()
     return any(part in file.read_bytes() for file in path.rglob("*") if file.is_file())
-
-
-def gone(entries: list[Entry]) -> list[int]:
-    assert {entry.slot for entry in entries} <= {GONE}
-    return sorted(int(entry.key[4:]) for entry in entries)
 
 
 def test_the_rule() -> None:
@@ -169,9 +138,6 @@ def test_a_lost_journal_does_not_make_rows_young(tmp_path: Path, region: HostReg
     clock.now += 601
     assert gone(listing(tier)) == [0, 1, 2, 3]
     tier.close()
-
-
-DAY_S = 86400.0
 
 
 def test_a_row_that_is_ahead_of_the_clock_counts_as_sealed_when_it_was_first_seen(

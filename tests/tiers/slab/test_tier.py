@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,50 +14,12 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.slab import slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, key_of, payload
-
-GEOMETRY = Geometry(1, 50_000)
-ROWS = 16
+from tests.mover.harness import NAMESPACE, key_of
+from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, outcomes, store
 
 
-@pytest.fixture
-def region() -> Iterator[HostRegion]:
-    with HostRegion.create(GEOMETRY, ROWS) as region:
-        yield region
-
-
-def storage(path: Path, region: HostRegion, capacity: int = 16 << 20) -> SlabTier:
+def storage(path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier:
     return SlabTier(FileConfig(type="file", path=path, capacity=capacity), GEOMETRY, region)
-
-
-def outcomes(tier: SlabTier, *batch_ids: int) -> list[Sequence[Outcome]]:
-    """What these batches ended with, in the order of the batch_ids."""
-    found: dict[int, Sequence[Outcome]] = {}
-    deadline = time.monotonic() + 120
-    while set(found) != set(batch_ids):
-        assert time.monotonic() < deadline
-        found.update({done.batch_id: done.outcomes for done in tier.poll()})
-        time.sleep(0.0003)
-    assert not tier.busy
-    return [found[batch_id] for batch_id in batch_ids]
-
-
-def store(tier: SlabTier, region: HostRegion, numbers: range) -> list[Outcome]:
-    for row, number in enumerate(numbers):
-        region.rows_view[row] = payload(number, GEOMETRY)
-    moves = [Move(row, number, key_of(number), seal=True) for row, number in enumerate(numbers)]
-    return list(outcomes(tier, tier.store(moves))[0])
-
-
-def load(tier: SlabTier, region: HostRegion, numbers: range) -> list[Outcome]:
-    region.rows_view[:] = 0
-    moves = [Move(row, number, key_of(number)) for row, number in enumerate(numbers)]
-    ended = list(outcomes(tier, tier.load(moves))[0])
-    for row, number in enumerate(numbers):
-        if ended[row] is Outcome.OK:
-            wanted = payload(number, GEOMETRY)[: GEOMETRY.cell_payload]
-            assert (region.rows_view[row, : GEOMETRY.cell_payload] == wanted).all()
-    return ended
 
 
 def test_without_o_direct_and_without_fallocate(

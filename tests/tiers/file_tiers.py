@@ -1,0 +1,76 @@
+"""File tiers of both layouts inside the test's process, without a mover, with a clock that the test sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import GONE, Entry, Move
+from nixl_tiers.tiers.rowfile.tier import RowFileTier
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import key_of, payload
+
+GEOMETRY = Geometry(1, 50_000)
+ROWS = 16
+CAPACITY = 16 << 20
+AGE_S = 3600.0
+DAY_S = 86400.0
+
+FileTier = SlabTier | RowFileTier
+
+
+class Clock:
+    """The time of day that a tier is given."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_tier(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY, **fields: Any) -> FileTier:
+    config = FileConfig(type="file", path=path, capacity=capacity, layout=layout, **fields)  # type: ignore[arg-type]
+    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
+
+
+def outcomes(tier: FileTier, *batch_ids: int) -> list[Sequence[Outcome]]:
+    """The outcomes of these batches, once all have ended."""
+    found: dict[int, Sequence[Outcome]] = {}
+    deadline = time.monotonic() + 120
+    while set(found) != set(batch_ids):
+        assert time.monotonic() < deadline
+        found.update({batch.batch_id: batch.outcomes for batch in tier.poll()})
+        time.sleep(0.0003)
+    assert not tier.busy
+    return [found[batch_id] for batch_id in batch_ids]
+
+
+def store(tier: FileTier, region: HostRegion, numbers: range) -> list[Outcome]:
+    for row, number in enumerate(numbers):
+        region.rows_view[row] = payload(number, GEOMETRY)
+    moves = [Move(row, number, key_of(number), seal=True) for row, number in enumerate(numbers)]
+    return list(outcomes(tier, tier.store(moves))[0])
+
+
+def load(tier: FileTier, region: HostRegion, numbers: range) -> list[Outcome]:
+    """Compares what is OK with what `store` wrote."""
+    region.rows_view[:] = 0
+    moves = [Move(row, number, key_of(number)) for row, number in enumerate(numbers)]
+    ended = list(outcomes(tier, tier.load(moves))[0])
+    for row, number in enumerate(numbers):
+        if ended[row] is Outcome.OK:
+            wanted = payload(number, GEOMETRY)[: GEOMETRY.cell_payload]
+            assert (region.rows_view[row, : GEOMETRY.cell_payload] == wanted).all()
+    return ended
+
+
+def gone(entries: list[Entry]) -> list[int]:
+    """The numbers of keys that are reported as gone."""
+    assert {entry.slot for entry in entries} <= {GONE}
+    return sorted(int(entry.key[4:]) for entry in entries)
