@@ -58,9 +58,7 @@ def test_a_tier_waits_for_its_mount_and_never_takes_the_disk_below(
 
         assert wait_until(gone)
         assert "not mounted any more" in down(tier)
-        again = make_tier(
-            layout, path, region, require_mount=True
-        )  # as of another mover
+        again = make_tier(layout, path, region, require_mount=True)  # as of another mover
         assert down(again) == wanted
         assert list(place.iterdir()) == []
         with tmpfs(place, "64m"):
