@@ -21,7 +21,7 @@ from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer
 from tests.integration.test_budget import use
 from tests.integration.test_round_trips import KIB, chunks, config
-from tests.tiers.s3.objects import faulty_s3
+from tests.tiers.s3.harness import faulty_s3
 
 SIZE = 64 * KIB
 GEOMETRY = Geometry(1, SIZE)

@@ -73,7 +73,7 @@ def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: 
     from nixl_tiers.tiers.s3 import janitor
     from nixl_tiers.tiers.s3 import tier as s3_tier
 
-    s3_tier.PACE = janitor.JanitorIntervals(turn_s=0.1, lease_s=5.0, fresh_s=10.0, round_s=1.0)
+    s3_tier.INTERVALS = janitor.JanitorIntervals(renew_s=0.1, lease_timeout_s=5.0, usage_timeout_s=10.0, sweep_s=1.0)
     janitor.SKEW_S = 0.0
     janitor.WINDOW_SHARE = config.window_share
     return s3_tier.S3Tier(config, geometry, region)

@@ -1,7 +1,7 @@
-"""The control plane of an object tier: credentials, one probe, listings and deletes, with boto3 on a thread of its own.
+"""The control connection of the S3 tier: credentials, listings and deletes, with boto3 on a thread of its own.
 
-Nothing here moves a row. The mover's loop leaves requests and collects results; only `connect` waits, and not for long.
-No message of this module repeats what a server said or what a credential holds: error codes and class names only.
+No rows are transferred here. The mover's loop queues requests and collects results; only `connect` blocks, and not for
+long. No message contains a server's text or a credential: error codes and class names only.
 """
 
 from __future__ import annotations
@@ -27,133 +27,137 @@ from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
 from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.encryption import objection
-from nixl_tiers.tiers.s3.listing import PROBE_NAME, Listing
+from nixl_tiers.tiers.s3.encryption import encryption_problem
+from nixl_tiers.tiers.s3.listing import WRITE_TEST_NAME, Listing
 from nixl_tiers.tiers.s3.tls import speaks_tls_only, trusted_certificates
 
 logger = logging.getLogger(__name__)
 
-PROBE_S: Final = 3.0
-FLUSH_S: Final = 2.0
-RENEW_S: Final = 60.0
-DOUBT_S: Final = 5.0  # the same while transfers fail
-CHECK_S: Final = 60.0  # between two uploads that are made to hear why others fail
+CONNECT_TIMEOUT_S: Final = 3.0
+CLOSE_TIMEOUT_S: Final = 2.0
+CREDENTIALS_CHECK_S: Final = 60.0
+CREDENTIALS_RECHECK_S: Final = 5.0  # the same while transfers fail
+UPLOAD_CHECK_S: Final = 60.0  # between two test uploads that find out why others fail
 CONNECTIONS: Final = 16
-MAX_DELETES: Final = 1000  # what one DeleteObjects request may name
+MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 BACKOFF_S: Final = (1.0, 30.0)
 
-# The answer to HEAD has no body: instead of an error's name there is only the HTTP status.
+# The answer to HEAD has no body, so the HTTP status stands in for the error code.
 _MEANINGS: Final = {
     "400": "does not accept the request, as with expired credentials or a wrong region (HTTP 400)",
     "401": "refuses these credentials (HTTP 401)",
     "403": "refuses these credentials (HTTP 403), or they lack the right s3:ListBucket",
 }
-# What OpenSSL, as its version has it, calls an answer that is no TLS.
+# Errors of several OpenSSL versions for an answer that is not TLS.
 _PLAIN_HTTP: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 
 class S3Control:
-    """One bucket as one mover sees it. Its methods are called by one thread; what blocks runs on another, a daemon."""
+    """Control requests to one bucket. To be used by one thread; requests that block run on another, a daemon."""
 
     def __init__(self, tier: S3Config) -> None:
         self._tier = tier
         self._session: Any = None
         self._client: Any = None
-        self._quick: Any = None  # for questions whose answer is of no use later
-        self._source: Any = None  # botocore's credentials, which renew themselves where they can
+        self._quick_client: Any = None  # short timeouts, for existence checks
+        self._credential_source: Any = None  # botocore's credentials object, which may renew itself
         self.credentials: Credentials | None = None
         self.region = configured_region(tier)
-        self._complaints = LogOnce(logger)
+        self._log_once = LogOnce(logger)
         self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}')
         self._wake = threading.Condition()
-        self._probe: Future[None] | None = None
+        self._connecting: Future[None] | None = None
         self._listing: Listing | None = None
-        self._queued: dict[str, None] = {}
-        self._leaving: frozenset[str] = frozenset()
-        self._gone: list[str] = []
-        self._waits_s = {"list": 0.0, "delete": 0.0}
+        self._delete_queue: dict[str, None] = {}
+        self._in_flight_deletes: frozenset[str] = frozenset()
+        self._confirmed_deletes: list[str] = []
+        self._backoff_s = {"list": 0.0, "delete": 0.0}
         self._not_before = {"list": 0.0, "delete": 0.0}
-        self._doubted = False  # whether uploads fail, who knows why
-        self._check_at = float("-inf")
-        self._renew_at = float("inf")
-        self._renewed_at = 0.0
+        self._check_requested = False  # whether uploads fail for an unknown reason
+        self._upload_check_at = float("-inf")
+        self._credentials_check_at = float("inf")
+        self._credentials_checked_at = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._time: tuple[float, float] | None = None  # what an answer told last, and when, by the monotonic clock
+        self._server_time: tuple[float, float] | None = None
+        """The Date of the last answer, and the monotonic time when it came."""
 
     # The mover's side
 
-    def connect(self, timeout_s: float = PROBE_S) -> Credentials:
-        """Find credentials and ask the bucket whether it is there; returns within `timeout_s`.
+    def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> Credentials:
+        """Find credentials and check that the bucket exists; returns within `timeout_s`.
 
         Raises TierRefused if there is no such bucket or the configuration cannot work, else TierDown.
         """
         with self._wake:
-            if self._probe is None or self._probe.done():
-                self._probe = Future()
-            probe = self._probe
+            if self._connecting is None or self._connecting.done():
+                self._connecting = Future()
+            connecting = self._connecting
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="nixl_tiers-bucket", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="nixl_tiers-s3-control", daemon=True)
                 self._thread.start()
             self._wake.notify()
         try:
-            probe.result(timeout_s)
+            connecting.result(timeout_s)
         except FutureTimeout:
             raise self._down(f"does not answer within {timeout_s:g} s") from None
         if self.credentials is None:
             raise self._down("no credentials")
         return self.credentials
 
-    def start(self, listing: Listing) -> None:
-        """Make this listing in the background, in place of an earlier one that still runs."""
+    def start_listing(self, listing: Listing) -> None:
+        """Run this listing in the background, instead of an earlier one that may still run."""
         with self._wake:
             self._listing = listing
             self._not_before["list"] = 0.0
             self._wake.notify()
 
-    def doubt(self) -> None:
-        """A transfer has failed, perhaps for its credentials: look soon whether there are others by now."""
+    def transfer_failed(self) -> None:
+        """A transfer has failed, perhaps because of its credentials: check soon whether there are new ones."""
         with self._wake:
-            if self._renew_at < float("inf") and self._renew_at > self._renewed_at + DOUBT_S:
-                self._renew_at = self._renewed_at + DOUBT_S
+            if (
+                self._credentials_check_at < float("inf")
+                and self._credentials_check_at > self._credentials_checked_at + CREDENTIALS_RECHECK_S
+            ):
+                self._credentials_check_at = self._credentials_checked_at + CREDENTIALS_RECHECK_S
                 self._wake.notify()
 
-    def doubt_uploads(self) -> None:
-        """An upload has failed: find out soon whether the server denies them."""
+    def upload_failed(self) -> None:
+        """An upload has failed: find out soon whether the server denies uploads."""
         self.denials.failed("put")
         with self._wake:
-            self._doubted = True
+            self._check_requested = True
             self._wake.notify()
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete these objects in the background, again and again until the server says that they are gone."""
+        """Delete these objects in the background, with retries until the server confirms it."""
         with self._wake:
-            self._queued.update(dict.fromkeys(names))
+            self._delete_queue.update(dict.fromkeys(names))
             self._wake.notify()
 
-    def keep(self, name: str) -> bool:
-        """Take a delete back. False if it is under way: wait for `gone`, or give up while `deletes_back_off`."""
+    def cancel_delete(self, name: str) -> bool:
+        """Cancel a delete. False if it is in flight: wait for `confirmed_deletes`, or fail if `deletes_backing_off`."""
         with self._wake:
-            self._queued.pop(name, None)
-            return name not in self._leaving
+            self._delete_queue.pop(name, None)
+            return name not in self._in_flight_deletes
 
-    def gone(self) -> Sequence[str]:
+    def confirmed_deletes(self) -> Sequence[str]:
         """Names whose deletes were confirmed since the last call."""
-        if not self._gone:
+        if not self._confirmed_deletes:
             return ()
         with self._wake:
-            gone, self._gone = self._gone, []
-        return gone
+            confirmed, self._confirmed_deletes = self._confirmed_deletes, []
+        return confirmed
 
-    def is_there(self, name: str, nbytes: int) -> bool | None:
-        """Whether an object of this name and size, not too old, is there; None if the server does not say, soon.
+    def exists(self, name: str, nbytes: int) -> bool | None:
+        """Whether there is an object of this name and size that has not expired; None if the answer is an error.
 
-        For threads that may wait. Raises what boto3 raises for anything but an answer.
+        Blocks, but not for long. Raises what boto3 raises if there is no answer.
         """
-        if self._quick is None:
+        if self._quick_client is None:
             return None
         try:
-            found = self._quick.head_object(Bucket=self._tier.bucket, Key=name)
+            found = self._quick_client.head_object(Bucket=self._tier.bucket, Key=name)
         except ClientError as error:
             return False if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
         date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -162,28 +166,30 @@ class S3Control:
             return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
         return bool(found["ContentLength"] == nbytes)
 
-    def now_s(self) -> float:
-        """Unix seconds by the server's clock, a second late at most; by this machine's while the server tells none."""
-        known = self._time
-        return time.time() if known is None else known[0] + time.monotonic() - known[1]
+    def server_time_s(self) -> float:
+        """Unix seconds by the server's clock, at most a second late; by this machine's before the first answer."""
+        if self._server_time is None:
+            return time.time()
+        date_s, received_s = self._server_time
+        return date_s + time.monotonic() - received_s
 
     @property
     def client(self) -> Any:
-        """A boto3 client with the present credentials, for other threads that may wait; None before `connect`."""
+        """A boto3 client with the present credentials, for other threads that may block; None before `connect`."""
         return self._client
 
     @property
-    def deleting(self) -> bool:
-        """Whether deletes are queued or under way."""
-        return bool(self._queued or self._leaving)
+    def has_pending_deletes(self) -> bool:
+        """Whether deletes are queued or in flight."""
+        return bool(self._delete_queue or self._in_flight_deletes)
 
     @property
-    def deletes_back_off(self) -> bool:
-        """Whether the last delete request has failed, and the next is put off. What it named is queued again."""
-        return self._waits_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
+    def deletes_backing_off(self) -> bool:
+        """Whether the last delete request has failed, and the retry waits for its backoff."""
+        return self._backoff_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
 
-    def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Send the deletes that are queued, as long as `timeout_s` and the server allow, and stop."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Send the queued deletes, as far as that takes no longer than `timeout_s`, and stop."""
         if self._thread is None:
             return
         with self._wake:
@@ -192,7 +198,7 @@ class S3Control:
             self._wake.notify()
         self._thread.join(timeout_s)
         with self._wake:
-            self._queued.clear()
+            self._delete_queue.clear()
 
     # The control thread
 
@@ -206,23 +212,23 @@ class S3Control:
             task()
 
     def _next(self, now: float) -> Callable[[], None] | None:
-        if self._probe is not None and not self._probe.done():
+        if self._connecting is not None and not self._connecting.done():
             return self._connect
-        if self._check_due and self._client is not None and now >= self._check_at:
+        if self._check_due and self._client is not None and now >= self._upload_check_at:
             return self._check_uploads
-        if self._queued and self._client is not None and now >= self._not_before["delete"]:
+        if self._delete_queue and self._client is not None and now >= self._not_before["delete"]:
             return self._delete_some
         if self._listing is not None and now >= self._not_before["list"]:
             return self._list_page
-        if now >= self._renew_at:
-            return self._renew
+        if now >= self._credentials_check_at:
+            return self._check_credentials
         return None
 
     def _idle_s(self, now: float) -> float | None:
-        times = [self._renew_at]
+        times = [self._credentials_check_at]
         if self._check_due:
-            times.append(self._check_at)
-        if self._queued:
+            times.append(self._upload_check_at)
+        if self._delete_queue:
             times.append(self._not_before["delete"])
         if self._listing is not None:
             times.append(self._not_before["list"])
@@ -231,102 +237,101 @@ class S3Control:
 
     @property
     def _check_due(self) -> bool:
-        # What was denied is asked for again and again: where nothing is stored meanwhile, who else finds out that it
-        # is allowed now?
-        return not self._closing and (self._doubted or "put" in self.denials.current())
+        # Also while uploads are denied: if nothing is stored meanwhile, nothing else finds out that they are allowed.
+        return not self._closing and (self._check_requested or "put" in self.denials.current())
 
     def _check_uploads(self) -> None:
-        """Upload a small object, whose answer tells why uploads fail: NIXL does not."""
-        self._doubted = False
-        self._check_at = time.monotonic() + CHECK_S
+        """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
+        self._check_requested = False
+        self._upload_check_at = time.monotonic() + UPLOAD_CHECK_S
         with contextlib.suppress(BotoCoreError, ClientError):
-            name = f"{self._tier.prefix}/{PROBE_NAME}"
+            name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
             self._client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
 
     def _connect(self) -> None:
-        assert self._probe is not None
+        assert self._connecting is not None
         try:
-            self._source, self.credentials = find_credentials(self._tier)
+            self._credential_source, self.credentials = find_credentials(self._tier)
             self.region = configured_region(self._tier)
             if self._session is None:
                 self._session = session_of(self._tier)
             client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
             answer = client.head_bucket(Bucket=self._tier.bucket)
-            told = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
-            configured, self.region = self.region, settled_region(self._tier, self.region, told)
+            reported = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+            configured, self.region = self.region, settled_region(self._tier, self.region, reported)
             if configured.source is not None and configured != self.region:
-                self._complaints.report(
+                self._log_once.report(
                     "region",
                     f'region: bucket "{self._tier.bucket}" is in {self.region.name}, which is used, and not in '
                     f"{configured.name}, as {configured.source} says",
                 )
-            if (found := objection(client, self._tier)) is not None:
+            if (found := encryption_problem(client, self._tier)) is not None:
                 raise self._down(found)
             self._make_clients()
             self._not_before = {"list": 0.0, "delete": 0.0}
-            self._renewed_now()
-        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits in connect)
-            self._probe.set_exception(self._explained(error))
+            self._schedule_credentials_check()
+        except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
+            self._connecting.set_exception(self._tier_error(error))
         else:
-            self._probe.set_result(None)
+            self._connecting.set_result(None)
 
     def _delete_some(self) -> None:
         with self._wake:
-            names = list(itertools.islice(self._queued, MAX_DELETES))
+            names = list(itertools.islice(self._delete_queue, MAX_DELETES))
             for name in names:
-                del self._queued[name]
-            self._leaving = frozenset(names)
+                del self._delete_queue[name]
+            self._in_flight_deletes = frozenset(names)
         request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
-        stay: Sequence[str]
+        failed: Sequence[str]
         try:
             answer = self._client.delete_objects(Bucket=self._tier.bucket, Delete=request)
-            stay = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
+            failed = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
         except (BotoCoreError, ClientError):
-            stay = names
+            failed = names
         with self._wake:
-            self._leaving = frozenset()
-            self._gone.extend(set(names).difference(stay))
-            self._queued.update(dict.fromkeys(stay))
-            self._pace("delete", failed=bool(stay))
+            self._in_flight_deletes = frozenset()
+            self._confirmed_deletes.extend(set(names).difference(failed))
+            self._delete_queue.update(dict.fromkeys(failed))
+            self._set_backoff("delete", failed=bool(failed))
 
     def _list_page(self) -> None:
         listing = self._listing
         if listing is None:
             return
         try:
-            listing.page(self._client, self._tier.bucket)
+            listing.fetch_page(self._client, self._tier.bucket)
             failed = False
         except (BotoCoreError, ClientError):
             failed = True
         with self._wake:
-            self._pace("list", failed)
+            self._set_backoff("list", failed)
             if listing.done.is_set() and self._listing is listing:
                 self._listing = None
 
-    def _renew(self) -> None:
-        """Offer credentials that were renewed (a role's, or in their file); keep the old ones if none are found."""
-        self._renewed_now()
+    def _check_credentials(self) -> None:
+        """Use credentials that were renewed (a role's, or in their file); keep the old ones if none are found."""
+        self._schedule_credentials_check()
         try:
-            self._source, found = find_credentials(self._tier, self._source)
+            self._credential_source, found = find_credentials(self._tier, self._credential_source)
         except (BotoCoreError, TierDown, TierRefused, OSError):
             return
         if found != self.credentials:
             self.credentials = found
             self._make_clients()
 
-    def _renewed_now(self) -> None:
+    def _schedule_credentials_check(self) -> None:
         with self._wake:
-            self._renewed_at = time.monotonic()
-            self._renew_at = self._renewed_at + RENEW_S
+            self._credentials_checked_at = time.monotonic()
+            self._credentials_check_at = self._credentials_checked_at + CREDENTIALS_CHECK_S
 
-    def _pace(self, what: str, failed: bool) -> None:
+    def _set_backoff(self, what: str, failed: bool) -> None:
         first_s, last_s = BACKOFF_S
-        self._waits_s[what] = min(max(self._waits_s[what] * 2, first_s), last_s) if failed else 0.0
-        self._not_before[what] = time.monotonic() + self._waits_s[what]
+        self._backoff_s[what] = min(max(self._backoff_s[what] * 2, first_s), last_s) if failed else 0.0
+        self._not_before[what] = time.monotonic() + self._backoff_s[what]
 
     def _make_clients(self) -> None:
         self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
-        self._quick = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
+        self._quick_client = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
         assert self.credentials is not None
@@ -350,15 +355,15 @@ class S3Control:
             ),
         )
         self.denials.watch(client)
-        client.meta.events.register("after-call.s3", self._answered)
+        client.meta.events.register("after-call.s3", self._on_response)
         return client
 
-    def _answered(self, http_response: Any, **_: object) -> None:
+    def _on_response(self, http_response: Any, **_: object) -> None:
         """Called by botocore with each answer."""
         with contextlib.suppress(TypeError, ValueError):
-            self._time = parsedate_to_datetime(http_response.headers.get("date")).timestamp(), time.monotonic()
+            self._server_time = parsedate_to_datetime(http_response.headers.get("date")).timestamp(), time.monotonic()
 
-    def _explained(self, error: Exception) -> Exception:
+    def _tier_error(self, error: Exception) -> Exception:
         if isinstance(error, (TierDown, TierRefused)):
             return error
         if speaks_tls_only(self._tier, error):
@@ -366,7 +371,7 @@ class S3Control:
         if isinstance(error, ClientError):
             code = str(error.response.get("Error", {}).get("Code", "unknown"))
             if code in {"404", "NoSuchBucket"}:
-                return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {self._place}')
+                return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {self._address}')
             return self._down(_MEANINGS.get(code, f"answers with an error ({code})"))
         if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
             return self._down("shows a certificate that is not trusted here (see ca_file)")
@@ -378,8 +383,8 @@ class S3Control:
         return self._down(f"cannot be used ({type(error).__name__})")
 
     def _down(self, what: str) -> TierDown:
-        return TierDown(f's3 bucket "{self._tier.bucket}" at {self._place}: {what}')
+        return TierDown(f's3 bucket "{self._tier.bucket}" at {self._address}: {what}')
 
     @property
-    def _place(self) -> str:
+    def _address(self) -> str:
         return self._tier.endpoint or f"AWS {self.region.name}"

@@ -1,4 +1,4 @@
-"""Where a tier's credentials are, and what they are now. Nothing here shows what they hold."""
+"""Finds a tier's credentials, and their present values. Nothing here logs or shows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 
 @dataclass(frozen=True)
 class Credentials:
-    """What signs requests. Shows nothing of itself."""
+    """What requests are signed with; never shown by repr."""
 
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
@@ -28,16 +28,16 @@ def session_of(tier: S3Config) -> Any:
     """A boto3 session for `tier`'s clients. Raises what boto3 raises."""
     if tier.credentials_file is None and tier.access_key_env is None:
         return boto3.session.Session(profile_name=tier.profile)
-    # AWS_PROFILE, which may name a profile of `credentials_file` only, has to be looked up nowhere else.
+    # AWS_PROFILE may name a profile that exists in `credentials_file` only, so it must not be looked up elsewhere.
     variables = {"profile": (None, None, None, None)}
     return boto3.session.Session(botocore_session=botocore.session.Session(session_vars=variables))
 
 
 def find_credentials(tier: S3Config, source: Any = None) -> tuple[Any, Credentials]:
-    """Where `tier` says that they are: (botocore's credentials object or None, their present value).
+    """From the source that `tier` configures: (botocore's credentials object or None, their present value).
 
-    `source`: the object that an earlier call returned; one that renews itself is asked again, not looked up again.
-    Raises TierRefused for an environment variable that is not set (it never will be), TierDown for what may still come.
+    `source`: the object that an earlier call returned; one that renews itself is used again, not looked up again.
+    Raises TierRefused for an environment variable that is not set (it never will be), TierDown for all that may change.
     """
     if tier.access_key_env is not None:
         assert tier.secret_key_env is not None

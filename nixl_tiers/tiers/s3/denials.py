@@ -1,7 +1,7 @@
-"""What a medium denies: one sentence for each kind of request, from the first denial until that kind works again.
+"""Requests that the server denies: one sentence for each kind, from the first denial until that kind succeeds again.
 
-NIXL tells that a transfer failed and not why, so what is known here comes from answers that hold a code: those to
-boto3, and error pages in place of rows.
+NIXL reports that a transfer failed but not why, so denials are learned from answers with an error code: those to boto3,
+and error pages in place of rows.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-CALM_S: Final = 5.0  # without a denial, before success counts: some servers deny every other request
+CLEAR_S: Final = 5.0  # a success clears a denial after so long without another: some servers deny every other request
 
 _OPERATIONS: Final = {"PutObject": "put", "GetObject": "get", "DeleteObjects": "delete", "ListObjectsV2": "list"}
-_TEXTS: Final = {
+_EFFECTS: Final = {
     "put": ("uploads", "s3:PutObject", "nothing is stored there"),
-    "get": ("downloads", "s3:GetObject", "what it holds is a miss"),
-    "delete": ("deletes", "s3:DeleteObject", "what has to go stays and takes room"),
-    "list": ("listings", "s3:ListBucket", "what was stored earlier, or by others, is not found"),
+    "get": ("downloads", "s3:GetObject", "rows stored there are misses"),
+    "delete": ("deletes", "s3:DeleteObject", "evicted rows stay and use space"),
+    "list": ("listings", "s3:ListBucket", "rows stored earlier, or by others, are not found"),
 }
-_PASSING: Final = {408, 409, 416, 429}
-"""Statuses from 400 to 499 that say nothing about rights: too slow, too many, a condition that does not hold."""
+_NOT_ABOUT_RIGHTS: Final = {408, 409, 416, 429}
+"""Statuses from 400 to 499 that are not denials: too slow, too many requests, a condition that does not hold."""
 _SERVED: Final = {404, 412}
-"""Statuses that are given to those only who have the right to be told. A bucket that is not there is another 404."""
+"""Statuses that imply the right to make the request. A missing bucket is another 404."""
 _CODE: Final = re.compile(rb"<Code>([A-Za-z0-9._-]{1,64})</Code>")
 _NO_CODE: Final = re.compile(r"[^A-Za-z0-9._-]")
-# Of a page in place of a row only the code is left, and most codes say nothing about rights.
+# An error page in place of a row has no status, and most codes are not denials.
 _DENIED: Final = {
     *("AccessDenied", "AccountProblem", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"),
     *("Forbidden", "InvalidAccessKeyId", "InvalidObjectState", "InvalidToken", "NoSuchBucket", "RequestTimeTooSkewed"),
@@ -41,82 +41,82 @@ _DENIED: Final = {
 class _Denial:
     sentence: str
     denied_at_s: float
-    worked_at_s: float = float("-inf")
+    succeeded_at_s: float = float("-inf")
 
 
 class Denials:
-    """The kinds of requests that one bucket denies. May be told, and asked, by any thread."""
+    """The kinds of requests that one bucket denies. For any thread."""
 
     def __init__(self, place: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`place`: how every sentence begins."""
+        """`place`: the beginning of every sentence."""
         self._place = place
         self._clock = clock
         self._lock = threading.Lock()
         self._denials: dict[str, _Denial] = {}
 
     def watch(self, client: Any) -> None:
-        """Learn from each answer that this boto3 client gets."""
+        """Learn from every answer to this boto3 client."""
         for operation, kind in _OPERATIONS.items():
-            client.meta.events.register(f"after-call.s3.{operation}", partial(self._answered, kind))
+            client.meta.events.register(f"after-call.s3.{operation}", partial(self._on_response, kind))
 
-    def page(self, kind: str, page: bytes) -> None:
-        """An error page, or its beginning, is the answer to a request of this kind."""
+    def error_page(self, kind: str, page: bytes) -> None:
+        """A request of this kind was answered with an error page, or one that begins so."""
         found = _CODE.search(page)
         if found is not None and (code := found[1].decode()) in _DENIED:
             self.denied(kind, code)
 
     def denied(self, kind: str, why: str) -> None:
-        what, right, so = _TEXTS[kind]
-        self.say(kind, f"{what} are denied ({_NO_CODE.sub('', why)[:64]}; the right is {right}): {so}")
+        what, right, so = _EFFECTS[kind]
+        self.report(kind, f"{what} are denied ({_NO_CODE.sub('', why)[:64]}; the right is {right}): {so}")
 
-    def say(self, kind: str, text: str) -> None:
-        """Some other kind of request, or of denial. `text` follows the place."""
+    def report(self, kind: str, text: str) -> None:
+        """Report a denial of any kind; `text` follows the place."""
         sentence = f"{self._place}: {text}"
         with self._lock:
             self._denials[kind] = _Denial(sentence, self._clock())
 
     def failed(self, kind: str) -> None:
-        """A request of this kind has failed, who knows why: a denial that is known goes on."""
+        """A request of this kind has failed for an unknown reason, which prolongs a denial that is known."""
         with self._lock:
             if (denial := self._denials.get(kind)) is not None:
                 denial.denied_at_s = self._clock()
 
-    def worked(self, kind: str) -> None:
-        """A request of this kind was served."""
+    def succeeded(self, kind: str) -> None:
+        """A request of this kind has succeeded."""
         if kind not in self._denials:  # without the lock: this is called for every row
             return
         with self._lock:
             if (denial := self._denials.get(kind)) is not None:
-                denial.worked_at_s = self._clock()
+                denial.succeeded_at_s = self._clock()
 
     def current(self) -> Mapping[str, str]:
-        """What is denied now: a sentence for each kind of request."""
+        """The present denials: a sentence for each kind of request."""
         if not self._denials:
             return {}
         with self._lock:
-            over = [
+            cleared = [
                 kind
                 for kind, denial in self._denials.items()
-                if denial.worked_at_s >= denial.denied_at_s and self._clock() - denial.denied_at_s >= CALM_S
+                if denial.succeeded_at_s >= denial.denied_at_s and self._clock() - denial.denied_at_s >= CLEAR_S
             ]
-            for kind in over:
+            for kind in cleared:
                 del self._denials[kind]
             return {kind: denial.sentence for kind, denial in self._denials.items()}
 
-    def _answered(self, kind: str, http_response: Any, parsed: Mapping[str, Any], **_: object) -> None:
-        """Called by botocore with each answer, whatever it says."""
+    def _on_response(self, kind: str, http_response: Any, parsed: Mapping[str, Any], **_: object) -> None:
+        """Called by botocore with each answer."""
         status = int(http_response.status_code)
         if status < 300:
-            # DeleteObjects answers for each object by itself.
+            # DeleteObjects reports errors per object.
             codes = [str(each.get("Code")) for each in parsed.get("Errors", ())]
             denied = next((code for code in codes if code in _DENIED), None)
             if denied is not None:
                 self.denied(kind, denied)
             else:
-                self.worked(kind)
+                self.succeeded(kind)
             return
         code = str(parsed.get("Error", {}).get("Code", status))
         if status in _SERVED and code != "NoSuchBucket":
-            self.worked(kind)
-        elif 400 <= status < 500 and status not in _PASSING:
+            self.succeeded(kind)
+        elif 400 <= status < 500 and status not in _NOT_ABOUT_RIGHTS:
             self.denied(kind, code)

@@ -1,7 +1,7 @@
-"""Whether a bucket encrypts what is put into it as its operator requires.
+"""Checks that a bucket's default encryption is what the configuration requires.
 
-NIXL's object backend (1.5.1) sends a bucket, a name and a body, and has no way to send a header of encryption. So rows
-are encrypted as the bucket does by default; what can be done here is to look, and to use no bucket that does otherwise.
+NIXL's object backend (1.5.1) cannot send encryption headers, so rows are encrypted as the bucket does by default. All
+that can be done here is to check that default, and not to use a bucket where it is another one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ _KNOWN: Final = get_args(Sse)
 _NONE: Final = "ServerSideEncryptionConfigurationNotFoundError"
 
 
-def objection(client: Any, tier: S3Config) -> str | None:
-    """What is wrong with the default encryption of `tier`'s bucket, to follow its name; None if nothing is.
+def encryption_problem(client: Any, tier: S3Config) -> str | None:
+    """What is wrong with the default encryption of `tier`'s bucket, as text that follows its name; None if nothing is.
 
-    Raises what boto3 raises when the server cannot be asked.
+    Raises what boto3 raises when there is no answer.
     """
     if tier.sse is None:
         return None
-    wanted = f'sse requires "{tier.sse}"'
+    required = f'sse requires "{tier.sse}"'
     try:
         answer = client.get_bucket_encryption(Bucket=tier.bucket)
     except ClientError as error:
         code = str(error.response.get("Error", {}).get("Code", "unknown"))
-        return f"has no default encryption, and {wanted}" if code == _NONE else f"does not tell ({code}), and {wanted}"
+        return (
+            f"has no default encryption, and {required}"
+            if code == _NONE
+            else f"does not report its default encryption ({code}), and {required}"
+        )
     rules = answer.get("ServerSideEncryptionConfiguration", {}).get("Rules", [])
     default: dict[str, Any] = next(
         (found for rule in rules if (found := rule.get("ApplyServerSideEncryptionByDefault"))), {}
@@ -36,14 +40,14 @@ def objection(client: Any, tier: S3Config) -> str | None:
     algorithm = default.get("SSEAlgorithm")
     if algorithm != tier.sse:
         shown = f'"{algorithm}"' if algorithm in _KNOWN else "something else"
-        return f"encrypts with {shown} by default, and {wanted}"
+        return f"encrypts with {shown} by default, and {required}"
     if tier.sse_key is not None and not _same_key(tier.sse_key, str(default.get("KMSMasterKeyID", ""))):
         return "encrypts with another key than sse_key by default"
     return None
 
 
 def _same_key(one: str, other: str) -> bool:
-    """A KMS key is named by its id, its alias or its ARN, which ends with one of them."""
+    """A KMS key is named by its ID, its alias, or its ARN, which ends with one of them."""
     if one.startswith("arn:") and other.startswith("arn:"):
         return one == other
     return _last_part(one) == _last_part(other)

@@ -1,7 +1,7 @@
-"""Asking a shared medium for keys: along a chain by galloping and bisecting, wave by wave, each wave side by side.
+"""Existence checks of keys on a shared medium: single keys at once, a chain by galloping search in a few waves.
 
-The tier's loop leaves questions and collects answers; threads wait for the medium. A thread that the medium never lets
-go is lost to later questions, and no more: these are given up in time, and with them the tier is not waited for.
+The tier starts checks and collects answers; threads wait for the medium. A request that the medium never answers costs
+its thread until it returns, and no more: a check that uses it ends at its timeout.
 """
 
 from __future__ import annotations
@@ -14,127 +14,129 @@ from typing import Final
 
 from nixl_tiers.chunk import Key
 
-AT_ONCE: Final = 16  # questions of one wave, and threads
-ANSWER_S: Final = 5.0  # after that, what is not known yet stays unknown
-WAVES: Final = 5  # the first place, the gallop, and what a chain of some thousands needs to be narrowed down
+MAX_CONCURRENT: Final = 16  # requests of one wave, and threads
+TIMEOUT_S: Final = 5.0  # of a check; keys that are not known by then stay unknown
+MAX_WAVES: Final = 5  # the first key, the gallop, and bisecting a chain of some thousands
 
-Seen = bool | None
-"""Of one key: there, not there, or None: the medium did not say."""
-Search = Generator[list[int], list[Seen], tuple[list[int], list[int]]]
-"""Yields places to ask for, takes what was seen there, returns the places of what is found and of what is absent."""
+Presence = bool | None
+"""Of one key: it exists, it does not, or None: the medium gave no answer."""
+Search = Generator[list[int], list[Presence], tuple[list[int], list[int]]]
+"""Yields positions to check, is sent their presence, returns the positions found and those absent."""
 
 
 def galloping_search(count: int) -> Search:
-    """How far does a chain of `count` keys reach? Its holes are not looked for, a load finds them.
+    """How many keys of a chain of `count` exist? Holes are not searched for; a load finds them.
 
-    The first place is asked for alone: most prompts are nobody's.
+    The first key is checked alone: most prompts are stored nowhere.
     """
-    low, high = 0, count  # all below `low` is taken to be there, nothing from `high` on
+    low, high = 0, count  # keys below `low` are assumed to exist, those from `high` on not to
     absent: list[int] = []
     wave = [0]
-    for number in range(WAVES):
-        for place, seen in zip(wave, (yield wave), strict=True):
-            if not seen:
-                high, absent = place, [place] if seen is False else []
+    for number in range(MAX_WAVES):
+        for position, exists in zip(wave, (yield wave), strict=True):
+            if not exists:
+                high, absent = position, [position] if exists is False else []
                 break
-            low = place + 1
+            low = position + 1
         if low >= high:
             break
         if number == 0:
-            wave = sorted({min((1 << step) - 1, count - 1) for step in range(1, count.bit_length() + 1)})[-AT_ONCE:]
-        elif high - low <= AT_ONCE:
+            gallop = {min((1 << step) - 1, count - 1) for step in range(1, count.bit_length() + 1)}
+            wave = sorted(gallop)[-MAX_CONCURRENT:]
+        elif high - low <= MAX_CONCURRENT:
             wave = list(range(low, high))
         else:
-            wave = [low + (high - low) * step // (AT_ONCE + 1) for step in range(1, AT_ONCE + 1)]
+            wave = [low + (high - low) * step // (MAX_CONCURRENT + 1) for step in range(1, MAX_CONCURRENT + 1)]
     return list(range(low)), absent
 
 
 def one_by_one(count: int) -> Search:
-    """Which of `count` keys that have nothing to do with each other are there?"""
-    seen = yield list(range(count))
-    return [n for n in range(count) if seen[n]], [n for n in range(count) if seen[n] is False]
+    """Which of `count` unrelated keys exist?"""
+    presence = yield list(range(count))
+    return [n for n in range(count) if presence[n]], [n for n in range(count) if presence[n] is False]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """To the probe of this number. What is neither found nor absent is not known."""
+    """To one check. Keys that are neither found nor absent are unknown."""
 
-    probe: int
+    check_id: int
     found: list[Key]
     absent: list[Key]
 
 
 @dataclass(eq=False)
-class _Question:
-    probe: int
+class _Check:
+    check_id: int
     keys: Sequence[Key]
     search: Search
-    looks: list[Future[Seen]]
-    until_s: float
+    requests: list[Future[Presence]]
+    deadline_s: float
 
 
 class ExistenceChecker:
-    """Questions to one medium, for one thread; `look` is called on others, and may take its time or raise."""
+    """Checks on one medium, to be used by one thread. `exists` is called on other threads, and may block or raise."""
 
-    def __init__(self, look: Callable[[Key], Seen], clock: Callable[[], float] = time.monotonic) -> None:
-        self._look = look
+    def __init__(self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic) -> None:
+        self._exists = exists
         self._clock = clock
-        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="nixl_tiers-probe")
-        self._open: list[_Question] = []
-        self._stuck: list[Future[Seen]] = []  # given up, and still with their threads
+        self._pool = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="nixl_tiers-exists")
+        self._checks: list[_Check] = []
+        self._abandoned: list[Future[Presence]] = []  # timed out, but their threads still wait
 
-    def ask(self, probe: int, keys: Sequence[Key], *, chain: bool) -> None:
+    def start(self, check_id: int, keys: Sequence[Key], *, chain: bool) -> None:
         search = galloping_search(len(keys)) if chain else one_by_one(len(keys))
-        looks = self._start(keys, next(search))
-        self._open.append(_Question(probe, keys, search, looks, self._clock() + ANSWER_S))
+        requests = self._submit(keys, next(search))
+        self._checks.append(_Check(check_id, keys, search, requests, self._clock() + TIMEOUT_S))
 
     def answers(self) -> list[Answer]:
-        """What has been found out since the last call."""
+        """The checks that have ended since the last call."""
         ended: list[Answer] = []
-        for question in list(self._open):
-            late = self._clock() > question.until_s
-            if late:
-                self._give_up(question)
-            elif not all(look.done() for look in question.looks):
+        for check in list(self._checks):
+            timed_out = self._clock() > check.deadline_s
+            if timed_out:
+                self._abandon(check)
+            elif not all(request.done() for request in check.requests):
                 continue
             try:
-                places = question.search.send([_seen(look) for look in question.looks])
-                while late:
-                    places = question.search.send([None] * len(places))
-                question.looks = self._start(question.keys, places)
+                positions = check.search.send([_presence_of(request) for request in check.requests])
+                while timed_out:
+                    positions = check.search.send([None] * len(positions))
+                check.requests = self._submit(check.keys, positions)
             except StopIteration as end:
-                found, absent = ([question.keys[place] for place in places] for places in end.value)
-                ended.append(Answer(question.probe, found, absent))
-                self._open.remove(question)
+                found, absent = ([check.keys[n] for n in positions] for positions in end.value)
+                ended.append(Answer(check.check_id, found, absent))
+                self._checks.remove(check)
         return ended
 
     @property
     def busy(self) -> bool:
-        return bool(self._open)
+        return bool(self._checks)
 
     def clear(self) -> None:
-        """Forget the questions: nobody wants to know any more."""
-        for question in self._open:
-            self._give_up(question)
-        self._open.clear()
+        """Cancel all checks; they are not answered."""
+        for check in self._checks:
+            self._abandon(check)
+        self._checks.clear()
 
     def close(self) -> None:
         self.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, keys: Sequence[Key], places: Sequence[int]) -> list[Future[Seen]]:
-        self._stuck = [look for look in self._stuck if not look.done()]
-        if len(self._stuck) >= AT_ONCE:  # nobody would take it from the queue
-            return [_UNSEEN] * len(places)
-        return [self._pool.submit(self._look, keys[place]) for place in places]
+    def _submit(self, keys: Sequence[Key], positions: Sequence[int]) -> list[Future[Presence]]:
+        self._abandoned = [request for request in self._abandoned if not request.done()]
+        if len(self._abandoned) >= MAX_CONCURRENT:  # no thread is left to take it from the queue
+            return [_UNKNOWN] * len(positions)
+        return [self._pool.submit(self._exists, keys[n]) for n in positions]
 
-    def _give_up(self, question: _Question) -> None:
-        self._stuck += [look for look in question.looks if not look.cancel() and not look.done()]
-
-
-_UNSEEN: Final[Future[Seen]] = Future()
-_UNSEEN.set_result(None)
+    def _abandon(self, check: _Check) -> None:
+        self._abandoned += [request for request in check.requests if not request.cancel() and not request.done()]
 
 
-def _seen(look: Future[Seen]) -> Seen:
-    return look.result() if look.done() and not look.cancelled() and look.exception() is None else None
+_UNKNOWN: Final[Future[Presence]] = Future()
+_UNKNOWN.set_result(None)
+
+
+def _presence_of(request: Future[Presence]) -> Presence:
+    answered = request.done() and not request.cancelled() and request.exception() is None
+    return request.result() if answered else None

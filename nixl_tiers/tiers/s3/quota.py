@@ -1,4 +1,4 @@
-"""What stands in a prefix of a bucket, as far as it is known, and what that leaves of the budget. Pure book-keeping."""
+"""Byte accounting of a private prefix: what is stored below it, and what that leaves of the capacity. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from nixl_tiers.chunk import Key
 
 
 class PrefixQuota:
-    """Every object below the prefix is in one of four books: held rows, rows not adopted yet, strangers, the doomed.
+    """Every object below the prefix is counted in one of four sets: rows held, rows that a listing has found but not
+    yet returned, rows of other namespaces or sizes (other rows), and pending deletes.
 
     An upload counts from its start, a delete until it is confirmed: `used_bytes` is never less than the truth.
     """
@@ -17,87 +18,89 @@ class PrefixQuota:
         self._row_bytes = row_bytes
         self._capacity_bytes = capacity_bytes
         self._held: set[Key] = set()
-        self._unmet = 0
-        self._strangers: dict[str, int] = {}  # bytes by name, oldest first
-        self._strangers_bytes = 0
-        self._doomed: dict[str, int] = {}  # bytes by name
-        self._doomed_bytes = 0
+        self._unlisted = 0
+        self._other_rows: dict[str, int] = {}  # bytes by name, oldest first
+        self._other_bytes = 0
+        self._pending_deletes: dict[str, int] = {}  # bytes by name
+        self._pending_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        return (len(self._held) + self._unmet) * self._row_bytes + self._strangers_bytes + self._doomed_bytes
+        return (len(self._held) + self._unlisted) * self._row_bytes + self._other_bytes + self._pending_bytes
 
     @property
     def held(self) -> Collection[Key]:
-        """The rows that are held; changes with the book."""
+        """The rows that are held; a view, which changes."""
         return self._held
 
-    def meet(self, strangers: Sequence[tuple[str, int]], rows: int) -> None:
-        """A listing has ended: `strangers` (name, bytes; oldest first), and `rows` rows that adopt will name."""
-        self._strangers = {name: nbytes for name, nbytes in strangers if name not in self._doomed}
-        self._strangers_bytes = sum(self._strangers.values())
-        self._unmet = rows
+    def begin_listing(self, other_rows: Sequence[tuple[str, int]], rows: int) -> None:
+        """A listing has found `other_rows` (name, bytes; oldest first), and `rows` rows, each of which is passed to
+        `add_listed`."""
+        self._other_rows = {name: nbytes for name, nbytes in other_rows if name not in self._pending_deletes}
+        self._other_bytes = sum(self._other_rows.values())
+        self._unlisted = rows
 
-    def adopt(self, key: Key, name: str) -> bool:
-        """One of the rows that `meet` announced. False if it has been stored, or dropped, since it was listed."""
-        self._unmet -= 1
-        if key in self._held or name in self._doomed:
+    def add_listed(self, key: Key, name: str) -> bool:
+        """One of the rows of `begin_listing`. False if it has been stored or deleted since it was listed."""
+        self._unlisted -= 1
+        if key in self._held or name in self._pending_deletes:
             return False
         self._held.add(key)
         return True
 
-    def hold(self, key: Key, name: str) -> bool:
-        """Count a row that is about to be written, over an object of that name if there is one. False: no room yet."""
+    def reserve(self, key: Key, name: str) -> bool:
+        """Count a row that is about to be uploaded, perhaps over an object of that name. False if it does not fit."""
         if key in self._held:
             return True
-        before = self._doomed.get(name, 0) + self._strangers.get(name, 0)
+        before = self._pending_deletes.get(name, 0) + self._other_rows.get(name, 0)
         if self.used_bytes - before + self._row_bytes > self._capacity_bytes:
             return False
-        self.gone(name)
-        self._strangers_bytes -= self._strangers.pop(name, 0)
+        self.confirm_delete(name)
+        self._other_bytes -= self._other_rows.pop(name, 0)
         self._held.add(key)
         return True
 
     def make_room(self, rows: int) -> list[str]:
-        """Doom the oldest strangers, as far as `rows` more rows need it; returns their names, to be deleted."""
+        """Mark the oldest other rows as deleted, until `rows` more rows fit; returns their names, for the delete
+        requests."""
         names: list[str] = []
-        room = self._capacity_bytes - (self.used_bytes - self._doomed_bytes)
-        while room < rows * self._row_bytes and self._strangers:
-            name, nbytes = next(iter(self._strangers.items()))
+        room = self._capacity_bytes - (self.used_bytes - self._pending_bytes)
+        while room < rows * self._row_bytes and self._other_rows:
+            name, nbytes = next(iter(self._other_rows.items()))
             room += nbytes
-            names += self.expel([name])
+            names += self.delete_other_rows([name])
         return names
 
-    def expel(self, names: Sequence[str]) -> list[str]:
-        """Doom these strangers; returns those that there are, to be deleted."""
-        known = [name for name in names if name in self._strangers]
+    def delete_other_rows(self, names: Sequence[str]) -> list[str]:
+        """Mark these other rows as deleted; returns those that exist, for the delete requests."""
+        known = [name for name in names if name in self._other_rows]
         for name in known:
-            nbytes = self._strangers.pop(name)
-            self._strangers_bytes -= nbytes
-            self._doom(name, nbytes)
+            nbytes = self._other_rows.pop(name)
+            self._other_bytes -= nbytes
+            self._mark_deleted(name, nbytes)
         return known
 
-    def doom(self, key: Key, name: str) -> bool:
-        """A row is to be deleted: it counts until it is gone. False if it was not held."""
+    def delete(self, key: Key, name: str) -> bool:
+        """Mark a row as deleted: it counts until that is confirmed. False if it was not held."""
         if key not in self._held:
             return False
         self._held.remove(key)
-        self._doom(name, self._row_bytes)
+        self._mark_deleted(name, self._row_bytes)
         return True
 
-    def is_doomed(self, name: str) -> bool:
-        """Whether a delete of this object is awaited."""
-        return name in self._doomed
+    def is_pending_delete(self, name: str) -> bool:
+        """Whether a delete of this object is not confirmed yet."""
+        return name in self._pending_deletes
 
-    def gone(self, name: str) -> None:
+    def confirm_delete(self, name: str) -> None:
         """The server has confirmed this delete."""
-        self._doomed_bytes -= self._doomed.pop(name, 0)
+        self._pending_bytes -= self._pending_deletes.pop(name, 0)
 
-    def lose(self, key: Key, name: str) -> None:
-        """The server says that this row is not there."""
+    def forget(self, key: Key, name: str) -> None:
+        """The row does not exist any more, or is not this tier's to delete."""
         self._held.discard(key)
-        self.gone(name)
+        self.confirm_delete(name)
 
-    def _doom(self, name: str, nbytes: int) -> None:
-        self._doomed[name] = nbytes
-        self._doomed_bytes += nbytes
+    def _mark_deleted(self, name: str, nbytes: int) -> None:
+        self._pending_deletes[name] = nbytes
+        self._pending_bytes += nbytes

@@ -40,7 +40,7 @@ LOOK_S: Final = (0.0002, 0.003)  # how long transfers are left alone when none o
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
 SWEEP_S: Final = 3600.0  # between two listings of a private prefix with a maximum age, or a share of that age
 SWEEPS_IN_AN_AGE: Final = 8
-PACE: Final = JanitorIntervals()
+INTERVALS: Final = JanitorIntervals()
 
 
 class S3Tier(StorageTier):
@@ -53,12 +53,12 @@ class S3Tier(StorageTier):
         self._region = region
         self._row_bytes = geometry.row_bytes
         self._data = S3Data(config, geometry, region)
-        self._bucket = S3Control(config)
-        self._prober = ExistenceChecker(lambda key: self._bucket.is_there(self._name(key), self._row_bytes))
-        self._allowance = UploadQuota(config.capacity, self._row_bytes) if config.shared else None
+        self._control = S3Control(config)
+        self._existence = ExistenceChecker(lambda key: self._control.exists(self._name(key), self._row_bytes))
+        self._upload_quota = UploadQuota(config.capacity, self._row_bytes) if config.shared else None
         self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
-        self._stock = self._new_stock()
+        self._quota = self._new_quota()
         self._spoiled: set[Key] = set()  # no use to anybody: deleted when they are dropped, also where others are
         self._sealer: Sealer | None = None
         self._prefix = ""
@@ -76,30 +76,30 @@ class S3Tier(StorageTier):
         self._dropped: set[Key] = set()  # while uploads of them run, or while the listing does
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        credentials = self._bucket.connect()
-        self._data.connect(credentials, self._bucket.region.name)
+        credentials = self._control.connect()
+        self._data.connect(credentials, self._control.region.name)
         self._sealer = Sealer(self._geometry, namespace, epoch)
         self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
-        self._prober.clear()
-        self._stock = self._new_stock()
+        self._existence.clear()
+        self._quota = self._new_quota()
         self._dropped = set()
         self._spoiled = set()
         self._listed = False
         self._tick = 0
         self._list()
         slots = self._config.capacity // self._row_bytes
-        if self._allowance is None:
+        if self._upload_quota is None:
             return slots
         if self._janitor is None and not self._reads_only:
-            bucket, prefix = self._bucket, self._config.prefix
+            bucket, prefix = self._control, self._config.prefix
             self._janitor = Janitor(
                 lambda: bucket.client,
                 self._config.bucket,
                 prefix,
-                allowance=self._allowance,
+                quota=self._upload_quota,
                 is_row=is_row,
-                pace=PACE,
-                denials=self._bucket.denials,
+                intervals=INTERVALS,
+                denials=self._control.denials,
                 max_age_s=self._config.max_age,
             )
             self._janitor.start()
@@ -108,10 +108,10 @@ class S3Tier(StorageTier):
 
     @property
     def relist_s(self) -> float | None:
-        return RELIST_S if self._allowance is not None else None
+        return RELIST_S if self._upload_quota is not None else None
 
     def list_rows(self) -> Iterator[list[Entry]]:
-        if self._listing is None and self._allowance is not None:
+        if self._listing is None and self._upload_quota is not None:
             self._list()
         yield from self._listed_rows()
 
@@ -124,7 +124,7 @@ class S3Tier(StorageTier):
     @property
     def maintain_s(self) -> float | None:
         age_s = self._config.max_age
-        if age_s is None or self._allowance is not None:
+        if age_s is None or self._upload_quota is not None:
             return None
         return min(max(age_s / SWEEPS_IN_AN_AGE, RELIST_S), SWEEP_S)
 
@@ -153,23 +153,23 @@ class S3Tier(StorageTier):
 
     def _sorted(self, listing: Listing) -> Iterator[Entry]:
         """What the engine must be told of after this listing; makes the books agree with it."""
-        alone = self._allowance is None
+        alone = self._upload_quota is None
         if not listing.expired_only:
             # What is too old on a shared prefix is as good as gone: the janitor deletes it.
             expired = listing.expired if alone else []
-            self._stock.meet(
-                [(name, nbytes) for _, name, nbytes in listing.strangers], len(listing.rows) + len(expired)
+            self._quota.begin_listing(
+                [(name, nbytes) for _, name, nbytes in listing.other_rows], len(listing.rows) + len(expired)
             )
             yield from self._met(listing.rows)
             for key in expired:
-                self._stock.adopt(key, self._name(key))
+                self._quota.add_listed(key, self._name(key))
         if not alone:
             gone = self._vanished({key for _, key in listing.rows})
         else:
-            gone = [key for key in listing.expired if key in self._stock.held and key not in self._since]
+            gone = [key for key in listing.expired if key in self._quota.held and key not in self._since]
             self._doom(*gone)
             if not self._reads_only:
-                self._bucket.delete(self._stock.expel(listing.expired_strangers))
+                self._control.delete(self._quota.delete_other_rows(listing.expired_other_rows))
         for key in gone:
             yield Entry(GONE, key, 0)
 
@@ -179,7 +179,7 @@ class S3Tier(StorageTier):
         for slot, (when, key) in enumerate(rows):
             if when > modified:
                 tick, modified = tick + 1, when
-            if self._stock.adopt(key, self._name(key)):
+            if self._quota.add_listed(key, self._name(key)):
                 if key in self._dropped:
                     self._doom(key)
                 else:
@@ -208,21 +208,21 @@ class S3Tier(StorageTier):
         return self._moves.take()
 
     def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
-        if self._allowance is None:
+        if self._upload_quota is None:
             return False
-        self._prober.ask(check_id, keys, chain=chain)
+        self._existence.start(check_id, keys, chain=chain)
         return True
 
     def existence_answers(self) -> Sequence[ExistenceAnswer]:
-        return [self._told(answer) for answer in self._prober.answers()]
+        return [self._told(answer) for answer in self._existence.answers()]
 
     def _told(self, answer: Answer) -> ExistenceAnswer:
         for key in answer.found:
-            self._stock.hold(key, self._name(key))
+            self._quota.reserve(key, self._name(key))
             self._dropped.discard(key)
             if self._listing is not None:
                 self._since.add(key)
-        return ExistenceAnswer(answer.probe, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
+        return ExistenceAnswer(answer.check_id, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         uploading = self._uploading
@@ -232,24 +232,24 @@ class S3Tier(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return self._moves.busy or self._data.busy or self._prober.busy
+        return self._moves.busy or self._data.busy or self._existence.busy
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return self._bucket.denials.current()
+        return self._control.denials.current()
 
     @property
     def used_bytes(self) -> int:
         self._reap_deletes()
-        shared = None if self._allowance is None else self._allowance.used_bytes
-        return self._stock.used_bytes if shared is None else shared
+        shared = None if self._upload_quota is None else self._upload_quota.used_bytes
+        return self._quota.used_bytes if shared is None else shared
 
     def close(self) -> None:
         if self._janitor is not None:
             self._janitor.close()
             self._janitor = None
-        self._prober.close()
-        self._bucket.close()
+        self._existence.close()
+        self._control.close()
         self._data.close()
 
     # --- moving rows ------------------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ class S3Tier(StorageTier):
             self._moves.loads.give_up()
             self._moves.stores.give_up()
             return False
-        credentials = self._bucket.credentials
+        credentials = self._control.credentials
         if credentials is not None and credentials != self._data.credentials:
             if self._data.busy:
                 return False
-            self._data.connect(credentials, self._bucket.region.name)
+            self._data.connect(credentials, self._control.region.name)
         return True
 
     @property
@@ -288,20 +288,20 @@ class S3Tier(StorageTier):
         if state is TransferState.PENDING:
             return Outcome.FAILED  # it took too long
         if state is TransferState.FAILED:
-            self._bucket.doubt()
+            self._control.transfer_failed()
             page = row[:ERROR_PAGE_BYTES].tobytes()
-            self._bucket.denials.page("get", page)
+            self._control.denials.error_page("get", page)
             if b"<Code>NoSuchKey</Code>" in page:
-                self._stock.lose(move.key, self._name(move.key))
+                self._quota.forget(move.key, self._name(move.key))
                 return Outcome.MISSING
             if b"<Code>InvalidRange</Code>" in page:
                 self._spoiled.add(move.key)
                 return Outcome.CORRUPT  # no byte of an empty object can be asked for
             answered = any(page)  # a server that is down is not worth another wait
             return None if answered and not last_try else Outcome.FAILED
-        self._bucket.denials.worked("get")
+        self._control.denials.succeeded("get")
         if self._sealer.verify(row, move.key) is Verdict.OK:
-            if has_expired(self._sealer.sealed_at(row), self._bucket.now_s(), self._config.max_age):
+            if has_expired(self._sealer.sealed_at(row), self._control.server_time_s(), self._config.max_age):
                 self._spoiled.add(move.key)
                 return Outcome.MISSING
             self._region.rows_view[move.row] = row
@@ -322,22 +322,22 @@ class S3Tier(StorageTier):
     def _room_for(self, key: Key) -> Outcome | None:
         """OK if this row may be uploaded now, None if it must wait for a delete, else how its store ends."""
         name = self._name(key)
-        deleting = self._bucket.deleting
+        deleting = self._control.has_pending_deletes
         self._reap_deletes()
         # A delete of this name that arrives after the upload would take the new object with it.
-        if self._bucket.keep(name):
-            if self._allowance is not None and not self._allowance.take(self._row_bytes):
+        if self._control.cancel_delete(name):
+            if self._upload_quota is not None and not self._upload_quota.try_acquire(self._row_bytes):
                 return Outcome.NO_SPACE
-            if self._stock.hold(key, name):
+            if self._quota.reserve(key, name):
                 return Outcome.OK
-            if self._stock.is_doomed(name):
-                self._bucket.delete([name])
-            victims = self._stock.make_room(min(len(self._moves.stores.waiting), MAX_UPLOADS))
-            self._bucket.delete(victims)
+            if self._quota.is_pending_delete(name):
+                self._control.delete([name])
+            victims = self._quota.make_room(min(len(self._moves.stores.waiting), MAX_UPLOADS))
+            self._control.delete(victims)
             if not victims and not deleting:
                 return Outcome.NO_SPACE
         # The next try may be half a minute away, and a job that waits so long costs the mover.
-        return Outcome.FAILED if self._bucket.deletes_back_off else None
+        return Outcome.FAILED if self._control.deletes_backing_off else None
 
     def _run_store(self, unit: Unit) -> Steps[None]:
         """Seal the row and upload it, for as long as that takes: NIXL reads the region."""
@@ -345,7 +345,7 @@ class S3Tier(StorageTier):
         (move,) = unit.moves
         if move.seal:
             # The later of two clocks: the row must not seem older than it is to whoever judges its age.
-            seal_row(self._sealer, self._region, move, max(time.time(), self._bucket.now_s()))
+            seal_row(self._sealer, self._region, move, max(time.time(), self._control.server_time_s()))
         self._dropped.discard(move.key)
         if self._listing is not None:
             self._since.add(move.key)
@@ -355,50 +355,50 @@ class S3Tier(StorageTier):
         self._data.release(upload)
 
     def _uploaded(self, key: Key, *, done: bool) -> Outcome:
-        if self._allowance is not None:
-            self._allowance.ended(self._row_bytes)
+        if self._upload_quota is not None:
+            self._upload_quota.upload_ended(self._row_bytes)
         # A failed upload may have arrived all the same, whole, and would be a row that nobody counts.
         if not done or key in self._dropped:
             self._dropped.discard(key)
             self._doom(key)
         if not done:
-            self._bucket.doubt()
-            self._bucket.doubt_uploads()
+            self._control.transfer_failed()
+            self._control.upload_failed()
             return Outcome.FAILED
-        self._bucket.denials.worked("put")
+        self._control.denials.succeeded("put")
         return Outcome.OK
 
     # --- the bucket -------------------------------------------------------------------------------------------------
 
     def _doom(self, *keys: Key) -> None:
         """Delete these rows. Only forget them if others may use them, on a shared prefix, or if we only read."""
-        if self._allowance is not None or self._reads_only:
+        if self._upload_quota is not None or self._reads_only:
             theirs = set(keys) if self._reads_only else set(keys) - self._spoiled
             for key in theirs:
-                self._stock.lose(key, self._name(key))
+                self._quota.forget(key, self._name(key))
             keys = tuple(key for key in keys if key not in theirs)
         self._spoiled.difference_update(keys)
-        self._bucket.delete([name for key in keys if self._stock.doom(key, name := self._name(key))])
+        self._control.delete([name for key in keys if self._quota.delete(key, name := self._name(key))])
 
     def _reap_deletes(self) -> None:
-        for name in self._bucket.gone():
-            self._stock.gone(name)
+        for name in self._control.confirmed_deletes():
+            self._quota.confirm_delete(name)
 
-    def _new_stock(self) -> PrefixQuota:
+    def _new_quota(self) -> PrefixQuota:
         # The budget of a shared prefix is not for one engine to keep.
-        return PrefixQuota(self._row_bytes, self._config.capacity if self._allowance is None else sys.maxsize)
+        return PrefixQuota(self._row_bytes, self._config.capacity if self._upload_quota is None else sys.maxsize)
 
     def _vanished(self, listed: set[Key]) -> list[Key]:
         """Forget the rows that a listing of the shared prefix should have met, and has not."""
-        gone = [key for key in self._stock.held if key not in listed and key not in self._since]
+        gone = [key for key in self._quota.held if key not in listed and key not in self._since]
         for key in gone:
-            self._stock.lose(key, self._name(key))
+            self._quota.forget(key, self._name(key))
         return gone
 
     def _list(self) -> None:
         self._since = self._uploading
         namespace = self._prefix[len(self._config.prefix) + 1 : -1]
-        whole, age_s = self._allowance is None, self._config.max_age
+        whole, age_s = self._upload_quota is None, self._config.max_age
         self._listing = Listing(
             self._config.prefix,
             namespace,
@@ -407,7 +407,7 @@ class S3Tier(StorageTier):
             max_age_s=age_s,
             expired_only=whole and self._listed,
         )
-        self._bucket.start(self._listing)
+        self._control.start_listing(self._listing)
 
     def _name(self, key: Key) -> str:
         return self._prefix + object_name(key)

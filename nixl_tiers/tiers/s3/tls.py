@@ -1,4 +1,4 @@
-"""Whether an endpoint speaks TLS, and whom to trust there."""
+"""TLS of an endpoint: which certificates are trusted, and whether a scheme is wrong."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TLS_S: Final = 0.5
 
 
 def trusted_certificates(tier: S3Config) -> str | None:
-    """The bundle of certificates that an https endpoint is checked with; None for http.
+    """The CA bundle to verify an https endpoint with; None for http.
 
-    The AWS library inside NIXL's wheel looks where its builder kept them, which on other distributions is nowhere.
+    The AWS library in NIXL's wheel looks for it at its builder's path, which other distributions do not have.
     """
     if tier.endpoint is not None and tier.endpoint.startswith("http:"):
         return None
@@ -29,9 +29,9 @@ def trusted_certificates(tier: S3Config) -> str | None:
 
 
 def speaks_tls_only(tier: S3Config, error: Exception) -> bool:
-    """Whether `error`, of an endpoint that is said to speak http, is how servers take it that speak https there.
+    """Whether `error`, from an endpoint configured as http, comes from a server that speaks https only.
 
-    May take TLS_S.
+    Tries a TLS handshake, which may take TLS_S.
     """
     bad_request = isinstance(error, ClientError) and error.response["ResponseMetadata"]["HTTPStatusCode"] == 400
     if tier.endpoint is None or not tier.endpoint.startswith("http:"):
@@ -42,7 +42,7 @@ def speaks_tls_only(tier: S3Config, error: Exception) -> bool:
     assert place.hostname is not None
     context = ssl.create_default_context()
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is said to the server, or believed of it
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent to the server or read from it
     try:
         with socket.create_connection((place.hostname, place.port or 80), TLS_S) as connection:
             context.wrap_socket(connection).close()

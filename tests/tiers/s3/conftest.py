@@ -1,4 +1,4 @@
-"""Places for the tests of the object tier."""
+"""Fixtures of the S3 tier's tests: servers, credentials, a fast janitor."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.s3 import janitor
-from nixl_tiers.tiers.s3 import tier as object_tier
-from tests.tiers.s3.objects import BRISK, FaultyS3, faulty_s3
+from nixl_tiers.tiers.s3 import tier as tier_module
+from tests.tiers.s3.harness import FAST_JANITOR, FaultyS3, faulty_s3
 
 
 @pytest.fixture
@@ -26,21 +26,21 @@ def place(
 
 
 @pytest.fixture
-def object_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a server on this machine accepts, and no looking for others."""
+def server_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials that the servers on this machine accept, and no search for others."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 @pytest.fixture
-def faulty(object_credentials: None) -> Iterator[FaultyS3]:
+def faulty(server_credentials: None) -> Iterator[FaultyS3]:
     with faulty_s3() as server:
         yield server
 
 
 @pytest.fixture
-def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object tier's janitor and listings keep nobody waiting."""
-    monkeypatch.setattr(object_tier, "PACE", BRISK)
+def fast_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The S3 tier's janitor has short intervals."""
+    monkeypatch.setattr(tier_module, "INTERVALS", FAST_JANITOR)
     monkeypatch.setattr(janitor, "SKEW_S", 0.0)

@@ -1,4 +1,4 @@
-"""Which region requests are signed for: that of the field, the environment, the profile, the bucket, in this order."""
+"""Requests are signed for the region of the field, the environment, the profile or the bucket, in this order."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.aws_region import Region, configured_region
 from nixl_tiers.tiers.s3.control import S3Control
-from tests.tiers.s3.objects import Driver, FaultyS3, wait_until
+from tests.tiers.s3.harness import FaultyS3, TierDriver, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 PROFILES = """[default]
 region = ca-central-1
 [profile kv]
 region = eu-central-1
-[profile placeless]
+[profile no-region]
 output = json
 """
 
 
 @pytest.fixture(autouse=True)
-def environment(object_credentials: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No word about regions anywhere but in a file of profiles that nobody reads yet."""
+def environment(server_credentials: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No region is set but in a file of profiles, which tests select."""
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "config").write_text(PROFILES)
     (tmp_path / "credentials").write_text(
-        "".join(f"[{name}]\naws_access_key_id = a\naws_secret_access_key = b\n" for name in ("kv", "placeless"))
+        "".join(f"[{name}]\naws_access_key_id = a\naws_secret_access_key = b\n" for name in ("kv", "no-region"))
     )
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "nothing"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
 
 
 @pytest.mark.parametrize(
-    ("fields", "variables", "told", "expected"),
+    ("fields", "variables", "reported", "expected"),
     [
         ({"region": "eu-north-1"}, {"AWS_REGION": "ap-south-1"}, "sa-east-1", "eu-north-1"),
         ({}, {"AWS_REGION": "ap-south-1", "AWS_DEFAULT_REGION": "ap-east-1"}, "sa-east-1", "ap-south-1"),
@@ -46,31 +46,31 @@ def environment(object_credentials: None, monkeypatch: pytest.MonkeyPatch, tmp_p
         ({"profile": "kv"}, {"AWS_REGION": "", "AWS_CONFIG_FILE": "config"}, "", "eu-central-1"),
         ({}, {"AWS_PROFILE": "kv", "AWS_CONFIG_FILE": "config"}, "", "eu-central-1"),
         ({}, {"AWS_CONFIG_FILE": "config"}, "", "ca-central-1"),
-        ({"profile": "placeless"}, {"AWS_CONFIG_FILE": "config"}, "sa-east-1", "sa-east-1"),
+        ({"profile": "no-region"}, {"AWS_CONFIG_FILE": "config"}, "sa-east-1", "sa-east-1"),
         ({}, {}, "sa-east-1", "sa-east-1"),
         ({}, {}, "no region\tat all", "us-east-1"),
         ({}, {}, "", "us-east-1"),
     ],
 )
-def test_all_requests_are_signed_for_it(
+def test_all_requests_are_signed_for_the_region(
     faulty: FaultyS3,
     monkeypatch: pytest.MonkeyPatch,
     *,
     tmp_path: Path,
     fields: dict[str, str],
     variables: dict[str, str],
-    told: str,
+    reported: str,
     expected: str,
 ) -> None:
     """By boto3 and by NIXL."""
     for name, value in variables.items():
         monkeypatch.setenv(name, str(tmp_path / value) if name == "AWS_CONFIG_FILE" else value)
-    faulty.region = told
-    with Driver(SMALL, 4, bucket="kv-regions", endpoint=faulty.endpoint, **fields) as driver:
+    faulty.region = reported
+    with TierDriver(SMALL, 4, bucket="kv-regions", endpoint=faulty.endpoint, **fields) as driver:
         driver.open()
         assert driver.store([1]) == [Outcome.OK]
         assert driver.load([1]) == [Outcome.OK]
-        driver.drop(1)
+        driver.delete(1)
         assert driver.settled(0)
     first, *others = faulty.requests
     assert first.method == "HEAD"
@@ -78,7 +78,7 @@ def test_all_requests_are_signed_for_it(
     assert {request.region for request in others if request.method != "HEAD"} == {expected}
 
 
-def test_what_the_environment_holds_must_be_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_region_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = S3Config(type="s3", bucket="kv-regions", capacity="1GiB")
     monkeypatch.setenv("AWS_REGION", "eu west 1")
     with pytest.raises(TierRefused, match=r"^region: the environment variable AWS_REGION does not hold a region name$"):
@@ -89,7 +89,7 @@ def test_what_the_environment_holds_must_be_a_region(monkeypatch: pytest.MonkeyP
 
 
 class TestAws:
-    """A bucket of AWS answers in its own region only. boto3 is led here by a variable of its own."""
+    """A bucket of AWS answers in its own region only. A variable of boto3's redirects it to the test server."""
 
     @pytest.fixture
     def aws(self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
@@ -105,7 +105,7 @@ class TestAws:
             bucket.close()
         return bucket
 
-    def test_the_environment_gives_way_and_that_is_told_once(
+    def test_the_buckets_region_overrides_the_environment_and_is_logged_once(
         self, aws: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("AWS_REGION", "ap-south-1")
@@ -116,15 +116,15 @@ class TestAws:
             'region: bucket "kv-regions" is in sa-east-1, which is used, and not in ap-south-1, as AWS_REGION says'
         )
 
-    def test_a_field_that_is_wrong_is_refused(self, aws: FaultyS3) -> None:
+    def test_a_wrong_field_is_refused(self, aws: FaultyS3) -> None:
         with pytest.raises(TierRefused, match=r'^region: bucket "kv-regions" is in sa-east-1, not in eu-north-1$'):
             self.connect(region="eu-north-1")
 
-    def test_a_field_that_is_right_is_quiet(self, aws: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_right_field_logs_nothing(self, aws: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
         assert self.connect(region="sa-east-1").region.name == "sa-east-1"
         assert "region" not in caplog.text
 
-    def test_nothing_said_is_the_buckets_own(self, aws: FaultyS3) -> None:
+    def test_the_buckets_region_is_the_default(self, aws: FaultyS3) -> None:
         assert self.connect().region == Region("sa-east-1", "the bucket")
 
 

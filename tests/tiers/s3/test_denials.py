@@ -1,4 +1,4 @@
-"""What a server denies: it is found out, told in a sentence for each kind of request, and forgotten when it is over."""
+"""Denials: found out, reported in one sentence for each kind of request, and cleared when they are over."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.tiers.s3 import control, denials
 from nixl_tiers.tiers.s3.denials import Denials
-from tests.tiers.s3.objects import NAMESPACE, Driver, Fault, FaultyS3, Request, is_listing, wait_until
+from tests.tiers.s3.harness import NAMESPACE, Fault, FaultyS3, Request, TierDriver, is_listing, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
-PROBE = "nixl-tiers/.probe"
-SECRET_PAGE = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+TEST_OBJECT = "nixl-tiers/.probe"
+DENIED_PAGE = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
 
-pytestmark = pytest.mark.usefixtures("object_credentials")
+pytestmark = pytest.mark.usefixtures("server_credentials")
 
 
 def is_put(request: Request) -> bool:
@@ -35,150 +35,150 @@ def is_delete(request: Request) -> bool:
 KINDS = {"put": is_put, "get": is_get, "delete": is_delete, "list": is_listing}
 
 
-def denying(meant: Callable[[Request], bool], status: int = 403, code: str = "AccessDenied") -> Fault:
-    return lambda request: (status, code) if meant(request) else None
+def denying(matches: Callable[[Request], bool], status: int = 403, code: str = "AccessDenied") -> Fault:
+    return lambda request: (status, code) if matches(request) else None
 
 
-def work(_: Request) -> None:
-    """No fault."""
+def no_fault(_: Request) -> None:
+    """Serve every request."""
 
 
-def probes(server: FaultyS3) -> int:
-    return sum(request.method == "PUT" and request.name == PROBE for request in server.requests)
+def upload_tests(server: FaultyS3) -> int:
+    return sum(request.method == "PUT" and request.name == TEST_OBJECT for request in server.requests)
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "CHECK_S", 0.05)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "UPLOAD_CHECK_S", 0.05)
     monkeypatch.setattr(control, "BACKOFF_S", (0.05, 0.1))
-    monkeypatch.setattr(denials, "CALM_S", 0.05)
+    monkeypatch.setattr(denials, "CLEAR_S", 0.05)
 
 
 @pytest.fixture
-def driver(faulty: FaultyS3) -> Iterator[Driver]:
-    with Driver(SMALL, 32, bucket="kv-rights", endpoint=faulty.endpoint) as driver:
+def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
+    with TierDriver(SMALL, 32, bucket="kv-rights", endpoint=faulty.endpoint) as driver:
         driver.open()
         yield driver
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("soon")
-def test_each_kind_is_told_with_its_right_and_heals(driver: Driver, faulty: FaultyS3, kind: str) -> None:
+@pytest.mark.usefixtures("short_intervals")
+def test_each_kind_is_reported_with_its_right_and_cleared(driver: TierDriver, faulty: FaultyS3, kind: str) -> None:
     assert driver.store([1, 2]) == [Outcome.OK] * 2
     assert driver.tier.denials == {}
     faulty.fault = denying(KINDS[kind])
     driver.tier.open(NAMESPACE, 0)
     listing = driver.tier.list_rows()
-    driver.drop(2)
+    driver.delete(2)
 
-    def told() -> bool:
+    def reported() -> bool:
         driver.store([3])
         driver.load([1])
         next(listing, None)
         return kind in driver.tier.denials
 
-    assert wait_until(told)
+    assert wait_until(reported)
     right = {"put": "PutObject", "get": "GetObject", "delete": "DeleteObject", "list": "ListBucket"}[kind]
     sentence = driver.tier.denials[kind]
     assert sentence.startswith(f's3 bucket "kv-rights" at {faulty.endpoint}: ')
     assert f"denied (AccessDenied; the right is s3:{right})" in sentence
     assert set(driver.tier.denials) == {kind}
-    faulty.fault = work
+    faulty.fault = no_fault
     driver.open()
 
-    def forgotten() -> bool:
+    def cleared() -> bool:
         driver.store([4])
         driver.load([4])
         return driver.tier.denials == {}
 
-    assert wait_until(forgotten)
+    assert wait_until(cleared)
 
 
-@pytest.mark.usefixtures("soon")
-def test_uploads_are_asked_for_until_they_are_allowed(driver: Driver, faulty: FaultyS3) -> None:
-    """Also where nothing more is stored."""
+@pytest.mark.usefixtures("short_intervals")
+def test_uploads_are_tested_until_they_are_allowed(driver: TierDriver, faulty: FaultyS3) -> None:
+    """Also if nothing more is stored."""
     faulty.fault = denying(is_put)
     assert driver.store([1]) == [Outcome.FAILED]
     assert wait_until(lambda: "put" in driver.tier.denials)
-    faulty.fault = work
+    faulty.fault = no_fault
     assert wait_until(lambda: driver.tier.denials == {})
 
 
-@pytest.mark.usefixtures("soon")
-def test_a_delete_that_is_denied_for_one_object(driver: Driver, faulty: FaultyS3) -> None:
-    """The answer as a whole is 200 then."""
+@pytest.mark.usefixtures("short_intervals")
+def test_a_delete_denied_for_one_object_is_a_denial(driver: TierDriver, faulty: FaultyS3) -> None:
+    """The status of the answer is 200 then."""
     driver.store([1])
     error = f"<Error><Key>{driver.name(1)}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
     answer = f"<DeleteResult>{error}</DeleteResult>".encode()
     faulty.fault = lambda request: answer if is_delete(request) else None
-    driver.drop(1)
+    driver.delete(1)
     assert wait_until(lambda: "AccessDenied" in driver.tier.denials.get("delete", ""))
-    faulty.fault = work
+    faulty.fault = no_fault
     assert wait_until(lambda: driver.tier.denials == {})
     assert driver.settled(0)
 
 
-def test_why_uploads_fail_is_asked_once_a_minute(driver: Driver, faulty: FaultyS3) -> None:
+def test_failing_uploads_cause_one_test_upload_a_minute(driver: TierDriver, faulty: FaultyS3) -> None:
     faulty.fault = denying(is_put)
     for number in range(8):
         assert driver.store([number]) == [Outcome.FAILED]
     assert wait_until(lambda: "put" in driver.tier.denials)
     assert driver.store([8]) == [Outcome.FAILED]
-    driver.drop(8)
-    assert driver.settled(0), "the control thread has had its turn"
-    assert probes(faulty) == 1
+    driver.delete(8)
+    assert driver.settled(0), "the control thread has worked off its queue"
+    assert upload_tests(faulty) == 1
 
 
-@pytest.mark.usefixtures("soon")
-def test_the_probe_is_one_object_that_is_no_row(driver: Driver, faulty: FaultyS3) -> None:
-    faulty.fault = lambda request: 503 if is_put(request) and request.name != PROBE else None
+@pytest.mark.usefixtures("short_intervals")
+def test_the_test_object_is_not_a_row(driver: TierDriver, faulty: FaultyS3) -> None:
+    faulty.fault = lambda request: 503 if is_put(request) and request.name != TEST_OBJECT else None
     for number in range(4):
         assert driver.store([number]) == [Outcome.FAILED]
-        assert wait_until(lambda number=number: probes(faulty) > number)
+        assert wait_until(lambda number=number: upload_tests(faulty) > number)
     assert driver.tier.denials == {}, "small objects may be written"
-    faulty.fault = work
+    faulty.fault = no_fault
     assert driver.settled(0)
-    assert set(faulty.objects) == {PROBE}
+    assert set(faulty.objects) == {TEST_OBJECT}
     assert driver.open() == []
     assert driver.tier.used_bytes == 0
 
 
-def test_a_tier_that_only_reads_never_asks_for_uploads(faulty: FaultyS3) -> None:
-    with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, write="off") as driver:
+def test_a_read_only_tier_never_tests_uploads(faulty: FaultyS3) -> None:
+    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, write="off") as driver:
         driver.open()
         faulty.fault = denying(is_get)
         driver.load([1])
-        driver.drop(1)
+        driver.delete(1)
         assert wait_until(lambda: set(driver.tier.denials) == {"get"})
     assert faulty.count("PUT") == faulty.count("POST") == 0
 
 
 @pytest.mark.parametrize("status", [500, 503])
-@pytest.mark.usefixtures("soon")
-def test_a_server_that_is_busy_denies_nothing(driver: Driver, faulty: FaultyS3, status: int) -> None:
+@pytest.mark.usefixtures("short_intervals")
+def test_errors_of_a_busy_server_are_no_denials(driver: TierDriver, faulty: FaultyS3, status: int) -> None:
     driver.store([1])
     faulty.fault = lambda request: None if request.method == "HEAD" else (status, "SlowDown")
     assert driver.store([2]) == [Outcome.FAILED]
     assert driver.load([1]) == [Outcome.FAILED]
-    driver.drop(1)
-    assert wait_until(lambda: probes(faulty) > 0 and faulty.count("POST") > 0)
+    driver.delete(1)
+    assert wait_until(lambda: upload_tests(faulty) > 0 and faulty.count("POST") > 0)
     assert driver.tier.denials == {}
 
 
-def knows_conditions(request: Request, count: list[int]) -> tuple[int, str] | None:
-    """What a server that knows conditions does with the janitor's three probes."""
-    if request.name != PROBE:
+def supports_conditions(request: Request, count: list[int]) -> tuple[int, str] | None:
+    """How a server with conditional writes answers the janitor's three tests."""
+    if request.name != TEST_OBJECT:
         return None
     count[0] += 1
     return None if count[0] % 3 == 1 else (412, "PreconditionFailed")
 
 
-@pytest.mark.usefixtures("brisk", "soon")
-def test_a_server_whose_answers_lack_something_does_not_end_the_janitor(faulty: FaultyS3) -> None:
+@pytest.mark.usefixtures("fast_janitor", "short_intervals")
+def test_incomplete_answers_do_not_end_the_janitor(faulty: FaultyS3) -> None:
     """This one sends no ETag."""
     count = [0]
-    faulty.fault = lambda request: knows_conditions(request, count)
-    with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+    faulty.fault = lambda request: supports_conditions(request, count)
+    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.open()
         assert wait_until(lambda: "shared prefix" in driver.tier.denials)
         asked = len(faulty.requests)
@@ -187,13 +187,13 @@ def test_a_server_whose_answers_lack_something_does_not_end_the_janitor(faulty: 
 
 
 @pytest.mark.parametrize("kind", ["put", "get", "list"])
-@pytest.mark.usefixtures("brisk", "soon")
-def test_on_a_shared_prefix_the_janitor_hears_of_it(faulty: FaultyS3, kind: str) -> None:
+@pytest.mark.usefixtures("fast_janitor", "short_intervals")
+def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: str) -> None:
     """Nothing is ever uploaded by NIXL there, because there is no record of what the prefix holds."""
     count = [0]
     denied = denying(KINDS[kind])
-    faulty.fault = lambda request: denied(request) or knows_conditions(request, count)
-    with Driver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+    faulty.fault = lambda request: denied(request) or supports_conditions(request, count)
+    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.tier.open(NAMESPACE, 0)
         assert wait_until(lambda: kind in driver.tier.denials)
 
@@ -204,45 +204,47 @@ class TestDenials:
         return [100.0]
 
     @pytest.fixture
-    def book(self, clock: list[float]) -> Denials:
+    def recorder(self, clock: list[float]) -> Denials:
         return Denials("here", lambda: clock[0])
 
-    def test_success_counts_when_nothing_was_denied_for_a_while(self, book: Denials, clock: list[float]) -> None:
-        """A server that denies every other request would be news again and again."""
+    def test_a_success_clears_a_denial_after_a_while_without_another(
+        self, recorder: Denials, clock: list[float]
+    ) -> None:
+        """A server that denies every other request is reported once."""
         for _ in range(20):
-            book.denied("put", "AccessDenied")
+            recorder.denied("put", "AccessDenied")
             clock[0] += 1
-            book.worked("put")
-            assert set(book.current()) == {"put"}
-        clock[0] += denials.CALM_S
-        assert book.current() == {}
+            recorder.succeeded("put")
+            assert set(recorder.current()) == {"put"}
+        clock[0] += denials.CLEAR_S
+        assert recorder.current() == {}
 
-    def test_a_failure_of_unknown_cause_prolongs_what_is_known(self, book: Denials, clock: list[float]) -> None:
-        book.failed("put")
-        assert book.current() == {}
-        book.denied("put", "AccessDenied")
+    def test_a_failure_of_unknown_cause_prolongs_a_known_denial(self, recorder: Denials, clock: list[float]) -> None:
+        recorder.failed("put")
+        assert recorder.current() == {}
+        recorder.denied("put", "AccessDenied")
         clock[0] += 3600
-        book.failed("put")
-        book.worked("get")
-        assert set(book.current()) == {"put"}
+        recorder.failed("put")
+        recorder.succeeded("get")
+        assert set(recorder.current()) == {"put"}
 
-    def test_what_a_server_says_is_shown_as_a_code_at_most(self, book: Denials) -> None:
-        book.denied("put", "Access\nDenied " + 1000 * "x")
-        sentence = book.current()["put"]
+    def test_a_servers_text_is_reduced_to_a_code(self, recorder: Denials) -> None:
+        recorder.denied("put", "Access\nDenied " + 1000 * "x")
+        sentence = recorder.current()["put"]
         assert "\n" not in sentence
         assert len(sentence) < 200
 
-    def test_a_page_counts_only_with_a_code_of_denial(self, book: Denials) -> None:
+    def test_an_error_page_is_a_denial_only_with_such_a_code(self, recorder: Denials) -> None:
         for page in (b"", b"\x00<Code>", b"<Code>NoSuchKey</Code>", b"<Code>SlowDown</Code>"):
-            book.page("get", page)
-        assert book.current() == {}
-        book.page("get", SECRET_PAGE)
-        assert set(book.current()) == {"get"}
+            recorder.error_page("get", page)
+        assert recorder.current() == {}
+        recorder.error_page("get", DENIED_PAGE)
+        assert set(recorder.current()) == {"get"}
 
-    def test_botocore_still_calls_it_as_it_did(self, book: Denials) -> None:
-        """The event is one of botocore's documented ones; its arguments are what this counts on."""
+    def test_the_botocore_event_has_the_expected_arguments(self, recorder: Denials) -> None:
+        """The event is one of botocore's documented ones."""
         client = boto3.client("s3", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
-        book.watch(client)
+        recorder.watch(client)
         logging.getLogger("botocore.hooks").setLevel(logging.WARNING)
 
         class Response:
@@ -255,4 +257,4 @@ class TestDenials:
             model=None,
             context={},
         )
-        assert set(book.current()) == {"put"}
+        assert set(recorder.current()) == {"put"}

@@ -1,4 +1,4 @@
-"""A bucket must encrypt by default as the configuration says, for NIXL's uploads cannot ask for it."""
+"""A bucket's default encryption must be the configured one, because NIXL's uploads cannot request it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.s3.encryption import objection
-from tests.tiers.s3.objects import Driver
+from nixl_tiers.tiers.s3.encryption import encryption_problem
+from tests.tiers.s3.harness import TierDriver
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ARN = "arn:aws:kms:eu-central-1:111122223333:"
 
 
-class Answers:
-    """A client to which one answer is given."""
+class StubClient:
+    """A client with one answer."""
 
     def __init__(self, default: dict[str, str] | None, code: str = "") -> None:
         self._default = default
@@ -33,25 +33,28 @@ class Answers:
         return {"ServerSideEncryptionConfiguration": {"Rules": rules}}
 
 
-def told(sse: str | None, default: dict[str, str] | None, key: str | None = None, code: str = "") -> str | None:
+def problem(sse: str | None, default: dict[str, str] | None, key: str | None = None, code: str = "") -> str | None:
     tier = S3Config.model_validate(
         {"type": "s3", "bucket": "kv-cache", "capacity": 1 << 20, "sse": sse, "sse_key": key}
     )
-    return objection(Answers(default, code), tier)
+    return encryption_problem(StubClient(default, code), tier)
 
 
-def test_the_bucket_does_as_it_must_or_one_sentence_says_what_it_does() -> None:
-    assert told(None, None, code="AccessDenied") is None, "who requires nothing asks nothing"
-    assert told("AES256", {"SSEAlgorithm": "AES256"}) is None
-    assert told("aws:kms", {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": "k"}) is None
-    assert told("aws:kms", {"SSEAlgorithm": "AES256"}) == (
+def test_another_default_encryption_is_reported_in_one_sentence() -> None:
+    assert problem(None, None, code="AccessDenied") is None, "without a requirement there is no request"
+    assert problem("AES256", {"SSEAlgorithm": "AES256"}) is None
+    assert problem("aws:kms", {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": "k"}) is None
+    assert problem("aws:kms", {"SSEAlgorithm": "AES256"}) == (
         'encrypts with "AES256" by default, and sse requires "aws:kms"'
     )
-    assert told("AES256", {"SSEAlgorithm": "<b>rot13"}) == (
+    assert problem("AES256", {"SSEAlgorithm": "<b>rot13"}) == (
         'encrypts with something else by default, and sse requires "AES256"'
     )
-    assert told("AES256", None) is not None
-    assert told("AES256", None, code="AccessDenied") == 'does not tell (AccessDenied), and sse requires "AES256"'
+    assert problem("AES256", None) is not None
+    assert (
+        problem("AES256", None, code="AccessDenied")
+        == 'does not report its default encryption (AccessDenied), and sse requires "AES256"'
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,12 +70,12 @@ def test_the_bucket_does_as_it_must_or_one_sentence_says_what_it_does() -> None:
         ("0d9a", "", False),
     ],
 )
-def test_a_key_has_several_names(required: str, found: str, same: bool) -> None:
+def test_a_key_matches_by_id_alias_or_arn(required: str, found: str, same: bool) -> None:
     default = {"SSEAlgorithm": "aws:kms"} | ({"KMSMasterKeyID": found} if found else {})
-    assert (told("aws:kms", default, key=required) is None) is same
+    assert (problem("aws:kms", default, key=required) is None) is same
 
 
-def test_the_tier_is_down_until_the_bucket_encrypts_and_then_its_rows_are(
+def test_the_tier_is_down_until_the_bucket_encrypts_as_required(
     moto: MotoServer, s3_credentials: Callable[[S3Server], None], s3_prefix: str
 ) -> None:
     s3_credentials(moto)
@@ -83,7 +86,7 @@ def test_the_tier_is_down_until_the_bucket_encrypts_and_then_its_rows_are(
         client.put_bucket_encryption(Bucket=name, ServerSideEncryptionConfiguration=rules)
 
     place = {"bucket": name, "endpoint": moto.endpoint, "prefix": s3_prefix}
-    with Driver(SMALL, 4, **place, sse="aws:kms", sse_key="alias/kv") as driver:
+    with TierDriver(SMALL, 4, **place, sse="aws:kms", sse_key="alias/kv") as driver:
         client.delete_bucket_encryption(Bucket=name)
         driver.fails_to_open(TierDown, r'^s3 bucket "kv-encrypted" at [^ ]+: .*, and sse requires "aws:kms"$')
         assert driver.store([1]) == [Outcome.FAILED]

@@ -1,4 +1,4 @@
-"""A shared prefix is asked for single keys: what another engine has stored a moment ago, before any listing."""
+"""Existence checks on a shared prefix: rows that another mover has just stored are found before any listing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import GONE, ExistenceAnswer
-from tests.tiers.s3.objects import Driver, FaultyS3, Request, held_up, is_listing, key_of, wait_until
+from tests.tiers.s3.harness import FaultyS3, Request, TierDriver, hold_requests, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 
 
-pytestmark = pytest.mark.usefixtures("brisk")
+pytestmark = pytest.mark.usefixtures("fast_janitor")
 
 
-def ask(driver: Driver, numbers: Sequence[int], chain: bool = True) -> ExistenceAnswer:
-    """The answer to one probe."""
+def check(driver: TierDriver, numbers: Sequence[int], chain: bool = True) -> ExistenceAnswer:
+    """The answer to one existence check."""
     assert driver.tier.check_existence(7, [key_of(number) for number in numbers], chain)
     answers: list[ExistenceAnswer] = []
     assert wait_until(lambda: bool(answers.extend(driver.tier.existence_answers()) or answers))
-    assert not driver.tier._prober.busy
+    assert not driver.tier._existence.busy
     assert [answer.check_id for answer in answers] == [7]
     return answers[0]
 
@@ -37,11 +37,11 @@ def keys(*numbers: int) -> list[bytes]:
     return [key_of(number) for number in numbers]
 
 
-def test_what_another_engine_has_just_stored_is_found_and_loads(
+def test_a_row_that_another_mover_has_just_stored_is_found_and_loads(
     place: dict[str, Any],
 ) -> None:
     place |= {"shared": True, "capacity": 10_000 * ROW}
-    with Driver(SMALL, 32, **place) as one, Driver(SMALL, 32, **place) as two:
+    with TierDriver(SMALL, 32, **place) as one, TierDriver(SMALL, 32, **place) as two:
         one.open()
         two.open()
         assert wait_until(lambda: one.store([0]) == [Outcome.OK])
@@ -49,63 +49,63 @@ def test_what_another_engine_has_just_stored_is_found_and_loads(
             assert one.store([number]) == [Outcome.OK]
         # A server that is too slow for one question leaves the chain's end open: the next one finds more.
         answers: list[ExistenceAnswer] = []
-        assert wait_until(lambda: bool(answers.append(ask(two, range(32))) or len(answers[-1].found) == 21))
+        assert wait_until(lambda: bool(answers.append(check(two, range(32))) or len(answers[-1].found) == 21))
         assert found(answers[-1]) == keys(*range(21))
-        assert wait_until(lambda: list(ask(two, range(32)).absent) == keys(21))
+        assert wait_until(lambda: list(check(two, range(32)).absent) == keys(21))
         assert two.load(range(21)) == [Outcome.OK] * 21
-        assert wait_until(lambda: sorted(found(ask(two, [40, 7, 50], chain=False))) == keys(7))
+        assert wait_until(lambda: sorted(found(check(two, [40, 7, 50], chain=False))) == keys(7))
 
 
 class TestAnswers:
     @pytest.fixture
-    def driver(self, faulty: FaultyS3) -> Iterator[Driver]:
-        with Driver(SMALL, 8, bucket="kv-probe", endpoint=faulty.endpoint, shared=True, write="off") as driver:
+    def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
+        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint, shared=True, write="off") as driver:
             driver.open()
             yield driver
 
-    def put(self, driver: Driver, faulty: FaultyS3, *numbers: int, nbytes: int = ROW) -> None:
+    def put(self, driver: TierDriver, faulty: FaultyS3, *numbers: int, nbytes: int = ROW) -> None:
         faulty.objects |= {driver.name(number): bytes(nbytes) for number in numbers}
 
-    def test_a_chain_that_nobody_has_costs_one_request(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_a_chain_that_does_not_exist_costs_one_request(self, driver: TierDriver, faulty: FaultyS3) -> None:
         before = faulty.count("HEAD")
-        answer = ask(driver, range(500))
+        answer = check(driver, range(500))
         assert (found(answer), list(answer.absent)) == ([], keys(0))
         assert faulty.count("HEAD") == before + 1
 
-    def test_a_long_chain_costs_few(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_a_long_chain_costs_few_requests(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, *range(300))
         before = faulty.count("HEAD")
-        answer = ask(driver, range(500))
+        answer = check(driver, range(500))
         assert (found(answer), list(answer.absent)) == (keys(*range(300)), keys(300))
         assert faulty.count("HEAD") - before <= 1 + 10 + 16 + 16
 
-    def test_a_row_of_another_size_is_not_there(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_a_row_of_another_size_is_absent(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1, nbytes=ROW - 1)
-        assert list(ask(driver, [1]).absent) == keys(1)
+        assert list(check(driver, [1]).absent) == keys(1)
 
-    def test_a_server_that_is_at_fault_says_nothing_about_a_key(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_errors_of_the_server_leave_a_key_unknown(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1, 2)
         faulty.fault = lambda request: 503 if request.method == "HEAD" else None
-        answer = ask(driver, [1, 2])
+        answer = check(driver, [1, 2])
         assert (found(answer), list(answer.absent)) == ([], [])
         faulty.fault = lambda request: 403 if request.name == driver.name(2) else None
-        answer = ask(driver, [1, 2])
+        answer = check(driver, [1, 2])
         assert (found(answer), list(answer.absent)) == (keys(1), [])
 
-    def test_what_is_found_outlives_a_listing_that_began_before(self, driver: Driver, faulty: FaultyS3) -> None:
-        gate = held_up(faulty, is_listing)
+    def test_a_found_row_survives_a_listing_that_began_earlier(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        gate = hold_requests(faulty, is_listing)
         listing = driver.tier.list_rows()
         assert next(listing) == []
         names = set(faulty.objects)
         self.put(driver, faulty, 1)
-        assert found(ask(driver, [1])) == keys(1)
+        assert found(check(driver, [1])) == keys(1)
         for name in set(faulty.objects) - names:
-            faulty.objects.pop(name)  # the listing passed this place before it was written
+            faulty.objects.pop(name)  # the listing passed this name before it was written
         gate.set()
         assert [entry for batch in listing for entry in batch] == []
-        assert [(e.slot, e.key) for e in driver.adopted()] == [(GONE, key_of(1))], "the next one knows"
+        assert [(e.slot, e.key) for e in driver.listed_rows()] == [(GONE, key_of(1))], "the next listing misses it"
 
-    def test_a_namespace_that_is_left_is_not_answered_for(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_checks_of_an_earlier_namespace_are_not_answered(self, driver: TierDriver, faulty: FaultyS3) -> None:
         gate = threading.Event()
 
         def slow(request: Request) -> None:
@@ -118,10 +118,10 @@ class TestAnswers:
         assert driver.tier.check_existence(1, keys(1), True)
         driver.open(epoch=1)
         gate.set()
-        assert not driver.tier._prober.busy
+        assert not driver.tier._existence.busy
         assert list(driver.tier.existence_answers()) == []
 
-    def test_a_private_prefix_cannot_be_asked(self, faulty: FaultyS3) -> None:
-        with Driver(SMALL, 8, bucket="kv-probe", endpoint=faulty.endpoint) as driver:
+    def test_a_private_prefix_has_no_existence_checks(self, faulty: FaultyS3) -> None:
+        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint) as driver:
             driver.open()
             assert not driver.tier.check_existence(1, keys(1), True)

@@ -1,4 +1,4 @@
-"""Rows that are older than `max_age`: misses, and soon gone, by the server's clock and by the seal's."""
+"""Rows older than `max_age` are misses and soon deleted, by the server's clock and by the seal's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import GONE
-from nixl_tiers.tiers.s3 import tier as object_module
-from tests.tiers.s3.objects import NAMESPACE, OTHER_NAMESPACE, Driver, FaultyS3, held_up, is_listing, key_of, wait_until
+from nixl_tiers.tiers.s3 import tier as tier_module
+from tests.tiers.s3.harness import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    FaultyS3,
+    TierDriver,
+    hold_requests,
+    is_listing,
+    key_of,
+    wait_until,
+)
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -19,7 +28,7 @@ HOUR = 3600
 NOW = "2100-01-01T00:00:00.000Z"
 
 
-pytestmark = pytest.mark.usefixtures("brisk")
+pytestmark = pytest.mark.usefixtures("fast_janitor")
 
 
 def names_in(server: S3Server, place: dict[str, Any]) -> set[str]:
@@ -27,61 +36,64 @@ def names_in(server: S3Server, place: dict[str, Any]) -> set[str]:
     return {found["Key"] for found in answer.get("Contents", ()) if found["Key"].count("/") > 1}
 
 
-def gone(driver: Driver) -> set[bytes]:
-    return {entry.key for entry in driver.adopted() if entry.slot == GONE}
+def expired_keys(driver: TierDriver) -> set[bytes]:
+    return {entry.key for entry in driver.listed_rows() if entry.slot == GONE}
 
 
-class TestTheSealTells:
-    """Last-Modified is when a row came here; the seal knows when it was computed."""
+class TestAgeOfTheSeal:
+    """Last-Modified is when a row was uploaded; the seal holds when it was computed."""
 
     @pytest.mark.parametrize("shared", [False, True])
-    def test_an_old_row_is_missing_and_is_deleted_when_it_is_dropped(
+    def test_an_expired_row_is_a_miss_and_is_deleted_on_request(
         self, place: dict[str, Any], s3_server: S3Server, shared: bool
     ) -> None:
-        with Driver(SMALL, 8, **place, max_age=HOUR, shared=shared) as driver:
+        with TierDriver(SMALL, 8, **place, max_age=HOUR, shared=shared) as driver:
             driver.open()
             now = int(time.time())
             assert wait_until(lambda: driver.store_sealed(1, now - 2 * HOUR) is Outcome.OK)
             assert driver.store_sealed(2, now - HOUR // 2) is Outcome.OK
             assert driver.load([1, 2]) == [Outcome.MISSING, Outcome.OK]
-            driver.drop(1)
+            driver.delete(1)
             assert wait_until(lambda: names_in(s3_server, place) == {driver.name(2)})
             assert driver.load([1, 2]) == [Outcome.MISSING, Outcome.OK]
 
-    def test_without_a_maximum_nothing_is_old(self, place: dict[str, Any]) -> None:
-        with Driver(SMALL, 8, **place) as driver:
+    def test_without_max_age_nothing_expires(self, place: dict[str, Any]) -> None:
+        with TierDriver(SMALL, 8, **place) as driver:
             driver.open()
             assert driver.store_sealed(1, 1) is Outcome.OK
             assert driver.load([1]) == [Outcome.OK]
             assert driver.tier.maintain_s is None
 
 
-class TestClocksApart:
-    """Engines share a prefix, and one of them has another time of day than the server."""
+class TestClockSkew:
+    """Movers share a prefix, and one of them has another time of day than the server."""
 
     @pytest.mark.parametrize("ahead_s", [2 * HOUR, -2 * HOUR])
-    def test_nothing_is_too_old_for_a_wrong_clock_or_because_of_one(
+    def test_nothing_expires_because_of_a_wrong_clock(
         self, place: dict[str, Any], s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, ahead_s: int
     ) -> None:
-        with Driver(SMALL, 8, **place, max_age=HOUR, shared=True) as right:
+        with TierDriver(SMALL, 8, **place, max_age=HOUR, shared=True) as right:
             right.open()
             assert wait_until(lambda: right.store([1]) == [Outcome.OK])
-            with monkeypatch.context() as wrong_clock, Driver(SMALL, 8, **place, max_age=HOUR, shared=True) as wrong:
-                wrong_clock.setattr(object_module, "time", Shifted(ahead_s))
+            with (
+                monkeypatch.context() as wrong_clock,
+                TierDriver(SMALL, 8, **place, max_age=HOUR, shared=True) as wrong,
+            ):
+                wrong_clock.setattr(tier_module, "time", ShiftedTime(ahead_s))
                 wrong.open()
                 assert wait_until(lambda: wrong.store([2]) == [Outcome.OK])
                 assert wrong.load([1, 2]) == [Outcome.OK] * 2
             assert right.load([1, 2]) == [Outcome.OK] * 2
 
-    def test_a_row_ages_by_the_servers_clock(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        with Driver(SMALL, 8, **place, max_age=HOUR) as driver:
+    def test_age_is_by_the_servers_clock(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        with TierDriver(SMALL, 8, **place, max_age=HOUR) as driver:
             driver.open()
             assert driver.store_sealed(1, int(time.time()) - 2 * HOUR) is Outcome.OK
-            monkeypatch.setattr(object_module, "time", Shifted(-2 * HOUR))
+            monkeypatch.setattr(tier_module, "time", ShiftedTime(-2 * HOUR))
             assert driver.load([1]) == [Outcome.MISSING]
 
 
-class Shifted:
+class ShiftedTime:
     """The module `time`, with another time of day."""
 
     monotonic = staticmethod(time.monotonic)
@@ -93,38 +105,38 @@ class Shifted:
         return time.time() + self._ahead_s
 
 
-class TestTheListingTells:
-    def test_old_rows_leave_a_private_prefix_and_the_engine_hears_of_it(
+class TestAgeOfTheObject:
+    def test_upkeep_deletes_expired_rows_of_a_private_prefix_and_reports_them(
         self, place: dict[str, Any], s3_server: S3Server
     ) -> None:
-        with Driver(SMALL, 8, **place, max_age=1) as driver:
+        with TierDriver(SMALL, 8, **place, max_age=1) as driver:
             driver.open()
             assert driver.tier.maintain_s is not None
             assert driver.store([1, 2]) == [Outcome.OK] * 2
-            told: set[bytes] = set()
-            assert wait_until(lambda: bool(told.update(gone(driver)) or told == {key_of(1), key_of(2)}))
+            reported: set[bytes] = set()
+            assert wait_until(lambda: bool(reported.update(expired_keys(driver)) or reported == {key_of(1), key_of(2)}))
             assert driver.settled(0)
             assert names_in(s3_server, place) == set()
             assert driver.load([1]) == [Outcome.MISSING]
 
-    def test_the_janitor_clears_a_shared_prefix_and_engines_hear_of_it(
+    def test_the_janitor_deletes_expired_rows_of_a_shared_prefix(
         self, place: dict[str, Any], s3_server: S3Server
     ) -> None:
-        with Driver(SMALL, 8, **place, shared=True, max_age=1) as driver:
+        with TierDriver(SMALL, 8, **place, shared=True, max_age=1) as driver:
             driver.open()
-            stranger = driver.name(1, OTHER_NAMESPACE)
-            s3_server.client().put_object(Bucket=place["bucket"], Key=stranger, Body=bytes(ROW))
+            other = driver.name(1, OTHER_NAMESPACE)
+            s3_server.client().put_object(Bucket=place["bucket"], Key=other, Body=bytes(ROW))
             assert wait_until(lambda: driver.store([2]) == [Outcome.OK])
-            told: set[bytes] = set()
-            assert wait_until(lambda: bool(told.update(gone(driver)) or told == {key_of(2)}))
+            reported: set[bytes] = set()
+            assert wait_until(lambda: bool(reported.update(expired_keys(driver)) or reported == {key_of(2)}))
             assert wait_until(lambda: names_in(s3_server, place) == set())
 
 
 class TestOneListing:
-    """A server whose objects are as old as a test says."""
+    """On a server whose Last-Modified the test sets."""
 
-    def test_at_open_the_old_go_and_the_others_are_adopted(self, faulty: FaultyS3) -> None:
-        with Driver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
+    def test_open_deletes_expired_rows_and_lists_the_others(self, faulty: FaultyS3) -> None:
+        with TierDriver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
             for number in (1, 2):
                 faulty.objects[driver.name(number)] = bytes(ROW)
                 faulty.objects[driver.name(number, OTHER_NAMESPACE)] = bytes(ROW)
@@ -135,11 +147,11 @@ class TestOneListing:
             assert driver.settled(2)
             assert set(faulty.objects) == young | {"nixl-tiers/notes.txt"}
 
-    def test_what_was_written_since_the_listing_began_stays(self, faulty: FaultyS3) -> None:
-        with Driver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
+    def test_a_row_stored_during_the_listing_stays(self, faulty: FaultyS3) -> None:
+        with TierDriver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
             driver.open()
             assert driver.store([1, 2]) == [Outcome.OK] * 2
-            gate = held_up(faulty, is_listing)
+            gate = hold_requests(faulty, is_listing)
             listing = driver.tier.maintain()
             assert next(listing) == []
             assert driver.store([2]) == [Outcome.OK]
@@ -148,15 +160,15 @@ class TestOneListing:
             assert driver.settled(1)
             assert set(faulty.objects) == {driver.name(2)}
 
-    def test_who_only_reads_deletes_nothing(self, faulty: FaultyS3) -> None:
-        with Driver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR, write="off") as driver:
+    def test_a_read_only_tier_deletes_nothing(self, faulty: FaultyS3) -> None:
+        with TierDriver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR, write="off") as driver:
             faulty.objects |= {driver.name(1): bytes(ROW), driver.name(2, OTHER_NAMESPACE): bytes(ROW)}
             faulty.objects[driver.name(3)] = bytes(ROW)
             faulty.modified[driver.name(3)] = NOW
             assert [entry.key for entry in driver.open() if entry.slot != GONE] == [key_of(3)]
             assert driver.load([3]) == [Outcome.CORRUPT]
-            driver.drop(3)
-            assert not driver.tier._bucket.deleting
+            driver.delete(3)
+            assert not driver.tier._control.has_pending_deletes
             assert len(faulty.objects) == 3
             assert faulty.count("POST") == 0
             assert driver.open(NAMESPACE) is not None

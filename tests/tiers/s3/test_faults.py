@@ -1,4 +1,4 @@
-"""Servers that are down, slow, wrong or in the way: nothing waits for long, nothing is lost that need not be."""
+"""Servers that are down, slow or faulty: nothing blocks for long, and rows are lost only where that is unavoidable."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Ser
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3 import control, data
 from nixl_tiers.tiers.s3.credentials import Credentials
-from tests.tiers.s3.objects import (
+from tests.tiers.s3.harness import (
     HANG_UP,
     NAMESPACE,
     OTHER_NAMESPACE,
-    Driver,
     FaultyS3,
     Request,
-    held_up,
+    TierDriver,
+    hold_requests,
     is_listing,
     wait_until,
 )
@@ -37,12 +37,12 @@ ROW = SMALL.row_bytes
 DOWN_S = 4.0
 
 
-pytestmark = pytest.mark.usefixtures("object_credentials")
+pytestmark = pytest.mark.usefixtures("server_credentials")
 
 
 @pytest.fixture
-def driver(faulty: FaultyS3) -> Iterator[Driver]:
-    with Driver(SMALL, 32, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
+    with TierDriver(SMALL, 32, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
         driver.open()
         yield driver
 
@@ -62,13 +62,13 @@ def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[
 
 class TestOpen:
     def test_a_missing_bucket_is_refused_by_name(self, s3_server: S3Server) -> None:
-        with Driver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver:
+        with TierDriver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver:
             caught = driver.fails_to_open(TierRefused, r'^bucket: there is no bucket "no-such-bucket" at http://127')
         assert "\n" not in str(caught)
 
     def test_a_server_that_is_down_comes_up_later(self) -> None:
         server = MotoServer()
-        with server, Driver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
+        with server, TierDriver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
             for _ in range(2):
                 started = time.monotonic()
                 with pytest.raises(TierDown, match="does not answer"):
@@ -78,8 +78,8 @@ class TestOpen:
             assert driver.open() == []
             assert driver.store([1]) == [Outcome.OK]
 
-    def test_a_server_that_accepts_and_says_nothing(self) -> None:
-        with moto_server() as server, Driver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
+    def test_a_server_that_accepts_and_never_answers(self) -> None:
+        with moto_server() as server, TierDriver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
             server.make_bucket("kv-faults")
             server.pause()
             started = time.monotonic()
@@ -90,22 +90,22 @@ class TestOpen:
             driver.open()
 
     @pytest.mark.parametrize("status", [400, 403, 500, 503])
-    def test_an_error_is_no_refusal(self, faulty: FaultyS3, status: int) -> None:
-        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+    def test_an_error_is_not_a_refusal(self, faulty: FaultyS3, status: int) -> None:
+        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
             faulty.fault = failing("HEAD", status=status)
             driver.fails_to_open(TierDown, str(status))
             faulty.fault = lambda _: None
             driver.open()
 
-    def test_a_listing_goes_on_when_the_server_does(
-        self, driver: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    def test_a_listing_continues_when_the_server_recovers(
+        self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(control, "BACKOFF_S", (0.05, 0.1))
         driver.store([1, 2])
         faulty.fault = failing("GET", times=8)
         assert len(driver.open()) == 2
 
-    def test_a_reset_ends_a_listing_that_hangs(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_a_reset_ends_a_hanging_listing(self, driver: TierDriver, faulty: FaultyS3) -> None:
         driver.store([1])
         faulty.fault = failing("GET")
         driver.tier.open(NAMESPACE, 1)
@@ -117,24 +117,24 @@ class TestOpen:
 
 
 class TestCredentials:
-    def test_wrong_ones_are_down_and_never_shown(
+    def test_wrong_credentials_are_down_and_never_shown(
         self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "w0ngSecretThatMustNotShow")
-        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
             caught = driver.fails_to_open(TierDown, "refuses these credentials")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
             driver.open()
-            own = (driver.tier._bucket.credentials, vars(driver.tier), vars(driver.tier._bucket))
+            own = (driver.tier._control.credentials, vars(driver.tier), vars(driver.tier._control))
             shown = f"{caught!r} {caught.__cause__!r} {own!r} {''.join(capfd.readouterr())}"
         assert "w0ng" not in shown
         assert SECRET_KEY not in shown
 
-    def test_named_variables(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_credentials_from_named_variables(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         names = {"access_key_env": "KV_ACCESS", "secret_key_env": "KV_SECRET"}
-        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, **names) as driver:
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, **names) as driver:
             monkeypatch.setenv("KV_ACCESS", ACCESS_KEY)
             driver.fails_to_open(TierRefused, r"^secret_key_env: the environment variable KV_SECRET is not set$")
             monkeypatch.setenv("KV_SECRET", "expired")
@@ -146,10 +146,10 @@ class TestCredentials:
     def test_a_credentials_file_that_appears_later(
         self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        # The chain's variables must not win over the file that the configuration names.
+        # The chain's variables must not override the file that the configuration names.
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
         path = tmp_path / "credentials"
-        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
             driver.fails_to_open(TierDown, "no credentials")
             path.write_text("[default]\naws_access_key_id = only-half\n")
             driver.fails_to_open(TierDown, "cannot be read")
@@ -157,101 +157,105 @@ class TestCredentials:
             driver.open()
             assert driver.store([1]) == [Outcome.OK]
 
-    def test_a_profile(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_credentials_from_a_profile(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         path = tmp_path / "credentials"
         path.write_text(_credentials_file(ACCESS_KEY, "kv"))
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
-        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
             driver.open()
-        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:
             driver.fails_to_open(TierDown, r'^profile: there is no profile "nobody" in ')
 
-    def test_a_profile_of_the_environment(
+    def test_a_profile_named_by_the_environment(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """One that is nowhere takes the tier down, and no process; the one of `credentials_file` is looked up there."""
+        """A missing one takes the tier down, not the process; with `credentials_file` it is looked up there."""
         monkeypatch.setenv("AWS_PROFILE", "elsewhere")
         place = {"bucket": "kv-faults", "endpoint": faulty.endpoint}
-        with Driver(SMALL, 4, **place) as driver:
+        with TierDriver(SMALL, 4, **place) as driver:
             monkeypatch.delenv("AWS_ACCESS_KEY_ID")
             driver.fails_to_open(TierDown, r'^profile: there is no profile "elsewhere" in ')
         path = tmp_path / "credentials"
         path.write_text(_credentials_file("a-key", "elsewhere"))
-        with Driver(SMALL, 4, **place, credentials_file=path) as driver:
+        with TierDriver(SMALL, 4, **place, credentials_file=path) as driver:
             driver.open()
             assert driver.store([1]) == [Outcome.OK]
         monkeypatch.setenv("KV_ACCESS", "another-key")
         names = {"access_key_env": "KV_ACCESS", "secret_key_env": "AWS_SECRET_ACCESS_KEY"}
-        with Driver(SMALL, 4, **place, **names) as driver:
+        with TierDriver(SMALL, 4, **place, **names) as driver:
             driver.open()
         assert {request.access_key for request in faulty.requests} == {"a-key", "another-key"}
 
-    def test_none_at_all(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_without_credentials_the_tier_is_down(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
             monkeypatch.setenv(name, str(tmp_path / "nothing"))
-        with Driver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
             driver.fails_to_open(TierDown, "in the AWS credential chain")
 
-    def test_renewed_ones_are_used_without_reopening(
+    def test_renewed_credentials_are_used_without_reopening(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(control, "RENEW_S", 0.05)
+        monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 0.05)
         path = tmp_path / "credentials"
         path.write_text(_credentials_file("first-key"))
-        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
             driver.open()
             driver.store([1])
             path.write_text(_credentials_file("second-key"))
             second = Request("PUT", driver.name(1), "second-key")
             assert wait_until(lambda: driver.store([1]) == [Outcome.OK] and second in faulty.requests)
             assert driver.load([1]) == [Outcome.OK]
-            path.unlink()  # the old ones stay in use
+            path.unlink()  # the old credentials stay in use
             assert driver.load([1]) == [Outcome.OK]
         assert {r.access_key for r in faulty.requests if r.method == "PUT"} == {"first-key", "second-key"}
 
-    def test_temporary_ones_expire_and_are_renewed_and_nothing_is_lost(
+    def test_temporary_credentials_are_renewed_and_nothing_is_lost(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(control, "RENEW_S", 0.05)
+        monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 0.05)
         monkeypatch.setattr(data, "DOWNLOAD_S", 60.0)
         path = tmp_path / "credentials"
         valid = ["first-token"]
         faulty.fault = lambda request: None if request.session_token in valid else 403
         path.write_text(_credentials_file("role", token="first-token"))
-        with Driver(SMALL, 16, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        with TierDriver(SMALL, 16, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
             driver.open()
             assert driver.store(range(6)) == [Outcome.OK] * 6
             faulty.hold = threading.Event()
-            under_way = driver.tier.load(driver.moves([0, 1]))  # these have begun with the first ones
+            in_flight = driver.tier.load(driver.moves([0, 1]))  # these begin with the first token
             assert wait_until(lambda: sum(each.method == "GET" and each.name != "" for each in faulty.requests) >= 2)
             valid[:] = ["second-token"]
             path.write_text(_credentials_file("role", token="second-token"))
             renewed = Credentials("role", SECRET_KEY, "second-token")
-            assert wait_until(lambda: driver.tier._bucket.credentials == renewed)
+            assert wait_until(lambda: driver.tier._control.credentials == renewed)
             behind = driver.begin_store([6, 7])
             assert [done.batch_id for done in driver.tier.poll()] == []
             assert driver.tier._data.credentials is not None
             assert driver.tier._data.credentials.session_token == "first-token", "it is not released while it works"
-            assert len(driver.tier._moves.stores.waiting) == 2, "nothing more starts with the old ones"
+            assert len(driver.tier._moves.stores.waiting) == 2, "nothing more starts with the old credentials"
             faulty.hold.set()
-            assert driver.finish(under_way, behind) == [[Outcome.OK] * 2] * 2
+            assert driver.finish(in_flight, behind) == [[Outcome.OK] * 2] * 2
             assert driver.load(range(8)) == [Outcome.OK] * 8
-            driver.drop(7)
+            driver.delete(7)
             assert driver.settled(7)
         tokens = [request.session_token for request in faulty.requests]
-        assert tokens == sorted(tokens), "the second ones only, once they are in use"
+        assert tokens == sorted(tokens), "only the second token, once it is in use"
 
-    def test_new_ones_are_looked_for_as_soon_as_transfers_fail(
+    def test_new_credentials_are_looked_for_when_transfers_fail(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(control, "RENEW_S", 3600.0)
-        monkeypatch.setattr(control, "DOUBT_S", 0.05)
+        monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 3600.0)
+        monkeypatch.setattr(control, "CREDENTIALS_RECHECK_S", 0.05)
         path = tmp_path / "credentials"
         path.write_text(_credentials_file("first-key"))
-        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
             driver.open()
             driver.store([1])
             faulty.fault = lambda request: 403 if request.access_key == "first-key" else None
@@ -265,69 +269,69 @@ class TestTls:
         with moto_server(certificate=certificate) as server:
             server.make_bucket("kv-faults")
             place = {"bucket": "kv-faults", "endpoint": server.endpoint}
-            with Driver(SMALL, 4, **place) as driver:
+            with TierDriver(SMALL, 4, **place) as driver:
                 driver.fails_to_open(TierDown, r"certificate .* ca_file")
-            with Driver(SMALL, 4, **place, ca_file=certificate[0]) as driver:
+            with TierDriver(SMALL, 4, **place, ca_file=certificate[0]) as driver:
                 driver.open()
                 assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
                 assert driver.load([1, 2]) == [Outcome.OK, Outcome.OK]
 
-    def test_an_endpoint_of_the_other_scheme_says_so(self, tmp_path: Path, faulty: FaultyS3) -> None:
+    def test_a_wrong_scheme_of_the_endpoint_is_reported(self, tmp_path: Path, faulty: FaultyS3) -> None:
         with moto_server(certificate=_self_signed(tmp_path)) as server:
             for endpoint, speaks in (
                 (server.endpoint.replace("https:", "http:"), "speaks https, not http"),
                 (faulty.endpoint.replace("http:", "https:"), "speaks http, not https"),
             ):
-                with Driver(SMALL, 4, bucket="kv-faults", endpoint=endpoint) as driver:
+                with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=endpoint) as driver:
                     caught = driver.fails_to_open(TierDown, f" at {endpoint}: {speaks}")
                 assert "endpoint" in str(caught)
 
-    def test_a_bad_request_is_no_sign_of_tls(self, faulty: FaultyS3) -> None:
+    def test_a_bad_request_is_not_taken_for_tls(self, faulty: FaultyS3) -> None:
         faulty.fault = failing("HEAD", status=400)
-        with Driver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
             driver.fails_to_open(TierDown, "does not accept the request")
 
-    def test_nixl_checks_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nixl_checks_the_certificate_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trusted, other = tmp_path / "trusted", tmp_path / "other"
         certificates = [_self_signed(directory) for directory in (trusted, other)]
         with moto_server(certificate=certificates[0]) as server:
             server.make_bucket("kv-faults")
-            # Only the data plane is given the wrong bundle here.
+            # Only the data connection is given the wrong bundle here.
             monkeypatch.setattr(data, "trusted_certificates", lambda _: str(certificates[1][0]))
             config = {"bucket": "kv-faults", "endpoint": server.endpoint, "ca_file": certificates[0][0]}
-            with Driver(SMALL, 4, **config) as driver:
+            with TierDriver(SMALL, 4, **config) as driver:
                 driver.open()
                 assert driver.store([1]) == [Outcome.FAILED]
 
 
 class TestTransfers:
-    def test_an_upload_that_the_server_refuses_has_failed(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_a_refused_upload_has_failed(self, driver: TierDriver, faulty: FaultyS3) -> None:
         faulty.fault = failing("PUT")
         assert driver.store([1, 2]) == [Outcome.FAILED, Outcome.FAILED]
         faulty.fault = lambda _: None
         assert driver.settled(0)
         assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
 
-    def test_an_upload_that_fails_after_it_arrived_does_not_stay(self, driver: Driver, faulty: FaultyS3) -> None:
-        def arrives_all_the_same(request: Request) -> int | None:
+    def test_an_upload_that_fails_after_it_arrived_is_deleted(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        def store_and_fail(request: Request) -> int | None:
             if request.method != "PUT":
                 return None
             faulty.objects[request.name] = bytes(ROW)
             return 403
 
-        faulty.fault = arrives_all_the_same
+        faulty.fault = store_and_fail
         assert driver.store([1]) == [Outcome.FAILED]
         assert driver.settled(0)
         assert set(faulty.objects) <= {"nixl-tiers/.probe"}
 
-    def test_an_error_page_is_not_a_missing_row(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_an_error_page_is_not_a_missing_row(self, driver: TierDriver, faulty: FaultyS3) -> None:
         driver.store([1])
         faulty.fault = failing("GET")
         assert driver.load([1]) == [Outcome.FAILED]
         faulty.fault = lambda _: None
         assert driver.load([1, 2]) == [Outcome.OK, Outcome.MISSING]
 
-    def test_an_old_error_page_says_nothing_of_a_lost_connection(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_an_old_error_page_is_not_taken_for_a_new_answer(self, driver: TierDriver, faulty: FaultyS3) -> None:
         assert driver.load(list(range(1, 31))) == [Outcome.MISSING] * 30
         driver.store([31])
         faulty.fault = failing("GET", status=HANG_UP)
@@ -335,16 +339,16 @@ class TestTransfers:
         faulty.fault = lambda _: None
         assert driver.load([31]) == [Outcome.OK]
 
-    def test_one_error_page_spoils_nothing(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_one_error_page_is_retried(self, driver: TierDriver, faulty: FaultyS3) -> None:
         faulty.fault = failing("PUT", times=1)
         assert driver.store([1]) == [Outcome.OK]
         faulty.fault = failing("GET", times=1)
         assert driver.load([1]) == [Outcome.OK]
 
-    def test_a_server_that_dies_and_comes_back(self, s3_prefix: str) -> None:
+    def test_a_server_restart_loses_nothing(self, s3_prefix: str) -> None:
         with SeaweedServer().start() as server:
             server.make_bucket("kv-faults")
-            with Driver(SMALL, 32, bucket="kv-faults", prefix=s3_prefix, endpoint=server.endpoint) as driver:
+            with TierDriver(SMALL, 32, bucket="kv-faults", prefix=s3_prefix, endpoint=server.endpoint) as driver:
                 driver.open()
                 numbers = list(range(8))
                 assert driver.store(numbers) == [Outcome.OK] * 8
@@ -355,8 +359,8 @@ class TestTransfers:
                 assert driver.load(numbers) == [Outcome.OK] * 8
                 assert driver.settled(8)
 
-    def test_a_server_that_trickles_costs_one_staging_row(
-        self, driver: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    def test_a_download_that_times_out_holds_one_staging_row(
+        self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         driver.store([1, 2])
         monkeypatch.setattr(data, "DOWNLOAD_S", 0.3)
@@ -370,99 +374,99 @@ class TestTransfers:
         held.set()
         driver.finish()
         assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._data.free_staging) == staging)
-        assert (driver.row(1) == 77).all(), "a download that was given up came through after all"
+        assert (driver.row(1) == 77).all(), "an abandoned download wrote to the region"
         assert driver.load([1]) == [Outcome.OK]
 
-    def test_no_more_transfers_than_agreed(self, driver: Driver, faulty: FaultyS3) -> None:
+    def test_concurrent_transfers_are_bounded(self, driver: TierDriver, faulty: FaultyS3) -> None:
         uploads = driver.begin_store(range(32))
         driver.finish(uploads)
         driver.finish(*(driver.tier.load(driver.moves(range(32))) for _ in range(4)))
-        assert 1 < faulty.most_at_once <= data.MAX_UPLOADS + data.MAX_DOWNLOADS
+        assert 1 < faulty.max_concurrent <= data.MAX_UPLOADS + data.MAX_DOWNLOADS
 
 
 class TestBudget:
     CAPACITY_ROWS = 8
 
     @pytest.fixture
-    def small(self, faulty: FaultyS3) -> Iterator[Driver]:
+    def small(self, faulty: FaultyS3) -> Iterator[TierDriver]:
         config = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "capacity": self.CAPACITY_ROWS * ROW + ROW // 2}
-        with Driver(SMALL, 64, **config) as driver:
+        with TierDriver(SMALL, 64, **config) as driver:
             driver.open()
             yield driver
 
-    def test_a_delete_is_confirmed_before_its_place_is_filled(self, small: Driver, faulty: FaultyS3) -> None:
+    def test_a_delete_is_confirmed_before_its_space_is_used(self, small: TierDriver, faulty: FaultyS3) -> None:
         held: list[int] = []
         for start in range(0, 80, 4):
             fresh = list(range(start, start + 4))
             if len(held) == self.CAPACITY_ROWS:
-                small.drop(*held[:4])
+                small.delete(*held[:4])
                 held = held[4:]
             assert small.store(fresh) == [Outcome.OK] * 4
             held += fresh
-        assert faulty.most_objects == self.CAPACITY_ROWS
+        assert faulty.max_objects == self.CAPACITY_ROWS
         assert small.load(held) == [Outcome.OK] * len(held)
 
-    def test_more_than_the_capacity_is_not_taken(self, small: Driver, faulty: FaultyS3) -> None:
+    def test_no_more_than_the_capacity_is_stored(self, small: TierDriver, faulty: FaultyS3) -> None:
         outcomes = small.store(list(range(10)))
         assert outcomes == [Outcome.OK] * 8 + [Outcome.NO_SPACE] * 2
         assert len(faulty.objects) == 8
-        assert small.store([3]) == [Outcome.OK], "a row may be written over itself when all is full"
+        assert small.store([3]) == [Outcome.OK], "a row may be overwritten when the tier is full"
 
-    def test_rows_of_other_namespaces_make_room_oldest_first(self, small: Driver, faulty: FaultyS3) -> None:
+    def test_the_oldest_rows_of_other_namespaces_are_deleted_first(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store(list(range(6)))
         faulty.objects["nixl-tiers/notes.txt"] = b"not ours"
         assert small.open(OTHER_NAMESPACE) == []
         assert small.tier.used_bytes == 6 * ROW
         assert small.store([10, 11]) == [Outcome.OK] * 2
-        assert len(faulty.objects) == 9, "there was room, so nothing had to go"
+        assert len(faulty.objects) == 9, "there was room, so nothing was deleted"
         assert small.store([12, 13, 14]) == [Outcome.OK] * 3
-        assert faulty.most_objects == self.CAPACITY_ROWS + 1
+        assert faulty.max_objects == self.CAPACITY_ROWS + 1
         assert small.settled(8)
         ours = {small.name(number, OTHER_NAMESPACE) for number in range(10, 15)}
         assert ours | {"nixl-tiers/notes.txt"} < set(faulty.objects)
         assert len(faulty.objects) == 9
 
-    def test_without_deletes_there_is_no_room(
-        self, small: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    def test_without_deletes_there_is_no_space(
+        self, small: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(control, "BACKOFF_S", (0.1, 0.2))
         small.store(list(range(8)))
         faulty.fault = failing("POST")
-        small.drop(0, 1)
+        small.delete(0, 1)
         assert small.store([8]) == [Outcome.FAILED]
-        assert small.tier.used_bytes == 8 * ROW, "what is not surely gone still counts"
+        assert small.tier.used_bytes == 8 * ROW, "an unconfirmed delete still counts"
         faulty.fault = lambda _: None
         assert small.settled(6)
         assert small.store([8, 9]) == [Outcome.OK] * 2
-        assert faulty.most_objects == 8
+        assert faulty.max_objects == 8
 
-    def test_no_upload_waits_for_a_delete_that_is_put_off(
-        self, small: Driver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    def test_no_upload_waits_for_a_delete_in_backoff(
+        self, small: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It would be overdue, and cost the mover."""
+        """It would miss the job's hard deadline, and the mover would be killed."""
         monkeypatch.setattr(control, "BACKOFF_S", (3600.0, 3600.0))
         small.store(list(range(8)))
         faulty.fault = failing("POST", status=403)
-        small.drop(0, 1)
+        small.delete(0, 1)
         assert wait_until(lambda: faulty.count("POST") > 0)
         assert small.store([8]) == [Outcome.FAILED]
         assert small.store([9]) == [Outcome.FAILED]
         assert small.load([2]) == [Outcome.OK]
 
-    def test_a_row_dropped_while_it_is_written_goes(self, small: Driver, faulty: FaultyS3) -> None:
-        gate = held_up(faulty, lambda request: request.method == "PUT")
+    def test_a_row_deleted_during_its_upload_is_deleted(self, small: TierDriver, faulty: FaultyS3) -> None:
+        gate = hold_requests(faulty, lambda request: request.method == "PUT")
         batch_id = small.begin_store([1])
         assert wait_until(lambda: faulty.count("PUT") > 0)
-        small.drop(1)
+        small.delete(1)
         gate.set()
         small.finish(batch_id)
         assert small.settled(0)
         assert faulty.objects == {}
 
-    def test_an_upload_waits_for_the_delete_of_its_name(self, small: Driver, faulty: FaultyS3) -> None:
+    def test_an_upload_waits_for_the_delete_of_its_name(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store([1])
-        gate = held_up(faulty, lambda request: request.method == "POST")
-        small.drop(1)
+        gate = hold_requests(faulty, lambda request: request.method == "POST")
+        small.delete(1)
         assert wait_until(lambda: faulty.count("POST") == 1)
         batch_id = small.begin_store([1])
         assert small.tier.poll() == []
@@ -472,25 +476,25 @@ class TestBudget:
         assert set(faulty.objects) == {small.name(1)}
         assert small.load([1]) == [Outcome.OK]
 
-    def test_a_queued_delete_is_taken_back(self, small: Driver, faulty: FaultyS3) -> None:
+    def test_a_queued_delete_is_cancelled_by_an_upload(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store([1, 2])
-        gate = held_up(faulty, lambda request: request.method == "POST")
-        small.drop(1)
+        gate = hold_requests(faulty, lambda request: request.method == "POST")
+        small.delete(1)
         assert wait_until(lambda: faulty.count("POST") == 1)
-        small.drop(2)
-        assert small.store([2]) == [Outcome.OK], "only the delete that is under way is worth waiting for"
+        small.delete(2)
+        assert small.store([2]) == [Outcome.OK], "only a delete in flight is waited for"
         gate.set()
         assert small.settled(1)
-        assert wait_until(lambda: not small.tier._bucket.deleting)
+        assert wait_until(lambda: not small.tier._control.has_pending_deletes)
         assert set(faulty.objects) == {small.name(2)}
 
-    def test_a_row_dropped_while_the_listing_runs_is_not_adopted(self, small: Driver, faulty: FaultyS3) -> None:
+    def test_a_row_deleted_during_the_listing_is_not_listed(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store([1, 2])
-        gate = held_up(faulty, is_listing)
+        gate = hold_requests(faulty, is_listing)
         small.tier.open(NAMESPACE, 0)
-        small.drop(1)
+        small.delete(1)
         gate.set()
-        assert [entry.key for entry in small.adopted()] == [small.moves([2])[0].key]
+        assert [entry.key for entry in small.listed_rows()] == [small.moves([2])[0].key]
         assert small.settled(1)
         assert set(faulty.objects) == {small.name(2)}
 

@@ -1,4 +1,4 @@
-"""Several engines on one prefix: they see each other's rows, and keep one budget together, whoever dies."""
+"""Several movers on a shared prefix: they see each other's rows and keep one budget, also when one of them dies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import janitor
-from nixl_tiers.tiers.s3 import tier as object_tier
+from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.janitor import JanitorIntervals, UploadQuota, Usage
-from tests.tiers.s3.objects import BRISK, NAMESPACE, OTHER_NAMESPACE, Driver, faulty_s3, key_of, wait_until
+from tests.tiers.s3.harness import FAST_JANITOR, NAMESPACE, OTHER_NAMESPACE, TierDriver, faulty_s3, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -27,7 +27,7 @@ WINDOW_ROWS = 8
 
 
 @pytest.fixture(autouse=True)
-def _brisk(brisk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast_janitor(fast_janitor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor, "WINDOW_SHARE", CAPACITY_ROWS // WINDOW_ROWS)
 
 
@@ -37,18 +37,18 @@ def place(place: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def drivers(place: dict[str, Any]) -> Iterator[list[Driver]]:
+def drivers(place: dict[str, Any]) -> Iterator[list[TierDriver]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(Driver(SMALL, 32, **place)) for _ in range(3)]
+        yield [stack.enter_context(TierDriver(SMALL, 32, **place)) for _ in range(3)]
 
 
-def stored(driver: Driver, number: int) -> bool:
-    """Stores a row as soon as there is room for it."""
+def stored(driver: TierDriver, number: int) -> bool:
+    """Store a row as soon as there is room for it."""
     return wait_until(lambda: driver.store([number]) == [Outcome.OK])
 
 
-def in_charge(driver: Driver) -> bool:
-    return driver.tier._janitor is not None and driver.tier._janitor.in_charge
+def holds_lease(driver: TierDriver) -> bool:
+    return driver.tier._janitor is not None and driver.tier._janitor.holds_lease
 
 
 def rows_in(server: S3Server, place: dict[str, Any]) -> list[str]:
@@ -58,43 +58,45 @@ def rows_in(server: S3Server, place: dict[str, Any]) -> list[str]:
     return [name for name in names if name.count("/") > 1]
 
 
-def cut_off(driver: Driver) -> None:
-    """From now on this engine's janitor does not reach the server: to the others it is dead."""
+def disconnect_janitor(driver: TierDriver) -> None:
+    """From now on this mover's janitor does not reach the server; to the others it is dead."""
 
     def client() -> Any:
-        raise EndpointConnectionError(endpoint_url="cut off")
+        raise EndpointConnectionError(endpoint_url="disconnected")
 
     assert driver.tier._janitor is not None
     driver.tier._janitor._client = client
 
 
-class TestRowsOfOthers:
-    def test_are_found_without_opening_again(self, drivers: list[Driver]) -> None:
-        one, two, stranger = drivers
-        assert one.open() == two.open() == stranger.open(OTHER_NAMESPACE) == []
+class TestRowsOfOtherMovers:
+    def test_rows_are_found_without_reopening(self, drivers: list[TierDriver]) -> None:
+        one, two, other = drivers
+        assert one.open() == two.open() == other.open(OTHER_NAMESPACE) == []
         assert stored(one, 1)
         assert two.tier.relist_s is not None
-        assert [entry.key for entry in two.adopted()] == [key_of(1)]
+        assert [entry.key for entry in two.listed_rows()] == [key_of(1)]
         assert two.load([1]) == [Outcome.OK]
-        assert two.adopted() == [], "told once"
-        assert stranger.adopted() == []
-        assert stranger.load([1]) == [Outcome.MISSING]
+        assert two.listed_rows() == [], "listed once"
+        assert other.listed_rows() == []
+        assert other.load([1]) == [Outcome.MISSING]
 
-    def test_that_are_found_later_are_more_recent(self, drivers: list[Driver]) -> None:
+    def test_rows_found_later_are_more_recent(self, drivers: list[TierDriver]) -> None:
         one, two, _ = drivers
         one.open()
         assert stored(one, 1)
         (first,) = two.open()
         assert stored(one, 2)
-        (second,) = two.adopted()
-        assert stored(two, 7), "which tells how far the engine's own count has come"
+        (second,) = two.listed_rows()
+        assert stored(two, 7), "its tick is the tier's newest"
         assert stored(one, 3)
-        (third,) = two.adopted()
+        (third,) = two.listed_rows()
         assert (first.key, second.key, third.key) == (key_of(1), key_of(2), key_of(3))
         assert first.tick < second.tick < third.tick
         assert third.tick > 7
 
-    def test_that_vanish_are_misses(self, drivers: list[Driver], s3_server: S3Server, place: dict[str, Any]) -> None:
+    def test_vanished_rows_are_misses(
+        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
         one, two, _ = drivers
         one.open()
         assert stored(one, 1)
@@ -102,9 +104,11 @@ class TestRowsOfOthers:
         s3_server.client().delete_object(Bucket=place["bucket"], Key=one.name(1))
         assert two.load([1]) == [Outcome.MISSING]
         assert stored(one, 1)
-        assert [entry.key for entry in two.adopted()] == [key_of(1)], "and found again when they are there again"
+        assert [entry.key for entry in two.listed_rows()] == [key_of(1)], "found again when stored again"
 
-    def test_that_vanish_are_told_of(self, drivers: list[Driver], s3_server: S3Server, place: dict[str, Any]) -> None:
+    def test_vanished_rows_are_reported(
+        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
         one, two, _ = drivers
         one.open()
         for number in (1, 2):
@@ -116,19 +120,19 @@ class TestRowsOfOthers:
         assert stored(two, 3), "a row that the listing may have missed"
         entries = [entry for batch in listing for entry in batch]
         assert [(entry.slot, entry.key) for entry in entries] == [(GONE, key_of(1))]
-        assert two.adopted() == []
+        assert two.listed_rows() == []
 
-    def test_outlive_what_one_engine_drops(self, drivers: list[Driver]) -> None:
+    def test_a_row_survives_its_eviction_by_one_mover(self, drivers: list[TierDriver]) -> None:
         one, two, _ = drivers
         one.open()
         assert stored(one, 1)
         two.open()
-        two.drop(1)
-        assert wait_until(lambda: not two.tier._bucket.deleting)
+        two.delete(1)
+        assert wait_until(lambda: not two.tier._control.has_pending_deletes)
         assert one.load([1]) == [Outcome.OK]
 
-    def test_that_are_corrupt_are_deleted_when_they_are_dropped(
-        self, drivers: list[Driver], s3_server: S3Server, place: dict[str, Any]
+    def test_a_corrupt_row_is_deleted_when_evicted(
+        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
     ) -> None:
         one, two, _ = drivers
         one.open()
@@ -137,13 +141,13 @@ class TestRowsOfOthers:
         two.open()
         s3_server.client().put_object(Bucket=place["bucket"], Key=one.name(1), Body=bytes(ROW))
         assert two.load([1, 2]) == [Outcome.CORRUPT, Outcome.OK]
-        two.drop(1, 2)
+        two.delete(1, 2)
         assert wait_until(lambda: rows_in(s3_server, place) == [one.name(2)])
 
 
 class TestBudget:
-    def test_filled_many_times_over_by_three(
-        self, drivers: list[Driver], s3_server: S3Server, place: dict[str, Any]
+    def test_three_movers_that_fill_the_prefix_many_times_stay_in_budget(
+        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
     ) -> None:
         for driver, namespace in zip(drivers, [NAMESPACE, NAMESPACE, OTHER_NAMESPACE], strict=True):
             driver.open(namespace)
@@ -160,7 +164,7 @@ class TestBudget:
         deadline = time.monotonic() + 120
         try:
             while arrived < 5 * CAPACITY_ROWS and time.monotonic() < deadline:
-                # Each engine offers far more than its window, all of the time.
+                # Each mover always offers far more than its window.
                 batch_ids = []
                 for index, driver in enumerate(drivers):
                     first = 1000 * index + 16 * turn
@@ -176,10 +180,10 @@ class TestBudget:
         assert arrived >= 5 * CAPACITY_ROWS
         assert max(samples) <= CAPACITY_ROWS + len(drivers) * WINDOW_ROWS
         assert wait_until(lambda: len(rows_in(s3_server, place)) <= CAPACITY_ROWS)
-        assert sum(map(in_charge, drivers)) == 1
+        assert sum(map(holds_lease, drivers)) == 1
 
-    def test_the_oldest_go_first_of_any_namespace_and_nothing_else(
-        self, drivers: list[Driver], s3_server: S3Server, place: dict[str, Any]
+    def test_the_oldest_rows_of_any_namespace_are_deleted_first(
+        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
     ) -> None:
         one, two, _ = drivers
         client, bucket = s3_server.client(), place["bucket"]
@@ -203,41 +207,43 @@ class TestBudget:
 
 
 class TestLease:
-    def test_a_dead_janitor_is_replaced(self, drivers: list[Driver]) -> None:
+    def test_a_dead_janitor_is_replaced(self, drivers: list[TierDriver]) -> None:
         one, two, three = drivers
         one.open()
-        assert wait_until(lambda: in_charge(one))
+        assert wait_until(lambda: holds_lease(one))
         two.open()
         three.open()
         assert stored(two, 1)
-        cut_off(one)
-        assert wait_until(lambda: in_charge(two) != in_charge(three))
-        heir = two if in_charge(two) else three
+        disconnect_janitor(one)
+        assert wait_until(lambda: holds_lease(two) != holds_lease(three))
+        successor = two if holds_lease(two) else three
         for number in range(2, 2 + 2 * WINDOW_ROWS):
-            assert stored(heir, number), "the prefix has an account again"
-        assert not in_charge(one)
+            assert stored(successor, number), "there is a fresh usage record again"
+        assert not holds_lease(one)
 
-    def test_a_lease_that_is_alive_is_left_alone(self, drivers: list[Driver]) -> None:
+    def test_a_renewed_lease_is_not_taken_over(self, drivers: list[TierDriver]) -> None:
         one, two, _ = drivers
         one.open()
-        assert wait_until(lambda: in_charge(one))
+        assert wait_until(lambda: holds_lease(one))
         two.open()
-        turns = two.tier._janitor
-        assert turns is not None
-        assert wait_until(lambda: turns._turns > 3 * BRISK.lease_s / BRISK.turn_s / 2)
-        assert in_charge(one)
-        assert not in_charge(two)
+        other = two.tier._janitor
+        assert other is not None
+        assert wait_until(lambda: other._renewals > 3 * FAST_JANITOR.lease_timeout_s / FAST_JANITOR.renew_s / 2)
+        assert holds_lease(one)
+        assert not holds_lease(two)
 
-    def test_leaving_hands_over(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_close_releases_the_lease(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            object_tier, "PACE", JanitorIntervals(turn_s=0.1, lease_s=3600.0, fresh_s=10.0, round_s=0.1)
+            tier_module,
+            "INTERVALS",
+            JanitorIntervals(renew_s=0.1, lease_timeout_s=3600.0, usage_timeout_s=10.0, sweep_s=0.1),
         )
-        with Driver(SMALL, 8, **place) as one:
+        with TierDriver(SMALL, 8, **place) as one:
             one.open()
-            assert wait_until(lambda: in_charge(one))
-        with Driver(SMALL, 8, **place) as two:
+            assert wait_until(lambda: holds_lease(one))
+        with TierDriver(SMALL, 8, **place) as two:
             two.open()
-            assert wait_until(lambda: in_charge(two))
+            assert wait_until(lambda: holds_lease(two))
 
 
 class TestServersAndRights:
@@ -246,7 +252,7 @@ class TestServersAndRights:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
         with (
             faulty_s3() as server,
-            Driver(SMALL, 8, bucket="kv-plain", endpoint=server.endpoint, shared=True) as driver,
+            TierDriver(SMALL, 8, bucket="kv-plain", endpoint=server.endpoint, shared=True) as driver,
         ):
             driver.open()
             assert wait_until(lambda: "conditional writes" in driver.tier.denials)
@@ -255,79 +261,79 @@ class TestServersAndRights:
             assert [name for name in server.objects if name.count("/") > 1] == []
             assert "does not support conditional writes" in driver.tier.denials["conditional writes"]
 
-    def test_a_tier_that_only_reads_writes_nothing(
-        self, place: dict[str, Any], s3_server: S3Server, drivers: list[Driver]
+    def test_a_read_only_tier_writes_nothing(
+        self, place: dict[str, Any], s3_server: S3Server, drivers: list[TierDriver]
     ) -> None:
-        with Driver(SMALL, 8, **place, write="off") as reader:
+        with TierDriver(SMALL, 8, **place, write="off") as reader:
             assert reader.open() == []
             client = s3_server.client()
             assert "Contents" not in client.list_objects_v2(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")
             drivers[0].open()
             assert stored(drivers[0], 1)
-            assert [entry.key for entry in reader.adopted()] == [key_of(1)]
+            assert [entry.key for entry in reader.listed_rows()] == [key_of(1)]
             assert reader.load([1]) == [Outcome.OK]
 
-    def test_is_off_unless_asked_for(self) -> None:
+    def test_shared_is_off_by_default(self) -> None:
         assert S3Config(type="s3", bucket="kv-cache", capacity=ROW).shared is False
 
 
-class TestAllowance:
+class TestUploadQuota:
     """Capacity 100, window 25."""
 
     @pytest.fixture
-    def allowance(self) -> UploadQuota:
-        allowance = UploadQuota(100, 5)
-        self.hear(allowance, 10.0, None)
-        return allowance
+    def quota(self) -> UploadQuota:
+        quota = UploadQuota(100, 5)
+        self.refresh(quota, 10.0, None)
+        return quota
 
     @staticmethod
-    def hear(allowance: UploadQuota, now_s: float, usage: Usage | None, fresh_for_s: float = 60.0) -> None:
-        allowance.asking()
-        allowance.answered(now_s, usage, fresh_for_s)
+    def refresh(quota: UploadQuota, now_s: float, usage: Usage | None, valid_for_s: float = 60.0) -> None:
+        quota.begin_refresh()
+        quota.refresh(now_s, usage, valid_for_s)
 
-    def test_nothing_before_a_listing_that_began_after_us(self, allowance: UploadQuota) -> None:
-        assert not allowance.take(5)
-        self.hear(allowance, 11.0, Usage(0, 10.0))
-        assert not allowance.take(5)
-        self.hear(allowance, 12.0, Usage(0, 11.0))
-        assert allowance.take(5)
+    def test_nothing_is_granted_before_a_listing_that_began_after_start(self, quota: UploadQuota) -> None:
+        assert not quota.try_acquire(5)
+        self.refresh(quota, 11.0, Usage(0, 10.0))
+        assert not quota.try_acquire(5)
+        self.refresh(quota, 12.0, Usage(0, 11.0))
+        assert quota.try_acquire(5)
 
-    def test_one_window_until_a_listing_has_counted_it(self, allowance: UploadQuota) -> None:
-        self.hear(allowance, 12.0, Usage(0, 11.0))
-        assert [allowance.take(5) for _ in range(6)] == [True] * 5 + [False]
+    def test_one_window_is_granted_until_a_listing_has_counted_it(self, quota: UploadQuota) -> None:
+        self.refresh(quota, 12.0, Usage(0, 11.0))
+        assert [quota.try_acquire(5) for _ in range(6)] == [True] * 5 + [False]
         for _ in range(5):
-            allowance.ended(5)
-        assert not allowance.take(5), "the record does not know of it"
-        self.hear(allowance, 13.0, Usage(0, 12.0))
-        assert not allowance.take(5), "that listing began before it had ended"
-        self.hear(allowance, 14.0, Usage(25, 13.0))
-        assert not allowance.take(5), "within one second nobody knows what was first"
-        self.hear(allowance, 15.0, Usage(25, 14.0))
-        assert allowance.take(5)
+            quota.upload_ended(5)
+        assert not quota.try_acquire(5), "the record has not counted it"
+        self.refresh(quota, 13.0, Usage(0, 12.0))
+        assert not quota.try_acquire(5), "that listing began before it had ended"
+        self.refresh(quota, 14.0, Usage(25, 13.0))
+        assert not quota.try_acquire(5), "the order within one second is unknown"
+        self.refresh(quota, 15.0, Usage(25, 14.0))
+        assert quota.try_acquire(5)
 
-    def test_what_is_under_way_is_never_counted_as_listed(self, allowance: UploadQuota) -> None:
-        self.hear(allowance, 12.0, Usage(0, 11.0))
-        assert allowance.take(25)
-        self.hear(allowance, 99.0, Usage(0, 98.0))
-        assert not allowance.take(5)
+    def test_uploads_in_flight_never_count_as_listed(self, quota: UploadQuota) -> None:
+        self.refresh(quota, 12.0, Usage(0, 11.0))
+        assert quota.try_acquire(25)
+        self.refresh(quota, 99.0, Usage(0, 98.0))
+        assert not quota.try_acquire(5)
 
     @pytest.mark.parametrize(("nbytes", "room"), [(75, True), (76, False)])
-    def test_room_for_a_whole_window(self, allowance: UploadQuota, nbytes: int, room: bool) -> None:
-        self.hear(allowance, 12.0, Usage(nbytes, 11.0))
-        assert allowance.take(5) is room
-        assert allowance.used_bytes == nbytes
+    def test_a_whole_window_must_be_free(self, quota: UploadQuota, nbytes: int, room: bool) -> None:
+        self.refresh(quota, 12.0, Usage(nbytes, 11.0))
+        assert quota.try_acquire(5) is room
+        assert quota.used_bytes == nbytes
 
-    def test_a_stale_record_allows_nothing(self, allowance: UploadQuota) -> None:
-        self.hear(allowance, 12.0, Usage(0, 11.0), fresh_for_s=-1.0)
-        assert not allowance.take(5)
+    def test_a_stale_record_grants_nothing(self, quota: UploadQuota) -> None:
+        self.refresh(quota, 12.0, Usage(0, 11.0), valid_for_s=-1.0)
+        assert not quota.try_acquire(5)
 
-    def test_a_record_that_goes_back_is_not_believed(self, allowance: UploadQuota) -> None:
-        self.hear(allowance, 13.0, Usage(90, 12.0))
-        self.hear(allowance, 14.0, Usage(0, 11.0))
-        assert not allowance.take(5)
+    def test_an_older_record_is_ignored(self, quota: UploadQuota) -> None:
+        self.refresh(quota, 13.0, Usage(90, 12.0))
+        self.refresh(quota, 14.0, Usage(0, 11.0))
+        assert not quota.try_acquire(5)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"null", b'{"bytes": 1}', b'{"bytes": "x", "began": 1}', b"\xff"])
-def test_what_is_no_usage_record(raw: bytes) -> None:
+def test_invalid_usage_records_are_rejected(raw: bytes) -> None:
     assert Usage.decode(raw) is None
     assert Usage.decode(Usage(5, 7.0).encode()) == Usage(5, 7.0)

@@ -1,4 +1,4 @@
-"""The object tier inside a real mover process: it adopts after a crash, heals, refuses, and keeps its secrets."""
+"""The S3 tier in a real mover process: restart after a kill, recovery, refusal, no secrets in logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def s3_tier(endpoint: str, bucket: str, **fields: Any) -> dict[str, object]:
     return {"type": "s3", "endpoint": endpoint, "bucket": bucket, "capacity": 100 * GEOMETRY.row_bytes} | fields
 
 
-def test_rows_survive_the_death_of_their_mover(
+def test_rows_survive_a_kill_of_their_mover(
     seaweedfs: SeaweedServer,
     s3_credentials: Callable[[S3Server], None],
     s3_bucket: Callable[[S3Server], str],
@@ -33,16 +33,16 @@ def test_rows_survive_the_death_of_their_mover(
         assert mover.listed_rows() == []
         assert mover.store(numbers) == [Outcome.OK] * 24
         mover.kill()
-        with MoverProcess(tier, GEOMETRY, 32, mover.region) as heir:
-            assert heir.open() == 100
-            assert {entry.key for entry in heir.listed_rows()} == {key_of(number) for number in numbers}
-            assert heir.load([*numbers, 99]) == [Outcome.OK] * 24 + [Outcome.MISSING]
-            assert wait_until(lambda: _heard(heir) == 24 * GEOMETRY.row_bytes)
-            heir.stop()
-            assert SECRET_KEY not in heir.log()
+        with MoverProcess(tier, GEOMETRY, 32, mover.region) as successor:
+            assert successor.open() == 100
+            assert {entry.key for entry in successor.listed_rows()} == {key_of(number) for number in numbers}
+            assert successor.load([*numbers, 99]) == [Outcome.OK] * 24 + [Outcome.MISSING]
+            assert wait_until(lambda: _used_bytes(successor) == 24 * GEOMETRY.row_bytes)
+            successor.stop()
+            assert SECRET_KEY not in successor.log()
 
 
-def test_a_dead_server_is_down_and_heals(s3_credentials: Callable[[S3Server], None]) -> None:
+def test_a_tier_is_down_until_its_server_starts(s3_credentials: Callable[[S3Server], None]) -> None:
     with MotoServer() as server:
         s3_credentials(server)
         with MoverProcess(s3_tier(server.endpoint, "kv-later"), GEOMETRY, 8) as mover:
@@ -67,7 +67,7 @@ def test_a_missing_bucket_ends_the_mover(moto: MotoServer, s3_credentials: Calla
         assert mover.process.wait(120) == 0
 
 
-def test_a_wrong_secret_is_not_in_what_the_mover_says(
+def test_a_wrong_secret_is_not_in_messages_or_logs(
     seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, s3_credentials: Callable[[S3Server], None]
 ) -> None:
     s3_credentials(seaweedfs)
@@ -81,8 +81,8 @@ def test_a_wrong_secret_is_not_in_what_the_mover_says(
         assert "w0ng" not in down.reason + mover.log()
 
 
-def _heard(mover: MoverProcess) -> int:
-    """What the next heartbeat says of the tier's bytes."""
-    seen = mover.heartbeats
-    mover.expect(lambda _: mover.heartbeats > seen)
+def _used_bytes(mover: MoverProcess) -> int:
+    """By the next heartbeat."""
+    before = mover.heartbeats
+    mover.expect(lambda _: mover.heartbeats > before)
     return mover.used_bytes

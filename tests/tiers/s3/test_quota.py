@@ -1,4 +1,4 @@
-"""The object tier's books against a plain model, under every order of events."""
+"""PrefixQuota against a plain model, under any order of events."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ CAPACITY_ROWS = 4
 KEYS = st.sampled_from([b"a", b"b", b"c", b"d", b"e", b"f"])
 
 
-class StockMachine(RuleBasedStateMachine):
-    """The model is the bucket itself: what is in it, and what the server has been asked to delete."""
+class QuotaMachine(RuleBasedStateMachine):
+    """The model is the bucket itself: its objects, and the deletes that were requested."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stock = PrefixQuota(ROW, CAPACITY_ROWS * ROW + ROW // 2)
+        self.quota = PrefixQuota(ROW, CAPACITY_ROWS * ROW + ROW // 2)
         self.bucket: dict[str, int] = {}
         self.held: set[bytes] = set()
         self.deleting: set[str] = set()
 
     @initialize(
-        strangers=st.lists(st.integers(1, ROW), max_size=4),
+        other_rows=st.lists(st.integers(1, ROW), max_size=4),
         rows=st.sets(KEYS, max_size=3),
         early=st.sets(KEYS, max_size=1),
     )
-    def listed(self, strangers: list[int], rows: set[bytes], early: set[bytes]) -> None:
+    def listed(self, other_rows: list[int], rows: set[bytes], early: set[bytes]) -> None:
         for key in early:  # stored while the listing ran
             self.store(key)
-        sizes = {f"stranger-{i}": nbytes for i, nbytes in enumerate(strangers)}
+        sizes = {f"other-{i}": nbytes for i, nbytes in enumerate(other_rows)}
         listed = rows | early
-        self.stock.meet(list(sizes.items()), len(listed))
+        self.quota.begin_listing(list(sizes.items()), len(listed))
         self.bucket |= sizes
         for key in sorted(listed):
-            assert self.stock.adopt(key, key.decode()) == (key not in early)
+            assert self.quota.add_listed(key, key.decode()) == (key not in early)
             self.bucket[key.decode()] = ROW
             self.held.add(key)
         self.over_at_open = max(0, sum(self.bucket.values()) - CAPACITY_ROWS * ROW - ROW // 2)
@@ -44,21 +44,21 @@ class StockMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def store(self, key: bytes) -> None:
         name = key.decode()
-        self.deleting.discard(name)  # the tier takes a queued delete of the same name back
+        self.deleting.discard(name)  # the tier cancels a queued delete of the same name
         had = name in self.bucket
-        if self.stock.hold(key, name):
+        if self.quota.reserve(key, name):
             self.bucket[name] = ROW
             self.held.add(key)
         elif had and key not in self.held:
             self.deleting.add(name)
         if key not in self.held:
-            for victim in self.stock.make_room(1):
-                assert victim.startswith("stranger")
+            for victim in self.quota.make_room(1):
+                assert victim.startswith("other")
                 self.deleting.add(victim)
 
     @rule(key=KEYS)
-    def drop(self, key: bytes) -> None:
-        assert self.stock.doom(key, key.decode()) == (key in self.held)
+    def delete(self, key: bytes) -> None:
+        assert self.quota.delete(key, key.decode()) == (key in self.held)
         if key in self.held:
             self.held.remove(key)
             self.deleting.add(key.decode())
@@ -69,25 +69,25 @@ class StockMachine(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(sorted(self.deleting)))
             self.deleting.remove(name)
             self.bucket.pop(name, None)
-            self.stock.gone(name)
+            self.quota.confirm_delete(name)
 
     @rule(key=KEYS)
-    def lose(self, key: bytes) -> None:
+    def forget(self, key: bytes) -> None:
         self.bucket.pop(key.decode(), None)
         self.held.discard(key)
         self.deleting.discard(key.decode())
-        self.stock.lose(key, key.decode())
+        self.quota.forget(key, key.decode())
 
     @invariant()
-    def counts_what_is_there(self) -> None:
-        assert self.stock.used_bytes == sum(self.bucket.values())
+    def used_bytes_are_those_of_the_bucket(self) -> None:
+        assert self.quota.used_bytes == sum(self.bucket.values())
 
     @invariant()
-    def stays_below_the_capacity(self) -> None:
+    def the_bucket_stays_below_the_capacity(self) -> None:
         if self.bucket:
             over = getattr(self, "over_at_open", 0)
             assert sum(self.bucket.values()) <= CAPACITY_ROWS * ROW + ROW // 2 + over
 
 
-TestStock = StockMachine.TestCase
-TestStock.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPrefixQuota = QuotaMachine.TestCase
+TestPrefixQuota.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

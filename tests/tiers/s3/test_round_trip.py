@@ -1,4 +1,4 @@
-"""Rows through real S3 servers: what goes in comes out, what is not right never comes out."""
+"""Rows through real S3 servers: what was stored is loaded, and wrong bytes never are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nixl_tiers.chunk import Geometry, Outcome, object_name
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import Move
-from tests.tiers.s3.objects import NAMESPACE, OTHER_NAMESPACE, Driver, key_of, wait_until
+from tests.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 
@@ -24,8 +24,8 @@ def _objects(server: S3Server, place: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.fixture
-def driver(place: dict[str, Any]) -> Iterator[Driver]:
-    with Driver(SMALL, 32, **place) as driver:
+def driver(place: dict[str, Any]) -> Iterator[TierDriver]:
+    with TierDriver(SMALL, 32, **place) as driver:
         driver.open()
         yield driver
 
@@ -40,9 +40,11 @@ def driver(place: dict[str, Any]) -> Iterator[Driver]:
     ],
     ids=["64KiB", "256KiB", "2.95MB", "8MiB"],
 )
-def test_rows_of_every_size_come_back(place: dict[str, Any], s3_server: S3Server, geometry: Geometry) -> None:
+def test_rows_of_every_size_are_stored_and_loaded(
+    place: dict[str, Any], s3_server: S3Server, geometry: Geometry
+) -> None:
     numbers = list(range(20 if geometry.row_bytes < 1 << 20 else 6))
-    with Driver(geometry, len(numbers), **place) as driver:
+    with TierDriver(geometry, len(numbers), **place) as driver:
         assert driver.open() == []
         assert driver.store(numbers) == [Outcome.OK] * len(numbers)
         assert driver.tier.used_bytes == len(numbers) * geometry.row_bytes
@@ -51,7 +53,7 @@ def test_rows_of_every_size_come_back(place: dict[str, Any], s3_server: S3Server
     assert _objects(s3_server, place) == dict.fromkeys(names, geometry.row_bytes)
 
 
-def test_a_row_that_is_sealed_already_is_stored_as_it_is(driver: Driver) -> None:
+def test_a_sealed_row_is_stored_unchanged(driver: TierDriver) -> None:
     driver.row(1)[:] = 7
     Sealer(SMALL, NAMESPACE, 0).seal(driver.row(1), key_of(1), sealed_at=12345)
     wanted = driver.row(1).copy()
@@ -61,11 +63,11 @@ def test_a_row_that_is_sealed_already_is_stored_as_it_is(driver: Driver) -> None
     assert np.array_equal(driver.row(2), wanted)
 
 
-def test_an_empty_batch_ends(driver: Driver) -> None:
+def test_an_empty_batch_finishes(driver: TierDriver) -> None:
     assert driver.finish(driver.tier.store([]), driver.tier.load([])) == [[], []]
 
 
-def test_batches_side_by_side_keep_their_own_outcomes(driver: Driver) -> None:
+def test_concurrent_batches_keep_their_own_outcomes(driver: TierDriver) -> None:
     driver.store([0, 1])
     stored = driver.begin_store(range(10, 30))
     loaded = driver.tier.load([Move(2, 0, key_of(0)), Move(3, 99, key_of(99)), Move(4, 1, key_of(1))])
@@ -75,35 +77,35 @@ def test_batches_side_by_side_keep_their_own_outcomes(driver: Driver) -> None:
     assert not driver.tier.busy
 
 
-class TestNothingWrongComesBack:
-    """Driver.load compares every row that is not OK with what it was before."""
+class TestCorruptObjects:
+    """TierDriver.load compares every row that is not OK with what it was before."""
 
-    def test_a_missing_object(self, driver: Driver) -> None:
+    def test_a_missing_object(self, driver: TierDriver) -> None:
         assert driver.load([1]) == [Outcome.MISSING]
 
     @pytest.mark.parametrize("keep", [0, 1, 1000, 4096, -4096, -1], ids=lambda keep: f"keep{keep}")
-    def test_a_truncated_object(self, driver: Driver, s3_server: S3Server, keep: int) -> None:
-        # The whole row passes through every staging row first: what it left there must not complete the short one.
+    def test_a_truncated_object(self, driver: TierDriver, s3_server: S3Server, keep: int) -> None:
+        # The whole row passes through every staging row first: its bytes there must not complete the short one.
         driver.store([1])
         driver.finish(driver.tier.load(driver.moves([1] * 64)))
         cut = self._object(s3_server, driver, 1)[:keep]
         self._replace(s3_server, driver, 1, cut)
         assert driver.load([1]) != [Outcome.OK]
 
-    def test_an_emptied_object(self, driver: Driver, s3_server: S3Server) -> None:
+    def test_an_emptied_object(self, driver: TierDriver, s3_server: S3Server) -> None:
         driver.store([1])
         self._replace(s3_server, driver, 1, b"")
         assert driver.load([1]) == [Outcome.CORRUPT]
 
     @pytest.mark.parametrize("at", [0, 40_000, 65_535, 65_536, -300, -1])
-    def test_a_flipped_bit(self, driver: Driver, s3_server: S3Server, at: int) -> None:
+    def test_a_flipped_bit(self, driver: TierDriver, s3_server: S3Server, at: int) -> None:
         driver.store([1])
         body = bytearray(self._object(s3_server, driver, 1))
         body[at] ^= 0x10
         self._replace(s3_server, driver, 1, bytes(body))
         assert driver.load([1]) == [Outcome.CORRUPT]
 
-    def test_swapped_objects(self, driver: Driver, s3_server: S3Server) -> None:
+    def test_swapped_objects(self, driver: TierDriver, s3_server: S3Server) -> None:
         driver.store([1, 2])
         one, two = (self._object(s3_server, driver, number) for number in (1, 2))
         self._replace(s3_server, driver, 1, two)
@@ -111,12 +113,12 @@ class TestNothingWrongComesBack:
         assert driver.load([1, 2]) == [Outcome.CORRUPT, Outcome.CORRUPT]
 
     @pytest.mark.parametrize("body", [bytes(SMALL.row_bytes), b"\xff" * SMALL.row_bytes, b"<Error>hello</Error>"])
-    def test_a_foreign_object(self, driver: Driver, s3_server: S3Server, body: bytes) -> None:
+    def test_a_foreign_object(self, driver: TierDriver, s3_server: S3Server, body: bytes) -> None:
         driver.store([1])
         self._replace(s3_server, driver, 1, body)
         assert driver.load([1]) == [Outcome.CORRUPT]
 
-    def test_a_row_of_another_namespace_or_epoch(self, driver: Driver, s3_server: S3Server) -> None:
+    def test_a_row_of_another_namespace_or_epoch(self, driver: TierDriver, s3_server: S3Server) -> None:
         driver.store([1])
         body = self._object(s3_server, driver, 1)
         driver.open(OTHER_NAMESPACE, 0)
@@ -128,25 +130,25 @@ class TestNothingWrongComesBack:
         assert driver.load([1]) == [Outcome.OK]
 
     @staticmethod
-    def _object(server: S3Server, driver: Driver, number: int) -> bytes:
+    def _object(server: S3Server, driver: TierDriver, number: int) -> bytes:
         found = server.client().get_object(Bucket=driver.config.bucket, Key=driver.name(number))
         body: bytes = found["Body"].read()
         return body
 
     @staticmethod
-    def _replace(server: S3Server, driver: Driver, number: int, body: bytes, namespace: bytes = NAMESPACE) -> None:
+    def _replace(server: S3Server, driver: TierDriver, number: int, body: bytes, namespace: bytes = NAMESPACE) -> None:
         server.client().put_object(Bucket=driver.config.bucket, Key=driver.name(number, namespace), Body=body)
 
 
 class TestRestart:
-    def test_what_was_stored_is_adopted_oldest_first(self, place: dict[str, Any]) -> None:
-        with Driver(SMALL, 32, **place) as first:
+    def test_stored_rows_are_listed_oldest_first(self, place: dict[str, Any]) -> None:
+        with TierDriver(SMALL, 32, **place) as first:
             first.open()
             for number in (3, 1, 2):
                 first.store([number])
-            first.drop(1)
+            first.delete(1)
             assert first.settled(2)
-        with Driver(SMALL, 32, **place) as second:
+        with TierDriver(SMALL, 32, **place) as second:
             entries = second.open()
             assert [entry.key for entry in sorted(entries, key=lambda entry: entry.tick)] in (
                 [key_of(3), key_of(2)],
@@ -156,9 +158,9 @@ class TestRestart:
             assert second.tier.used_bytes == 2 * SMALL.row_bytes
             assert second.load([3, 2, 1]) == [Outcome.OK, Outcome.OK, Outcome.MISSING]
 
-    def test_recency_is_the_servers(self, place: dict[str, Any], s3_server: S3Server) -> None:
+    def test_recency_is_by_last_modified(self, place: dict[str, Any], s3_server: S3Server) -> None:
         client = s3_server.client()
-        with Driver(SMALL, 32, **place) as driver:
+        with TierDriver(SMALL, 32, **place) as driver:
             driver.open()
             driver.store([7])
             first = client.head_object(Bucket=place["bucket"], Key=driver.name(7))["LastModified"]
@@ -174,10 +176,10 @@ class TestRestart:
             ticks = {entry.key: entry.tick for entry in driver.open()}
         assert ticks == {key_of(7): 0, key_of(2): 1}
 
-    def test_only_whole_rows_of_this_namespace_are_adopted(self, place: dict[str, Any], s3_server: S3Server) -> None:
+    def test_only_whole_rows_of_this_namespace_are_listed(self, place: dict[str, Any], s3_server: S3Server) -> None:
         row = bytes(SMALL.row_bytes)
         ours = f"{place['prefix']}/{NAMESPACE.hex()}"
-        with Driver(SMALL, 32, **place) as driver:
+        with TierDriver(SMALL, 32, **place) as driver:
             bodies = {
                 driver.name(1): row,
                 driver.name(2): row[:-1],
@@ -192,14 +194,14 @@ class TestRestart:
             for name, body in bodies.items():
                 s3_server.client().put_object(Bucket=place["bucket"], Key=name, Body=body)
             assert [entry.key for entry in driver.open()] == [key_of(1)]
-            # The short row and the other namespace's take room of the same budget; what is not ours by name does not.
+            # The short row and the other namespace's count against the same budget; objects with other names do not.
             assert driver.tier.used_bytes == 3 * SMALL.row_bytes - 1
 
     @pytest.mark.parametrize("s3_server", ["seaweedfs"], indirect=True)
     def test_a_listing_of_several_pages(self, place: dict[str, Any], s3_server: S3Server) -> None:
         tiny = Geometry(cells=1, cell_payload=512)
         count = 1300
-        with Driver(tiny, 256, **place, capacity=tiny.row_bytes * count) as driver:
+        with TierDriver(tiny, 256, **place, capacity=tiny.row_bytes * count) as driver:
             driver.open()
             for start in range(0, count, 256):
                 numbers = range(start, min(start + 256, count))
@@ -208,32 +210,34 @@ class TestRestart:
             assert {entry.key for entry in entries} == {key_of(number) for number in range(count)}
             assert len({entry.slot for entry in entries}) == count
             assert driver.tier.used_bytes == count * tiny.row_bytes
-            driver.drop(*range(count))
+            driver.delete(*range(count))
             assert driver.settled(0)
         assert _objects(s3_server, place) == {}
 
 
 class TestDeletes:
-    def test_dropped_rows_leave_the_bucket(self, driver: Driver, place: dict[str, Any], s3_server: S3Server) -> None:
+    def test_deleted_rows_leave_the_bucket(
+        self, driver: TierDriver, place: dict[str, Any], s3_server: S3Server
+    ) -> None:
         driver.store([1, 2, 3])
-        driver.drop(1, 3, 99)
+        driver.delete(1, 3, 99)
         assert driver.settled(1)
         assert set(_objects(s3_server, place)) == {driver.name(2)}
         assert driver.load([1, 2, 3]) == [Outcome.MISSING, Outcome.OK, Outcome.MISSING]
 
-    def test_a_row_that_is_stored_again_survives_its_own_delete(self, driver: Driver) -> None:
+    def test_a_row_stored_again_survives_its_earlier_delete(self, driver: TierDriver) -> None:
         numbers = list(range(16))
         for _ in range(10):
             assert driver.store(numbers) == [Outcome.OK] * 16
-            driver.drop(*numbers)
+            driver.delete(*numbers)
         assert driver.store(numbers) == [Outcome.OK] * 16
-        assert wait_until(lambda: not driver.tier._bucket.deleting)
+        assert wait_until(lambda: not driver.tier._control.has_pending_deletes)
         assert driver.load(numbers) == [Outcome.OK] * 16
         assert driver.settled(16)
 
-    def test_what_is_queued_at_close_is_deleted(self, place: dict[str, Any], s3_server: S3Server) -> None:
-        with Driver(SMALL, 32, **place) as driver:
+    def test_queued_deletes_are_sent_at_close(self, place: dict[str, Any], s3_server: S3Server) -> None:
+        with TierDriver(SMALL, 32, **place) as driver:
             driver.open()
             driver.store([1, 2])
-            driver.drop(1, 2)
+            driver.delete(1, 2)
         assert _objects(s3_server, place) == {}

@@ -1,4 +1,4 @@
-"""What the tests of the object tier share: a driver of one tier, and an S3 server that goes wrong when told to."""
+"""What the tests of the S3 tier share: a driver of one tier, and an S3 server that injects faults."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
 from nixl_tiers.tiers.s3.janitor import JanitorIntervals
 from nixl_tiers.tiers.s3.tier import S3Tier
 
-PATIENCE_S = 120.0
-BRISK = JanitorIntervals(turn_s=0.1, lease_s=2.0, fresh_s=10.0, round_s=0.1)
+TIMEOUT_S = 120.0
+FAST_JANITOR = JanitorIntervals(renew_s=0.1, lease_timeout_s=2.0, usage_timeout_s=10.0, sweep_s=0.1)
 NAMESPACE = bytes(range(16))
 OTHER_NAMESPACE = bytes(range(16, 32))
 
@@ -37,8 +37,8 @@ def payload(number: int, geometry: Geometry) -> np.ndarray:
     return words.view(np.uint8)
 
 
-def wait_until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + patience_s
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -46,8 +46,8 @@ def wait_until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) ->
     return True
 
 
-class Driver:
-    """An ObjectStorage and its region, used as a mover's loop does. Row n is the place of key n, modulo the rows."""
+class TierDriver:
+    """An S3Tier and its region, used as a mover's loop does. Key n uses region row n, modulo the rows."""
 
     def __init__(self, geometry: Geometry, rows: int, **config: Any) -> None:
         fields = {"type": "s3", "capacity": 1000 * geometry.row_bytes} | config
@@ -65,16 +65,16 @@ class Driver:
         self.region.close()
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> list[Entry]:
-        """Open, trying again as a mover does (the machine may be busy), and wait for everything that is adopted."""
-        assert wait_until(lambda: self._opens(namespace, epoch))
-        return self.adopted()
+        """Open, with retries as a mover does (the machine may be busy), and wait for the listed rows."""
+        assert wait_until(lambda: self._try_open(namespace, epoch))
+        return self.listed_rows()
 
     def try_open(self) -> None:
         """Open or raise, once."""
         self.tier.open(NAMESPACE, 0)
 
     def fails_to_open(self, kind: type[Exception], pattern: str) -> Exception:
-        """The error of this kind whose text matches. A busy machine may first be too slow to hear of it."""
+        """The error of this kind whose text matches. On a busy machine there may be timeouts before it."""
         errors: list[Exception] = []
 
         def fails() -> bool:
@@ -88,17 +88,17 @@ class Driver:
         assert wait_until(fails), errors
         return errors[-1]
 
-    def _opens(self, namespace: bytes, epoch: int) -> bool:
+    def _try_open(self, namespace: bytes, epoch: int) -> bool:
         try:
             self.tier.open(namespace, epoch)
         except TierDown:
             return False
         return True
 
-    def adopted(self) -> list[Entry]:
-        """What the mover's next round brings: a listing, or upkeep where nobody else writes."""
+    def listed_rows(self) -> list[Entry]:
+        """The entries of the mover's next round: a listing, or upkeep of a private prefix."""
         tier, entries = self.tier, list[Entry]()
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         for batch in tier.maintain() if tier._listed and tier.maintain_s is not None else tier.list_rows():
             entries += batch
             if not batch:
@@ -118,7 +118,7 @@ class Driver:
         return [ended[batch_id] for batch_id in batch_ids]
 
     def name(self, number: int, namespace: bytes = NAMESPACE) -> str:
-        """The object that key `number` is stored as."""
+        """The name of the object that holds key `number`."""
         return f"{self.config.prefix}/{namespace.hex()}/{object_name(key_of(number))}"
 
     def row(self, number: int) -> np.ndarray:
@@ -144,13 +144,13 @@ class Driver:
         return self.finish(self.begin_store(numbers))[0]
 
     def load(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Load into rows that held something else. An OK row must be right, any other must not have been touched."""
+        """Load into rows with other content. An OK row must be right, any other must be unchanged."""
         for number in numbers:
             self.row(number)[:] = number % 251
         (outcomes,) = self.finish(self.tier.load(self.moves(numbers)))
         for number, outcome in zip(numbers, outcomes, strict=True):
             if outcome is Outcome.OK:
-                assert self.holds(number), f"a wrong byte under key {number}"
+                assert self.holds(number), f"wrong bytes for key {number}"
             else:
                 assert (self.row(number) == number % 251).all(), f"{outcome!r}, but the row of key {number} has changed"
         return outcomes
@@ -160,11 +160,11 @@ class Driver:
         starts = range(0, self.geometry.cells * self.geometry.cell_bytes, self.geometry.cell_bytes)
         return all(np.array_equal(row[at : at + size], wanted[at : at + size]) for at in starts)
 
-    def drop(self, *numbers: int) -> None:
+    def delete(self, *numbers: int) -> None:
         self.tier.delete([(number, key_of(number)) for number in numbers])
 
     def settled(self, rows: int) -> bool:
-        """Whether the tier comes to hold exactly `rows` rows."""
+        """Wait until the tier holds exactly `rows` rows; False after a timeout."""
         return wait_until(lambda: self.tier.used_bytes == rows * self.geometry.row_bytes)
 
 
@@ -178,25 +178,25 @@ class Request:
 
 
 Fault = Callable[[Request], int | tuple[int, str] | bytes | None]
-"""Called before a request is served: an HTTP status to answer with (and S3's name of the error), HANG_UP, bytes to send
-as the answer's body, or None."""
+"""Called before a request is served. Returns an HTTP status to answer with (and S3's error code), HANG_UP, bytes to
+send as the body, or None to serve it."""
 HANG_UP = 0
 LONG_AGO = "2024-01-01T00:00:00.000Z"
 
 
 @dataclass
 class FaultyS3:
-    """As much of S3 as the tier uses, in memory; `fault` may spoil any request, `hold` stops objects half-way."""
+    """As much of S3 as the tier uses, in memory; `fault` may fail any request, `hold` stops downloads half-way."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda _: None
-    region: str = ""  # what the bucket says that it is in
-    modified: dict[str, str] = field(default_factory=dict)  # what listings tell instead of LONG_AGO
+    region: str = ""  # the bucket's, as reported in headers
+    modified: dict[str, str] = field(default_factory=dict)  # Last-Modified in listings, instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
     requests: list[Request] = field(default_factory=list)
-    most_objects: int = 0
-    most_at_once: int = 0
-    at_once: int = 0
+    max_objects: int = 0
+    max_concurrent: int = 0
+    concurrent: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     port: int = 0
 
@@ -247,22 +247,22 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, name, access_key, token, region)
         with self.s3.lock:
             self.s3.requests.append(request)
-            self.s3.at_once += 1
-            self.s3.most_at_once = max(self.s3.most_at_once, self.s3.at_once)
-            spoiled = self.s3.fault(request)
+            self.s3.concurrent += 1
+            self.s3.max_concurrent = max(self.s3.max_concurrent, self.s3.concurrent)
+            fault = self.s3.fault(request)
         try:
-            if spoiled == HANG_UP:
+            if fault == HANG_UP:
                 self.close_connection = True
-            elif isinstance(spoiled, (int, tuple)):
-                status, code = (spoiled, "SlowDown") if isinstance(spoiled, int) else spoiled
+            elif isinstance(fault, (int, tuple)):
+                status, code = (fault, "SlowDown") if isinstance(fault, int) else fault
                 self._answer(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
-            elif isinstance(spoiled, bytes):
-                self._answer(200, spoiled)
+            elif isinstance(fault, bytes):
+                self._answer(200, fault)
             else:
                 getattr(self, f"_{self.command.lower()}")(name, body, parse_qs(url.query, keep_blank_values=True))
         finally:
             with self.s3.lock:
-                self.s3.at_once -= 1
+                self.s3.concurrent -= 1
 
     do_GET = do_PUT = do_HEAD = do_POST = _serve  # noqa: N815
 
@@ -288,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _put(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         with self.s3.lock:
             self.s3.objects[name] = body
-            self.s3.most_objects = max(self.s3.most_objects, len(self.s3.objects))
+            self.s3.max_objects = max(self.s3.max_objects, len(self.s3.objects))
         self._answer(200)
 
     def _get(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
@@ -304,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(found[:1])
         self.wfile.flush()
-        self.s3.hold.wait(PATIENCE_S)
+        self.s3.hold.wait(TIMEOUT_S)
         self.wfile.write(found[1:])
         return None
 
@@ -327,12 +327,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, b"<DeleteResult></DeleteResult>")
 
 
-def held_up(faulty: FaultyS3, meant: Callable[[Request], bool]) -> threading.Event:
-    """From now on the requests that are meant are answered when the event is set."""
+def hold_requests(faulty: FaultyS3, matches: Callable[[Request], bool]) -> threading.Event:
+    """From now on, requests that match are answered only when the returned event is set."""
     gate = threading.Event()
 
     def slow(request: Request) -> None:
-        if meant(request):
+        if matches(request):
             faulty.lock.release()
             gate.wait(120)
             faulty.lock.acquire()
