@@ -38,8 +38,8 @@ from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule
 from nixl_tiers.testing.servers import moto_server
 from tests.support.leaks import ResourceCount, resident_bytes
-from tests.support.load import Load, get, put
-from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.load import LoadGenerator, get, put
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 
 CHUNK: Final = 64 << 10
 HOST: Final = 8 << 20
@@ -52,17 +52,17 @@ LIMITS: Final = replace(
 )
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 GETS: Final = frozenset({"GET"})
-TROUBLES: Final = (
-    Trouble(Kind.REFUSE),
-    Trouble(Kind.BLACK_HOLE),
-    Trouble(Kind.TRICKLE, bytes_per_s=100),
-    Trouble(Kind.RESET, chance=0.5),
-    Trouble(Kind.CUT, methods=GETS, chance=0.5),
-    Trouble(Kind.SHORT, methods=GETS, chance=0.5),
-    Trouble(Kind.WRONG, chance=0.5),
-    Trouble(Kind.STATUS, status=503, code="SlowDown", chance=0.7),
-    Trouble(Kind.STATUS, status=500, code="InternalError"),
-    Trouble(Kind.STATUS, status=403, code="InvalidAccessKeyId"),
+S3_FAULTS: Final = (
+    ProxyFault(FaultKind.REFUSED),
+    ProxyFault(FaultKind.BLACK_HOLE),
+    ProxyFault(FaultKind.THROTTLE, bytes_per_s=100),
+    ProxyFault(FaultKind.RESET, probability=0.5),
+    ProxyFault(FaultKind.EARLY_EOF, methods=GETS, probability=0.5),
+    ProxyFault(FaultKind.TRUNCATED, methods=GETS, probability=0.5),
+    ProxyFault(FaultKind.BIT_FLIP, probability=0.5),
+    ProxyFault(FaultKind.ERROR_STATUS, status=503, code="SlowDown", probability=0.7),
+    ProxyFault(FaultKind.ERROR_STATUS, status=500, code="InternalError"),
+    ProxyFault(FaultKind.ERROR_STATUS, status=403, code="InvalidAccessKeyId"),
 )
 DAMAGES: Final = (
     Fault.TORN_WRITE,
@@ -141,8 +141,8 @@ class Soak:
             while time.monotonic() < end and not self.findings:
                 # One load for each life of the weights: after a reset the same keys stand for other bytes.
                 until_s = time.monotonic() + self._random.uniform(0.3, 1.0) * seconds
-                with Load(store, seed=self._seed, prompts=60, pause_s=0.002, salt=salt) as load:
-                    while time.monotonic() < min(until_s, end) and not load.seen.wrong and not load.seen.errors:
+                with LoadGenerator(store, seed=self._seed, prompts=60, pause_s=0.002, salt=salt) as load:
+                    while time.monotonic() < min(until_s, end) and not load.stats.wrong and not load.stats.errors:
                         self._strike(store, this)
                 self._count(load, this)
                 if time.monotonic() < end:
@@ -167,9 +167,9 @@ class Soak:
                     os.kill(pid, number)
                     this.faults[number.name] += 1
         elif what == "server":
-            trouble = self._random.choice(TROUBLES)
+            trouble = self._random.choice(S3_FAULTS)
             this.faults[trouble.kind.value] += 1
-            self._proxy.disturb(trouble)
+            self._proxy.inject(trouble)
         elif what == "damage":
             this.faults["damage on the disk"] += 1
             self._switch.touch()
@@ -178,8 +178,8 @@ class Soak:
             self._proxy.clear()
             self._switch.unlink(missing_ok=True)
 
-    def _count(self, load: Load, this: Round) -> None:
-        seen = load.seen
+    def _count(self, load: LoadGenerator, this: Round) -> None:
+        seen = load.stats
         this.answers += seen.gets
         this.chunks += seen.chunks
         this.hits += seen.hits

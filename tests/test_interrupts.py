@@ -16,7 +16,7 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.interrupts import SAME_S, Interrupts
-from tests.support.leftovers import rows_in_use
+from tests.support.leaks import host_rows_in_use
 
 SIZE = 4 << 10
 ROWS = 8
@@ -85,7 +85,7 @@ def test_a_put_or_get_that_is_interrupted_at_any_line_loses_no_row(store: nixl_t
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert line > 50
     store.reset()
-    assert rows_in_use(store) == 0
+    assert host_rows_in_use(store) == 0
 
 
 def test_a_reset_that_is_interrupted_at_any_line_is_done(store: nixl_tiers.TieredStore) -> None:
@@ -95,10 +95,10 @@ def test_a_reset_that_is_interrupted_at_any_line_is_done(store: nixl_tiers.Tiere
         line += 1
         assert store.put([b"%d-%d" % (line, n) for n in range(len(rows))], rows) == len(rows)
         ends = not interrupted_at(line, store.reset)
-        left = rows_in_use(store)
+        left = host_rows_in_use(store)
         assert left in {0, len(rows)}, f"half of a reset at line {line}"
         store.reset()
-        assert rows_in_use(store) == 0
+        assert host_rows_in_use(store) == 0
     assert line > 20
 
 
@@ -122,7 +122,7 @@ def test_rows_that_were_not_all_filled_are_no_hits(store: nixl_tiers.TieredStore
     with pytest.raises(ValueError, match="could not broadcast"):
         store.put([b"a", b"b"], np.zeros((2, SIZE), np.uint8))
     assert store.locate([b"a", b"b"]) == [None, None]
-    assert rows_in_use(store) == 0
+    assert host_rows_in_use(store) == 0
 
 
 def test_an_interrupt_waits_for_a_point_and_a_second_one_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

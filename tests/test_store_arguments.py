@@ -14,7 +14,7 @@ import nixl_tiers
 from nixl_tiers.mover.protocol import Listed
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import Entry
-from tests.support.leftovers import rows_in_use
+from tests.support.leaks import host_rows_in_use
 from tests.support.waiting import until, until_up
 
 SIZE = 64 << 10
@@ -47,7 +47,7 @@ def test_what_cannot_be_a_key_is_refused_by_every_call(
     for key in (b"", bytes(113), bytes(200)):
         with pytest.raises(ValueError, match=f"a key must have 1 to 112 bytes, this one has {len(key)}"):
             call(store, key)
-    assert rows_in_use(store) == 0
+    assert host_rows_in_use(store) == 0
 
 
 @pytest.mark.parametrize("keys", ["ab", b"ab"])
@@ -145,7 +145,7 @@ def test_memory_that_does_not_fit_is_refused(store: nixl_tiers.TieredStore) -> N
         store.put([b"b"], ["text"])
     with pytest.raises(TypeError, match="rows must be an array"):
         store.put([b"b"], 5)
-    assert rows_in_use(store) == 1
+    assert host_rows_in_use(store) == 1
 
 
 def test_nothing_is_nothing(store: nixl_tiers.TieredStore) -> None:

@@ -1,4 +1,4 @@
-"""The tiers of the fault matrix, and its table."""
+"""Fixtures of the fault matrix: rigs by tier, the S3 proxy, the failing disk; and the table it prints."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import pytest
 
 from nixl_tiers.mover import backoff, child
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from tests.faults.arena import CAPACITY, LIMITS, Arena, Line
 from tests.faults.interposer import Interposer, build
+from tests.faults.rig import CAPACITY, LIMITS, FaultRig, MatrixRow
 from tests.support.proxy import FaultProxy
 
-SOAK = "\n## Soak\n"  # what follows it in the page was written by hand, and stays
+SOAK = "\n## Soak\n"  # the page from here on is written by hand, and kept
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
-_lines: list[Line] = []
+_rows: list[MatrixRow] = []
 
-Open = Callable[..., Arena]
+MakeRig = Callable[..., FaultRig]
 
 
 @pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent mover is given up sooner than in production, and what died often comes back sooner."""
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog kills a hung mover sooner than in production, and restarts have a shorter backoff."""
     monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 4.0)
     monkeypatch.setattr(child, "START_TIMEOUT_S", 20.0)
     monkeypatch.setattr(backoff, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
@@ -46,41 +46,41 @@ def bucket(moto: MotoServer, s3_bucket: Callable[[S3Server], str], s3_credential
 
 
 @pytest.fixture
-def on_file(tmp_path: Path) -> Open:
-    """An arena over a file tier of a layout: on_file("SIGKILL", "slabs")."""
+def file_rig(tmp_path: Path) -> MakeRig:
+    """A rig over a file tier: file_rig("SIGKILL", "slabs")."""
 
-    def make(fault: str, layout: str, **more: Any) -> Arena:
-        line = Line(fault, f"file, {layout}")
-        _lines.append(line)
+    def make(fault: str, layout: str, **more: Any) -> FaultRig:
+        row = MatrixRow(fault, f"file, {layout}")
+        _rows.append(row)
         tier = {"type": "file", "layout": layout, "path": str(tmp_path / "kv"), "capacity": CAPACITY}
-        return Arena(line, tier, **more)
+        return FaultRig(row, tier, **more)
 
     return make
 
 
 @pytest.fixture
-def on_s3(proxy: FaultProxy, bucket: str, s3_prefix: str) -> Open:
-    """An arena over an object tier behind the proxy: on_s3("refused", shared=False)."""
+def s3_rig(proxy: FaultProxy, bucket: str, s3_prefix: str) -> MakeRig:
+    """A rig over an S3 tier behind the proxy: s3_rig("connection refused", fields={"shared": False})."""
 
-    def make(fault: str, *, fields: dict[str, object] | None = None, **more: Any) -> Arena:
-        line = Line(fault, "s3")
-        _lines.append(line)
+    def make(fault: str, *, fields: dict[str, object] | None = None, **more: Any) -> FaultRig:
+        row = MatrixRow(fault, "s3")
+        _rows.append(row)
         tier = {"type": "s3", "bucket": bucket, "prefix": s3_prefix, "endpoint": proxy.endpoint, "capacity": CAPACITY}
-        return Arena(line, tier | (fields or {}), **more)
+        return FaultRig(row, tier | (fields or {}), **more)
 
     return make
 
 
 @pytest.fixture
-def on_tier(request: pytest.FixtureRequest) -> Open:
-    """An arena over any tier: on_tier("SIGKILL", "slabs" | "files" | "s3")."""
+def make_rig(request: pytest.FixtureRequest) -> MakeRig:
+    """A rig over any tier: make_rig("SIGKILL", "slabs" | "files" | "s3")."""
 
-    def make(fault: str, tier: str, **more: Any) -> Arena:
+    def make(fault: str, tier: str, **more: Any) -> FaultRig:
         if tier == "s3":
-            arena: Arena = request.getfixturevalue("on_s3")(fault, **more)
+            rig: FaultRig = request.getfixturevalue("s3_rig")(fault, **more)
         else:
-            arena = request.getfixturevalue("on_file")(fault, tier, **more)
-        return arena
+            rig = request.getfixturevalue("file_rig")(fault, tier, **more)
+        return rig
 
     return make
 
@@ -92,7 +92,7 @@ def interpose(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def disk(interpose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interposer]:
-    """The disk of every mover that is started from here on."""
+    """The disk as every mover sees it that is started from here on."""
     disk = Interposer(interpose, tmp_path, tmp_path / "kv")
     for name, value in disk.env.items():
         monkeypatch.setenv(name, value)
@@ -102,14 +102,17 @@ def disk(interpose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-HEADS = ("fault", "tier", "stall s", "bound s", "recovery s", "drops", "failed", "answers", "new movers", "wrong")
+HEADS = (
+    "fault", "tier", "longest stall (s)", "deadline (s)", "recovery (s)", "dropped rows", "failed moves", "requests",
+    "mover restarts", "wrong chunks",
+)  # fmt: skip
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    lines = [line for line in _lines if line.turns]
-    if not lines:
+    measured = [row for row in _rows if row.requests]
+    if not measured:
         return
-    rows = [HEADS, *(tuple(_cell(value) for value in astuple(line)) for line in lines)]
+    rows = [HEADS, *(tuple(_cell(value) for value in astuple(row)) for row in measured)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     terminalreporter.section("fault matrix")
     for row in rows:
@@ -126,7 +129,7 @@ def page(rows: list[tuple[str, ...]]) -> str:
     return INTRODUCTION.format(
         date=datetime.now(UTC).date(),
         machine=f"{platform.machine()}, {cores} cores, {memory} GiB, Linux {platform.release().split('-')[0]}",
-        limits=f"`wait_s` {LIMITS.wait_s:g} s, jobs {LIMITS.hard_deadline_min_s:g} s, silence {4.0:g} s",
+        limits=f"`wait_s` {LIMITS.wait_s:g} s, hard deadline {LIMITS.hard_deadline_min_s:g} s, heartbeat timeout 4 s",
     ) + "".join("| " + " | ".join(row) + " |\n" for row in table)
 
 
@@ -147,15 +150,16 @@ INTRODUCTION = """\
 
 `make faults` wrote this page on {date}, on a machine with {machine}.
 
-Each line is a store over one storage tier, with real movers, under a load of gets and puts whose every byte is
-checked, while the fault strikes. Asserted in each: no wrong byte, every get and put answered, the tier healed when the
-fault had ended (chunks put then came back from it), no process, descriptor, thread or host row left over, capacity and
-counters in order, and a store that is opened afterwards finds nothing but right bytes.
+Each row is a store over one storage tier, with real movers, under a load of gets and puts whose every byte is
+verified, while a fault is injected. Asserted in each: no wrong byte; every get and put is answered; the tier heals
+after the fault (chunks that are put then are read back from it); no process, descriptor, thread or host row leaks;
+capacity and counters are right; and a store that is opened afterwards reads no wrong byte.
 
-- **stall**: the longest that any one get or put took; **bound**: `wait_s`, the longest that storage may hold one up.
-- **recovery**: from the end of the fault until chunks that were put then came back from the tier.
-- **drops**: rows that were not written to the tier; **failed**: moves that ended in an error.
+- **longest stall**: the longest get or put; **deadline**: `wait_s`, the longest that storage may delay a request.
+- **recovery**: from the end of the fault until chunks that were put then were read back from the tier.
+- **dropped rows**: rows that were not written to the tier; **failed moves**: moves that ended in an error.
+- **requests**: gets under load, all answered; **wrong chunks**: hits with a wrong byte.
 
-The limits were shorter than by default: {limits}.
+The limits were shorter than the defaults: {limits}.
 
 """

@@ -1,7 +1,7 @@
-/* Preloaded into a mover: makes its disk and its clock fail as a control page says.
+/* Preloaded into a mover: injects faults into its disk I/O and its clock, as a control page says.
  *
- * Only files below FAULT_PATH are touched. The page is shared with the test, which may change it at any time.
- * NIXL's Linux AIO is caught where results are fetched: the I/O was done, and is said to have failed, or is late. */
+ * Only files below FAULT_PATH are affected. The page is shared with the test, which may change it at any time.
+ * NIXL's Linux AIO is intercepted where results are fetched: the I/O was done, but is reported as failed, or late. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -23,21 +23,21 @@
 struct control {
     volatile int64_t write_errno;  /* of writes, allocations and truncations */
     volatile int64_t read_errno;
-    volatile int64_t change_errno; /* of opening for writing, making, renaming and removing */
+    volatile int64_t change_errno; /* of opening for writing, creating, renaming and removing */
     volatile int64_t delay_us;     /* of each call, and between two results of asynchronous I/O */
     volatile int64_t clock_offset_s;
-    volatile int64_t struck;
+    volatile int64_t injected;
 };
 
 static struct control none;
 static struct control *control = &none;
-static const char *below;
-static size_t below_length;
+static const char *root;
+static size_t root_length;
 
 __attribute__((constructor)) static void begin(void) {
     const char *page = getenv("FAULT_CONTROL");
-    below = getenv("FAULT_PATH");
-    below_length = below ? strlen(below) : 0;
+    root = getenv("FAULT_PATH");
+    root_length = root ? strlen(root) : 0;
     if (!page)
         return;
     int fd = syscall(SYS_openat, AT_FDCWD, page, O_RDWR | O_CLOEXEC);
@@ -50,19 +50,19 @@ __attribute__((constructor)) static void begin(void) {
 }
 
 static int active(void) {
-    return below && (control->write_errno || control->read_errno || control->change_errno || control->delay_us);
+    return root && (control->write_errno || control->read_errno || control->change_errno || control->delay_us);
 }
 
-static int path_meant(const char *path) { return strncmp(path, below, below_length) == 0; }
+static int path_matches(const char *path) { return strncmp(path, root, root_length) == 0; }
 
-static int fd_meant(int fd) {
+static int fd_matches(int fd) {
     char link[64], path[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0)
         return 0;
     path[length] = 0;
-    return path_meant(path);
+    return path_matches(path);
 }
 
 /* 1 if the call has to fail with errno set. */
@@ -71,7 +71,7 @@ static int fails(int64_t error) {
         usleep(control->delay_us);
     if (!error)
         return 0;
-    __sync_fetch_and_add(&control->struck, 1);
+    __sync_fetch_and_add(&control->injected, 1);
     errno = error;
     return 1;
 }
@@ -81,9 +81,9 @@ static int fails(int64_t error) {
     if (!next) \
         next = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
 
-static int opening_fails(int meant, int flags) {
+static int opening_fails(int matches, int flags) {
     int changes = (flags & (O_CREAT | O_TRUNC)) || (flags & O_ACCMODE) != O_RDONLY;
-    return meant && fails(changes ? control->change_errno : 0);
+    return matches && fails(changes ? control->change_errno : 0);
 }
 
 #define MODE \
@@ -98,21 +98,21 @@ static int opening_fails(int meant, int flags) {
 #define OPEN(name, ...) \
     MODE \
     NEXT(name); \
-    if (opening_fails(active() && path_meant(path), flags)) \
+    if (opening_fails(active() && path_matches(path), flags)) \
         return -1; \
     return next(__VA_ARGS__, flags, mode)
 
 int open(const char *path, int flags, ...) { OPEN(open, path); }
 int open64(const char *path, int flags, ...) { OPEN(open64, path); }
 
-static int at_meant(int directory, const char *path) {
-    return path[0] == '/' ? path_meant(path) : directory != AT_FDCWD && fd_meant(directory);
+static int at_matches(int directory, const char *path) {
+    return path[0] == '/' ? path_matches(path) : directory != AT_FDCWD && fd_matches(directory);
 }
 
 #define OPENAT(name) \
     MODE \
     NEXT(name); \
-    if (opening_fails(active() && at_meant(directory, path), flags)) \
+    if (opening_fails(active() && at_matches(directory, path), flags)) \
         return -1; \
     return next(directory, path, flags, mode)
 
@@ -122,7 +122,7 @@ int openat64(int directory, const char *path, int flags, ...) { OPENAT(openat64)
 #define ON_FD(result, name, parameters, error, ...) \
     result name parameters { \
         NEXT(name); \
-        if (active() && fd_meant(fd) && fails(control->error)) \
+        if (active() && fd_matches(fd) && fails(control->error)) \
             return -1; \
         return next(__VA_ARGS__); \
     }
@@ -147,7 +147,7 @@ ON_FD(int, fdatasync, (int fd), write_errno, fd)
 #define ON_PATH(name, parameters, ...) \
     int name parameters { \
         NEXT(name); \
-        if (active() && path_meant(path) && fails(control->change_errno)) \
+        if (active() && path_matches(path) && fails(control->change_errno)) \
             return -1; \
         return next(__VA_ARGS__); \
     }
@@ -161,19 +161,19 @@ ON_PATH(rename, (const char *path, const char *to), path, to)
 
 int renameat(int directory, const char *path, int other, const char *to) {
     NEXT(renameat);
-    if (active() && at_meant(directory, path) && fails(control->change_errno))
+    if (active() && at_matches(directory, path) && fails(control->change_errno))
         return -1;
     return next(directory, path, other, to);
 }
 
 int unlinkat(int directory, const char *path, int flags) {
     NEXT(unlinkat);
-    if (active() && at_meant(directory, path) && fails(control->change_errno))
+    if (active() && at_matches(directory, path) && fails(control->change_errno))
         return -1;
     return next(directory, path, flags);
 }
 
-/* libaio's, as far as it is needed here. */
+/* The part of libaio's ABI that is needed here. */
 struct io_event {
     void *data;
     struct request {
@@ -198,14 +198,14 @@ int io_getevents(void *context, long least, long most, struct io_event *events, 
         most = 1;
         least = 0;
     }
-    /* Not by dlsym: NIXL loads its libaio where nobody else finds it. */
+    /* Not by dlsym: NIXL loads a private copy of libaio, which RTLD_NEXT does not find. */
     int count = syscall(SYS_io_getevents, context, least, most, events, timeout);
     if (count < 0)
         return -errno;
     for (int i = 0; i < count; i++) {
         int64_t error = events[i].request->opcode == 1 ? control->write_errno : control->read_errno;
-        if (error && fd_meant(events[i].request->fd)) {
-            __sync_fetch_and_add(&control->struck, 1);
+        if (error && fd_matches(events[i].request->fd)) {
+            __sync_fetch_and_add(&control->injected, 1);
             events[i].result = -error;
         }
     }
@@ -216,7 +216,7 @@ int clock_gettime(clockid_t clock, struct timespec *at) {
     NEXT(clock_gettime);
     int result = next(clock, at);
     if (result == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) && control->clock_offset_s) {
-        control->struck++;
+        control->injected++;
         at->tv_sec += control->clock_offset_s;
     }
     return result;

@@ -1,4 +1,4 @@
-"""interpose.c, built once, and the page by which a test tells it what fails."""
+"""Builds interpose.c, and controls through a shared page which faults it injects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-FIELDS: Final = ("write_errno", "read_errno", "change_errno", "delay_us", "clock_offset_s", "struck")
+FIELDS: Final = ("write_errno", "read_errno", "change_errno", "delay_us", "clock_offset_s", "injected")
 
 
 def build(directory: Path) -> Path:
@@ -24,7 +24,7 @@ def build(directory: Path) -> Path:
 
 
 class Interposer:
-    """The disk below `path`, as the movers of this test see it that are started with `env`."""
+    """Injects faults into the I/O below `path` of the processes that are started with `env`."""
 
     def __init__(self, library: Path, directory: Path, path: Path) -> None:
         page = directory / "control"
@@ -33,32 +33,32 @@ class Interposer:
         with page.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 4096)
 
-    def full(self) -> None:
+    def fail_with_enospc(self) -> None:
         self._set(write_errno=errno.ENOSPC, change_errno=errno.ENOSPC)
 
-    def broken(self) -> None:
+    def fail_with_eio(self) -> None:
         self._set(write_errno=errno.EIO, read_errno=errno.EIO)
 
-    def read_only(self) -> None:
+    def fail_with_erofs(self) -> None:
         self._set(write_errno=errno.EROFS, change_errno=errno.EROFS)
 
-    def slow(self, delay_s: float) -> None:
+    def delay(self, delay_s: float) -> None:
         self._set(delay_us=int(1e6 * delay_s))
 
-    def move_clock(self, by_s: int) -> None:
+    def shift_clock(self, by_s: int) -> None:
         self._set(clock_offset_s=by_s)
 
-    def well(self) -> None:
+    def clear(self) -> None:
         self._set()
 
     @property
-    def struck(self) -> int:
-        """How many calls have failed, or were told another time."""
-        value: int = struct.unpack_from("q", self._page, 8 * FIELDS.index("struck"))[0]
+    def injected(self) -> int:
+        """How many calls have failed or been given a shifted time."""
+        value: int = struct.unpack_from("q", self._page, 8 * FIELDS.index("injected"))[0]
         return value
 
     def close(self) -> None:
-        self.well()
+        self.clear()
         self._page.close()
 
     def _set(self, **fields: int) -> None:

@@ -1,8 +1,8 @@
-"""A real engine in a process of its own, whose one storage tier is struck again and again while a request waits for it.
+"""A vLLM engine in a process of its own: a fault is injected into its storage tier while a request waits for it.
 
-    python run_engine.py MODEL PORT BUCKET FAULT...        PORT: of an S3 server; FAULT: one of STRIKES
+    python run_engine.py MODEL PORT BUCKET FAULT...        PORT: of an S3 server; FAULT: one of FAULTS
 
-Prints one line of JSON: what the engine said cold, and for each fault while struck and when the tier had healed.
+Prints one line of JSON: the answer without any cache, and for each fault the answers during it and after recovery.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing import vllm_cpu
-from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.leaks import reclaim_all_host_rows
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.waiting import until, until_up
 from tests.vllm.run_engine import generate
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
-WHOLE = 1024  # tokens of it that are in whole blocks
+WHOLE = 1024  # tokens of it in full blocks
 HEAL_S = 240.0
 
-STRIKES: dict[str, Callable[[Any, FaultProxy], None]] = {
-    "black hole": lambda store, proxy: proxy.disturb(Trouble(Kind.BLACK_HOLE)),
-    "refused": lambda store, proxy: proxy.disturb(Trouble(Kind.REFUSE)),
+FAULTS: dict[str, Callable[[Any, FaultProxy], None]] = {
+    "black hole": lambda store, proxy: proxy.inject(ProxyFault(FaultKind.BLACK_HOLE)),
+    "refused": lambda store, proxy: proxy.inject(ProxyFault(FaultKind.REFUSED)),
     "SIGKILL": lambda store, proxy: os.kill(store.coordinator.mover_pids[0], signal.SIGKILL),
     "SIGSTOP": lambda store, proxy: os.kill(store.coordinator.mover_pids[0], signal.SIGSTOP),
 }
@@ -39,7 +38,7 @@ STRIKES: dict[str, Callable[[Any, FaultProxy], None]] = {
 
 def main(model: Path, port: int, bucket: str, faults: Sequence[str]) -> dict[str, Any]:
     with FaultProxy(port) as proxy:
-        s3 = {"type": "s3", "bucket": bucket, "prefix": "struck", "endpoint": proxy.endpoint}
+        s3 = {"type": "s3", "bucket": bucket, "prefix": "faults", "endpoint": proxy.endpoint}
         tiers = [{"type": "cpu", "capacity": "16MiB"}, {**s3, "capacity": "256MiB"}]
         transfer = vllm_cpu.kv_transfer(tiers, wait_s=3.0)
         llm = vllm_cpu.in_process_llm(model, transfer, dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
@@ -50,38 +49,38 @@ def main(model: Path, port: int, bucket: str, faults: Sequence[str]) -> dict[str
             cold = ask(llm)
             assert store.flush(300)
             assert store.stats()["s3"]["rows"] > 0
-            struck = {fault: strike(llm, store, proxy, fault) for fault in faults}
-            return {"cold": cold, "struck": struck, "stats": store.stats()}
+            answers = {fault: inject(llm, store, proxy, fault) for fault in faults}
+            return {"cold": cold, "faults": answers, "stats": store.stats()}
         finally:
             llm.llm_engine.engine_core.shutdown()
 
 
-def strike(llm: Any, store: Any, proxy: FaultProxy, fault: str) -> dict[str, Any]:
-    """In the middle of the promotion that a request waits for."""
-    forget(llm, store)
-    before = proxy.struck[Kind.TRICKLE]
-    proxy.disturb(Trouble(Kind.TRICKLE, methods=frozenset({"GET"}), bytes_per_s=5000))
+def inject(llm: Any, store: Any, proxy: FaultProxy, fault: str) -> dict[str, Any]:
+    """Inject a fault during the promotion that a request waits for."""
+    evict_above_storage(llm, store)
+    before = proxy.injected[FaultKind.THROTTLE]
+    proxy.inject(ProxyFault(FaultKind.THROTTLE, methods=frozenset({"GET"}), bytes_per_s=5000))
 
-    def hit() -> None:
-        until(lambda: proxy.struck[Kind.TRICKLE] > before, "a row to be under way", 120)
-        STRIKES[fault](store, proxy)
+    def inject_during_promotion() -> None:
+        until(lambda: proxy.injected[FaultKind.THROTTLE] > before, "a row to be in flight", 120)
+        FAULTS[fault](store, proxy)
 
-    striker = threading.Thread(target=hit)
-    striker.start()
+    injector = threading.Thread(target=inject_during_promotion)
+    injector.start()
     during = ask(llm)
-    striker.join()
+    injector.join()
     proxy.clear()
     began = time.monotonic()
     after: list[dict[str, Any]] = []
 
     def healed() -> bool:
-        """Whether all of the prompt comes from storage; each request has the rows tried that it could not have."""
+        """Whether the whole prompt is loaded from storage; each request also retries the rows that failed before."""
         assert store.flush(60)
-        forget(llm, store)
+        evict_above_storage(llm, store)
         after[:] = [ask(llm)]
         return bool(after[0]["cached"] == WHOLE)
 
-    until(healed, f"the tier to heal of {fault}", HEAL_S)
+    until(healed, f"the tier to heal after {fault}", HEAL_S)
     return {"during": during, "after": after[0], "healed_s": time.monotonic() - began}
 
 
@@ -91,19 +90,10 @@ def ask(llm: Any) -> dict[str, Any]:
     return {**answer, "seconds": time.monotonic() - began}
 
 
-def forget(llm: Any, store: Any) -> None:
-    """Leave the prompt's chunks nowhere but in the storage tier."""
+def evict_above_storage(llm: Any, store: Any) -> None:
+    """Evict the prompt's chunks from the GPU and the host, so that only the storage tier has them."""
     assert llm.reset_prefix_cache()
-    coordinator = store.coordinator
-
-    def emptied() -> bool:
-        plan = coordinator.prepare_store([b"filler-%d-0000" % n for n in range(coordinator.region.rows)], "filler")
-        coordinator.region.mark(np.array(plan.rows), 0, plan.store_seq, False)
-        coordinator.complete_store(plan.keys)
-        coordinator.finish_request("filler")
-        return len(plan.rows) == coordinator.region.rows
-
-    until(emptied, "every host row to be free", 120)
+    until(lambda: reclaim_all_host_rows(store), "every host row to be free", 120)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""More at once than anybody asks for, and workers that fail."""
+"""Overload: more pending keys than host rows, a full socket; and workers whose copies fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.mover import child
 from nixl_tiers.mover.protocol import Delete, encode
-from tests.faults.arena import LIMITS, PATIENCE_S, Arena
+from tests.faults.rig import LIMITS, TIMEOUT_S, FaultRig
 from tests.support.leaks import ResourceCount
 from tests.support.load import content, get, put
 from tests.support.waiting import until
@@ -26,28 +26,30 @@ MANY = 10_000
 
 
 @pytest.mark.parametrize("tier", ["slabs", pytest.param("files", marks=pytest.mark.faults)])
-def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
-    on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str
+def test_thousands_of_pending_keys_while_the_mover_is_stopped(
+    make_rig: Callable[..., FaultRig], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
-    """A hundred requests wait for a hundred rows each. All are answered in time."""
-    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 60.0)  # they wait for their deadline, not for the mover's end
+    """100 requests wait for 100 rows each, or 50. All are answered within their deadline."""
+    monkeypatch.setattr(
+        child, "HEARTBEAT_TIMEOUT_S", 60.0
+    )  # the requests end by their deadline, not by the end of the mover
     number = MANY if tier == "slabs" else MANY // 2  # several times the rows of the host
-    arena = on_tier(
+    rig = make_rig(
         f"{number} pending keys, mover stopped",
         tier,
         chunk=1024,
         limits=replace(LIMITS, hard_deadline_min_s=30.0, hard_deadline_max_s=30.0),
     )
-    with arena.under_load():
-        store, coordinator = arena.store, arena.store.coordinator
-        keys = [b"crowd-%06d" % n for n in range(number)]
+    with rig.under_load():
+        store, coordinator = rig.store, rig.store.coordinator
+        keys = [b"pending-%06d" % n for n in range(number)]
         for start in range(0, number, 500):
             put(store, keys[start : start + 500])
-        assert store.flush(PATIENCE_S)
-        until(arena.is_up, "the tier", PATIENCE_S)
-        pid = arena.a_mover()
+        assert store.flush(TIMEOUT_S)
+        until(rig.is_up, "the tier", TIMEOUT_S)
+        pid = rig.wait_for_mover()
         os.kill(pid, signal.SIGSTOP)
-        names = {f"crowd-{n}": keys[n::100] for n in range(100)}
+        names = {f"pending-{n}": keys[n::100] for n in range(100)}
         waiting = dict(names)
         most = 0
         while waiting:
@@ -64,109 +66,109 @@ def test_ten_thousand_pending_keys_and_a_mover_that_does_not_read(
         assert most > number // 2
         for name in names:
             coordinator.finish_request(name)
-        arena.go_on()
-        with contextlib.suppress(ProcessLookupError):  # on a slow machine it has been killed for its silence by now
+        rig.wait_for_answers()
+        with contextlib.suppress(ProcessLookupError):  # a slow machine: the watchdog has killed it by now
             os.kill(pid, signal.SIGCONT)
-        arena.over()
-        arena.heals()
+        rig.fault_ended()
+        rig.wait_until_healed()
 
 
 @pytest.mark.parametrize(
     "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
 )
-def test_a_socket_that_is_full(on_tier: Callable[..., Arena], monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
-    """Not one packet more fits, and the engine has something to say: it waits with that, and with nothing else."""
+def test_full_socket(make_rig: Callable[..., FaultRig], monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    """No packet fits into the socket to the mover: messages queue up, and nothing else waits."""
     monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 60.0)
-    arena = on_tier("socket full", tier, limits=replace(LIMITS, hard_deadline_min_s=60.0, hard_deadline_max_s=60.0))
-    with arena.under_load():
-        arena.go_on()
-        pid = arena.a_mover()
-        mover = arena.store.coordinator._link.supervisor._movers[0]
+    rig = make_rig("socket full", tier, limits=replace(LIMITS, hard_deadline_min_s=60.0, hard_deadline_max_s=60.0))
+    with rig.under_load():
+        rig.wait_for_answers()
+        pid = rig.wait_for_mover()
+        mover = rig.store.coordinator._link.supervisor._movers[0]
         assert mover is not None
         os.kill(pid, signal.SIGSTOP)
         with contextlib.suppress(BlockingIOError):
             while True:
                 mover.socket.send(encode(Delete([])))
-        arena.store.reset()  # the mover must be told of it before anything else
-        until(lambda: mover._unsent, "the engine to have something to say", PATIENCE_S)
-        arena.go_on(20)
-        with contextlib.suppress(ProcessLookupError):  # on a slow machine it has been killed for its silence by now
+        rig.store.reset()  # sends the mover a message
+        until(lambda: mover._unsent, "a message to be queued", TIMEOUT_S)
+        rig.wait_for_answers(20)
+        with contextlib.suppress(ProcessLookupError):  # a slow machine: the watchdog has killed it by now
             os.kill(pid, signal.SIGCONT)
-        arena.over()
-        arena.heals()
+        rig.fault_ended()
+        rig.wait_until_healed()
 
 
 @pytest.mark.parametrize(
     "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
 )
-def test_workers_that_fail_copies(on_tier: Callable[..., Arena], tier: str) -> None:
-    """Half of what two workers store never came: it is no hit anywhere, and what did come is."""
-    arena = on_tier("workers fail half of their copies", tier)
+def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tier: str) -> None:
+    """Half of the copies of two workers fail: those chunks are misses in every tier, the others are hits."""
+    rig = make_rig("workers fail half of their copies", tier)
     failed: list[bytes] = []
     written: list[bytes] = []
-    with arena.under_load() as load:
-        coordinator, region = arena.store.coordinator, arena.store._region
+    with rig.under_load() as load:
+        coordinator, region = rig.store.coordinator, rig.store.coordinator.region
         for turn in range(40):
             keys = [b"worker-%d-%d" % (turn, n) for n in range(4)]
             plan = coordinator.prepare_store(keys, f"worker-{turn}")
-            good = np.arange(len(plan.rows)) % 2 == turn % 2
-            for key, row, it_is in zip(plan.keys, plan.rows, good, strict=True):
-                region.rows_view[row, : arena.chunk] = content(key, arena.chunk) if it_is else 0xBB
+            succeeds = np.arange(len(plan.rows)) % 2 == turn % 2
+            for key, row, copied in zip(plan.keys, plan.rows, succeeds, strict=True):
+                region.rows_view[row, : rig.chunk] = content(key, rig.chunk) if copied else 0xBB
             rows = np.array(plan.rows)
-            if good.any():
-                region.mark(rows[good], 0, plan.store_seq, True)
-            if not good.all():
-                region.mark(rows[~good], 0, plan.store_seq, False)
+            if succeeds.any():
+                region.mark(rows[succeeds], 0, plan.store_seq, True)
+            if not succeeds.all():
+                region.mark(rows[~succeeds], 0, plan.store_seq, False)
             coordinator.complete_store(plan.keys)
             coordinator.finish_request(f"worker-{turn}")
-            written += [key for key, it_is in zip(plan.keys, good, strict=True) if it_is]
-            failed += [key for key, it_is in zip(plan.keys, good, strict=True) if not it_is]
-            arena.go_on(1)
-        assert not load.seen.wrong
-        assert arena.store.flush(PATIENCE_S)
-        assert arena.store.locate(failed) == [None] * len(failed)
-        hits, wrong = get(arena.store, failed)
+            written += [key for key, copied in zip(plan.keys, succeeds, strict=True) if copied]
+            failed += [key for key, copied in zip(plan.keys, succeeds, strict=True) if not copied]
+            rig.wait_for_answers(1)
+        assert not load.stats.wrong
+        assert rig.store.flush(TIMEOUT_S)
+        assert rig.store.locate(failed) == [None] * len(failed)
+        hits, wrong = get(rig.store, failed)
         assert not any(hits)
-        hits, wrong = get(arena.store, written)
+        hits, wrong = get(rig.store, written)
         assert not wrong
         assert sum(hits) > len(written) // 2
-        for number in range(4):  # and loads: what was not copied is a miss for its request, and for no other
-            keys = [key for key in load.keys if arena.store.locate([key]) == ["cpu"]][:4]
+        for number in range(4):  # failed loads are misses for their own request, and for no other
+            keys = [key for key in load.keys if rig.store.locate([key]) == ["cpu"]][:4]
             found = [key for key in keys if coordinator.lookup(key, f"load-{number}") is Lookup.HIT]
             coordinator.prepare_load(found, f"load-{number}")
             coordinator.fail_load(found, f"load-{number}")
             assert Lookup.HIT not in [coordinator.lookup(key, f"load-{number}") for key in keys]
             coordinator.end_step()
             coordinator.finish_request(f"load-{number}")
-        hits, wrong = get(arena.store, load.keys)
+        hits, wrong = get(rig.store, load.keys)
         assert not wrong
         assert any(hits)
-        arena.heals()
+        rig.wait_until_healed()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_reset_while_the_mover_is_stopped(on_tier: Callable[..., Arena], tier: str) -> None:
-    arena = on_tier("reset while the mover is stopped", tier)
-    with arena.under_load():
-        arena.go_on()
-        pid = arena.signal(signal.SIGSTOP)
-        arena.store.reset()
-        arena.replaced(pid)
-        arena.over()
-        arena.heals()
+def test_reset_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tier: str) -> None:
+    rig = make_rig("reset while the mover is stopped", tier)
+    with rig.under_load():
+        rig.wait_for_answers()
+        pid = rig.signal_mover(signal.SIGSTOP)
+        rig.store.reset()
+        rig.wait_for_restart(pid)
+        rig.fault_ended()
+        rig.wait_until_healed()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_close_while_the_mover_is_stopped(on_tier: Callable[..., Arena], tier: str) -> None:
-    arena = on_tier("close while the mover is stopped", tier)
+def test_close_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tier: str) -> None:
+    rig = make_rig("close while the mover is stopped", tier)
     before = ResourceCount.take()
-    store = arena.open()
-    until(lambda: store.stats()[arena.name]["up"], "the tier", PATIENCE_S)
+    store = rig.open()
+    until(lambda: store.stats()[rig.name]["up"], "the tier", TIMEOUT_S)
     put(store, [b"key-%d" % n for n in range(40)])
     pid = store.coordinator.mover_pids[0]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     store.close(0.5)
-    until(lambda: before.covers(ResourceCount.take()), "everything to go", PATIENCE_S)
+    until(lambda: before.covers(ResourceCount.take()), "nothing to be leaked", TIMEOUT_S)

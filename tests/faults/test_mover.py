@@ -16,13 +16,13 @@ from nixl_tiers.cascade.tier_index import Direction
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.mover import child
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from tests.faults.arena import KILLS, PATIENCE_S, Arena
+from tests.faults.rig import KILLS, TIMEOUT_S, FaultRig
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
 TIERS = ("slabs", "files", "s3")
-ORDINARY = {
+UNMARKED = {
     ("SIGKILL", "load", "slabs"),
     ("SIGKILL", "store", "s3"),
     ("SIGSTOP", "load", "files"),
@@ -30,49 +30,49 @@ ORDINARY = {
 }
 
 
-def matrix(*axes: tuple[str, ...], ordinary: set[tuple[str, ...]]) -> list[object]:
-    """Every combination; those that are not ordinary are for `make faults` only."""
+def matrix(*axes: tuple[str, ...], unmarked: set[tuple[str, ...]]) -> list[object]:
+    """Every combination, marked `faults` (run by `make faults` only) unless in `unmarked`."""
     return [
-        pytest.param(*each, marks=[] if each in ordinary else pytest.mark.faults) for each in itertools.product(*axes)
+        pytest.param(*each, marks=[] if each in unmarked else pytest.mark.faults) for each in itertools.product(*axes)
     ]
 
 
 @pytest.mark.parametrize(
-    ("deadly", "when", "tier"), matrix(tuple(KILLS), ("idle", "store", "load"), TIERS, ordinary=ORDINARY)
+    ("signal_name", "when", "tier"), matrix(tuple(KILLS), ("idle", "store", "load"), TIERS, unmarked=UNMARKED)
 )
-def test_a_mover_that_dies_or_stops(on_tier: Callable[..., Arena], deadly: str, when: str, tier: str) -> None:
-    arena = on_tier(f"{deadly}, {'in the middle of a ' if when != 'idle' else ''}{when}", tier)
-    with arena.under_load():
-        arena.go_on()
-        old = arena.signal(KILLS[deadly], when)
-        arena.replaced(old)
-        arena.go_on()
-        arena.over()
-        arena.heals()
+def test_mover_dies_or_stops(make_rig: Callable[..., FaultRig], signal_name: str, when: str, tier: str) -> None:
+    rig = make_rig(f"{signal_name}, {'during a ' if when != 'idle' else ''}{when}", tier)
+    with rig.under_load():
+        rig.wait_for_answers()
+        old = rig.signal_mover(KILLS[signal_name], when)
+        rig.wait_for_restart(old)
+        rig.wait_for_answers()
+        rig.fault_ended()
+        rig.wait_until_healed()
 
 
-@pytest.mark.parametrize(("deadly", "tier"), matrix(tuple(KILLS), TIERS, ordinary={("SIGKILL", "slabs")}))
-def test_a_mover_that_dies_or_stops_as_it_starts(on_tier: Callable[..., Arena], deadly: str, tier: str) -> None:
-    arena = on_tier(f"{deadly}, at the start", tier)
-    struck: list[int] = []
+@pytest.mark.parametrize(("signal_name", "tier"), matrix(tuple(KILLS), TIERS, unmarked={("SIGKILL", "slabs")}))
+def test_mover_dies_or_stops_at_start(make_rig: Callable[..., FaultRig], signal_name: str, tier: str) -> None:
+    rig = make_rig(f"{signal_name}, at the start", tier)
+    signalled: list[int] = []
 
-    def strike(coordinator: Coordinator) -> None:
-        def watch() -> None:
-            until(lambda: coordinator.mover_pids[0] is not None, "a mover", PATIENCE_S)
+    def send_signal(coordinator: Coordinator) -> None:
+        def send() -> None:
+            until(lambda: coordinator.mover_pids[0] is not None, "a mover", TIMEOUT_S)
             pid = coordinator.mover_pids[0]
             assert pid is not None
-            os.kill(pid, KILLS[deadly])
-            struck.append(pid)
+            os.kill(pid, KILLS[signal_name])
+            signalled.append(pid)
 
-        threading.Thread(target=watch).start()
+        threading.Thread(target=send).start()
 
-    with arena.under_load(strike, warm=False):
-        until(lambda: struck, "the signal")
-        arena.over()
-        arena.go_on()
-        arena.replaced(struck[0])
-        arena.saw(struck[0])
-        arena.heals()
+    with rig.under_load(send_signal, warm=False):
+        until(lambda: signalled, "the signal")
+        rig.fault_ended()
+        rig.wait_for_answers()
+        rig.wait_for_restart(signalled[0])
+        rig.record_mover(signalled[0])
+        rig.wait_until_healed()
 
 
 @pytest.mark.parametrize(
@@ -81,79 +81,79 @@ def test_a_mover_that_dies_or_stops_as_it_starts(on_tier: Callable[..., Arena], 
         ("stall", "freeze"),
         ("store", "load"),
         TIERS,
-        ordinary={("stall", "load", "slabs"), ("freeze", "store", "files")},
+        unmarked={("stall", "load", "slabs"), ("freeze", "store", "files")},
     ),
 )
-def test_a_mover_that_hangs_in_nixl(
-    on_tier: Callable[..., Arena], tmp_path: Path, fault: str, way: str, tier: str
+def test_mover_hangs_in_nixl(
+    make_rig: Callable[..., FaultRig], tmp_path: Path, fault: str, way: str, tier: str
 ) -> None:
-    """A transfer that never completes (the mover lives on), or a call that never returns (it does not)."""
+    """A transfer that never completes while the mover keeps running, or a NIXL call that never returns."""
     switch = tmp_path / "switch"
     plan = FaultPlan((Rule(Fault(fault), Way(way)),), switch=str(switch))
-    arena = on_tier(f"{'transfer never ends' if fault == 'stall' else 'call never returns'}, {way}", tier, plan=plan)
-    with arena.under_load():
-        arena.go_on()
-        old = arena.a_mover()
+    rig = make_rig(f"{'NIXL transfer hangs' if fault == 'stall' else 'NIXL call hangs'}, {way}", tier, plan=plan)
+    with rig.under_load():
+        rig.wait_for_answers()
+        old = rig.wait_for_mover()
         switch.touch()
-        arena.go_on()
-        arena.replaced(old)
+        rig.wait_for_answers()
+        rig.wait_for_restart(old)
         switch.unlink()
-        arena.over()
-        arena.heals()
+        rig.fault_ended()
+        rig.wait_until_healed()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("tier", TIERS)
-def test_movers_killed_again_and_again(on_tier: Callable[..., Arena], tier: str) -> None:
-    arena = on_tier("SIGKILL, six times", tier)
-    with arena.under_load():
+def test_repeated_kills(make_rig: Callable[..., FaultRig], tier: str) -> None:
+    rig = make_rig("SIGKILL, 6 times", tier)
+    with rig.under_load():
         for _ in range(6):
-            arena.replaced(arena.signal(signal.SIGKILL))
-            arena.go_on(2)
-        arena.over()
-        arena.heals()
+            rig.wait_for_restart(rig.signal_mover(signal.SIGKILL))
+            rig.wait_for_answers(2)
+        rig.fault_ended()
+        rig.wait_until_healed()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_mover_that_stops_while_nobody_asks(on_tier: Callable[..., Arena], tier: str) -> None:
-    """It is killed, another comes, and loads are found to work, all without one request."""
-    arena = on_tier("SIGSTOP, no requests", tier)
-    with arena.under_load() as load:
-        arena.go_on()
+def test_stopped_mover_without_requests(make_rig: Callable[..., FaultRig], tier: str) -> None:
+    """The mover is killed and restarted, and the load breaker closes, all without one request."""
+    rig = make_rig("SIGSTOP, no requests", tier)
+    with rig.under_load() as load:
+        rig.wait_for_answers()
         load.pause_s = 3600.0
-        assert arena.store.flush(PATIENCE_S)
-        loads = arena.store.coordinator._core.tiers[0].breakers[Direction.LOAD]
-        answered = load.turns + 2  # those that are under way
-        old = arena.a_mover()
+        assert rig.store.flush(TIMEOUT_S)
+        loads = rig.store.coordinator._core.tiers[0].breakers[Direction.LOAD]
+        answered = load.stats.gets + 2  # those in flight
+        old = rig.wait_for_mover()
         os.kill(old, signal.SIGSTOP)
-        arena.over()
-        arena.replaced(old)
-        until(lambda: arena.is_up() and loads.episode and loads.closed, "the circuit to close", PATIENCE_S)
-        assert load.turns <= answered
-        arena.heals()
+        rig.fault_ended()
+        rig.wait_for_restart(old)
+        until(lambda: rig.is_up() and loads.episode and loads.closed, "the breaker to close", TIMEOUT_S)
+        assert load.stats.gets <= answered
+        rig.wait_until_healed()
 
 
 @pytest.mark.parametrize(
-    ("frozen", "tier"), matrix(("engine", "node"), TIERS, ordinary={("engine", "s3"), ("node", "slabs")})
+    ("frozen", "tier"), matrix(("engine", "node"), TIERS, unmarked={("engine", "s3"), ("node", "slabs")})
 )
-def test_a_pause_costs_no_mover(on_tier: Callable[..., Arena], frozen: str, tier: str) -> None:
-    """Nothing of the engine runs for longer than a mover may be silent, and a job may take; then all goes on. As after
-    a SIGSTOP of the engine, or of everything: a frozen container, a suspended machine."""
-    arena = on_tier(f"pause of the {frozen}", tier)
-    pause_s = int(max(child.HEARTBEAT_TIMEOUT_S, arena.limits.hard_deadline_max_s)) + 1
-    with arena.under_load() as load:
-        arena.go_on()
-        pid = arena.signal(signal.SIGSTOP, "load") if frozen == "node" else arena.a_mover()
-        ctypes.PyDLL(None).sleep(pause_s)  # with the interpreter's lock: no thread of this process runs
+def test_pause_kills_no_mover(make_rig: Callable[..., FaultRig], frozen: str, tier: str) -> None:
+    """The engine stands still for longer than the heartbeat timeout and the deadlines, then goes on: as after a SIGSTOP
+    of the engine, or of everything (a frozen container, a suspended machine)."""
+    rig = make_rig(f"{frozen} paused", tier)
+    pause_s = int(max(child.HEARTBEAT_TIMEOUT_S, rig.limits.hard_deadline_max_s)) + 1
+    with rig.under_load() as load:
+        rig.wait_for_answers()
+        pid = rig.signal_mover(signal.SIGSTOP, "load") if frozen == "node" else rig.wait_for_mover()
+        ctypes.PyDLL(None).sleep(pause_s)  # holds the GIL: no thread of this process runs
         if frozen == "node":
             os.kill(pid, signal.SIGCONT)
-        arena.over()
-        arena.go_on(40)
-        seen = load.seen  # the pause is not the store's
-        seen.longest_get_s, seen.longest_put_s = (
-            max(0.0, s - pause_s) for s in (seen.longest_get_s, seen.longest_put_s)
+        rig.fault_ended()
+        rig.wait_for_answers(40)
+        stats = load.stats  # do not count the pause as a stall
+        stats.longest_get_s, stats.longest_put_s = (
+            max(0.0, s - pause_s) for s in (stats.longest_get_s, stats.longest_put_s)
         )
-        assert arena.mover() == pid
-        assert arena.stats()["kills"] == arena.stats()["deaths"] == 0
-        arena.heals()
+        assert rig.mover_pid() == pid
+        assert rig.stats()["kills"] == rig.stats()["deaths"] == 0
+        rig.wait_until_healed()

@@ -13,7 +13,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
 from tests.integration.test_round_trips import KIB, MIB, chunks, config, file_tier
-from tests.support.disks import disk_bytes, sampled, tmpfs, volume_bytes
+from tests.support.disks import assert_never_exceeds, disk_bytes, tmpfs, volume_bytes
 
 SIZE = 64 * KIB
 BUDGET = 12 * MIB
@@ -58,7 +58,7 @@ def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout
         if layout == "files":  # a walk would count rows that come and go meanwhile
             around.enter_context(tmpfs(tmp_path, "256m"))
             taken = volume_bytes
-        looks = around.enter_context(sampled(tmp_path, BUDGET + ahead, taken))
+        looks = around.enter_context(assert_never_exceeds(tmp_path, BUDGET + ahead, taken))
         for number in range(3):
             with ExitStack() as stack, ThreadPoolExecutor(engines) as threads:
                 stores = [stack.enter_context(nixl_tiers.open(setting, SIZE, f"n{number}")) for _ in range(engines)]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.leftovers import MARK, marked, shared_names
+from tests.support.leaks import MARK, processes_with_mark, shared_memory_names
 from tests.support.waiting import until
 
 # What every process begins with. `fds` and `threads` are those of before the store.
@@ -203,7 +203,7 @@ def test_nothing_is_left(case: Case, tmp_path: Path, black_hole: str) -> None:
     mark = uuid.uuid4().hex
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    shared = shared_names()
+    shared = shared_memory_names()
     root = str(Path(__file__).parents[2])
     env = {
         **os.environ,
@@ -228,6 +228,6 @@ def test_nothing_is_left(case: Case, tmp_path: Path, black_hole: str) -> None:
     assert ended.returncode == case.status, words
     assert case.last_words in (words.splitlines() or [""])[-1]
     assert "Fatal Python error" not in words
-    until(lambda: not marked(mark), f"{marked(mark)} to end")
+    until(lambda: not processes_with_mark(mark), f"{processes_with_mark(mark)} to end")
     assert list(temporary.iterdir()) == []
-    assert shared_names() <= shared
+    assert shared_memory_names() <= shared

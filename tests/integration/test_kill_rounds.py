@@ -29,7 +29,7 @@ from nixl_tiers.chunk import PAGE
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
-from tests.support.leftovers import MARK, Watched, marked, shared_names
+from tests.support.leaks import MARK, ProcessWatch, processes_with_mark, shared_memory_names
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(3600)
@@ -180,7 +180,7 @@ def test_whoever_is_killed_whenever_what_is_left_is_whole_and_accounted_for(medi
     context.set_forkserver_preload(["tests.integration.test_kill_rounds"])
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    shared = shared_names()
+    shared = shared_memory_names()
     mark = uuid.uuid4().hex
     env = {**os.environ, MARK: mark, "TMPDIR": str(temporary)}
     rows = []
@@ -195,7 +195,7 @@ def test_whoever_is_killed_whenever_what_is_left_is_whole_and_accounted_for(medi
             moment = draw.randrange(STEPS)
             hear(ours, "step", lambda step, moment=moment: step >= moment)
             time.sleep(draw.uniform(0.0, 0.05))  # no step's beginning or end
-            killed = set(marked(mark)) if victim != "engine" else set()
+            killed = set(processes_with_mark(mark)) if victim != "engine" else set()
             for mover in killed:
                 with suppress(ProcessLookupError):
                     os.kill(mover, signal.SIGKILL)
@@ -204,16 +204,16 @@ def test_whoever_is_killed_whenever_what_is_left_is_whole_and_accounted_for(medi
                 moment = hear(ours, "step") + draw.randrange(STEPS)
                 hear(ours, "step", lambda step, moment=moment: step >= moment)
         finally:
-            movers = Watched(marked(mark))
+            movers = ProcessWatch(processes_with_mark(mark))
             coordinator.kill()
             coordinator.join()
             ours.close()
-        assert movers.have_ended(PATIENCE_S), "an orphaned mover stays"
-        until(lambda: not marked(mark), f"{marked(mark)} to end", timeout_s=PATIENCE_S)
+        assert movers.wait_for_exit(PATIENCE_S), "an orphaned mover stays"
+        until(lambda: not processes_with_mark(mark), f"{processes_with_mark(mark)} to end", timeout_s=PATIENCE_S)
         medium.settle()
         assert medium.nbytes() <= tier["capacity"]
     with open_store(tier) as store:
         rows.append(check(store, tier, medium.rows()))
     assert max(rows) > MOST_ROWS / 2, "rounds in which little is stored show little"
-    assert shared_names() <= shared
+    assert shared_memory_names() <= shared
     assert list(temporary.iterdir()) == []

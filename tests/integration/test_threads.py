@@ -14,7 +14,7 @@ import nixl_tiers
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Open
 from nixl_tiers.mover.supervisor import Supervisor
-from tests.support.leftovers import rows_in_use
+from tests.support.leaks import host_rows_in_use
 from tests.support.waiting import until_up
 
 SIZE = 4 << 10
@@ -89,12 +89,12 @@ def test_a_row_that_is_being_filled_is_not_given_away_after_a_reset(
     before = held_up.put(b"slow")
     store.reset()
     assert put(store, b"the first to end after the reset") == 1
-    assert rows_in_use(store) == 2, "the row that is still being filled was given back"
+    assert host_rows_in_use(store) == 2, "the row that is still being filled was given back"
     held_up.go_on.set()
     assert before.result(PATIENCE_S) == 0  # it cannot be found when put returns
     assert not holds(store, b"slow")
     assert holds(store, b"the first to end after the reset")
-    assert rows_in_use(store) == 1
+    assert host_rows_in_use(store) == 1
 
 
 def test_a_put_of_before_a_reset_does_not_end_another_put_of_the_same_key(
@@ -106,11 +106,11 @@ def test_a_put_of_before_a_reset_does_not_end_another_put_of_the_same_key(
     after = held_up.put(b"slow")
     first.set()
     assert before.result(PATIENCE_S) == 0
-    assert rows_in_use(store) == 1, "the row that the second put fills was given back by the first one's end"
+    assert host_rows_in_use(store) == 1, "the row that the second put fills was given back by the first one's end"
     held_up.go_on.set()
     assert after.result(PATIENCE_S) == 1
     assert holds(store, b"slow")
-    assert rows_in_use(store) == 1
+    assert host_rows_in_use(store) == 1
 
 
 def test_whoever_resets_while_others_put_and_get_there_is_no_wrong_byte_and_no_lost_row(
@@ -144,7 +144,7 @@ def test_whoever_resets_while_others_put_and_get_there_is_no_wrong_byte_and_no_l
         done.set()
     assert sum(thread.result(PATIENCE_S) for thread in threads) > 0
     store.reset()
-    assert rows_in_use(store) == 0
+    assert host_rows_in_use(store) == 0
     keys = [b"after-%d" % n for n in range(ROWS)]
     assert sum(put(store, key) for key in keys) == ROWS
     assert all(holds(store, key) for key in keys)
@@ -184,7 +184,7 @@ def test_a_reset_when_all_rows_are_in_workers_hands_does_not_cost_them_for_good(
     for number in range(50):
         plan = coordinator.prepare_store(keys, f"before-{number}")
         rows = len(plan.rows)
-        assert rows == rows_in_use(store) >= ROWS
+        assert rows == host_rows_in_use(store) >= ROWS
         coordinator.reset()
         assert coordinator.prepare_store(keys[:1], "too early").rows == []
         coordinator.region.mark(
@@ -194,6 +194,6 @@ def test_a_reset_when_all_rows_are_in_workers_hands_does_not_cost_them_for_good(
         assert sorted(after.rows) == sorted(plan.rows[:-1])
         coordinator.region.mark(np.array(after.rows), 0, after.store_seq, True)
         coordinator.complete_store(after.keys)
-        assert rows_in_use(store) == rows - 1
+        assert host_rows_in_use(store) == rows - 1
         coordinator.reset()
-        assert rows_in_use(store) == 0
+        assert host_rows_in_use(store) == 0

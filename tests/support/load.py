@@ -1,7 +1,7 @@
-"""Load for a store: threads that get and put chunks of prompts as engines do, and know every byte that may come back.
+"""A load generator for a store: threads that get and put the chunks of prompts as engines do, and verify every byte.
 
-A key stands for one content for ever, as a block hash does. So whatever a store calls a hit can be checked, whoever
-put it, and whatever has happened to it since.
+The content of a chunk follows from its key, as it does from a block hash. So every hit can be verified, whichever
+process stored it and however long ago.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from numpy.typing import NDArray
 from nixl_tiers.chunk import Key
 from nixl_tiers.store import TieredStore
 
-_POISON: Final = 0xEE  # what a buffer holds before a get: a hit that moved nothing shows
+_POISON: Final = 0xEE  # fills a buffer before each get, so that a hit without a copy is detected
 
 
 def content(key: Key, nbytes: int, salt: bytes = b"") -> NDArray[np.uint8]:
-    """The bytes of `key`: uint8 (nbytes,). Others for every `salt`, as with other weights."""
+    """The bytes of `key`: uint8 (nbytes,). They differ by `salt`, as they would with other weights."""
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=16, key=salt).digest(), "little")
     return np.frombuffer(np.random.Generator(np.random.SFC64(seed)).bytes(nbytes), np.uint8)
 
 
 def put(store: TieredStore, keys: Sequence[Key], salt: bytes = b"") -> int:
-    """Put the content of `keys`; how many were accepted."""
+    """Put the content of `keys`; returns how many were accepted."""
     return store.put(keys, [content(key, store.chunk_bytes, salt) for key in keys])
 
 
 def get(store: TieredStore, keys: Sequence[Key], salt: bytes = b"") -> tuple[list[bool], list[Key]]:
-    """Get `keys` and look at every byte: (hits as the store tells them, those of them that are wrong)."""
+    """Get `keys` and verify every byte: (the hits as the store reports them, the keys of hits with wrong bytes)."""
     out = np.full((len(keys), store.chunk_bytes), _POISON, np.uint8)
     hits = store.get(keys, out)
     found = [(key, row) for key, hit, row in zip(keys, hits, out, strict=True) if hit]
@@ -45,8 +45,8 @@ def get(store: TieredStore, keys: Sequence[Key], salt: bytes = b"") -> tuple[lis
 
 
 @dataclass
-class Seen:
-    """What a load has met so far. Times in seconds."""
+class LoadStats:
+    """What a load generator has measured so far. Times in seconds."""
 
     gets: int = 0
     puts: int = 0
@@ -62,11 +62,11 @@ class Seen:
         return max(self.longest_get_s, self.longest_put_s)
 
 
-class Load:
-    """`threads` threads that ask for beginnings of `prompts` prompts of `depth` chunks, and put what they miss.
+class LoadGenerator:
+    """`threads` threads that get prefixes of `prompts` prompts of `depth` chunks each, and put the chunks they miss.
 
-    A `fresh` share of them are prompts that nobody has asked for before. The same seed asks for the same prompts in the
-    same order, thread by thread. A context manager: it runs inside of it.
+    A share `new_share` of the requests are for prompts never requested before. The same seed gives the same requests in
+    the same order, thread by thread. A context manager: the threads run inside of it.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Load:
         threads: int = 2,
         prompts: int = 24,
         depth: int = 8,
-        fresh: float = 0.2,
+        new_share: float = 0.2,
         pause_s: float = 0,
         salt: bytes = b"",
     ) -> None:
-        self.seen = Seen()
+        self.stats = LoadStats()
         self._store = store
         self._seed = seed
         self._prompts = prompts
         self._depth = depth
-        self._fresh = fresh
+        self._new_share = new_share
         self.pause_s = pause_s
-        """Between two turns of a thread, in seconds; may be changed at any time."""
+        """Between two requests of a thread, in seconds; may be changed at any time."""
         self._salt = salt
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -98,17 +98,12 @@ class Load:
         ]
 
     @property
-    def turns(self) -> int:
-        """Gets that have been answered."""
-        return self.seen.gets
-
-    @property
     def keys(self) -> list[Key]:
-        """Every key that this load asks for again and again, prompt by prompt."""
-        return [self._key(prompt, place) for prompt in range(self._prompts) for place in range(self._depth)]
+        """Every key that is requested repeatedly, prompt by prompt."""
+        return [self._key(prompt, index) for prompt in range(self._prompts) for index in range(self._depth)]
 
     def stop(self, timeout_s: float = 120.0) -> None:
-        """End the threads. Raises AssertionError if one of them is still waiting for an answer after `timeout_s`."""
+        """Stop the threads. Raises AssertionError if one of them is still inside a get or put after `timeout_s`."""
         self._stop.set()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -125,23 +120,23 @@ class Load:
     ) -> None:
         self.stop()
 
-    def _key(self, prompt: int | str, place: int) -> Key:
-        return f"load-{self._seed}-{prompt}-{place}".encode()
+    def _key(self, prompt: int | str, index: int) -> Key:
+        return f"load-{self._seed}-{prompt}-{index}".encode()
 
     def _run(self, number: int) -> None:
-        random, turns = Random(f"{self._seed} {number}"), itertools.count()
+        random, serials = Random(f"{self._seed} {number}"), itertools.count()
         while not self._stop.wait(self.pause_s):
-            fresh = random.random() < self._fresh
-            prompt = f"{number}-{next(turns)}" if fresh else random.randrange(self._prompts)
+            new = random.random() < self._new_share
+            prompt = f"{number}-{next(serials)}" if new else random.randrange(self._prompts)
             try:
-                self._turn([self._key(prompt, place) for place in range(random.randint(1, self._depth))])
-            except Exception as error:  # noqa: BLE001 (a store that raises is a finding, whatever it raises)
+                self._request([self._key(prompt, index) for index in range(random.randint(1, self._depth))])
+            except Exception as error:  # noqa: BLE001 (whatever a store raises is a finding)
                 with self._lock:
-                    self.seen.errors.append(f"{type(error).__name__}: {error}")
+                    self.stats.errors.append(f"{type(error).__name__}: {error}")
                 return
 
-    def _turn(self, keys: list[Key]) -> None:
-        began = time.monotonic()
+    def _request(self, keys: list[Key]) -> None:
+        started = time.monotonic()
         hits, wrong = get(self._store, keys, self._salt)
         got = time.monotonic()
         missing = [key for key, hit in zip(keys, hits, strict=True) if not hit]
@@ -151,11 +146,11 @@ class Load:
             self._store.put(missing, chunks)
         stored = time.monotonic()
         with self._lock:
-            seen = self.seen
-            seen.gets += 1
-            seen.puts += bool(missing)
-            seen.chunks += len(keys)
-            seen.hits += sum(hits)
-            seen.wrong += wrong
-            seen.longest_get_s = max(seen.longest_get_s, got - began)
-            seen.longest_put_s = max(seen.longest_put_s, stored - computed)
+            stats = self.stats
+            stats.gets += 1
+            stats.puts += bool(missing)
+            stats.chunks += len(keys)
+            stats.hits += sum(hits)
+            stats.wrong += wrong
+            stats.longest_get_s = max(stats.longest_get_s, got - started)
+            stats.longest_put_s = max(stats.longest_put_s, stored - computed)

@@ -1,12 +1,12 @@
-"""FaultProxy: a TCP proxy between S3 clients and a server, that misbehaves when it is told to. Needs no privileges.
+"""FaultProxy: a TCP proxy between S3 clients and a server that injects faults. Needs no privileges.
 
     with moto_server() as server, FaultProxy(server.port) as proxy:
         config = {"type": "s3", "endpoint": proxy.endpoint, ...}
-        proxy.disturb(Trouble(Kind.STATUS, status=503, code="SlowDown", chance=0.5))
+        proxy.inject(ProxyFault(FaultKind.ERROR_STATUS, status=503, code="SlowDown", probability=0.5))
         proxy.clear()
 
-What is told counts at once, also for connections and transfers that are under way. The proxy reads the HTTP that it
-carries, so a trouble can be meant for some methods or for one object only.
+A fault takes effect at once, also on open connections and transfers in flight. The proxy parses the HTTP that it
+relays, so a fault can be limited to some methods or to one object.
 """
 
 from __future__ import annotations
@@ -29,51 +29,53 @@ _LINGER_S: Final = 2.0
 _GONE: Final = (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError)
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """What goes wrong."""
 
-    REFUSE = "refuse"  # nobody listens, and what was connected is reset; strikes everything, whatever else is said
-    BLACK_HOLE = "black hole"  # connections are accepted, and not one byte passes any more in either direction
-    TRICKLE = "trickle"  # `bytes_per_s` in each direction
-    RESET = "reset"  # the connection is reset in the middle of a body, or instead of an answer without one
-    CUT = "cut"  # the connection ends properly in the middle of an answer's body
-    SHORT = "short"  # half of an answer's body, announced as the whole
-    WRONG = "wrong"  # one bit of an answer's body, or of a request's, is another
-    STATUS = "status"  # an error page; the server never hears of the request
+    REFUSED = "refused"  # connections are refused, and open ones reset: every request, whatever the fault's filters say
+    BLACK_HOLE = "black hole"  # connections are accepted, and no byte passes any more in either direction
+    THROTTLE = "throttle"  # `bytes_per_s` in each direction
+    RESET = "reset"  # RST in the middle of a body, or instead of a response without one
+    EARLY_EOF = "early EOF"  # the connection is closed properly in the middle of a response body
+    TRUNCATED = "truncated"  # half of a response body, with a Content-Length to match
+    BIT_FLIP = "bit flip"  # one bit of a response or request body is flipped
+    ERROR_STATUS = "error status"  # an S3 error page; the server does not see the request
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """One thing that goes wrong, and the requests that it happens to."""
+class ProxyFault:
+    """A fault, and which requests it applies to."""
 
-    kind: Kind
+    kind: FaultKind
     methods: frozenset[str] | None = None  # None: every method
-    within: str = ""  # a part of the request's target: an object's name, a prefix
-    holder: str = ""  # a part of the Authorization header: an access key that is not good any more
-    chance: float = 1.0  # of each request that is meant
+    target: str = ""  # a substring of the request target: an object's name, a prefix
+    authorization: str = ""  # a substring of the Authorization header: an access key
+    probability: float = 1.0  # for each matching request
     bytes_per_s: float = 1.0
     status: int = 503
-    code: str = "SlowDown"  # what S3 calls the error
+    code: str = "SlowDown"  # the S3 error code
 
-    def means(self, method: str, target: str, authorization: str) -> bool:
+    def matches(self, method: str, target: str, authorization: str) -> bool:
         return (
-            (self.methods is None or method in self.methods) and self.within in target and self.holder in authorization
+            (self.methods is None or method in self.methods)
+            and self.target in target
+            and self.authorization in authorization
         )
 
 
 class FaultProxy:
-    """Listens on a loopback port of its own and carries HTTP/1.1 to `port` of `host`.
+    """Listens on a loopback port of its own and relays HTTP/1.1 to `port` of `host`.
 
-    `disturb`, `clear` and `close` may be called from any thread. All else happens on a thread of the proxy's own.
+    `inject`, `clear` and `close` may be called from any thread. All else runs on the proxy's own thread.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1", seed: int = 0) -> None:
-        self.struck: Counter[Kind] = Counter()
-        """How many requests each kind of trouble has happened to."""
+        self.injected: Counter[FaultKind] = Counter()
+        """How many requests each kind of fault was injected into."""
         self.requests = 0
         self._server_at = (host, port)
         self._random = random.Random(seed)
-        self._troubles: tuple[Trouble, ...] = ()
+        self._faults: tuple[ProxyFault, ...] = ()
         self._generation = 0
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
@@ -82,24 +84,24 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
         self.port = 0
-        self._do(self._listen())
+        self._run(self._listen())
 
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def disturb(self, *troubles: Trouble) -> None:
-        """From now on these happen, in place of those of before: to each request the first that is meant for it."""
-        self._do(self._change(troubles))
+    def inject(self, *faults: ProxyFault) -> None:
+        """Replace the current faults: each request gets the first of `faults` that matches it."""
+        self._run(self._replace(faults))
 
     def clear(self) -> None:
-        """All is well again. What was held up goes on."""
-        self.disturb()
+        """End all faults. What was held up goes on."""
+        self.inject()
 
     def close(self) -> None:
-        """Reset what is connected, and end."""
+        """Reset all connections, and end the thread."""
         if self._thread.is_alive():
-            self._do(self._hang_up())
+            self._run(self._disconnect())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -112,19 +114,19 @@ class FaultProxy:
     ) -> None:
         self.close()
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     # --- on the proxy's thread --------------------------------------------------------------------------------------
 
-    async def _change(self, troubles: tuple[Trouble, ...]) -> None:
-        self._troubles = troubles
+    async def _replace(self, faults: tuple[ProxyFault, ...]) -> None:
+        self._faults = faults
         self._generation += 1
         self._changed.set()
         self._changed = asyncio.Event()
-        if any(trouble.kind is Kind.REFUSE for trouble in troubles):
-            self.struck[Kind.REFUSE] += 1
-            await self._hang_up()
+        if any(fault.kind is FaultKind.REFUSED for fault in faults):
+            self.injected[FaultKind.REFUSED] += 1
+            await self._disconnect()
         elif self._listener is None:
             await self._listen()
 
@@ -132,7 +134,7 @@ class FaultProxy:
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port, reuse_address=True)
         self.port = self._listener.sockets[0].getsockname()[1]
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -150,46 +152,46 @@ class FaultProxy:
             while (request := await _read_head(reader)) is not None:
                 exchange = _Exchange(self, request, reader, writer)
                 self.requests += 1
-                await exchange.gate()
-                if exchange.kind is Kind.STATUS:
-                    await exchange.refuse()
+                await exchange.pass_black_hole()
+                if exchange.kind is FaultKind.ERROR_STATUS:
+                    await exchange.send_error()
                     return
                 if upstream is None:
-                    answers, upstream = await asyncio.open_connection(*self._server_at)
-                if not await exchange.carry(answers, upstream):
+                    responses, upstream = await asyncio.open_connection(*self._server_at)
+                if not await exchange.relay(responses, upstream):
                     return
         except _GONE:
             pass
         except asyncio.CancelledError:
-            _reset(writer)  # and not raised again: whoever cancels waits for this task, and asks nothing of it
+            _reset(writer)  # not raised again: _disconnect only waits for this task to end
         finally:
             self._connections.discard(task)
             for each in (writer, upstream):
                 if each is not None:
                     each.close()
 
-    def draw(self, method: str, target: str, authorization: str) -> Trouble | None:
-        """The trouble that a request of now is in."""
-        meant = next((t for t in self._troubles if t.means(method, target, authorization)), None)
-        if meant is None or self._random.random() >= meant.chance:
+    def choose_fault(self, method: str, target: str, authorization: str) -> ProxyFault | None:
+        """The fault to inject into a request now."""
+        match = next((fault for fault in self._faults if fault.matches(method, target, authorization)), None)
+        if match is None or self._random.random() >= match.probability:
             return None
-        self.struck[meant.kind] += 1
-        return meant
+        self.injected[match.kind] += 1
+        return match
 
     @property
     def generation(self) -> int:
-        """Counts the calls of disturb."""
+        """Counts the calls of inject."""
         return self._generation
 
     async def changed(self, timeout_s: float | None = None) -> None:
-        """Returns after the next disturb, or after `timeout_s`."""
+        """Return after the next call of inject, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
 
 @dataclass
 class _Head:
-    """The first line and the headers of a request or an answer, and their bytes as they came."""
+    """The first line and the headers of a request or response, and their raw bytes."""
 
     raw: bytes
     first: list[str]
@@ -206,12 +208,12 @@ class _Head:
 
     @property
     def last(self) -> bool:
-        """Whether the connection ends after this."""
+        """Whether the connection ends after this message."""
         return "close" in self.headers.get("connection", "").lower() or self.first[0] == "HTTP/1.0"
 
 
 class _Exchange:
-    """One request and its answer."""
+    """One request and its response."""
 
     def __init__(
         self, proxy: FaultProxy, request: _Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -221,123 +223,122 @@ class _Exchange:
         self._reader = reader
         self._writer = writer
         self._generation = -1
-        self._drawn: Trouble | None = None
+        self._fault: ProxyFault | None = None
 
     @property
-    def trouble(self) -> Trouble | None:
-        """Drawn anew whenever somebody told the proxy something else."""
+    def fault(self) -> ProxyFault | None:
+        """Chosen anew after each call of inject."""
         if self._generation != self._proxy.generation:
             self._generation = self._proxy.generation
             method, target = self._request.first[:2]
-            self._drawn = self._proxy.draw(method, target, self._request.headers.get("authorization", ""))
-        return self._drawn
+            self._fault = self._proxy.choose_fault(method, target, self._request.headers.get("authorization", ""))
+        return self._fault
 
     @property
-    def kind(self) -> Kind | None:
-        trouble = self.trouble
-        return None if trouble is None else trouble.kind
+    def kind(self) -> FaultKind | None:
+        return None if self.fault is None else self.fault.kind
 
-    async def gate(self) -> None:
-        while self.kind is Kind.BLACK_HOLE:
+    async def pass_black_hole(self) -> None:
+        while self.kind is FaultKind.BLACK_HOLE:
             await self._proxy.changed()
 
-    async def refuse(self) -> None:
-        """Answer with an error, and take no notice of the request's body."""
-        assert self._drawn is not None
-        code, status = self._drawn.code, self._drawn.status
-        page = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>told to</Message></Error>'
+    async def send_error(self) -> None:
+        """Respond with an S3 error, and ignore the request body."""
+        assert self._fault is not None
+        code, status = self._fault.code, self._fault.status
+        page = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>injected</Message></Error>'
         body = b"" if self._request.first[0] == "HEAD" else page.encode()
         head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nContent-Length: {len(page)}\r\n"
         self._writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         await self._writer.drain()
         self._writer.write_eof()
-        with contextlib.suppress(TimeoutError):  # a reset now would take the page back
+        with contextlib.suppress(TimeoutError):  # a reset now would discard the page
             await asyncio.wait_for(_drain(self._reader), _LINGER_S)
 
-    async def carry(self, answers: asyncio.StreamReader, upstream: asyncio.StreamWriter) -> bool:
-        """Request there, answer back; True if the connections may carry another."""
-        up = asyncio.ensure_future(self._up(upstream))
-        down = asyncio.ensure_future(self._down(answers))
+    async def relay(self, responses: asyncio.StreamReader, upstream: asyncio.StreamWriter) -> bool:
+        """Relay the request and its response; True if the connections may be reused."""
+        up = asyncio.ensure_future(self._relay_request(upstream))
+        down = asyncio.ensure_future(self._relay_response(responses))
         try:
             await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
             if not down.done():
-                up.result()  # raises what has happened to the request
+                up.result()  # raises if the request failed
             return await down and up.done() and not self._request.last
         finally:
             up.cancel()
             down.cancel()
             await asyncio.gather(up, down, return_exceptions=True)
 
-    async def _up(self, upstream: asyncio.StreamWriter) -> None:
+    async def _relay_request(self, upstream: asyncio.StreamWriter) -> None:
         await self._send(upstream, self._request.raw)
         length = self._request.length
-        async for piece in _body(self._reader, self._request, to_the_end=False):
-            if self.kind is Kind.RESET:
+        async for piece in _body(self._reader, self._request, until_eof=False):
+            if self.kind is FaultKind.RESET:
                 await self._send(upstream, piece[: len(piece) // 2])
-                raise self._resets()
-            await self._send(upstream, _flipped(piece) if self.kind is Kind.WRONG and length else piece)
+                raise self._reset_client()
+            await self._send(upstream, _flipped(piece) if self.kind is FaultKind.BIT_FLIP and length else piece)
 
-    async def _down(self, answers: asyncio.StreamReader) -> bool:
+    async def _relay_response(self, responses: asyncio.StreamReader) -> bool:
         while True:
-            head = await _read_head(answers)
+            head = await _read_head(responses)
             if head is None:
                 return False
-            await self.gate()
+            await self.pass_black_hole()
             if head.status >= 200:
                 break
             await self._send(self._writer, head.raw)
-        if self.kind is Kind.RESET and not head.length:
-            raise self._resets()
+        if self.kind is FaultKind.RESET and not head.length:
+            raise self._reset_client()
         if self._request.first[0] == "HEAD" or head.status in {204, 304}:
             await self._send(self._writer, head.raw)
             return not head.last
-        good = head.status in {200, 206}
-        if good and self.kind is Kind.SHORT and head.length:
-            return await self._half(head, answers)
+        success = head.status in {200, 206}
+        if success and self.kind is FaultKind.TRUNCATED and head.length:
+            return await self._relay_truncated(head, responses)
         await self._send(self._writer, head.raw)
-        async for piece in _body(answers, head, to_the_end=True):
-            if self.kind in {Kind.RESET, Kind.CUT}:
+        async for piece in _body(responses, head, until_eof=True):
+            if self.kind in {FaultKind.RESET, FaultKind.EARLY_EOF}:
                 await self._send(self._writer, piece[: len(piece) // 2])
-                if self.kind is Kind.RESET:
-                    raise self._resets()
+                if self.kind is FaultKind.RESET:
+                    raise self._reset_client()
                 return False
-            await self._send(self._writer, _flipped(piece) if self.kind is Kind.WRONG and good else piece)
+            await self._send(self._writer, _flipped(piece) if self.kind is FaultKind.BIT_FLIP and success else piece)
         return not head.last and (head.length is not None or "transfer-encoding" in head.headers)
 
-    async def _half(self, head: _Head, answers: asyncio.StreamReader) -> bool:
+    async def _relay_truncated(self, head: _Head, responses: asyncio.StreamReader) -> bool:
         assert head.length is not None
         half = head.length // 2
         first, *lines = head.raw.split(b"\r\n")
         kept = [line for line in lines if not line.lower().startswith((b"content-length:", b"connection:"))]
-        told = [b"Content-Length: %d" % half, b"Connection: close"]
-        await self._send(self._writer, b"\r\n".join([first, *told, *kept]))
-        await self._send(self._writer, await answers.readexactly(half))
+        replaced = [b"Content-Length: %d" % half, b"Connection: close"]
+        await self._send(self._writer, b"\r\n".join([first, *replaced, *kept]))
+        await self._send(self._writer, await responses.readexactly(half))
         return False
 
-    def _resets(self) -> ConnectionError:
+    def _reset_client(self) -> ConnectionError:
         _reset(self._writer)
-        return ConnectionResetError("told to")
+        return ConnectionResetError("injected")
 
     async def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """As fast as the trouble of the moment allows."""
+        """Write at the speed that the current fault allows."""
         while data:
-            await self.gate()
-            trouble = self.trouble
+            await self.pass_black_hole()
+            fault = self.fault
             if writer.is_closing():
-                raise ConnectionResetError("the other end is gone")
-            if trouble is None or trouble.kind is not Kind.TRICKLE:
+                raise ConnectionResetError("the peer has disconnected")
+            if fault is None or fault.kind is not FaultKind.THROTTLE:
                 writer.write(data)
                 await writer.drain()
                 return
-            some = max(1, int(trouble.bytes_per_s / 10))
+            some = max(1, int(fault.bytes_per_s / 10))
             writer.write(data[:some])
             await writer.drain()
             data = data[some:]
-            await self._proxy.changed(some / trouble.bytes_per_s)
+            await self._proxy.changed(some / fault.bytes_per_s)
 
 
 async def _read_head(reader: asyncio.StreamReader) -> _Head | None:
-    """None where the other end has nothing more to say."""
+    """None at the end of the connection."""
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
@@ -347,8 +348,8 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head | None:
     return _Head(raw, first.split(" ", 2), headers)
 
 
-async def _body(reader: asyncio.StreamReader, head: _Head, *, to_the_end: bool) -> AsyncIterator[bytes]:
-    """The body that follows `head`, as it stands on the wire."""
+async def _body(reader: asyncio.StreamReader, head: _Head, *, until_eof: bool) -> AsyncIterator[bytes]:
+    """The body that follows `head`, as raw bytes of the connection."""
     if "chunked" in head.headers.get("transfer-encoding", "").lower():
         size = -1
         while size:
@@ -369,7 +370,7 @@ async def _body(reader: asyncio.StreamReader, head: _Head, *, to_the_end: bool) 
                 raise ConnectionResetError("a body has ended early")
             left -= len(piece)
             yield piece
-    elif to_the_end:
+    elif until_eof:
         while piece := await reader.read(_PIECE_BYTES):
             yield piece
 
@@ -386,9 +387,9 @@ def _flipped(piece: bytes) -> bytes:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Have the connection end with RST, once what was written has gone out."""
-    end: socket.socket | None = writer.get_extra_info("socket")
-    if end is not None and end.fileno() >= 0:
+    """End the connection with RST, after what was written has been sent."""
+    sock: socket.socket | None = writer.get_extra_info("socket")
+    if sock is not None and sock.fileno() >= 0:
         with contextlib.suppress(OSError):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

@@ -1,4 +1,4 @@
-"""The fault proxy, between a plain HTTP client and a server of a few lines."""
+"""The fault proxy, between an HTTP client and a minimal server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.waiting import until
 
-BODY = bytes(range(256)) * 1024  # four pieces
+BODY = bytes(range(256)) * 1024  # four reads of the proxy
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -76,7 +76,7 @@ Ask = Callable[..., tuple[int, bytes]]
 
 @pytest.fixture
 def ask(proxy: FaultProxy) -> Iterator[Ask]:
-    """Sends a request on a connection that is kept, as long as it can be."""
+    """Sends a request on a connection that is kept open while the server allows."""
     connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
 
     def send(method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
@@ -92,7 +92,7 @@ def ask(proxy: FaultProxy) -> Iterator[Ask]:
     connection.close()
 
 
-def test_what_is_carried_is_not_changed_and_connections_are_kept(proxy: FaultProxy, ask: Ask, server: Server) -> None:
+def test_relayed_bytes_are_unchanged_and_connections_are_reused(proxy: FaultProxy, ask: Ask, server: Server) -> None:
     for path in ("/one", "/chunked"):
         assert ask("GET", path) == (200, BODY)
     assert ask("HEAD", "/one") == (200, b"")
@@ -101,12 +101,12 @@ def test_what_is_carried_is_not_changed_and_connections_are_kept(proxy: FaultPro
     assert ask("GET", "/none") == (404, b"")
     assert proxy.requests == 6
     assert len(proxy._connections) == 1
-    assert not proxy.struck
+    assert not proxy.injected
 
 
-def test_refuse_resets_what_is_connected_and_comes_back_on_the_same_port(proxy: FaultProxy, ask: Ask) -> None:
+def test_refused_resets_open_connections_and_clear_listens_on_the_same_port(proxy: FaultProxy, ask: Ask) -> None:
     assert ask("GET", "/one") == (200, BODY)
-    proxy.disturb(Trouble(Kind.REFUSE))
+    proxy.inject(ProxyFault(FaultKind.REFUSED))
     for _ in range(2):
         with pytest.raises(OSError):
             ask("GET", "/one")
@@ -114,13 +114,13 @@ def test_refuse_resets_what_is_connected_and_comes_back_on_the_same_port(proxy: 
     assert ask("GET", "/one") == (200, BODY)
 
 
-def test_a_black_hole_swallows_open_connections_too_and_gives_back_what_it_held(proxy: FaultProxy, ask: Ask) -> None:
+def test_black_hole_stalls_open_connections_until_cleared(proxy: FaultProxy, ask: Ask) -> None:
     assert ask("GET", "/one") == (200, BODY)
-    proxy.disturb(Trouble(Kind.BLACK_HOLE))
+    proxy.inject(ProxyFault(FaultKind.BLACK_HOLE))
     answers: list[tuple[int, bytes]] = []
     thread = threading.Thread(target=lambda: answers.append(ask("GET", "/one")))
     thread.start()
-    until(lambda: proxy.struck[Kind.BLACK_HOLE], "the request to get there")
+    until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "the request to arrive")
     fresh = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=0.3)
     fresh.request("GET", "/two")
     with pytest.raises(TimeoutError):
@@ -132,27 +132,27 @@ def test_a_black_hole_swallows_open_connections_too_and_gives_back_what_it_held(
     assert answers == [(200, BODY)]
 
 
-def test_a_black_hole_in_the_middle_of_a_body(proxy: FaultProxy, server: Server) -> None:
-    proxy.disturb(Trouble(Kind.TRICKLE, bytes_per_s=4e4))
+def test_black_hole_stalls_a_body_in_flight(proxy: FaultProxy, server: Server) -> None:
+    proxy.inject(ProxyFault(FaultKind.THROTTLE, bytes_per_s=4e4))
     connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
     connection.request("GET", "/one")
     answer = connection.getresponse()
-    some = answer.read(1000)
-    proxy.disturb(Trouble(Kind.BLACK_HOLE))
-    until(lambda: proxy.struck[Kind.BLACK_HOLE], "the transfer to notice")
+    first = answer.read(1000)
+    proxy.inject(ProxyFault(FaultKind.BLACK_HOLE))
+    until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "the transfer to stall")
     proxy.clear()
-    assert some + answer.read() == BODY
+    assert first + answer.read() == BODY
     connection.close()
 
 
-def test_a_trickle_meant_for_one_object_leaves_the_others_alone(proxy: FaultProxy, ask: Ask) -> None:
-    proxy.disturb(Trouble(Kind.TRICKLE, within="/two", bytes_per_s=1.0))
+def test_throttle_applies_to_the_matching_object_only(proxy: FaultProxy, ask: Ask) -> None:
+    proxy.inject(ProxyFault(FaultKind.THROTTLE, target="/two", bytes_per_s=1.0))
     assert ask("GET", "/one") == (200, BODY)
     began = time.monotonic()
     answers: list[tuple[int, bytes]] = []
     thread = threading.Thread(target=lambda: answers.append(ask("GET", "/two")))
     thread.start()
-    until(lambda: proxy.struck[Kind.TRICKLE], "the request to get there")
+    until(lambda: proxy.injected[FaultKind.THROTTLE], "the request to arrive")
     thread.join(0.5)
     assert not answers
     proxy.clear()
@@ -161,64 +161,64 @@ def test_a_trickle_meant_for_one_object_leaves_the_others_alone(proxy: FaultProx
     assert time.monotonic() - began < len(BODY)
 
 
-def test_what_is_cut_reset_short_or_wrong(proxy: FaultProxy, ask: Ask) -> None:
-    proxy.disturb(Trouble(Kind.CUT))
+def test_faults_of_a_response_body(proxy: FaultProxy, ask: Ask) -> None:
+    proxy.inject(ProxyFault(FaultKind.EARLY_EOF))
     with pytest.raises(http.client.IncompleteRead) as cut:
         ask("GET", "/one")
     assert 0 < len(cut.value.partial) < len(BODY)
-    proxy.disturb(Trouble(Kind.RESET))
+    proxy.inject(ProxyFault(FaultKind.RESET))
     with pytest.raises(ConnectionResetError):
         ask("GET", "/one")
     with pytest.raises(OSError):
         ask("HEAD", "/none")
-    proxy.disturb(Trouble(Kind.SHORT))
+    proxy.inject(ProxyFault(FaultKind.TRUNCATED))
     assert ask("GET", "/one") == (200, BODY[: len(BODY) // 2])
-    proxy.disturb(Trouble(Kind.WRONG))
+    proxy.inject(ProxyFault(FaultKind.BIT_FLIP))
     status, body = ask("GET", "/one")
     assert (status, len(body)) == (200, len(BODY))
     assert body != BODY
 
 
-def test_an_upload_that_is_reset_or_wrong(proxy: FaultProxy, ask: Ask, server: Server) -> None:
-    proxy.disturb(Trouble(Kind.RESET, methods=frozenset({"PUT"})))
+def test_faults_of_a_request_body(proxy: FaultProxy, ask: Ask, server: Server) -> None:
+    proxy.inject(ProxyFault(FaultKind.RESET, methods=frozenset({"PUT"})))
     with pytest.raises(OSError):
         ask("PUT", "/new", BODY)
     assert "/new" not in server.bodies or server.bodies["/new"] != BODY
-    proxy.disturb(Trouble(Kind.WRONG, methods=frozenset({"PUT"})))
+    proxy.inject(ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"PUT"})))
     assert ask("PUT", "/wrong", BODY) == (200, b"")
     assert len(server.bodies["/wrong"]) == len(BODY)
     assert server.bodies["/wrong"] != BODY
 
 
-def test_error_pages_never_reach_the_server(proxy: FaultProxy, ask: Ask, server: Server) -> None:
-    proxy.disturb(Trouble(Kind.STATUS, status=503, code="SlowDown"))
+def test_error_status_hides_the_request_from_the_server(proxy: FaultProxy, ask: Ask, server: Server) -> None:
+    proxy.inject(ProxyFault(FaultKind.ERROR_STATUS, status=503, code="SlowDown"))
     status, page = ask("PUT", "/new", BODY)
     assert status == 503
     assert b"<Code>SlowDown</Code>" in page
     assert "/new" not in server.bodies
     assert ask("HEAD", "/one") == (503, b"")
-    proxy.disturb(Trouble(Kind.STATUS, status=403, code="ExpiredToken", holder="old-key"))
+    proxy.inject(ProxyFault(FaultKind.ERROR_STATUS, status=403, code="ExpiredToken", authorization="old-key"))
     assert ask("GET", "/one", Authorization="old-key")[0] == 403
     assert ask("GET", "/one", Authorization="new-key") == (200, BODY)
 
 
-def test_chance_strikes_some(proxy: FaultProxy, ask: Ask) -> None:
-    proxy.disturb(Trouble(Kind.STATUS, status=500, code="InternalError", chance=0.5))
+def test_probability_selects_some_requests(proxy: FaultProxy, ask: Ask) -> None:
+    proxy.inject(ProxyFault(FaultKind.ERROR_STATUS, status=500, code="InternalError", probability=0.5))
     answers = [ask("HEAD", "/one")[0] for _ in range(40)]
     assert set(answers) == {200, 500}
-    assert answers.count(500) == proxy.struck[Kind.STATUS]
+    assert answers.count(500) == proxy.injected[FaultKind.ERROR_STATUS]
 
 
-def test_nothing_is_left_after_close(server: Server) -> None:
+def test_close_leaks_nothing(server: Server) -> None:
     threads = threading.active_count()
     proxy = FaultProxy(server.server_address[1])
-    proxy.disturb(Trouble(Kind.BLACK_HOLE))
+    proxy.inject(ProxyFault(FaultKind.BLACK_HOLE))
     connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
     connection.request("GET", "/one")
-    until(lambda: proxy.struck[Kind.BLACK_HOLE], "the request to get there")
+    until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "the request to arrive")
     proxy.close()
     with pytest.raises(OSError):
         connection.getresponse()
     connection.close()
     proxy.close()
-    assert threading.active_count() <= threads + 1  # the server's own, for a connection
+    assert threading.active_count() <= threads + 1  # one of the server's, for a connection

@@ -18,8 +18,8 @@ pytest.importorskip("vllm")
 from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
-from tests.support.leftovers import MARK, Watched, family, marked, shared_names
-from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.leaks import MARK, ProcessWatch, process_tree, processes_with_mark, shared_memory_names
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -51,13 +51,13 @@ def end(server: VllmServer, told: signal.Signals) -> tuple[int, float, float]:
     """Its exit code, and the seconds until it had ended, and everybody that it had started."""
     process = server._process
     assert process is not None
-    everyone = Watched(family(process.pid))
+    everyone = ProcessWatch(process_tree(process.pid))
     begun = time.monotonic()
     # All of a container is killed at once; movers, in sessions of their own, are left to see it for themselves.
     (os.killpg if told is signal.SIGKILL else os.kill)(process.pid, told)
     code = process.wait(PATIENCE_S)
     first_s = time.monotonic() - begun
-    assert everyone.have_ended(PATIENCE_S), server.log_tail()
+    assert everyone.wait_for_exit(PATIENCE_S), server.log_tail()
     return code, first_s, time.monotonic() - begun
 
 
@@ -65,7 +65,7 @@ def end(server: VllmServer, told: signal.Signals) -> tuple[int, float, float]:
 def test_a_server_whose_s3_does_not_answer_ends_as_without_tiers(
     told: signal.Signals, moto: MotoServer, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    shared = shared_names()
+    shared = shared_memory_names()
     off, on = (tmp_path_factory.mktemp(name) for name in ("off", "on"))  # short names: vLLM makes sockets there
     with serve(off, {}, []) as server:
         server.start(lambda: None)
@@ -83,16 +83,16 @@ def test_a_server_whose_s3_does_not_answer_ends_as_without_tiers(
             return server.metrics().total("nixl_tiers:up", tier="s3") == 1
 
         until(is_up, "the s3 tier", timeout_s=PATIENCE_S)
-        proxy.disturb(Trouble(Kind.BLACK_HOLE))
+        proxy.inject(ProxyFault(FaultKind.BLACK_HOLE))
         server.ask(PROMPT, 4)
-        until(lambda: proxy.struck[Kind.BLACK_HOLE], "an upload to be swallowed", timeout_s=PATIENCE_S)
+        until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "an upload to be swallowed", timeout_s=PATIENCE_S)
         assert server._process is not None
-        assert any("nixl_tiers/mover" in line for line in family(server._process.pid).values())
+        assert any("nixl_tiers/mover" in line for line in process_tree(server._process.pid).values())
         code, on_s, on_all_s = end(server, told)
-        assert marked(mark) == {}
+        assert processes_with_mark(mark) == {}
     print(f"{told.name}: off {off_s:.2f} s, all of it {off_all_s:.2f} s; on {on_s:.2f} s, all of it {on_all_s:.2f} s")
     assert code == off_code
     # A mover gives what it is writing a second. What S3 is waited for would be minutes.
     assert on_all_s < 3 * off_all_s + 30
-    assert shared_names() <= shared
+    assert shared_memory_names() <= shared
     assert not [path for path in on.rglob("*") if "nixl" in path.name or "tiers" in path.name]

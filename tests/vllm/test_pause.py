@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from nixl_tiers.demo.server import Answer, ServerFailure, VllmServer
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
-from tests.support.proxy import FaultProxy, Kind, Trouble
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -98,16 +98,20 @@ def test_pausing_and_sleeping_wait_for_no_storage(server: VllmServer, proxy: Fau
     cold = leave_in_s3(server)
     for pause, resume in PAUSES:
         assert leave_in_s3(server) == cold
-        struck = proxy.struck[Kind.BLACK_HOLE]
-        proxy.disturb(Trouble(Kind.BLACK_HOLE, methods=frozenset({"GET"})))
+        struck = proxy.injected[FaultKind.BLACK_HOLE]
+        proxy.inject(ProxyFault(FaultKind.BLACK_HOLE, methods=frozenset({"GET"})))
         asking = Asking(server)
-        until(lambda before=struck: proxy.struck[Kind.BLACK_HOLE] > before, "a promotion to be under way", PATIENCE_S)
+        until(
+            lambda before=struck: proxy.injected[FaultKind.BLACK_HOLE] > before,
+            "a promotion to be under way",
+            PATIENCE_S,
+        )
         took = []
         for path in (pause, resume):
             began = time.monotonic()
             server._send("POST", path)
             took.append(time.monotonic() - began)
-            assert proxy.struck[Kind.BLACK_HOLE] > struck  # still black
+            assert proxy.injected[FaultKind.BLACK_HOLE] > struck  # still black
         # However long they take: S3 has not answered, and the request's own wait is not over.
         print(f"{pause}: {took[0]:.3f} s, {resume}: {took[1]:.3f} s")
         assert sum(took) < WAIT_S / 2

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
-from tests.support.leftovers import family, line_of
+from tests.support.leaks import command_line, process_tree
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -79,7 +79,7 @@ def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(
     assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
 
     assert server._process is not None
-    everyone = family(server._process.pid)
+    everyone = process_tree(server._process.pid)
     assert any("nixl_tiers/mover" in line for line in everyone.values())
     # vLLM's processes spin for a while after the last step, and pages are still being supplied: wait for the quiet.
     deadline = time.monotonic() + 300
@@ -93,6 +93,6 @@ def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(
     server._process.terminate()
     assert server._process.wait(300) is not None
     deadline = time.monotonic() + 120
-    while any(line_of(pid) == line for pid, line in everyone.items()):
+    while any(command_line(pid) == line for pid, line in everyone.items()):
         assert time.monotonic() < deadline, "a process outlived the server"
         time.sleep(0.05)

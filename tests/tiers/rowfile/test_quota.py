@@ -14,7 +14,7 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Heartbeat, Open, Refused
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
 from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
-from tests.support.disks import disk_bytes, sampled, tmpfs, volume_bytes
+from tests.support.disks import assert_never_exceeds, disk_bytes, tmpfs, volume_bytes
 from tests.tiers.rowfile.test_shared import mover_on, row_of, told
 
 GEOMETRY = Geometry(1, 120_000)
@@ -39,7 +39,7 @@ def fill(mover: MoverProcess, rows: range) -> list[Outcome]:
 
 def test_ten_times_the_capacity(disk: Path) -> None:
     """Nobody drops anything: the tier itself takes the oldest away."""
-    with sampled(disk, CAPACITY, volume_bytes) as looks, mover_on(disk, CAPACITY) as mover:
+    with assert_never_exceeds(disk, CAPACITY, volume_bytes) as looks, mover_on(disk, CAPACITY) as mover:
         slots = mover.open()
         mover.listed_rows()
         assert set(fill(mover, range(10 * slots))) == {Outcome.OK}
@@ -52,7 +52,7 @@ def test_ten_times_the_capacity(disk: Path) -> None:
 
 
 def test_namespaces_in_turn_the_oldest_rows_go_first(disk: Path) -> None:
-    with sampled(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
+    with assert_never_exceeds(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
         for number in range(4):
             slots = mover.open(number.to_bytes(16, "big"), epoch=number)
             mover.listed_rows()
@@ -81,7 +81,7 @@ def test_rows_that_are_used_stay(tmp_path: Path) -> None:
 def test_two_movers_fill_one_directory_at_once(disk: Path) -> None:
     allowance = 2 * max(SCAN_ROWS * GEOMETRY.row_bytes, CAPACITY // SCAN_SHARE)
     with (
-        sampled(disk, CAPACITY + allowance, volume_bytes) as looks,
+        assert_never_exceeds(disk, CAPACITY + allowance, volume_bytes) as looks,
         mover_on(disk, CAPACITY) as first,
         mover_on(disk, CAPACITY) as second,
     ):
@@ -99,7 +99,7 @@ def test_what_is_not_ours_counts_and_stays(disk: Path) -> None:
     foreign = disk / "notes" / "diary.txt"
     foreign.parent.mkdir()
     foreign.write_bytes(os.urandom(8 << 20))
-    with sampled(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
+    with assert_never_exceeds(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
         slots = mover.open()
         mover.listed_rows()
         assert set(fill(mover, range(slots))) == {Outcome.OK}

@@ -9,7 +9,7 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Heartbeat, Open, Opened, Refused, Store
 from nixl_tiers.tiers.base import Move
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
-from tests.support.disks import disk_bytes, run, sampled, tmpfs
+from tests.support.disks import assert_never_exceeds, disk_bytes, run, tmpfs
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -29,7 +29,7 @@ def fill(mover: MoverProcess, slots: int) -> list[Outcome]:
 
 def test_namespaces_in_turn(tmp_path: Path) -> None:
     with (
-        sampled(tmp_path, CAPACITY) as looks,
+        assert_never_exceeds(tmp_path, CAPACITY) as looks,
         MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover,
     ):
         for number in range(4):
@@ -49,7 +49,7 @@ def test_namespaces_in_turn(tmp_path: Path) -> None:
 
 def test_two_movers_at_once_share_one_budget(tmp_path: Path) -> None:
     with (
-        sampled(tmp_path, CAPACITY),
+        assert_never_exceeds(tmp_path, CAPACITY),
         MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
         MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
     ):
@@ -68,7 +68,7 @@ def test_two_movers_at_once_share_one_budget(tmp_path: Path) -> None:
 
 def test_replicas_side_by_side_find_their_rows_again(tmp_path: Path) -> None:
     """Two movers serve one namespace, each its own rows under the same slots; so do those that come after them."""
-    with sampled(tmp_path, CAPACITY):
+    with assert_never_exceeds(tmp_path, CAPACITY):
         for life in range(2):
             with (
                 MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
@@ -90,7 +90,7 @@ def test_two_replicas_and_three_namespaces_in_turn(tmp_path: Path) -> None:
     """Filled beyond what there is by both at once, and reopened: one replica's share is whatever it got first."""
     stored = 0
     with (
-        sampled(tmp_path, CAPACITY) as looks,
+        assert_never_exceeds(tmp_path, CAPACITY) as looks,
         MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
         MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
     ):
@@ -118,7 +118,7 @@ def test_no_room_for_another_journal_is_down_until_there_is(tmp_path: Path) -> N
     """The first one's engine does not hear that it should give way: its rows stay where they are."""
     capacity = 8 << 20
     with (
-        sampled(tmp_path, capacity),
+        assert_never_exceeds(tmp_path, capacity),
         MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as first,
         MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as second,
     ):
@@ -137,7 +137,10 @@ def test_what_is_not_ours_counts_and_stays(tmp_path: Path) -> None:
     foreign = tmp_path / "notes" / "diary.txt"
     foreign.parent.mkdir()
     foreign.write_bytes(os.urandom(8 << 20))
-    with sampled(tmp_path, CAPACITY), MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
+    with (
+        assert_never_exceeds(tmp_path, CAPACITY),
+        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover,
+    ):
         slots = mover.open()
         outcomes = fill(mover, slots)
         assert outcomes.count(Outcome.OK) * GEOMETRY.row_bytes > 0.75 * (CAPACITY - (8 << 20) - (3 << 20))

@@ -59,7 +59,7 @@ def test_a_disk_that_fails_and_is_mounted_anew(disk: Ext4, layout: str) -> None:
         assert disk.unmount()
         mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
         assert list(disk.place.iterdir()) == []  # and it does not fill the disk below instead
-        disk.mount_anew()
+        disk.remount()
         served_again(mover)
         mover.stop()
         log = mover.log()
@@ -72,13 +72,13 @@ def test_a_disk_that_the_kernel_makes_read_only(disk: Ext4, layout: str) -> None
     path.mkdir()
     with stored(mover_on(path, layout)) as mover:
         os.sync()
-        disk.becomes_read_only()
+        disk.make_read_only()
         for first in range(100, 100 + 4 * ROWS, ROWS):
             assert set(mover.store(range(first, first + ROWS), range(ROWS, 2 * ROWS))) == {Outcome.FAILED}
             assert set(mover.load(range(ROWS))) == {Outcome.OK}
         assert disk.unmount()
         mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
-        disk.mount_anew()
+        disk.remount()
         served_again(mover)
         mover.stop()
         log = mover.log()

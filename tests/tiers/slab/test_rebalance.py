@@ -15,7 +15,7 @@ from nixl_tiers.mover.protocol import Delete, Down, Listed, Open, Opened, Slots
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from tests.mover.harness import MoverProcess, file_tier, key_of, wait_until
-from tests.support.disks import disk_bytes, sampled
+from tests.support.disks import assert_never_exceeds, disk_bytes
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -99,7 +99,7 @@ def mover_on(path: Path, capacity: int = CAPACITY) -> Iterator[MoverProcess]:
 @pytest.mark.parametrize("numbers", [(1, 2), (1, 1)], ids=["two namespaces", "two shards"])
 def test_who_comes_late_gets_its_part_while_both_run(tmp_path: Path, numbers: tuple[int, int]) -> None:
     part = 0.4 * CAPACITY / GEOMETRY.row_bytes
-    with sampled(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
+    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
         first = Core(one, numbers[0])
         second = Core(other, numbers[1])
         fill(first)
@@ -125,7 +125,7 @@ def test_who_comes_late_gets_its_part_while_both_run(tmp_path: Path, numbers: tu
 
 def test_a_newcomer_that_finds_no_room_for_a_journal_is_let_in(tmp_path: Path) -> None:
     with (
-        sampled(tmp_path, CAPACITY // 2),
+        assert_never_exceeds(tmp_path, CAPACITY // 2),
         mover_on(tmp_path, CAPACITY // 2) as one,
         mover_on(tmp_path, CAPACITY // 2) as two,
     ):
@@ -153,7 +153,7 @@ def test_a_newcomer_that_finds_no_room_for_a_journal_is_let_in(tmp_path: Path) -
 
 
 def test_who_is_alone_again_gets_all_of_it(tmp_path: Path) -> None:
-    with sampled(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
+    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
         first, second = Core(one, 1), Core(other, 2)
         for _ in range(4):
             second.store()
@@ -223,7 +223,7 @@ def test_parts(tmp_path: Path) -> None:
 
 def test_ten_times_the_capacity(tmp_path: Path) -> None:
     """The engine evicts, slot by slot; the disk is looked at all the time."""
-    with sampled(tmp_path, CAPACITY) as looks, mover_on(tmp_path) as mover:
+    with assert_never_exceeds(tmp_path, CAPACITY) as looks, mover_on(tmp_path) as mover:
         core = Core(mover, 1)
         stored = 0
         while stored < 10 * core.slots:

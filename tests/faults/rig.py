@@ -1,0 +1,266 @@
+"""FaultRig: a store over one storage tier under load, into which a test of the fault matrix injects a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.schema import StorageConfig
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.config import with_faults
+from nixl_tiers.testing.faulty import FaultPlan
+from tests.support.leaks import ResourceCount, children, reclaim_all_host_rows
+from tests.support.load import LoadGenerator, get, put
+from tests.support.waiting import until
+
+KIB, MIB = 1 << 10, 1 << 20
+CHUNK = 64 * KIB
+HOST = 3 * MIB
+CAPACITY = 48 * MIB
+PROMPTS = 12  # of 8 chunks: twice as many chunks as the host tier holds
+LIMITS = replace(Limits(), wait_s=1.0, pin_s=3.0, hard_deadline_min_s=3.0, hard_deadline_max_s=6.0, retry_s=0.3)
+TIMEOUT_S = 180.0  # of the tests themselves, generous for slow machines
+
+_serials = itertools.count()
+
+
+@dataclass
+class MatrixRow:
+    """The measurements of one scenario: a row of the fault matrix, its columns in order."""
+
+    fault: str
+    tier: str
+    longest_stall_s: float = 0.0
+    deadline_s: float = 0.0
+    recovery_s: float | None = None
+    dropped: float = 0
+    failed: float = 0
+    requests: int = 0
+    restarts: int = 0
+    wrong: int = 0
+
+
+class FaultRig:
+    """A store over one storage tier, and its load generator. `under_load` checks at its end what must hold after any
+    fault."""
+
+    def __init__(
+        self,
+        row: MatrixRow,
+        tier: dict[str, object],
+        *,
+        plan: FaultPlan | None = None,
+        limits: Limits = LIMITS,
+        chunk: int = CHUNK,
+        below: dict[str, object] | None = None,
+    ) -> None:
+        """`below`: another storage tier below the one under test."""
+        self.row = row
+        self.limits = limits
+        self._plan = plan
+        tiers = [{"type": "cpu", "capacity": HOST}, tier, *([below] if below else [])]
+        fields = {"tiers": tiers, "wait_s": limits.wait_s}
+        self.config = configuration.load(fields)
+        self.chunk = chunk
+        self.name = self.config.names[0]
+        self.store: TieredStore
+        self.load: LoadGenerator
+        self._fault_ended_s: float | None = None
+        self._movers: set[int] = set()
+        self._baseline = {"dropped": 0.0, "failed": 0.0}
+
+    @property
+    def tier(self) -> StorageConfig:
+        return self.config.storage[0]
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def open(self, before_start: Callable[[Coordinator], None] | None = None) -> TieredStore:
+        """Open the store. `before_start` is called with its coordinator before that starts."""
+        geometry = Geometry(cells=1, cell_payload=self.chunk)
+        configuration.check_paths(self.config)
+        region = HostRegion.create(geometry, HOST // geometry.row_bytes)
+        config = with_faults(self.config, self._plan.to_dict()) if self._plan is not None else self.config
+        coordinator = Coordinator(config, Namespace.of({"of": "the fault matrix"}), region, limits=self.limits)
+        if before_start is not None:
+            before_start(coordinator)
+        coordinator.start(3.0)
+        return TieredStore(coordinator)
+
+    @contextlib.contextmanager
+    def under_load(
+        self,
+        before_start: Callable[[Coordinator], None] | None = None,
+        *,
+        warm: bool = True,
+        before: ResourceCount | None = None,
+    ) -> Iterator[LoadGenerator]:
+        """Run the load generator on a store, written to before if `warm`; then check what must hold after any fault."""
+        before = before or ResourceCount.take()
+        self.store = self.open(before_start)
+        try:
+            self.load = LoadGenerator(self.store, seed=next(_serials), prompts=PROMPTS, pause_s=0.005)
+            if warm:
+                self.warm_up()
+            with self.load:
+                yield self.load
+                self._record_and_check()
+            self._check_at_rest()
+        finally:
+            self.store.close()
+        self._check_no_leaks(before)
+        self._check_reopened_store()
+
+    def warm_up(self) -> None:
+        until(self.is_up, "the tier to be up", TIMEOUT_S)
+        put(self.store, self.load.keys)
+        assert self.store.flush(TIMEOUT_S)
+        assert self.stats()["rows"] > 0
+        self._baseline = {name: self.stats()[name] for name in self._baseline}
+
+    def wait_for_answers(self, count: int = 8) -> None:
+        """Return when `count` more gets have been answered."""
+        goal = self.load.stats.gets + count
+        until(lambda: self.load.stats.gets >= goal or self.load.stats.errors, "gets to be answered", TIMEOUT_S)
+        self._record_and_check()
+
+    def fault_ended(self) -> None:
+        """Start measuring the time to recovery."""
+        self._fault_ended_s = time.monotonic()
+
+    def wait_until_healed(self) -> None:
+        """Return when chunks that are put now can be read back from the tier."""
+        if self._fault_ended_s is None:
+            self.fault_ended()
+        assert self._fault_ended_s is not None
+        self.load.pause_s = 0.1  # otherwise a slow machine evicts rows from the host before they are written
+        until(self._reads_back_from_tier, "the tier to heal", TIMEOUT_S)
+        self.row.recovery_s = time.monotonic() - self._fault_ended_s
+
+    def _reads_back_from_tier(self) -> bool:
+        keys: list[Key] = [b"probe-%d-%d" % (next(_serials), n) for n in range(4)]
+        put(self.store, keys)
+        tier_index = self.store.coordinator._core.tiers[0]
+        deadline = time.monotonic() + 10 * self.limits.wait_s
+        while time.monotonic() < deadline:
+            queued = [key for key in keys if key in tier_index.to_store]
+            entries = [tier_index.index.get(key) for key in keys]
+            if all(entry is not None and entry.stored for entry in entries):
+                reclaim_all_host_rows(self.store)  # evicts them from the host, so that they can only come from the tier
+                if self.store.locate(keys) == [self.name] * len(keys):
+                    hits, wrong = get(self.store, keys)
+                    assert not wrong
+                    return all(hits)
+            elif not queued and None in entries:
+                time.sleep(0.1)
+                return False  # dropped: the breaker was open
+            time.sleep(0.01)
+        return False
+
+    # --- observing the tier and its mover ------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        return self.store.stats()[self.name]
+
+    def is_up(self) -> bool:
+        return self.stats()["up"] == 1.0
+
+    def mover_pid(self) -> int | None:
+        pid = self.store.coordinator.mover_pids[0]
+        if pid is not None:
+            self.record_mover(pid)
+        return pid
+
+    def record_mover(self, pid: int) -> None:
+        """Count this mover for the column of restarts."""
+        self._movers.add(pid)
+
+    def wait_for_mover(self) -> int:
+        until(lambda: self.mover_pid() is not None, "a mover", TIMEOUT_S)
+        pid = self.mover_pid()
+        assert pid is not None
+        return pid
+
+    def signal_mover(self, number: int, when: str = "idle") -> int:
+        """Send a signal to the mover: at once, or during a store or a load. Returns its pid."""
+        tier_index = self.store.coordinator._core.tiers[0]
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            pid = self.wait_for_mover()
+            rows_moving = {"idle": 1, "store": tier_index.rows_storing, "load": tier_index.rows_loading}[when]
+            if rows_moving:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                    return pid
+            time.sleep(0)
+        raise AssertionError(f"no {when} was ever in flight")
+
+    def wait_for_restart(self, old: int) -> None:
+        """Return when there is another mover than `old`."""
+        until(lambda: self.mover_pid() not in {None, old}, "another mover", TIMEOUT_S)
+
+    # --- what must hold after any fault ---------------------------------------------------------------------------
+
+    def _record_and_check(self) -> None:
+        load, row, stats = self.load.stats, self.row, self.stats()
+        self.mover_pid()
+        row.longest_stall_s, row.deadline_s = load.longest_s, self.limits.wait_s
+        row.wrong, row.requests = len(load.wrong), load.gets
+        row.dropped, row.failed = (stats[name] - self._baseline[name] for name in ("dropped", "failed"))
+        row.restarts = max(0, len(self._movers) - 1)
+        assert not load.wrong, f"wrong bytes for {load.wrong[0]!r}"
+        assert not load.errors, load.errors[0]
+
+    def _check_at_rest(self) -> None:
+        """The load has ended: all jobs must end, all pins be released, and the counters agree."""
+        self._record_and_check()
+        assert self.store.flush(TIMEOUT_S), "cascades that do not end"
+        keys = self.load.keys
+        _, wrong = get(self.store, keys)
+        assert not wrong
+        core = self.store.coordinator._core
+        until(lambda: not core.tiers[0].jobs, "jobs to end", TIMEOUT_S)
+        tier_index = core.tiers[0]
+        assert (tier_index.rows_storing, tier_index.rows_loading) == (0, 0)
+        until(lambda: reclaim_all_host_rows(self.store), "host rows to be free again", TIMEOUT_S)
+        stats = self.stats()
+        assert stats["rows"] == tier_index.counters.rows == len(tier_index.slots)
+        assert self.store.stats()["cpu"]["rows"] == core.host.used == len(core.host.index)
+        assert 0 <= stats["used_bytes"] <= self.tier.capacity
+        assert 0 <= stats["rows"] * self.store.coordinator.region.geometry.row_bytes <= self.tier.capacity
+        path = getattr(self.tier, "path", None)
+        if path is not None:
+            assert sum(file.stat().st_blocks * 512 for file in _files(path)) <= self.tier.capacity
+
+    def _check_no_leaks(self, before: ResourceCount) -> None:
+        until(lambda: before.covers(ResourceCount.take()), f"what {before} does not cover to go", TIMEOUT_S)
+        assert not self._movers & children()
+
+    def _check_reopened_store(self) -> None:
+        """A store opened afterwards reads no wrong byte."""
+        plan, self._plan = self._plan, None
+        store = self.open()
+        try:
+            _, wrong = get(store, self.load.keys)
+            assert not wrong
+        finally:
+            store.close()
+            self._plan = plan
+
+
+def _files(path: Path) -> list[Path]:
+    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+
+
+KILLS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}
