@@ -1,4 +1,4 @@
-"""Disks for tests: what is taken on them, looked at all the time, and file systems of their own where one may mount."""
+"""Disks for tests: measuring and watching disk usage, and file systems of their own where mounting is permitted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-_LOOK_S = 0.001
-_PATIENCE_S = 30.0
+_SAMPLE_S = 0.001
+_TIMEOUT_S = 30.0
 
 
 def disk_bytes(path: Path) -> int:
-    """Everything at and below `path`, as the disk counts it. A file that is renamed meanwhile may count twice."""
+    """Allocated blocks of everything at and below `path`, in bytes. A file renamed meanwhile may count twice."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in (".", *names):
@@ -28,40 +28,41 @@ def disk_bytes(path: Path) -> int:
 
 
 def volume_bytes(path: Path) -> int:
-    """What is taken of the file system at `path`, in one question: for one that nobody else writes to."""
+    """Bytes in use on the file system at `path`, by one statvfs: exact where nothing else writes to it."""
     status = os.statvfs(path)
     return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 @contextmanager
-def sampled(path: Path, capacity: int, taken: Callable[[Path], int] = disk_bytes) -> Iterator[list[int]]:
-    """Look at the disk all the time; at the end, no look may have found more than the capacity."""
-    looks: list[int] = []
-    over = threading.Event()
+def assert_never_exceeds(path: Path, capacity: int, used: Callable[[Path], int] = disk_bytes) -> Iterator[list[int]]:
+    """Sample the disk usage every millisecond inside of it. Yields the samples; asserts at the end that none exceeds
+    `capacity`, in bytes."""
+    samples: list[int] = []
+    stop = threading.Event()
 
-    def look() -> None:
-        while not over.is_set():
-            looks.append(taken(path))
-            over.wait(_LOOK_S)
+    def sample() -> None:
+        while not stop.is_set():
+            samples.append(used(path))
+            stop.wait(_SAMPLE_S)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
-        yield looks
+        yield samples
     finally:
-        over.set()
+        stop.set()
         thread.join()
-    assert max(looks) <= capacity, f"{max(looks) - capacity} bytes too many"
+    assert max(samples) <= capacity, f"{max(samples) - capacity} bytes over capacity"
 
 
 def run(*command: str | Path) -> bool:
-    """Whether a command ends well."""
+    """Whether a command succeeds."""
     return not subprocess.run(command, check=False, capture_output=True).returncode
 
 
 @contextmanager
 def tmpfs(place: Path, size: str) -> Iterator[Path]:
-    """A file system of that size in memory, mounted at `place`; skips the test where that is not permitted."""
+    """A tmpfs of that size, mounted at `place`; skips the test where mounting is not permitted."""
     if os.geteuid() or not run("mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", place):
         pytest.skip("needs to mount a tmpfs")
     try:
@@ -71,7 +72,7 @@ def tmpfs(place: Path, size: str) -> Iterator[Path]:
 
 
 class Ext4:
-    """A file system in an image, mounted."""
+    """An ext4 file system in an image file, mounted."""
 
     def __init__(self, image: Path, place: Path) -> None:
         self.image = image
@@ -79,7 +80,7 @@ class Ext4:
 
     @property
     def options(self) -> list[str]:
-        """Of the mount; none if there is none."""
+        """The mount options; empty if it is not mounted."""
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
         return next((options.split(",") for _, place, _, options, *_ in mounts if place == str(self.place)), [])
 
@@ -87,42 +88,42 @@ class Ext4:
         return run("mount", "-o", "loop,errors=remount-ro", self.image, self.place)
 
     def unmount(self) -> bool:
-        """Although files are open there: who holds them keeps the old file system."""
+        """Lazily, so that it works while files are open there: they stay on the old file system."""
         return run("umount", "-l", self.place)
 
-    def mount_anew(self) -> None:
-        """As it is at rest: not before the last one has closed what it held open of the old one."""
-        deadline = time.monotonic() + _PATIENCE_S
+    def remount(self) -> None:
+        """Mount it again, writable: possible only when all files of the old mount are closed."""
+        deadline = time.monotonic() + _TIMEOUT_S
         while not (self.mount() and "rw" in self.options and "emergency_ro" not in self.options):
             assert time.monotonic() < deadline, self.options
             self.unmount()
             time.sleep(0.05)
 
-    def becomes_read_only(self) -> None:
-        """Have the kernel find an error in it: then it lets nobody write any more, also not to files that are open.
-        Skips the test where a kernel cannot be asked for that."""
+    def make_read_only(self) -> None:
+        """Trigger a file system error: the kernel then fails every write, also to files that are open. Skips the test
+        where the kernel has no such trigger."""
         device = self.place.stat().st_dev
         name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
         try:
             Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("1")
         except OSError:
-            pytest.skip("needs a kernel that can be told to find an error")
+            pytest.skip("needs a kernel with trigger_fs_error")
         try:
             (self.place / "canary").touch()
         except OSError:
             return
-        pytest.skip("needs a kernel that stops writing to a file system with errors")
+        pytest.skip("needs a kernel that makes a file system with errors read-only")
 
 
 @contextmanager
 def ext4(folder: Path) -> Iterator[Ext4]:
-    """A real file system of 128 MiB below `folder`; skips the test where one cannot be made and mounted."""
+    """An ext4 of 128 MiB below `folder`; skips the test where one cannot be created and mounted."""
     disk = Ext4(folder / "image", folder / "mounted")
     disk.place.mkdir()
     with disk.image.open("wb") as file:
         file.truncate(128 << 20)
     if os.geteuid() or not shutil.which("mkfs.ext4") or not run("mkfs.ext4", "-q", "-F", disk.image):
-        pytest.skip("needs to make a file system")
+        pytest.skip("needs to create a file system")
     if not disk.mount():
         pytest.skip("needs to mount an image")
     try:
