@@ -139,6 +139,8 @@ class Child:
                 packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # it closed without reading all; reported once, before what it had sent
             except OSError:
                 packet, fds = b"", []
             if not packet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,10 @@ from nixl_tiers.mover.protocol import (
     ListedIndex,
     Open,
     Opened,
+    Refused,
     ToCoordinator,
     ToMover,
+    encode,
 )
 from nixl_tiers.mover.supervisor import Supervisor
 from tests.mover.harness import NAMESPACE
@@ -271,6 +274,21 @@ def test_planted_bugs_in_kill_and_reap_are_caught(
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_mover_that_cannot_be_reaped_is_not_replaced_and_its_messages_are_ignored(tmp_path, monkeypatch)
+
+
+def test_packets_queued_before_a_reset_are_received() -> None:
+    """A mover that leaves with unread packets in its socket resets the connection; its last words are queued before
+    that, as when it is refused at once and has not read `Open` yet."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.setblocking(False)
+        ours.send(b"not read")
+        theirs.send(encode(Refused("bucket: there is no such thing")))
+        theirs.close()
+        mover = object.__new__(child.Child)
+        mover.socket, mover.eof, mover.killed_s, mover._clock = ours, False, None, time.monotonic
+        assert [message for message, _ in mover.receive()] == [Refused("bucket: there is no such thing")]
+        assert mover.eof
 
 
 def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:
