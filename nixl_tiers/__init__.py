@@ -1,4 +1,4 @@
-"""nixl_tiers: a multi-tier KV cache behind an LLM engine. GPU -> pinned CPU -> file -> S3, moved by NIXL."""
+"""nixl_tiers: a multi-tier KV cache for vLLM. GPU -> pinned CPU -> file -> S3, moved by NIXL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOMES = {"ConfigError": "nixl_tiers.config.schema", "TieredStore": "nixl_tiers.
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: engines import this package in processes that never use it.
+    # Lazily: vLLM imports this package in processes that never use it.
     if name == "__version__":
         from importlib.metadata import version
 

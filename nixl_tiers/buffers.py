@@ -1,4 +1,4 @@
-"""What callers hold chunks in, seen as bytes: numpy arrays, torch tensors, anything with a buffer."""
+"""Callers' chunks as bytes: numpy arrays, torch tensors, anything with a buffer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _row(row: Any, name: str, chunk_bytes: int) -> NDArray[np.uint8]:
 
 
 def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    torch = sys.modules.get("torch")  # a caller with a tensor has imported it
     return torch is not None and isinstance(value, torch.Tensor)
 
 

@@ -38,7 +38,7 @@ def object_name(key: Key) -> str:
 
 
 def key_of_object(name: str) -> Key | None:
-    """The inverse of object_name, or None where `name` is not one of ours."""
+    """The inverse of object_name, or None if `name` is not such a name."""
     fan_out, _, digits = name.partition("/")
     try:
         key = bytes.fromhex(digits)
@@ -50,11 +50,11 @@ def key_of_object(name: str) -> Key | None:
 
 
 class Outcome(IntEnum):
-    """Anything but OK is a miss to whoever waits for the row."""
+    """The result of one move. Anything but OK is a miss for the requests that wait for the row."""
 
     OK = 0
-    MISSING = 1  # nothing stored there
-    CORRUPT = 2  # something is there, and its seal says that it is not ours, or not whole
+    MISSING = 1  # nothing is stored there
+    CORRUPT = 2  # its seal does not match: another row, or corrupt bytes
     FAILED = 3  # an I/O error: the bytes may still be good
     NO_SPACE = 4  # a store that the medium has no room for
 
@@ -63,8 +63,8 @@ class Outcome(IntEnum):
 class Geometry:
     """How one row is laid out: `cells` cells of `cell_payload` bytes, each padded to whole pages, then the seal.
 
-    A cell is one rank's part of the chunk; inside a cell, the bytes of one engine block (all layers of it)
-    are contiguous: sub-block b stands at b * (cell_payload // sub_blocks).
+    A cell is one rank's part of the chunk; inside a cell, the bytes of one block of vLLM (all layers of it)
+    are contiguous: sub-block b is at b * (cell_payload // sub_blocks).
     """
 
     cells: int

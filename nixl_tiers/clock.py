@@ -1,4 +1,4 @@
-"""The clock by which deadlines of movers and requests are judged."""
+"""The clock for deadlines of movers and requests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Final
 
 PAUSE_S: Final = 2.0
-"""The supervisor looks at its clock once a second, and far more often while there is work. Between two looks that are
-further apart than this, the process did not run."""
+"""The supervisor reads its clock once a second, and far more often while there is work. Between two readings that
+are further apart than this, the process was stopped."""
 COUNTED_S: Final = 0.05
-"""What such a pause counts. Not nothing, so that time goes on however rarely the process runs."""
+"""What such a pause counts as. Not zero, so that time passes however rarely the process runs."""
 
 
 class RunningClock:
     """Monotonic seconds in which this process ran. Thread-safe.
 
-    After a pause (SIGSTOP, a frozen cgroup, a suspended machine) every deadline would be over, and nobody would have
-    had a chance to keep it: a mover's heartbeats are not read, or it was frozen too.
+    After a pause (SIGSTOP, a frozen cgroup, a suspended machine) every deadline would have expired without a chance to
+    meet it: the movers' heartbeats were not read, or the movers were frozen too.
     """
 
     def __init__(self, source: Callable[[], float] = time.monotonic) -> None:

@@ -30,11 +30,11 @@ from nixl_tiers.interrupts import Interrupts
 from nixl_tiers.lifetime import ForkedLock, finalize_once
 from nixl_tiers.mover.protocol import Configure
 from nixl_tiers.mover_link import MoverLink, TierStatus
+from nixl_tiers.store_results import bad_rows, ended_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nixl_tiers.cascade.host import Row
     from nixl_tiers.memory.region import HostRegion
     from nixl_tiers.mover.supervisor import Supervisor
 
@@ -214,19 +214,19 @@ class Coordinator:
     def lookup(self, key: Key, request: str, position: int | None = None, first: int = 0) -> Lookup:
         """Is `key` (the chunk that ends at token `position` of the request) a hit? PENDING ends within wait_s.
 
-        `first`: the first sub-block of the chunk that a load is going to read. Raises TypeError, ValueError for what
-        cannot be a key.
+        `first`: the first sub-block of the chunk that a load is going to read. Raises TypeError or ValueError for an
+        invalid key.
         """
         check_key(key)
         with self._lock:
             return self._core.lookup(key, request, position, self._clock(), first)
 
-    def be_patient(self, request: str) -> None:
-        """Have a request wait for keys that nobody knows yet while a tier tells what it holds. Call it first."""
+    def wait_for_listing(self, request: str) -> None:
+        """Have a request wait for unknown keys while a tier is being listed. Call it before the first look-up."""
         with self._lock:
             self._core.wait_for_listing(request)
 
-    def restrict(self, request: str, tiers: Iterable[int]) -> None:
+    def set_allowed_tiers(self, request: str, tiers: Iterable[int]) -> None:
         """Have a new request load from these storage tiers only (numbered as configured, from 0), until it is
         finished. Host memory is always a hit."""
         with self._lock:
@@ -251,7 +251,7 @@ class Coordinator:
             return np.array(self._core.prepare_load(keys, request, call=call), np.int64)
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
-        """Which rows of a load that was prepared lack sub-blocks: place in `keys` -> how many at the beginning."""
+        """Which rows of a prepared load lack sub-blocks: place in `keys` -> how many at the row's beginning."""
         with self._lock:
             return self._core.partial(keys) if self.region.geometry.sub_blocks > 1 else {}
 
@@ -260,49 +260,53 @@ class Coordinator:
             self._core.complete_load(keys)
 
     def fail_load(self, keys: Collection[Key], request: str) -> None:
-        """In place of complete_load where a worker could not copy all of them: `request` gets no hit any more."""
+        """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
         with self._lock:
             self._core.fail_load(keys, request)
 
     def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
 
-        They are the caller's until complete_store; or, where `request` is the `call` of a thread, until end_call.
-        Raises TypeError, ValueError for what cannot be a key.
+        The caller owns them until complete_store; or, if `request` is the `call` of a thread, until end_call.
+        Raises TypeError or ValueError for an invalid key.
         """
         for key in keys:
             check_key(key)
         with self._lock:
             if self._core.host.free < len(keys):
-                self._look_for_ended()
+                # After a reset vLLM may never complete the old store jobs, and no new one could end for them either:
+                # take back the rows of those that the workers have ended by their control words.
+                self._core.release_unflushed(ended_rows(self.region, self._core.unflushed_stores()))
             return self._core.prepare_store(keys, request, call=call)
 
     def complete_store(self, keys: Collection[Key]) -> None:
-        """Every worker is done with the store job of `keys`; the region's control words say which rows are good."""
+        """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""
         with self._lock:
             rows = self._core.rows_being_filled(keys)
-            self._core.complete_store(rows, *self._failed(rows))
+            self._core.complete_store(rows, *bad_rows(self.region, rows))
             work = self._core.events.busy
         if work:
             self._link.supervisor.wake()
 
     def end_call(self, call: str) -> None:
-        """A thread's call has ended, well or not, and touches no row any more; those that it was to fill are hits if
-        the region's control words say so. Nothing happens for a call that has no rows."""
+        """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
+        hits if the region's control words say so. Does nothing for a call without rows."""
         with self.changed:
-            self._core.end_call(call, *self._failed(self._core.rows_being_filled_by_call(call)))
+            rows = self._core.rows_being_filled_by_call(call)
+            self._core.end_call(call, *bad_rows(self.region, rows))
             work = self._core.events.busy
             self.changed.notify_all()
         if work:
             self._link.supervisor.wake()
 
-    def keep(self, keys: Sequence[Key], request: str) -> None:
-        """Spare the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
+    def pin(self, keys: Sequence[Key], request: str) -> None:
+        """Keep the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
         with self._lock:
             self._core.pin(keys, request)
 
     def touch(self, keys: Iterable[Key], request: str) -> None:
-        """The engine used these chunks (in prefix order) from its own memory; call it before anything deeper."""
+        """vLLM used these chunks (in prefix order) from its own cache: mark them as used. Call it before deeper
+        keys."""
         with self._lock:
             self._core.touch(keys, request)
 
@@ -311,7 +315,7 @@ class Coordinator:
             self._core.finish_request(request)
 
     def take_evicted(self) -> list[Key]:
-        """Keys that left the host tier since the last call and not through prepare_store's own answer."""
+        """Keys evicted from the host tier since the last call, without those that prepare_store returned."""
         with self._lock:
             return self._core.take_evicted()
 
@@ -325,18 +329,19 @@ class Coordinator:
                 self._link.reopen(replace(self.namespace, epoch=secrets.randbits(63) | 1))
 
     def flushed(self) -> None:
-        """Workers have ended every job of before the last reset (vLLM 0.33 tells; before, the engine finds out)."""
+        """Workers have ended every job of before the last reset (reported by vLLM 0.33; on older versions it is found
+        out from the jobs that complete)."""
         with self._lock:
             self._core.flushed()
 
     def where(self, key: Key) -> str | None:
-        """The first tier that holds `key` now, without asking for it. Raises as `lookup`."""
+        """The first tier that holds `key` now. Starts no promotion. Raises as `lookup`."""
         check_key(key)
         with self._lock:
             return self._core.where(key, self._clock())
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
-        """The same for many keys."""
+        """`where` for many keys."""
         places: list[str | None] = []
         for start in range(0, len(keys), LOCATE_BATCH):
             with self._lock:
@@ -345,18 +350,18 @@ class Coordinator:
         return places
 
     def demote_all(self) -> None:
-        """Queue all that a tier written on eviction does not hold yet: the engine is leaving."""
+        """Queue all rows that a tier with `write: on_evict` does not hold yet, because the process is about to exit."""
         with self._lock:
             self._core.demote_all()
         self._link.supervisor.wake()
 
     def backlog(self) -> int:
-        """Rows whose cascade to some tier is still to end; 0 when all have ended, well or not."""
+        """Rows that are still to be written to some tier; 0 when all writes have ended, successfully or not."""
         with self._lock:
             return self._core.backlog()
 
     def pressure(self) -> int:
-        """The same of the tiers that are written to now: of one that is still being listed, rows wait for that."""
+        """The same, without the rows that wait for a tier to be listed: a measure for back-pressure."""
         with self._lock:
             return self._core.pressure()
 
@@ -388,7 +393,7 @@ class Coordinator:
             return {"cpu": "", **{tier.name: tier.log.problem for tier in self._tiers}}
 
     def leave_to_parent(self) -> None:
-        """In a forked child: let go of what is the parent's, and answer every call with a RuntimeError."""
+        """In a forked child: release what belongs to the parent; every call raises RuntimeError from then on."""
         self._lock = ForkedLock(self._pid)  # type: ignore[assignment]
         self.changed = self._link.changed = ForkedLock(self._pid)  # type: ignore[assignment]
         self._link.supervisor.leave_to_parent()
@@ -406,36 +411,9 @@ class Coordinator:
                 interrupts.point()
         return True
 
-    def _look_for_ended(self) -> None:
-        """Take back rows of stores of before a reset that workers have ended by their own words. An engine that says
-        nothing of such jobs, and finds all rows in their hands, would never have a job again that could end for them.
-        """
-        rows = self._core.unflushed_stores()
-        if rows:
-            ended = self.region.ended([row.index for row in rows], [row.store_seq for row in rows])
-            self._core.release_unflushed([row for row, done in zip(rows, ended.tolist(), strict=True) if done])
-
-    def _failed(self, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:
-        """Which of these rows that were to be filled were not, and which lack sub-blocks that a load may want; of the
-        others, notes which sub-blocks they lack."""
-        failed, incomplete = set[Key](), set[Key]()
-        if rows and self.region.geometry.sub_blocks > 1:
-            for row, missing in zip(rows, self.region.missing([row.index for row in rows]).tolist(), strict=True):
-                row.missing = missing
-        for store_seq in {row.store_seq for row in rows}:
-            of_store = [row for row in rows if row.store_seq == store_seq]
-            places = np.array([row.index for row in of_store])
-            if (written := self.region.written(places, store_seq)).all():
-                continue
-            words = zip(of_store, written.tolist(), self.region.copied(places, store_seq).tolist(), strict=True)
-            for row, good, copied in words:
-                if not good:
-                    (incomplete if copied else failed).add(row.key)
-        return failed, incomplete
-
 
 def _written_below(tiers: Sequence[StorageConfig], place: int) -> bool:
-    """Whether rows that leave the tier at `place` may have to be written to the next one that is ever written to."""
+    """Whether rows evicted from the tier at `place` may have to be written to the next tier that is written to."""
     return next((tier.write is Write.ON_EVICT for tier in tiers[place + 1 :] if tier.write is not Write.OFF), False)
 
 

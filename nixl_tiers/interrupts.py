@@ -1,4 +1,4 @@
-"""Ctrl-C in a thread that changes books: heard, and answered where nothing is half done."""
+"""Ctrl-C while rows are owned: deferred to points where nothing is half done."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 SAME_S: Final = 1.0
-"""A shell, a launcher and a notebook each pass a Ctrl-C on: what comes so soon after the first is no second one."""
+"""A shell, a launcher and a notebook each pass a Ctrl-C on: a SIGINT so soon after the first is the same one."""
 
 
 class Interrupts:
-    """Within this context a SIGINT waits for the next `point`, or the end. A second one, SAME_S later, waits for
-    nothing.
+    """Within this context a SIGINT is deferred to the next `point`, or to the end. A second one, SAME_S later, is not
+    deferred.
 
-    Python raises KeyboardInterrupt between any two of its instructions, but only in the main thread: elsewhere, and
-    where SIGINT has no handler in Python, nothing is changed.
+    Python raises KeyboardInterrupt between any two of its instructions, but only in the main thread: in other threads,
+    and if SIGINT has no handler in Python, this does nothing.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Interrupts:
         self._since_s = 0.0
 
     def point(self) -> None:
-        """Whoever wants to interrupt may do it here. Raises what the handler raises."""
+        """Deliver a deferred SIGINT here. Raises what the handler raises."""
         if self._waiting is not None and self._handler is not None:
             waiting, self._waiting = self._waiting, None
             self._handler(*waiting)

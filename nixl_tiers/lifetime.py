@@ -1,4 +1,4 @@
-"""What must be let go whatever happens to its owner: collected, forgotten at the interpreter's exit, or forked."""
+"""Resources that must be released whatever happens to their owner: collected, alive at interpreter exit, or forked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def finalize_once(owner: object, close: Callable[[], object]) -> weakref.finalize[[], Any]:
     """Have `close` called once: when the result is called, when `owner` is collected, or when the interpreter exits.
 
-    Never in a forked child: what it would close is its parent's. `close` must not hold on to `owner`.
+    Never in a forked child, where it would close its parent's resources. `close` must not refer to `owner`.
     """
     pid = os.getpid()
 
@@ -23,9 +23,9 @@ def finalize_once(owner: object, close: Callable[[], object]) -> weakref.finaliz
 
 
 class ForkedLock:
-    """Stands in a forked child where a lock stood: what the lock guarded is still the parent's.
+    """Replaces a lock in a forked child, because what it guards belongs to the parent.
 
-    Another thread of the parent may have held the lock when it forked, so waiting for it could be for ever.
+    Another thread of the parent may have held the lock at the fork, so that waiting for it could take for ever.
     """
 
     def __init__(self, pid: int) -> None:

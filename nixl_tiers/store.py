@@ -1,4 +1,4 @@
-"""TieredStore: the tiers as one embeddable object, without any engine."""
+"""TieredStore: blocking put and get over a coordinator, without vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     (default 10 s); see `TieredStore.wait_ready`. A tier that is down is retried while the store is open.
 
     Raises ConfigError (one sentence) if the configuration can never work, RegionError (a RuntimeError) if
-    the memory for the cpu tier cannot be had.
+    the memory for the cpu tier cannot be allocated.
     """
     checked = config if isinstance(config, TiersConfig) else configuration.load(_source(config))
     chunk_bytes = _chunk_bytes(chunk_bytes)
@@ -82,7 +82,7 @@ class TieredStore:
     """Puts and gets chunks by key, over host memory and any number of storage tiers.
 
     Made by `nixl_tiers.open`. Thread-safe. Close it, or use it as a context manager. `coordinator` is the non-blocking
-    interface below, for schedulers.
+    interface below it, for schedulers.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -119,14 +119,14 @@ class TieredStore:
                     self._put_part(part, chunks[start : start + self._batch], interrupts)
                     if None in self.coordinator.locate(part):
                         break
-                    self.coordinator.keep(part, whole)
+                    self.coordinator.pin(part, whole)
                 places = self.coordinator.locate(keys)
             finally:
                 self.coordinator.finish_request(whole)
             return next((i for i, place in enumerate(places) if place is None), len(keys))
 
     def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]], interrupts: Interrupts) -> None:
-        name = self._name()  # of its own: what came with an earlier part is older, and goes first
+        name = self._name()  # a request of its own: rows of earlier parts are older, and evicted first
         try:
             plan = self.coordinator.prepare_store(keys, name, call=True)
             chunk_of = dict(zip(keys, chunks, strict=True))
@@ -136,7 +136,7 @@ class TieredStore:
             if plan.keys:
                 self._region.mark(np.array(plan.rows), 0, plan.store_seq, True)
         finally:
-            self.coordinator.end_call(name)  # whatever has happened; what is not marked has failed
+            self.coordinator.end_call(name)  # in any case; rows that are not marked have failed
 
     def get(self, keys: Sequence[Key], out: Any) -> list[bool]:
         """Fetch chunks into `out`. True at i: verified bytes of keys[i] are in out[i]; else out[i] is unchanged.
@@ -165,11 +165,11 @@ class TieredStore:
         try:
             with self.coordinator.changed:  # held from the look-ups to the load, and while nothing is awaited
                 try:
-                    self.coordinator.be_patient(name)
+                    self.coordinator.wait_for_listing(name)
                     stall.restart()
                     while Lookup.PENDING in (answers := [self.coordinator.lookup(key, name) for key in keys]):
                         if stall.expired(answers.count(Lookup.HIT)):
-                            break  # what is pending is no hit
+                            break  # pending keys are no hits
                         self.coordinator.end_step()
                         self._wait(stall, interrupts)
                     stall.note(answers.count(Lookup.HIT))
@@ -248,13 +248,13 @@ class TieredStore:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Interrupts]:
-        """One call that changes the books. Nobody can interrupt it between having rows and ending them."""
+        """One call that owns rows. Ctrl-C cannot interrupt it between getting rows and releasing them."""
         self._check_open()
         try:
             with Interrupts() as interrupts:
                 yield interrupts
         except Exception:
-            self._check_open()  # whatever a close meanwhile has led to
+            self._check_open()  # the error may be the result of a concurrent close
             raise
 
     def _check_open(self) -> None:
@@ -262,7 +262,7 @@ class TieredStore:
             raise RuntimeError("this store is closed")
 
     def _wait_for_room(self, stall: StallTimeout, interrupts: Interrupts) -> None:
-        """Hold up a put that is faster than the tiers are."""
+        """Back-pressure: hold up a put that is faster than the tiers."""
         until_s = time.monotonic() + self._wait_s
         with self.coordinator.changed:
             stall.restart()

@@ -76,7 +76,7 @@ def put_beneath(store: TieredStore, keys: list[Key]) -> None:
     assert "cpu" not in store.locate(keys)
 
 
-def test_flipped_bits_are_counted_and_dropped_and_what_else_there_is_are_hits(tmp_path: Path) -> None:
+def test_corrupt_rows_are_counted_and_dropped_and_others_are_hits(tmp_path: Path) -> None:
     keys = keys_of(0, 8)
     with store_over(tmp_path, Rule(Fault.BIT_FLIP, Way.STORE, tuple(keys[::2]), times=1)) as store:
         put_beneath(store, keys)
@@ -89,7 +89,7 @@ def test_flipped_bits_are_counted_and_dropped_and_what_else_there_is_are_hits(tm
         assert store.stats()["file"]["corrupt"] == 4
 
 
-def test_rows_that_find_no_space_are_counted_and_stay_hits_in_the_host(tmp_path: Path) -> None:
+def test_rows_without_space_below_are_counted_and_stay_in_the_host(tmp_path: Path) -> None:
     keys = keys_of(0, 8)
     with store_over(tmp_path, Rule(Fault.NO_SPACE, keys=tuple(keys[:3]), times=1)) as store:
         put(store, keys)
@@ -115,7 +115,7 @@ def test_a_stalled_load_is_a_miss_in_time_and_its_mover_is_replaced(tmp_path: Pa
         until(lambda: all(get(store, keys[1:])), "them to be hits")
 
 
-def test_a_load_that_fails_late_is_a_miss_and_nobodys_bytes(tmp_path: Path) -> None:
+def test_a_load_that_fails_late_is_a_miss_and_its_bytes_are_not_used(tmp_path: Path) -> None:
     """All of the row is in the region when the error comes: it must not be taken for a hit, by that key or another."""
     keys = keys_of(0, 4)
     with store_over(tmp_path, Rule(Fault.LATE_ERROR, keys=tuple(keys), times=1)) as store:

@@ -68,7 +68,7 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
     return False
 
 
-def test_a_put_or_get_that_is_interrupted_at_any_line_loses_no_row(store: nixl_tiers.TieredStore) -> None:
+def test_a_put_or_get_interrupted_at_any_line_leaks_no_row(store: nixl_tiers.TieredStore) -> None:
     rows = np.arange(3 * ROWS // 4, dtype=np.uint8)[:, None].repeat(SIZE, 1)
     out = np.zeros_like(rows)
     put_ends = get_ends = False
@@ -88,7 +88,7 @@ def test_a_put_or_get_that_is_interrupted_at_any_line_loses_no_row(store: nixl_t
     assert host_rows_in_use(store) == 0
 
 
-def test_a_reset_that_is_interrupted_at_any_line_is_done(store: nixl_tiers.TieredStore) -> None:
+def test_a_reset_interrupted_at_any_line_is_complete(store: nixl_tiers.TieredStore) -> None:
     rows = np.zeros((ROWS // 2, SIZE), np.uint8)
     line, ends = 0, False
     while not ends:
@@ -102,9 +102,7 @@ def test_a_reset_that_is_interrupted_at_any_line_is_done(store: nixl_tiers.Tiere
     assert line > 20
 
 
-def test_whoever_waits_for_a_flush_may_interrupt_it(
-    store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store.coordinator, "backlog", lambda: 1)
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -112,7 +110,7 @@ def test_whoever_waits_for_a_flush_may_interrupt_it(
     assert not store.flush(0.01)
 
 
-def test_rows_that_were_not_all_filled_are_no_hits(store: nixl_tiers.TieredStore) -> None:
+def test_partly_filled_rows_are_misses(store: nixl_tiers.TieredStore) -> None:
     put_part = store._put_part
 
     def with_a_bad_row(keys: Any, chunks: Any, interrupts: Any) -> None:
@@ -125,7 +123,7 @@ def test_rows_that_were_not_all_filled_are_no_hits(store: nixl_tiers.TieredStore
     assert host_rows_in_use(store) == 0
 
 
-def test_an_interrupt_waits_for_a_point_and_a_second_one_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_deferred_to_a_point_and_a_second_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def passes(seconds: float) -> None:
         later = time.monotonic() + seconds
         monkeypatch.setattr(time, "monotonic", lambda: later)
@@ -145,7 +143,7 @@ def test_an_interrupt_waits_for_a_point_and_a_second_one_for_nothing(monkeypatch
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_handler_that_does_not_raise_is_called_and_nothing_is_interrupted(store: nixl_tiers.TieredStore) -> None:
+def test_a_handler_that_does_not_raise_interrupts_nothing(store: nixl_tiers.TieredStore) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     rows = np.arange(4, dtype=np.uint8)[:, None].repeat(SIZE, 1)
@@ -160,7 +158,7 @@ def test_a_handler_that_does_not_raise_is_called_and_nothing_is_interrupted(stor
     assert line > 50
 
 
-def test_other_threads_are_as_they_were() -> None:
+def test_other_threads_keep_their_handler() -> None:
     handlers = []
 
     def elsewhere() -> None:

@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[nixl_tiers.TieredStore, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_cannot_be_a_key_is_refused_by_every_call(
+def test_every_call_refuses_invalid_keys(
     store: nixl_tiers.TieredStore, call: Callable[[nixl_tiers.TieredStore, Any], Any]
 ) -> None:
     for key in ("a", None, 5, bytearray(b"a")):
@@ -51,7 +51,7 @@ def test_what_cannot_be_a_key_is_refused_by_every_call(
 
 
 @pytest.mark.parametrize("keys", ["ab", b"ab"])
-def test_one_key_is_no_list_of_keys(store: nixl_tiers.TieredStore, keys: Any) -> None:
+def test_a_single_key_is_refused(store: nixl_tiers.TieredStore, keys: Any) -> None:
     for call in (
         lambda: store.put(keys, [bytes(SIZE)] * 2),
         lambda: store.get(keys, np.zeros((2, SIZE), np.uint8)),
@@ -61,7 +61,7 @@ def test_one_key_is_no_list_of_keys(store: nixl_tiers.TieredStore, keys: Any) ->
             call()
 
 
-def test_no_key_costs_a_shared_tier_its_mover(
+def test_no_key_kills_the_mover_of_a_shared_tier(
     moto: MotoServer,
     s3_bucket: Callable[[S3Server], str],
     s3_prefix: str,
@@ -127,7 +127,7 @@ def test_tensors_of_any_type_are_rows_and_out(store: nixl_tiers.TieredStore, dty
     assert torch.equal(out[:1].view(torch.uint8).reshape(1, SIZE), raw[:1])
 
 
-def test_memory_that_does_not_fit_is_refused(store: nixl_tiers.TieredStore) -> None:
+def test_arrays_of_the_wrong_size_are_refused(store: nixl_tiers.TieredStore) -> None:
     assert store.put([b"a"], [bytes(SIZE)]) == 1
     wide = np.zeros((1, 2 * SIZE), np.uint8)
     frozen = np.zeros((1, SIZE), np.uint8)
@@ -148,13 +148,13 @@ def test_memory_that_does_not_fit_is_refused(store: nixl_tiers.TieredStore) -> N
     assert host_rows_in_use(store) == 1
 
 
-def test_nothing_is_nothing(store: nixl_tiers.TieredStore) -> None:
+def test_empty_calls_do_nothing(store: nixl_tiers.TieredStore) -> None:
     assert store.put([], []) == 0
     assert store.get([], np.zeros((0, SIZE), np.uint8)) == []
     assert store.locate([]) == []
 
 
-def test_after_close_every_call_says_so() -> None:
+def test_every_call_raises_after_close() -> None:
     with nixl_tiers.open(CPU, SIZE, "n") as store:
         assert store.put([b"a"], [bytes(SIZE)]) == 1
         assert "closed" not in repr(store)
@@ -171,7 +171,7 @@ def test_after_close_every_call_says_so() -> None:
     store.close()
 
 
-def test_a_close_meanwhile_is_told_to_who_puts_and_gets() -> None:
+def test_a_concurrent_close_ends_put_and_get_with_an_error() -> None:
     store = nixl_tiers.open(CPU, SIZE, "n")
     errors: list[Exception] = []
 
@@ -195,7 +195,7 @@ def test_a_close_meanwhile_is_told_to_who_puts_and_gets() -> None:
     assert [(type(error), str(error)) for error in errors] == [(RuntimeError, "this store is closed")] * 3
 
 
-def test_put_says_how_many_from_the_first_can_be_found() -> None:
+def test_put_returns_the_length_of_the_stored_prefix() -> None:
     with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": 15 * (SIZE + 4096)}]}, SIZE, "n") as store:
         keys = [b"%d" % n for n in range(40)]
         rows = np.arange(40, dtype=np.uint8)[:, None].repeat(SIZE, 1)
@@ -204,7 +204,7 @@ def test_put_says_how_many_from_the_first_can_be_found() -> None:
         assert store.put(keys[20:30], rows[20:30]) == 10  # nothing is kept for who has ended
 
 
-def test_what_a_tier_takes_is_known_when_it_is_up(tmp_path: Any) -> None:
+def test_used_bytes_are_known_when_a_tier_is_up(tmp_path: Any) -> None:
     config = {"tiers": [*CPU["tiers"], {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}]}
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)
@@ -215,12 +215,12 @@ def test_what_a_tier_takes_is_known_when_it_is_up(tmp_path: Any) -> None:
         assert store.stats()["file"]["used_bytes"] >= 2 * SIZE
 
 
-def test_the_package_says_what_it_has() -> None:
+def test_the_package_lists_its_names() -> None:
     assert nixl_tiers.__version__.count(".") == 2
     assert {"open", "TieredStore", "ConfigError", "__version__"} <= set(dir(nixl_tiers))
 
 
-def test_a_job_that_no_mover_would_take_for_a_message_costs_only_itself(tmp_path: Any) -> None:
+def test_a_job_too_large_to_send_fails_alone(tmp_path: Any) -> None:
     config = {"tiers": [*CPU["tiers"], {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}]}
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)

@@ -22,14 +22,14 @@ def tier() -> TierLog:
     return TierLog("s3", "s3://bucket/prefix", "10TiB")
 
 
-def test_a_start_is_one_line(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_a_start_logs_one_line(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     tier.up(1.0)
     for _ in range(3):
         tier.listed(7)
     assert told.messages == ["nixl_tiers: the s3 tier (s3://bucket/prefix, 10TiB) is up, 7 rows found"]
 
 
-def test_an_outage_is_told_when_it_begins_and_when_it_ends(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_logged_when_it_begins_and_when_it_ends(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     for now in range(100):
         tier.down("no route", float(now))
     tier.up(100.0)
@@ -40,13 +40,13 @@ def test_an_outage_is_told_when_it_begins_and_when_it_ends(tier: TierLog, told: 
     ]
 
 
-def test_other_reasons_in_it_are_few_and_less_urgent(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_further_reasons_are_few_and_less_severe(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     for now in range(100):
         tier.down(f"reason {now}", float(now))
     assert [record.levelname for record in told.records] == ["WARNING", *["INFO"] * REASONS]
 
 
-def test_what_crashes_again_and_again_is_one_outage(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_a_crash_loop_is_one_outage(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     """A mover that comes up and dies with its first job, once a minute, for a day."""
     for minute in range(24 * 60):
         now = 60.0 * minute
@@ -60,14 +60,14 @@ def test_what_crashes_again_and_again_is_one_outage(tier: TierLog, told: pytest.
     assert told.messages[-1].startswith("nixl_tiers: the s3 tier is up again after")
 
 
-def test_a_return_that_lasts_is_told_at_once_again(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_a_lasting_recovery_is_logged_at_once_again(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     for start in (0.0, 10_000.0, 20_000.0):
         tier.down("no route", start)
         tier.up(start + 5)
     assert len(told.records) == 6
 
 
-def test_what_fails_every_few_minutes_is_told_ever_more_seldom(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_flapping_is_logged_less_and_less_often(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     for start in range(0, 86_400, 120):
         tier.down("no route", float(start))
         tier.up(start + 5.0)
@@ -76,7 +76,7 @@ def test_what_fails_every_few_minutes_is_told_ever_more_seldom(tier: TierLog, to
     assert len(told.records) < 10
 
 
-def test_a_circuit_is_told_once_however_often_it_is_tried(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_an_open_circuit_is_logged_once(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     breakers = {way: Breaker() for way in Direction}
     load = breakers[Direction.LOAD]
     load.trip(0.0)
@@ -99,9 +99,7 @@ def test_a_circuit_is_told_once_however_often_it_is_tried(tier: TierLog, told: p
     ]
 
 
-def test_circuits_that_a_dead_mover_opens_are_no_news_of_their_own(
-    tier: TierLog, told: pytest.LogCaptureFixture
-) -> None:
+def test_circuits_opened_by_a_dead_mover_are_not_logged(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     breakers = {way: Breaker() for way in Direction}
     tier.down("its mover is killed", 0.0)
     for breaker in breakers.values():
@@ -121,7 +119,7 @@ def test_circuits_that_a_dead_mover_opens_are_no_news_of_their_own(
     assert "stores to the s3 tier fail" in told.messages[-1]
 
 
-def test_a_mover_started_again_and_again_does_not_repeat_itself(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
+def test_a_restart_loop_does_not_repeat_log_lines(tier: TierLog, told: pytest.LogCaptureFixture) -> None:
     for now in range(50):
         tier.line(logging.ERROR, "the mover failed | ZeroDivisionError")
         tier.down("its mover ended with 1", float(now))

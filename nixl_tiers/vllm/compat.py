@@ -1,7 +1,7 @@
 """Which vLLM this is, and every name of its offloading interface that we use, in one place.
 
-The other modules of this package import vLLM through here, so that an unsuitable version is refused with one
-sentence instead of an ImportError from somewhere inside.
+The other modules of this package import vLLM from here, so that an unsupported version is refused with one sentence
+instead of an ImportError from somewhere inside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class UnsupportedVllm(ImportError):
 
 
 def version() -> tuple[int, int] | None:
-    """(major, minor) of the vLLM that is installed, None for a development tree that does not know its own."""
+    """(major, minor) of the vLLM that is installed, None for a development tree without a version."""
     major, minor = vllm.version.__version_tuple__[:2]
     return (int(major), int(minor)) if (major, minor) != (0, 0) else None
 
@@ -71,7 +71,7 @@ if list(inspect.signature(OffloadingSpec.__init__).parameters) != ["self", "conf
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.30 vLLM does not ask where a hit came from
+except ImportError:  # before 0.30 vLLM does not ask for the source of a hit
     CacheHitSource = None
 
 
@@ -79,20 +79,20 @@ try:
     from vllm.v1.kv_offload.base import Medium
 
     HOST_MEDIUM = Medium.CPU
-except ImportError:  # before 0.28 a medium is a text
+except ImportError:  # before 0.28 a medium is a string
     HOST_MEDIUM = "CPU"
 
 
 def position_of(key: OffloadKey, context: ReqContext) -> int | None:
-    """The end token of `key` in its request; None where vLLM does not tell (before 0.30)."""
-    tell = getattr(context, "get_offload_key_position", None)
-    position: int | None = tell(key) if tell is not None else None
+    """The end token of `key` in its request; None where vLLM does not report it (before 0.30)."""
+    get_position = getattr(context, "get_offload_key_position", None)
+    position: int | None = get_position(key) if get_position is not None else None
     return position
 
 
 def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list[int] | None:
     """Which of the storage tiers the request's `kv_load_tiers` allows; None for all. `localities`: of each tier LOCAL,
-    REMOTE, or None where that is not known and so never a reason to leave it out."""
+    REMOTE, or None if unknown, which is never a reason to leave it out."""
     wish = getattr(context, "load_tier_filter", None)  # vLLM 0.32 has it
     if wish is None or wish is type(wish).ALL:
         return None
@@ -103,17 +103,17 @@ def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list
 
 
 def block_hash_seed(algorithm: str) -> str | None:
-    """What block hashes of this algorithm begin with; None where every process draws a seed of its own."""
+    """The seed of block hashes of this algorithm; None where every process draws its own."""
     from vllm.v1.core import kv_cache_utils
 
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None and "xxhash" not in algorithm:
-        seed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)  # older versions draw one for sha256, too
+        seed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)  # older versions draw one for sha256 too
     return seed
 
 
 def replicas(config: OffloadingConfig) -> int:
-    """How many data-parallel engines there are; 1 where vLLM does not tell (before 0.28)."""
+    """How many data-parallel engines there are; 1 where vLLM does not report it (before 0.28)."""
     return int(getattr(config.parallel, "data_parallel_size", 1))
 
 
@@ -125,7 +125,7 @@ def is_recurrent(layer: object) -> bool:
 
 
 def group_ids(config: OffloadingConfig) -> tuple[int, ...]:
-    """vLLM's own number of each offloaded KV group, as it stands in the keys."""
+    """vLLM's own number of each offloaded KV group, as it is in the keys."""
     return tuple(getattr(group, "group_id", index) for index, group in enumerate(config.groups))
 
 

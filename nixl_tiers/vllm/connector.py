@@ -1,8 +1,8 @@
-"""`NixlTiersConnector`: vLLM's OffloadingConnector, but a load that a worker could not copy is computed instead.
+"""`NixlTiersConnector`: vLLM's OffloadingConnector, but a load that a worker could not copy is recomputed.
 
-vLLM's own connector has no word for a failed load: it asserts, and the engine ends. This one reports the request as
-vLLM's other connectors report theirs. With `kv_load_failure_policy: recompute` the request is then computed from its
-beginning; with vLLM's default, `fail`, that request alone ends with an error.
+vLLM's own connector cannot report a failed load: it asserts, and the engine ends. This one reports the request as
+vLLM's other connectors do. With `kv_load_failure_policy: recompute` the request is then computed from its beginning;
+with vLLM's default, `fail`, that request alone ends with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 except ImportError as error:
     raise UnsupportedVllm(
-        f"this vLLM has no word for a failed load that NixlTiersConnector could say ({error}); "
+        f"this vLLM has no way for NixlTiersConnector to report a failed load ({error}); "
         "use a newer one, or kv_connector OffloadingConnector"
     ) from error
 
@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class NixlTiersConnector(OffloadingConnector):
-    """For `kv_connector` in place of OffloadingConnector, with the same fields in kv_connector_extra_config.
+    """The value of `kv_connector` instead of OffloadingConnector, with the same fields in kv_connector_extra_config.
 
-    ValueError with one sentence if the spec is another, or loads are configured that cannot be computed when they fail.
+    ValueError with one sentence if the spec is another, or loads are configured that cannot be recomputed when they
+    fail.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -43,7 +44,7 @@ class NixlTiersConnector(OffloadingConnector):
         if self.connector_scheduler is not None and transfer.kv_load_failure_policy != "recompute":
             log.warning(
                 "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error; "
-                "set it to recompute to have it computed",
+                "set it to recompute to have it recomputed",
                 transfer.kv_load_failure_policy,
             )
 
@@ -75,7 +76,7 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
-        """All workers are done with a load in the same step in which vLLM says that it failed."""
+        """vLLM reports a failed load in the step in which all workers have ended it."""
         if connector_output.failed_recving:
             manager = self.scheduler.manager
             assert isinstance(manager, NixlTiersManager)
@@ -92,7 +93,7 @@ class NixlTiersConnector(OffloadingConnector):
 
 
 def refuse(extra: dict[str, Any]) -> None:
-    """Raise ValueError for a kv_connector_extra_config that this connector could not keep its word with."""
+    """Raise ValueError for a kv_connector_extra_config with which failed loads could not be recomputed."""
     if extra.get("spec_name") != SPEC:
         raise ValueError(f"spec_name: NixlTiersConnector needs {SPEC}, not {extra.get('spec_name')}")
     if extra.get("sync_load_budget_bytes"):

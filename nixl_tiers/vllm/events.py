@@ -1,4 +1,4 @@
-"""KV events: which chunks appeared in host memory and which went, for routers that follow vLLM's event stream."""
+"""KV events: which chunks were stored to host memory and which removed, for routers that follow vLLM's event stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nixl_tiers.vllm.compat import HOST_MEDIUM, OffloadingEvent, OffloadKey
 
 
 class EventLog:
-    """Every key is announced once when it becomes loadable from host memory, and withdrawn once when it goes."""
+    """Every key is announced once when it can be loaded from host memory, and once more when it is removed."""
 
     def __init__(self, region: HostRegion) -> None:
         self._region = region
@@ -35,7 +35,7 @@ class EventLog:
         self._announce(good)
 
     def present(self, key: OffloadKey) -> None:
-        """`key` is a hit: a promotion may have brought it without any store."""
+        """`key` is a hit: it may have been promoted without any store."""
         self._announce((key,))
 
     def removed(self, keys: Iterable[OffloadKey]) -> None:
@@ -45,7 +45,7 @@ class EventLog:
             self._events.append(OffloadingEvent(keys=gone, medium=HOST_MEDIUM, removed=True))
 
     def reset(self) -> None:
-        """Host memory holds nothing any more."""
+        """Host memory is empty."""
         self._filling.clear()
         self.removed(list(self._announced))
 

@@ -1,7 +1,7 @@
-"""The facts that make up the namespace, gathered where they are known: in a worker, from vLLM's own configuration.
+"""The facts that make up the namespace, collected where they are known: in a worker, from vLLM's own configuration.
 
-Two engines whose facts agree produce interchangeable bytes for equal keys. What cannot be known is a reason to
-refuse storage tiers, never a guess.
+Two engines whose facts agree produce interchangeable bytes for equal keys. A fact that cannot be found out is a reason
+to refuse storage tiers; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from nixl_tiers.vllm.weights import UnknownWeights, identify, resolved_commit
 
 FORMAT_VERSION: Final = 1
 _REFUSED_UNLESS: Final = "storage tiers are refused unless"
-# How vLLM names the loaders that read the weight files of the model's folder or snapshot, and of several sets of files
-# that may lie there the same one; and those that read one of their own. Any other may take weights from anywhere.
+# vLLM's loaders that read the weight files of the model's folder or snapshot, all of them the same set of files; and
+# those that read another set of that folder. Any other loader may take weights from anywhere.
 _USUAL_FORMATS: Final = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
 _OTHER_FORMATS: Final = {
     *("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded")
 }
-# They say where the configuration came from, not what it is.
+# Where the configuration came from, not what it is.
 _INCIDENTAL: Final = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
 
 
 class Fingerprint(NamedTuple):
-    """`digest`: 16 bytes over all facts. `note`: empty, or the sentence why storage tiers must be refused."""
+    """`digest`: 16 bytes over all facts. `note`: empty, or one sentence: why storage tiers must be refused."""
 
     digest: bytes
     note: str
@@ -49,7 +49,7 @@ def fingerprint(
     *,
     weights: Fingerprint,
 ) -> Fingerprint:
-    """What this worker publishes. `vllm_config` is vLLM's VllmConfig, or None where it is not known; `weights` comes
+    """What this worker publishes. `vllm_config` is vLLM's VllmConfig, or None if unknown; `weights` comes
     from `weights_of`, in this worker or in another of the same engine."""
     facts: dict[str, object] = {"weights": weights.digest.hex()}
     if vllm_config is not None:
@@ -66,7 +66,7 @@ def weights_of(vllm_config: Any, tiers: TiersConfig) -> Fingerprint:
         return Fingerprint(bytes(NAMESPACE_BYTES), "")
     try:
         if vllm_config is None:
-            raise UnknownWeights("vLLM did not tell this worker its configuration")
+            raise UnknownWeights("vLLM did not give this worker its configuration")
         model = vllm_config.model_config
         facts: dict[str, object] = {"weights": _weights(model, vllm_config.load_config, tiers.model_id)}
         draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
@@ -85,7 +85,7 @@ def current_vllm_config() -> Any:
 
 
 def refusal(vllm_config: Any, tiers: TiersConfig) -> str:
-    """Why storage tiers must be refused though the weights are known: one sentence, or nothing."""
+    """Why storage tiers must be refused although the weights are known: one sentence, or empty."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if compat.block_hash_seed(algorithm) is None:
         return (
@@ -158,9 +158,9 @@ def _weights(model: Any, load_config: Any, model_id: str | None) -> str:
         raise UnknownWeights(f"the weights are streamed from {model.model_weights}")
     name = str(model.model)
     elsewhere = getattr(model, "hf_config_path", None) not in (None, name)
-    told = None if elsewhere else getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    commit = None if elsewhere else getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     revision, cache = getattr(model, "revision", None), getattr(load_config, "download_dir", None)
-    known = identify(name, resolved_commit(name, revision, told, cache))
+    known = identify(name, resolved_commit(name, revision, commit, cache))
     return known if load_format in _USUAL_FORMATS else f"{load_format}:{known}"
 
 
@@ -182,7 +182,7 @@ def _device(kv_caches: CanonicalKVCaches) -> str:
 
 
 def _plain(hf_config: Any) -> Mapping[str, Any]:
-    """The model's configuration as the engine uses it, overrides applied, without what says where it came from."""
+    """The model's configuration as vLLM uses it, overrides applied, without the fields about its origin."""
     fields = hf_config.to_dict() if hasattr(hf_config, "to_dict") else {}
     return {name: value for name, value in fields.items() if name not in _INCIDENTAL}
 
@@ -193,5 +193,5 @@ def _digest(value: object) -> str:
 
 
 def _text(value: object) -> object:
-    """What JSON has no word for. The order in which a set gives its members is another in every process."""
+    """Values that JSON cannot represent. The order of a set differs between processes."""
     return sorted(map(str, value)) if isinstance(value, AbstractSet) else str(value)

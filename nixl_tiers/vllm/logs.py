@@ -1,4 +1,4 @@
-"""Under vLLM our lines go where vLLM's own go: same handlers, same format, same level."""
+"""Under vLLM our log lines go where vLLM's go: same handlers, same format, same level."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import logging
 def log_as_vllm() -> None:
     """Make our loggers descend from vLLM's, which it configures by itself and keeps apart from the root logger.
 
-    Left alone, our INFO lines would be swallowed, and warnings come without time and level. Who has given the logger
-    `nixl_tiers` handlers or a level of its own is obeyed.
+    Otherwise our INFO lines would be dropped, and warnings come without time and level. A logger `nixl_tiers` that has
+    handlers or a level of its own is left as it is.
     """
     ours = logging.getLogger("nixl_tiers")
     if not ours.handlers and ours.propagate:

@@ -1,4 +1,4 @@
-"""The scheduler's side: vLLM's calls, translated to the store's engine face."""
+"""The scheduler's side: vLLM's calls, translated to the coordinator's."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from nixl_tiers.vllm.metrics import Reporter
 from nixl_tiers.vllm.store_gate import StoreGate
 from nixl_tiers.vllm.transfer import RowsSpec
 
-SHUTDOWN_S: Final = 0.3  # vLLM kills what has not left a few seconds after it asked, and others have to leave too
+SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few seconds after it asked
 
-# An engine whose every request waits for storage steps as fast as it can, thousands of times a second, and its workers
-# spin along: on a node without spare cores that keeps the movers from running, for seconds (measured).
+# An engine in which every request waits for storage runs empty steps, thousands a second, and its workers spin along:
+# on a node without spare cores that starves the movers for seconds (measured).
 PAUSE_S: Final = 0.01
 
 _ANSWERS: Final = {
@@ -45,11 +45,11 @@ _ANSWERS: Final = {
 
 
 class NixlTiersManager(OffloadingManager):
-    """Answers vLLM's scheduler; calls are made by its one thread and block for nothing.
+    """Answers vLLM's scheduler. Its one thread makes all calls, and none of them blocks.
 
-    `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log to
-    keep for KV-aware routers, or None where nobody drains it. `pause_s`: how long a step may last in which the engine
-    has nothing to compute, because every request waits for storage; 0 where other engines step along with this one.
+    `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log
+    of KV events for KV-aware routers, or None if vLLM does not publish them. `pause_s`: how long to wait in a step in
+    which the engine has nothing to compute because every request waits for storage; 0 if replicas step together.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class NixlTiersManager(OffloadingManager):
         self._reporter = Reporter()
         self._events = events
         self._pause_s = pause_s
-        # What a load is going to read of a chunk is not known at its look-up, so workers vouch for a row that lacks
-        # blocks only where loads never read any but a chunk's last.
+        # What a load is going to read of a chunk is not known at its look-up, so workers mark a row that lacks blocks
+        # as good only where loads never read any but a chunk's last.
         sub_blocks = coordinator.region.geometry.sub_blocks
         self._last_sub_block = sub_blocks - 1
         self._requests: set[str] = set()
-        self._waiting: set[str] = set()  # those that this step's look-ups put off
-        self._met: set[str] = set()  # requests whose own prefix was touched
+        self._waiting: set[str] = set()  # requests that this step's look-ups deferred
+        self._touched: set[str] = set()  # requests whose prefix in vLLM's own cache was touched
         self._looked_up: set[str] = set()  # in this step
         self._loading: set[str] = set()  # requests with an open load
-        self._failed: set[str] = set()  # requests of which a worker could not copy the load
+        self._failed: set[str] = set()  # requests whose load a worker could not copy
         self._gate = StoreGate(kept=config.on_reset == "keep", one_block=sub_blocks == 1)
         self._closed = False
 
@@ -84,7 +84,7 @@ class NixlTiersManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._requests.add(req_context.req_id)
         if (allowed := compat.allowed_tiers(req_context, self._localities)) is not None:
-            self._coordinator.restrict(req_context.req_id, allowed)
+            self._coordinator.set_allowed_tiers(req_context.req_id, allowed)
         return RequestOffloadingContext()
 
     @override
@@ -92,10 +92,10 @@ class NixlTiersManager(OffloadingManager):
         self._requests.discard(req_context.req_id)
         self._failed.discard(req_context.req_id)
         self._gate.ended(req_context.req_id)
-        if req_context.req_id in self._met:
-            self._met.remove(req_context.req_id)
+        if req_context.req_id in self._touched:
+            self._touched.remove(req_context.req_id)
         else:
-            self._meet(req_context, None)
+            self._touch_prefix(req_context, None)
         self._coordinator.finish_request(req_context.req_id)
 
     @override
@@ -104,8 +104,8 @@ class NixlTiersManager(OffloadingManager):
         if req_context.req_id not in self._looked_up:
             self._looked_up.add(req_context.req_id)
             self._gate.looked_up(req_context, position)
-            if req_context.req_id not in self._met:
-                self._meet(req_context, position)
+            if req_context.req_id not in self._touched:
+                self._touch_prefix(req_context, position)
         answer = _ANSWERS[self._coordinator.lookup(key, req_context.req_id, position, self._last_sub_block)]
         if answer is LookupResult.HIT_PENDING:
             self._waiting.add(req_context.req_id)
@@ -122,7 +122,7 @@ class NixlTiersManager(OffloadingManager):
         ordered = list(keys)
         rows = self._coordinator.prepare_load(ordered, req_context.req_id)
         self._loading.add(req_context.req_id)
-        self._gate.loads(req_context.req_id)
+        self._gate.load_began(req_context.req_id)
         return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered), missing=self._coordinator.partial(ordered))
 
     @override
@@ -135,11 +135,11 @@ class NixlTiersManager(OffloadingManager):
             self._coordinator.complete_load(keys)
 
     def load_failed(self, request: str) -> bool:
-        """A worker could not copy the load that `request` waits for (NixlTiersConnector tells, before complete_load).
+        """A worker could not copy the load that `request` waits for. NixlTiersConnector calls it before complete_load.
 
-        Its chunks are misses from then on, and the request finds nothing else either: it computes what it needs.
-        False, and without consequence, if the request has no open load here: vLLM's MultiConnector tells each of its
-        connectors which requests failed in any of them.
+        Its chunks are misses from then on, and so is everything else for the request: it recomputes what it needs.
+        False, and without effect, if the request has no open load here: vLLM's MultiConnector reports to each of its
+        connectors the requests that failed in any of them.
         """
         if request not in self._loading:
             return False
@@ -148,11 +148,11 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
-        """Never None, which vLLM would try again at every step: what has no room is left out from the prefix's end."""
+        """Never None, which vLLM would retry at every step: keys without room are left out from the prefix's end."""
         offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
         plan = self._coordinator.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
         row_of = dict(zip(plan.keys, plan.rows, strict=True))
-        # vLLM lists the blocks of a job in the order in which it offered the keys, whatever order they come back in.
+        # vLLM lists the blocks of a job in the order in which it offered the keys, whatever the order of this answer.
         accepted = [key for key in offered if key in row_of]
         rows = np.array([row_of[key] for key in accepted], np.int64)
         if self._events is not None:
@@ -166,7 +166,7 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """`success` says nothing: the region's control words tell which rows every worker wrote."""
+        """`success` is ignored: the region's control words record which rows every worker wrote."""
         if self._events is not None:
             self._events.written(keys)
         self._coordinator.complete_store(keys)
@@ -183,7 +183,7 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def has_pending_work(self) -> bool:
-        """Storage never keeps the engine stepping: True would make an idle engine spin."""
+        """Always False: True would make an idle engine spin."""
         return False
 
     @override
@@ -217,13 +217,13 @@ class NixlTiersManager(OffloadingManager):
             self._closed = True
             self._coordinator.close(SHUTDOWN_S)
 
-    def _meet(self, req_context: ReqContext, position: int | None) -> None:
-        """Touch what the engine hits in its own memory: all before `position`, or everything if nothing was looked up.
+    def _touch_prefix(self, req_context: ReqContext, position: int | None) -> None:
+        """Touch what vLLM hits in its own cache: all before `position`, or everything if nothing was looked up.
 
-        vLLM never says what it hits itself, and a prefix whose root grew old would lose it before its leaves.
+        vLLM does not report its own hits, and without it the root of a prefix would be evicted before its leaves.
         """
         if position is not None:
-            self._met.add(req_context.req_id)
+            self._touched.add(req_context.req_id)
         positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
         own = [key for key, end in positions.items() if position is None or end < position]
         if own:

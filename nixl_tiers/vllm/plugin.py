@@ -1,4 +1,4 @@
-"""The `vllm.general_plugins` entry point: makes our names known to vLLM without spec_module_path and
+"""The `vllm.general_plugins` entry point: registers our classes, so that vLLM needs neither spec_module_path nor
 kv_connector_module_path."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ CONNECTOR: Final = "NixlTiersConnector"
 
 
 def register() -> None:
-    """Tell vLLM where they are; does nothing the second time. vLLM calls this in each of its processes."""
+    """Register spec and connector; a second call does nothing. vLLM calls this in each of its processes."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-    # Each says so about a name that it knows already. Nothing of ours is imported before it is asked for.
+    # ValueError: the name is registered already. Our modules are imported on first use.
     with contextlib.suppress(ValueError):
         OffloadingSpecFactory.register_spec(SPEC, "nixl_tiers.vllm.spec", SPEC)
     with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
 """`NixlTiersSpec`: what vLLM's OffloadingConnector constructs, once in the scheduler and once in every worker.
 
-Importing this and constructing the spec start nothing: a configuration that cannot work is refused before any memory,
-process or file is made. What then exists is made by get_worker and get_manager, which vLLM calls in that order.
+Importing this module and constructing the spec start nothing: a configuration that cannot work is refused before any
+memory, process or file is created. get_worker and get_manager, which vLLM calls in that order, create them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHTS_S: Final = 600.0  # for the rank that reads the weight files
 
 
 class NixlTiersSpec(OffloadingSpec):
-    """KV tiers below the GPU: pinned host memory, files, S3. ValueError with one sentence if they cannot be had."""
+    """KV tiers below the GPU: pinned host memory, files, S3. ValueError with one sentence if they cannot work."""
 
     @classmethod
     @override
@@ -122,28 +122,28 @@ def parse(config: OffloadingConfig) -> TiersConfig:
 def geometry_of(config: OffloadingConfig) -> Geometry:
     """One cell a worker, one sub-block an engine block."""
     if config.worker_kv_bytes_per_block < 1:
-        raise ValueError("vLLM does not say how many KV bytes a block has, so nothing can be offloaded")
+        raise ValueError("vLLM does not report how many KV bytes a block has, so nothing can be offloaded")
     blocks = config.cache.blocks_per_chunk
     return Geometry(config.parallel.world_size, config.worker_kv_bytes_per_block * blocks, blocks)
 
 
 def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
-    """How many engines of this node share the cpu tier's capacity: what the configuration says, else vLLM.
+    """How many engines of this node share the cpu tier's capacity: from the configuration, else from vLLM.
 
-    vLLM tells how many replicas there are on all nodes together, which keeps the budget but may leave some of it
-    unused; and of models without experts, whose replicas it runs as engines of their own, it tells nothing.
+    vLLM reports the number of replicas on all nodes together, which keeps the budget but may leave some of it unused.
+    For models without experts, whose replicas it runs as separate engines, it reports nothing.
     """
     if tiers.replicas is not None:
         return tiers.replicas
-    told = compat.replicas(config)
+    reported = compat.replicas(config)
     index = int(getattr(config.parallel, "data_parallel_index", 0))
-    if told == 1 and index > 0:
+    if reported == 1 and index > 0:
         log.warning(
             "nixl_tiers: this engine is data-parallel replica %d, and vLLM does not say how many share this node: "
             "set replicas, or each of them takes the cpu tier's whole capacity",
             index,
         )
-    return told
+    return reported
 
 
 def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:
@@ -162,7 +162,7 @@ def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:
 
 
 def refuse_layout(config: OffloadingConfig) -> None:
-    """Raise ValueError for what we would do wrongly."""
+    """Raise ValueError for parallelism and layouts that are not supported."""
     if config.parallel.pp_size > 1:
         raise ValueError(
             "nixl_tiers does not work with pipeline parallelism "
@@ -180,8 +180,8 @@ def refuse_nodes(vllm_config: Any) -> None:
 
 
 def last_block_only(config: OffloadingConfig, vllm_config: Any) -> list[int]:
-    """Places of the KV groups of whose chunks loads read only the last block: a recurrent layer's state there stands
-    for all that came before, and vLLM keeps and stores no other block of the chunk."""
+    """Places of the KV groups of whose chunks loads read only the last block: a recurrent layer's state there
+    replaces all earlier blocks, and vLLM keeps and stores no other block of the chunk."""
     cache_config = getattr(vllm_config, "cache_config", None)
     if getattr(cache_config, "mamba_cache_mode", None) != "align":
         return []
@@ -194,7 +194,7 @@ def last_block_only(config: OffloadingConfig, vllm_config: Any) -> list[int]:
 
 
 def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -> Namespace:
-    """The namespace that all workers publish. ValueError if they do not agree, do not come, or refuse storage."""
+    """The namespace that all workers publish. ValueError if they differ, do not join in time, or refuse storage."""
     deadline = time.monotonic() + timeout_s
     while None in (published := region.published()):
         if time.monotonic() > deadline:

@@ -1,12 +1,12 @@
-"""What may be stored after vLLM has reset its connector while requests were running.
+"""Which chunks may be stored after vLLM has reset its connector while requests were running.
 
 `reset_prefix_cache(reset_connector=True)` goes wrong in two ways in vLLM 0.28 to 0.33 (docs/internals/vllm-reset.md):
 
-- It has live requests offer all their chunks again, from the first on. Their lists still name blocks that a window has
-  freed and that others own by now, so other requests' KV would be stored under valid keys; and all of it was computed
-  before the reset, while keys name the weights of after it.
-- It resets the connector even where its own prefix cache could not be reset because requests held blocks. New requests
-  then hit what was computed before, offer that too, and compute the rest on top of it.
+- Live requests offer all their chunks again, from the first on. Their lists still contain blocks that a sliding window
+  has freed and that other requests own by now, whose KV would be stored under valid keys; and all of it was computed
+  before the reset, while the new namespace stands for the weights after it.
+- The connector is reset even if vLLM's own prefix cache could not be reset because requests held blocks. New requests
+  then hit KV from before the reset, offer it too, and compute the rest on top of it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NOTHING: Final = -1  # in place of a position: no chunk of this request may be s
 
 
 class StoreGate:
-    """Decides which of the chunks that vLLM offers are stored. One for a manager; told of every request's steps.
+    """Decides which of the chunks that vLLM offers are stored. One for a manager, which reports all requests to it.
 
-    `kept`: the weights never change in place (`on_reset: keep`), so what is computed upon KV of before a reset is
-    right. `one_block`: a chunk is one block, so that a request whose look-up begins at its first chunk had no block in
+    `kept`: the weights never change in place (`on_reset: keep`), so what is computed from KV of before a reset is
+    valid. `one_block`: a chunk is one block, so that a request whose look-up begins at its first chunk had no block in
     vLLM's own cache.
     """
 
@@ -34,44 +34,46 @@ class StoreGate:
         self._kept = kept
         self._one_block = one_block
         self._holding: set[str] = set()  # requests that may hold blocks: looked up or scheduled, and not ended
-        self._silent: set[str] = set()  # alive at a reset and not looked up since: they store nothing
-        self._allotted: set[str] = set()  # of these, those that surely do: loaded or scheduled, not preempted since
-        self._doubtful = False  # vLLM's own prefix cache may hold KV of before a reset
-        # After a reset, until it is known whether it found that cache empty: who may have held blocks then, who surely
-        # did unless the reset preempted them, and whether the step that tells who was preempted is still to come.
+        self._blocked: set[str] = set()  # alive at a reset and not looked up since: they store nothing
+        self._allocated: set[str] = set()  # of these, those that certainly do: loaded or scheduled, not preempted since
+        self._stale_cache = False  # vLLM's own prefix cache may hold KV of before a reset
+        # After a reset, until it is known whether vLLM's cache was empty: requests that may have held blocks then,
+        # those that certainly did unless the reset preempted them, and whether the step that reports preemptions is to
+        # come.
         self._unsettled: set[str] | None = None
         self._certain: set[str] = set()
         self._first_step = False
-        # Only while doubtful: the position from which on a request's chunks may be stored. A look-up counts if the
-        # request is scheduled in the same step; if not, vLLM looks for its blocks again and need not tell.
+        # Only while the cache may be stale: the position from which on a request's chunks may be stored. A look-up
+        # counts if the request is scheduled in the same step; if not, vLLM looks up its blocks again and may not call
+        # us.
         self._from: dict[str, int] = {}
         self._looked_up: dict[str, int] = {}
         self._first_end: dict[str, int] = {}  # end token of a request's shortest first chunk
 
     @property
     def shut(self) -> bool:
-        """Whether anything may be kept from being stored now."""
-        return self._doubtful or bool(self._silent)
+        """Whether some chunks must not be stored now."""
+        return self._stale_cache or bool(self._blocked)
 
     def looked_up(self, context: ReqContext, position: int | None) -> None:
         """The first look-up of a request in a step, of the chunk that ends at `position`: its block lists are new."""
         self._holding.add(context.req_id)
-        self._silent.discard(context.req_id)
+        self._blocked.discard(context.req_id)
         if self._unsettled is not None and context.req_id not in self._certain:
             self._unsettled.discard(context.req_id)  # it waits, and was not preempted since: it held nothing
-        if self._doubtful:
+        if self._stale_cache:
             self._looked_up[context.req_id] = self._storable_from(context, position)
 
-    def loads(self, request: str) -> None:
-        """Blocks were allotted to a request, to load into."""
+    def load_began(self, request: str) -> None:
+        """Blocks were allocated to a request, to load into."""
         self._holding.add(request)
-        self._allotted.add(request)
+        self._allocated.add(request)
 
     def allowed(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Those of the offered `keys` that may be stored."""
-        if context.req_id in self._silent:
+        if context.req_id in self._blocked:
             return []
-        if not self._doubtful:
+        if not self._stale_cache:
             return list(keys)
         # Newer vLLM offers chunks before it ends the step, older after that.
         begin = self._from.get(context.req_id, self._looked_up.get(context.req_id, NOTHING))
@@ -80,11 +82,11 @@ class StoreGate:
     def end_step(self, context: ScheduleEndContext) -> None:
         preempted = set(context.preempted_req_ids)
         self._holding.update(context.new_req_ids)
-        self._allotted -= preempted
-        self._allotted.update(context.new_req_ids)
+        self._allocated -= preempted
+        self._allocated.update(context.new_req_ids)
         if self._unsettled is not None:
             self._judge(self._unsettled, preempted, begun=bool(self._looked_up or context.new_req_ids))
-        if self._doubtful:
+        if self._stale_cache:
             for request in preempted:
                 self._from.pop(request, None)
             for request in context.new_req_ids:
@@ -93,59 +95,59 @@ class StoreGate:
 
     def ended(self, request: str) -> None:
         self._holding.discard(request)
-        self._allotted.discard(request)
-        self._silent.discard(request)
+        self._allocated.discard(request)
+        self._blocked.discard(request)
         self._from.pop(request, None)
         self._looked_up.pop(request, None)
         self._first_end.pop(request, None)
 
     def reset(self, alive: Collection[str], loading: Collection[str]) -> None:
-        """`alive`: all requests; `loading`: those with an open load, who hold blocks even if they have ended."""
-        self._silent.update(alive)
+        """`alive`: all requests; `loading`: those with an open load, which hold blocks even if they have ended."""
+        self._blocked.update(alive)
         self._from.clear()
         self._looked_up.clear()
         holding = self._holding.union(loading)
         if holding:
-            self._unsettled, self._doubtful = holding, True
-            self._certain, self._first_step = self._allotted.union(loading), True
+            self._unsettled, self._stale_cache = holding, True
+            self._certain, self._first_step = self._allocated.union(loading), True
         else:
             self._settle(True)
 
     def _judge(self, unsettled: set[str], preempted: set[str], *, begun: bool) -> None:
         """After a step that preempted these requests, and has `begun` to look up or run others or not."""
         left = unsettled - preempted if self._first_step else unsettled
-        # vLLM begins nothing in a step in which it preempts for want of blocks, so in a step that does both, a reset
-        # preempted: all that ran.
+        # vLLM starts no request in a step in which it preempts for lack of blocks. So in a step that does both, it was
+        # the reset that preempted all running requests.
         by_reset = self._first_step and begun and bool(preempted) and left.isdisjoint(self._certain)
         if not left or by_reset:
             self._settle(True)
         elif left & (self._certain | preempted) or left - self._holding:
-            self._settle(False)  # somebody held blocks, or will never tell whether he did
-        else:  # requests that waited for storage or for room, as far as is known: their next look-ups tell
+            self._settle(False)  # a request held blocks, or has ended without showing whether it did
+        else:  # requests that waited for storage or for room, as far as is known: their next look-ups show
             self._unsettled, self._first_step = left, False
 
     def _settle(self, emptied: bool) -> None:
         """vLLM's own cache was empty when the connector was reset, or was not.
 
-        It preempts all requests first if it is told to, as it does to sleep and to pause, and nobody holds a block.
+        It preempts all requests first if asked to, as for sleep and pause, and then no request holds a block.
         """
         self._unsettled = None
         if not emptied:
             log.warning(
                 "nixl_tiers: vLLM reset the connector while requests held blocks, so its own prefix cache still has KV "
-                "of before; until a reset finds none (or preempts them: reset_running_requests), %s",
+                "from before it; until a reset finds no blocks held (or preempts: reset_running_requests), %s",
                 "only what is beyond a hit in that cache is stored"
                 if self._kept
                 else "only requests without a hit in that cache are stored"
                 if self._one_block
                 else "nothing is stored, as a hit in that cache that ends inside a chunk cannot be seen",
             )
-        self._doubtful = not emptied
+        self._stale_cache = not emptied
         if emptied:
             self._from.clear()
 
     def _storable_from(self, context: ReqContext, position: int | None) -> int:
-        if position is None:  # before 0.31 vLLM does not tell
+        if position is None:  # before 0.31 vLLM does not report it
             return NOTHING
         if self._kept:
             return position

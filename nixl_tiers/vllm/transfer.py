@@ -1,4 +1,4 @@
-"""What a job says about rows, and how it falls into parts: pure index arithmetic between vLLM's lists and ours."""
+"""The rows of a job, and how a job is split into parts: pure index arithmetic between vLLM's lists and ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nixl_tiers.vllm.compat import GPULoadStoreSpec, LoadStoreSpec
 
 
 class RowsSpec(LoadStoreSpec):
-    """The host side of a job: region rows, ordered by KV group, travelling from the scheduler to every worker.
+    """The host side of a job: region rows, ordered by KV group, sent from the scheduler to every worker.
 
     `rows`: int64 (n,). `counts`: rows of each KV group, in the order of OffloadingConfig.groups; they add up to n.
     `store_seq`: what a store's rows are marked with; 0 for loads. `missing`: of a load's rows, those that lack
@@ -43,9 +43,9 @@ def _unpack(rows: bytes, counts: tuple[int, ...], store_seq: int, missing: dict[
 
 
 class Part(NamedTuple):
-    """One KV group's share of a job: engine block i of `blocks` belongs to sub-block `first` + i of `rows` in a line.
+    """One KV group's share of a job: block i of `blocks` belongs to sub-block `first` + i of all `rows` in order.
 
-    `known`: False where a store's blocks were given without saying which belongs where.
+    `known`: False if vLLM does not say which of a store's blocks belongs where.
     """
 
     group: int
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 def split_load(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) -> list[Part]:
-    """The parts of a load: the first and the last row of a part may be wanted in part only.
+    """The parts of a load: the first and the last row of a part may be needed in part only.
 
     Raises ValueError if the two sides do not match.
     """
@@ -67,7 +67,7 @@ def split_load(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) 
         lacking = [rows.missing.get(place + number, 0) for number in range(len(mine))] if rows.missing else []
         place += len(mine)
         if any(count > (first if number == 0 else 0) for number, count in enumerate(lacking)):
-            raise ValueError(f"group {group}: blocks are wanted that their rows do not hold")
+            raise ValueError(f"group {group}: blocks are requested that their rows do not hold")
         if len(mine) != -(-(first + len(blocks)) // blocks_per_chunk) * bool(len(blocks)):
             raise ValueError(f"group {group}: {len(blocks)} blocks from {index} on do not lie in {len(mine)} rows")
         if len(blocks):
@@ -76,11 +76,10 @@ def split_load(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) 
 
 
 def split_store(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int) -> list[Part]:
-    """The parts of a store. vLLM leaves null blocks out of its list without saying where they stand.
+    """The parts of a store. vLLM leaves null blocks out of its list without their positions.
 
-    It lists a chunk only if the chunk's last block is there, and says which block of the first chunk comes first. So
-    it can be told where the others belong if what is missing is the beginning of the first chunk, or all but the last
-    block of every chunk.
+    It lists a chunk only if the chunk's last block is there, and gives the position of the first block. So the other
+    positions are known if only the beginning of the first chunk is missing, or all but the last block of every chunk.
     """
     parts = []
     for group, (mine, blocks, index) in enumerate(_by_group(rows, engine)):
@@ -95,7 +94,7 @@ def split_store(rows: RowsSpec, engine: GPULoadStoreSpec, blocks_per_chunk: int)
 
 
 def _by_group(rows: RowsSpec, engine: GPULoadStoreSpec) -> list[tuple[NDArray[np.int64], NDArray[np.int64], int]]:
-    """Rows, engine blocks and the first block's index in its request, for each KV group."""
+    """Rows, blocks and the first block's index in its request, for each KV group."""
     sizes = engine.group_sizes
     if len(sizes) != len(rows.counts) or sum(rows.counts) != len(rows.rows):
         raise ValueError(f"{len(rows.counts)} groups of rows for {len(sizes)} groups of blocks")

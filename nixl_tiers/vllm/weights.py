@@ -1,4 +1,4 @@
-"""Which weights these are, told from what lies on disk: two engines may share KV only if they run the same ones."""
+"""The identity of the weights, from the files on disk: two engines may share KV only if they run the same ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-WHOLE_BYTES: Final = 256 << 10  # tensors of up to so many bytes go in whole
+WHOLE_BYTES: Final = 256 << 10  # tensors of up to this size are hashed whole
 SAMPLE_BYTES: Final = 4 << 10
-STRIDE_BYTES: Final = 1 << 20  # of anything larger, a sample at both ends and at least so often in between
+STRIDE_BYTES: Final = 1 << 20  # larger tensors: a sample at both ends and one in every stride
 READ_BYTES: Final = 4 << 20
 MAX_HEADER_BYTES: Final = 64 << 20
 THREADS: Final = 8
@@ -26,7 +26,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 class UnknownWeights(Exception):
-    """The weights cannot be told apart from others; the text continues "storage tiers are refused ... because"."""
+    """The weights cannot be identified; the text continues "storage tiers are refused ... because"."""
 
 
 def identify(model: str, commit: str | None) -> str:
@@ -50,8 +50,8 @@ def resolved_commit(model: str, revision: str | None, config_commit: str | None,
     """The commit of a hub model that was loaded as `revision` (a commit, branch or tag; None is the default branch).
 
     `config_commit`: the commit that the model's configuration came from, if it is from the same repository as the
-    weights. `cache`: the folder that weights are downloaded to, None for the hub's own; for a folder of its own, what
-    it says of the revision goes first, because the configuration does not come from there.
+    weights. `cache`: the folder that weights are downloaded to, None for the hub's own; for another folder, its
+    own reference takes precedence, because the configuration does not come from there.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
@@ -59,19 +59,19 @@ def resolved_commit(model: str, revision: str | None, config_commit: str | None,
 
     folder = Path(cache or HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "refs"
     try:
-        told = (folder / (revision or "main")).read_text().strip()
+        local = (folder / (revision or "main")).read_text().strip()
     except (OSError, ValueError):
-        told = ""
-    return (told or config_commit) if cache else (config_commit or told)
+        local = ""
+    return (local or config_commit) if cache else (config_commit or local)
 
 
 def digest_of_files(path: Path) -> str:
     """A digest over config.json and every weight file's name, size, header and content, most of it sampled.
 
-    Of a safetensors file every tensor goes in: whole up to WHOLE_BYTES, of larger ones SAMPLE_BYTES in each
-    STRIDE_BYTES and at both ends. So a tensor in which everything has changed is always noticed, and so is a matrix of
-    two strides within a larger tensor. Zip archives (PyTorch's own format) tell a checksum of each tensor; what else
-    there is, is sampled every STRIDE_BYTES. Raises UnknownWeights if there is no weight file.
+    Of a safetensors file every tensor is hashed: whole up to WHOLE_BYTES, of larger ones SAMPLE_BYTES in each
+    STRIDE_BYTES and at both ends. So a tensor that has changed throughout is always detected, and so is a matrix of two
+    strides within a larger tensor. Zip archives (PyTorch's own format) contain a checksum of each tensor; all other
+    files are sampled every STRIDE_BYTES. Raises UnknownWeights if there is no weight file.
     """
     folder = path if path.is_dir() else path.parent
     split = _SPLIT.fullmatch(path.name)

@@ -1,9 +1,9 @@
-"""The worker's side: copies between the engine's KV blocks and the region's rows, off the engine's step.
+"""The worker's side: copies between vLLM's KV blocks and the region's rows, outside the engine's step.
 
 Stores and loads have a thread each, so that neither waits for the other. vLLM stops the engine when a job is reported
-as failed, so a failed store is reported as done and the truth is written into the rows' control words, where the
+as failed, so a failed store is reported as successful and the failure is recorded in the rows' control words, where the
 scheduler's side reads it. A failed load cannot be hidden that way, because the request would go on with wrong bytes:
-NixlTiersConnector collects it apart and has the request computed; with vLLM's own connector the engine stops.
+NixlTiersConnector collects it and has the request recomputed; with vLLM's own connector the engine stops.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ STOP_S: Final = 2.0
 
 
 class Transfer(Protocol):
-    """A copy that was started; what a host copy, which ends before its call returns, does without."""
+    """A copy in flight. A host copy ends before its call returns, and has none."""
 
-    def elapsed_s(self) -> float: ...  # waits for its end, raises if that never comes
+    def elapsed_s(self) -> float: ...  # waits for its end; raises if the copy failed
 
 
 class Swap(Protocol):
@@ -57,7 +57,7 @@ class Swap(Protocol):
 
 
 class Moved(NamedTuple):
-    """What a copy moved, and how long that took where the copying was done, if somebody measures it there."""
+    """What a copy moved, and how long that took on the device, where that is measured."""
 
     nbytes: int = 0
     device_s: float = 0.0
@@ -66,7 +66,7 @@ class Moved(NamedTuple):
         return Moved(self.nbytes + other.nbytes, self.device_s + other.device_s)
 
 
-Finish = Callable[[], Moved]  # waits for a job that was started, raises if it failed
+Finish = Callable[[], Moved]  # waits for a job that was started; raises if it failed
 
 
 def worker_over(
@@ -74,14 +74,14 @@ def worker_over(
 ) -> NixlTiersWorker:
     """A worker for these caches, with the swap that their device needs; it closes the region when it shuts down.
 
-    `last_block_only`: places of the KV groups of whose chunks no load reads any but the last block. Raises ValueError
-    for what it cannot copy.
+    `last_block_only`: places of the KV groups of whose chunks loads read only the last block. Raises ValueError for
+    caches that it cannot copy.
     """
     geometry = region.geometry
     plan = CopyPlan(segments_of(kv_caches, geometry.sub_block_bytes), geometry, cell, region.address, region.rows)
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
-        supply(region, cell, None)
+        prefault(region, cell, None)
         return NixlTiersWorker(region, plan, HostSwap(plan), cell, last_block_only, on_device=False)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
@@ -90,32 +90,32 @@ def worker_over(
     from nixl_tiers.swap.numa import node_of
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    supplied = supply(region, cell, node_of(open_driver().pci_address(ordinal)))
-    if supplied is not None:
-        supplied.wait()  # pinning would supply the same pages, on one thread
+    prefaulted = prefault(region, cell, node_of(open_driver().pci_address(ordinal)))
+    if prefaulted is not None:
+        prefaulted.wait()  # pinning would allocate the same pages, on one thread
     swap = CudaSwap(plan, ordinal)
     region.at_close(swap.close)
     return NixlTiersWorker(region, plan, swap, cell, last_block_only, on_device=True)
 
 
-def supply(region: HostRegion, cell: int, node: int | None) -> Prefault | None:
-    """Have the first rank ask for the region's pages: on its GPU's node where no other rank has a GPU elsewhere."""
+def prefault(region: HostRegion, cell: int, node: int | None) -> Prefault | None:
+    """Have the first rank allocate the region's pages: on its GPU's NUMA node if no other rank may have another one."""
     if cell:
         return None
     if node is not None and region.geometry.cells == 1:
-        asked = prefer(region.address, region.nbytes, node)
+        accepted = prefer(region.address, region.nbytes, node)
         log.info(
-            "nixl_tiers: the host region's pages are asked for on NUMA node %d, the GPU's%s",
+            "nixl_tiers: the host region's pages are allocated on NUMA node %d, the GPU's%s",
             node,
-            "" if asked else ", but the kernel refuses (a container may need SYS_NICE): copies may cross sockets",
+            "" if accepted else ", but the kernel refuses (a container may need SYS_NICE): copies may cross sockets",
         )
     return region.prefault()
 
 
 def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list[Segment]]:
-    """Where each group's layers lie in the engine's memory and in a row's sub-block: one after the other.
+    """Where each group's layers are in vLLM's memory and in a row's sub-block: one after the other.
 
-    Raises ValueError if a group has more bytes a block than the scheduler counts with.
+    Raises ValueError if a group has more bytes a block than the scheduler assumes.
     """
     groups = []
     for group, refs in enumerate(kv_caches.group_data_refs):
@@ -138,8 +138,8 @@ def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list
 class NixlTiersWorker(OffloadingWorker):
     """One rank's copies into and out of cell `cell` of every row.
 
-    `on_device`: the swap only starts copies, in the order of the caller's stream, and so must be called at submission.
-    Otherwise a copy takes its caller's time, and is made on the lane's thread.
+    `on_device`: the swap only starts copies, in the order of the caller's CUDA stream, and must be called at
+    submission. Otherwise a copy blocks its caller, and runs on a thread.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class NixlTiersWorker(OffloadingWorker):
         self._blocks_per_chunk = region.geometry.sub_blocks
         self._open: dict[int, threading.Event] = {}
         self._finished: deque[TransferResult] = deque()
-        self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as what they are
-        self._stores = _Lane("nixl_tiers-store")
-        self._loads = _Lane("nixl_tiers-load")
-        # vLLM does not always call shutdown, and two threads would go on holding the region.
+        self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
+        self._stores = _SerialExecutor("nixl_tiers-store")
+        self._loads = _SerialExecutor("nixl_tiers-load")
+        # vLLM does not always call shutdown, and two threads would keep the region mapped.
         self._end = finalize_once(self, partial(_end, (self._stores, self._loads), region))
 
     @override
@@ -175,7 +175,7 @@ class NixlTiersWorker(OffloadingWorker):
 
     @override
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: object) -> bool:
-        """`expedited` (newer vLLM) changes nothing: a load starts as soon as its lane is free."""
+        """`expedited` (newer vLLM) changes nothing: loads start in the order of submission."""
         assert isinstance(src_spec, RowsSpec)
         self._submit(self._loads, job_id, lambda: self._load(src_spec, dst_spec))
         return True
@@ -186,21 +186,21 @@ class NixlTiersWorker(OffloadingWorker):
         while self._finished:
             result = self._finished.popleft()
             self._open.pop(result.job_id, None)
-            results.append(self._told(result))
+            results.append(self._reported(result))
         return results
 
     def keep_failed_loads(self) -> None:
-        """From now on report failed loads as ended, and say through take_failed_loads which of them failed."""
+        """From now on report failed loads to vLLM as successful, and through take_failed_loads as failed."""
         self._failed_loads = set()
 
     def take_failed_loads(self) -> set[int]:
-        """Jobs among those that get_finished reported since the last call, and that must not be taken as loaded."""
+        """Jobs among those that get_finished reported since the last call, and whose blocks were not loaded."""
         failed, self._failed_loads = self._failed_loads or set(), set()
         return failed
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Until these jobs, stores or loads, have ended; those not (or no longer) known are taken as ended."""
+        """Until these jobs, stores or loads, have ended; unknown ones count as ended."""
         for job_id in job_ids:
             ended = self._open.get(job_id)
             if ended is not None:
@@ -211,20 +211,20 @@ class NixlTiersWorker(OffloadingWorker):
         """Copies that began end first: afterwards nothing touches the engine's memory or the region."""
         self._end()
 
-    def _told(self, result: TransferResult) -> TransferResult:
+    def _reported(self, result: TransferResult) -> TransferResult:
         if result.success:
             return result
         if self._failed_loads is None:
             log.error(
                 "nixl_tiers: load job %d failed, and vLLM's own OffloadingConnector can only stop the engine now; with "
-                "kv_connector NixlTiersConnector and kv_load_failure_policy recompute its request would be computed",
+                "kv_connector NixlTiersConnector and kv_load_failure_policy recompute its request would be recomputed",
                 result.job_id,
             )
             return result
         self._failed_loads.add(result.job_id)
         return TransferResult(result.job_id, success=True)
 
-    def _submit(self, lane: _Lane, job_id: int, start: Callable[[], Finish]) -> None:
+    def _submit(self, executor: _SerialExecutor, job_id: int, start: Callable[[], Finish]) -> None:
         ended = self._open[job_id] = threading.Event()
         job = _Job(job_id, start)
         if self._on_device:
@@ -234,10 +234,10 @@ class NixlTiersWorker(OffloadingWorker):
             self._finished.append(job.end())
             ended.set()
 
-        lane.put(end)
+        executor.put(end)
 
     def _store(self, engine: GPULoadStoreSpec, rows: RowsSpec) -> Finish:
-        """A store never fails: a row that is not marked as written becomes no hit."""
+        """A store never fails: a row that is not marked as written does not become a hit."""
         copies: list[Finish] = []
         try:
             copies = [
@@ -259,7 +259,7 @@ class NixlTiersWorker(OffloadingWorker):
 
     def _store_part(self, part: Part, store_seq: int) -> Finish:
         def finish() -> Moved:
-            copied, moved = not part.known, Moved()  # what is not known is nobody's failure
+            copied, moved = not part.known, Moved()  # an unknown part is not a failure
             if started is not None:
                 try:
                     moved = started()
@@ -268,7 +268,7 @@ class NixlTiersWorker(OffloadingWorker):
                     log.exception("nixl_tiers: a copy to host memory failed; %d chunks are dropped", len(part.rows))
             missing = np.zeros(len(part.rows), np.int64)
             missing[0] = part.first
-            # Elsewhere nobody can tell at a look-up whether the load would read what is missing.
+            # In other groups a look-up cannot know whether the load would read the missing blocks.
             whole = part.known & ((missing == 0) | (part.group in self._last_block_only))
             self._region.mark(part.rows, self._cell, store_seq, copied, missing, whole=whole)
             return moved
@@ -282,7 +282,8 @@ class NixlTiersWorker(OffloadingWorker):
         return finish
 
     def _load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> Finish:
-        """What did not start fails at the end, after what did start has ended: until then the blocks are not quiet."""
+        """Copies that did not start fail at the end, after all others have ended: until then blocks are being
+        written."""
         copies: list[Finish] = []
         failures: list[Exception] = []
         for part in split_load(rows, engine, self._blocks_per_chunk):
@@ -316,14 +317,14 @@ class NixlTiersWorker(OffloadingWorker):
         return finish
 
 
-def _end(lanes: Iterable[_Lane], region: HostRegion) -> None:
-    quiet = [lane.stop(STOP_S) for lane in lanes]
-    if all(quiet):
+def _end(executors: Iterable[_SerialExecutor], region: HostRegion) -> None:
+    stopped = [executor.stop(STOP_S) for executor in executors]
+    if all(stopped):
         region.close()
 
 
 class _Job:
-    """One transfer, from its start to what vLLM is told of it."""
+    """One transfer, from its start to its result for vLLM."""
 
     def __init__(self, job_id: int, start: Callable[[], Finish]) -> None:
         self._id = job_id
@@ -339,7 +340,7 @@ class _Job:
             log.exception("nixl_tiers: job %d could not be started", self._id)
 
     def end(self) -> TransferResult:
-        """Start the job unless that was done, and wait for its end."""
+        """Start the job unless it has been started, and wait for its end."""
         if self._began_s is None:
             self.start()
         assert self._began_s is not None
@@ -354,8 +355,8 @@ class _Job:
         return TransferResult(self._id, success, moved.nbytes, took_s)
 
 
-class _Lane:
-    """One thread that carries out calls in order."""
+class _SerialExecutor:
+    """One thread that runs calls in the order of submission."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -366,7 +367,7 @@ class _Lane:
         self._calls.put(call)
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the calls that were put before; whether that happened in time."""
+        """End after the calls that were submitted before; whether that took no longer than `timeout_s`."""
         self._calls.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -374,4 +375,4 @@ class _Lane:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # it holds its worker, which could not be collected while this thread waits
+            del call  # it refers to its worker, which could not be collected while this thread waits

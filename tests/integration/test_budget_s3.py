@@ -67,7 +67,7 @@ def store_of(place: dict[str, Any]) -> Iterator[TieredStore]:
         yield store
 
 
-def test_two_engines_on_a_shared_prefix_keep_one_budget_but_for_their_windows(
+def test_two_engines_on_a_shared_prefix_keep_one_budget_plus_upload_windows(
     moto: MotoServer, place: dict[str, Any]
 ) -> None:
     for number in range(BUDGET_ROWS - WINDOW_ROWS):  # others' rows: there is room for one window, and both are let in

@@ -116,7 +116,7 @@ def open_store(medium: Medium, salt: str = "") -> nixl_tiers.TieredStore:
     return store
 
 
-def test_damage_of_any_kind_is_a_miss_and_counted(medium: Medium) -> None:
+def test_any_corruption_is_a_counted_miss(medium: Medium) -> None:
     name = medium.tier["type"]
     keys, rows = chunks(6, SIZE)
     _, others_rows = chunks(6, SIZE, seed=1)

@@ -199,7 +199,7 @@ def black_hole() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_nothing_is_left(case: Case, tmp_path: Path, black_hole: str) -> None:
+def test_nothing_is_leaked(case: Case, tmp_path: Path, black_hole: str) -> None:
     mark = uuid.uuid4().hex
     temporary = tmp_path / "tmp"
     temporary.mkdir()

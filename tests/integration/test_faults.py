@@ -64,7 +64,7 @@ def is_up(store: nixl_tiers.TieredStore, tier: str = "file") -> bool:
 
 
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_mover_that_dies_is_replaced_and_loses_nothing_that_was_stored(tmp_path: Path, deadly: int) -> None:
+def test_a_dead_mover_is_replaced_without_losing_stored_rows(tmp_path: Path, deadly: int) -> None:
     keys = keys_of(0, 100)
     with nixl_tiers.open(with_file(tmp_path), SIZE, "n") as store:
         until_up(store)
@@ -78,7 +78,7 @@ def test_a_mover_that_dies_is_replaced_and_loses_nothing_that_was_stored(tmp_pat
         until(lambda: verified_hits(store, keys) == 100, "every row to be a hit again")
 
 
-def test_movers_killed_under_load_never_give_a_wrong_byte(tmp_path: Path) -> None:
+def test_movers_killed_under_load_never_return_a_wrong_byte(tmp_path: Path) -> None:
     stop = threading.Event()
 
     def killer(store: nixl_tiers.TieredStore) -> None:
@@ -105,7 +105,7 @@ def test_movers_killed_under_load_never_give_a_wrong_byte(tmp_path: Path) -> Non
         assert verified_hits(store, keys) == 20
 
 
-def test_a_stopped_mover_is_a_miss_within_the_wait_and_not_a_hang(tmp_path: Path) -> None:
+def test_a_stopped_mover_is_a_miss_within_wait_s(tmp_path: Path) -> None:
     keys = keys_of(0, 60)
     with nixl_tiers.open(with_file(tmp_path, wait_s=3.0), SIZE, "n") as store:
         until_up(store)
@@ -119,7 +119,7 @@ def test_a_stopped_mover_is_a_miss_within_the_wait_and_not_a_hang(tmp_path: Path
         until(lambda: verified_hits(store, gone) == len(gone), "the mover to go on")
 
 
-def test_s3_that_is_down_at_the_start_is_no_obstacle_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_may_be_down_at_the_start_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tiers-test-access")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tiers-test-not-a-secret")
@@ -139,9 +139,7 @@ def test_s3_that_is_down_at_the_start_is_no_obstacle_and_heals(tmp_path: Path, m
             assert store.stats()["s3"]["rows"] == 10
 
 
-def test_a_bucket_that_is_not_there_is_one_clear_sentence(
-    moto: S3Server, s3_credentials: Callable[[S3Server], None]
-) -> None:
+def test_a_missing_bucket_is_one_clear_sentence(moto: S3Server, s3_credentials: Callable[[S3Server], None]) -> None:
     s3_credentials(moto)
     objects = {"type": "s3", "bucket": "no-such-bucket", "endpoint": moto.endpoint, "capacity": "64MiB"}
     with pytest.raises(nixl_tiers.ConfigError, match=r"^tiers\[1\]\.bucket: there is no") as caught:
@@ -149,7 +147,7 @@ def test_a_bucket_that_is_not_there_is_one_clear_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_is_left_after_close(tmp_path: Path) -> None:
+def test_nothing_is_leaked_after_close(tmp_path: Path) -> None:
     fds, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
     for _ in range(3):
         with nixl_tiers.open(with_file(tmp_path), SIZE, "n") as store:
@@ -180,7 +178,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return spent
 
 
-def test_one_get_on_a_stopped_mover_waits_once_however_many_parts_it_has(tmp_path: Path, waited: list[float]) -> None:
+def test_a_get_of_many_parts_on_a_stopped_mover_waits_once(tmp_path: Path, waited: list[float]) -> None:
     keys = keys_of(0, 60)
     with nixl_tiers.open(with_file(tmp_path, wait_s=2.0), SIZE, "n") as store:
         until_up(store)
@@ -194,7 +192,7 @@ def test_one_get_on_a_stopped_mover_waits_once_however_many_parts_it_has(tmp_pat
         assert 0 < sum(waited) < 2.1
 
 
-def test_one_put_that_nobody_writes_below_waits_once_however_many_parts_it_has(
+def test_a_put_of_many_parts_above_a_stopped_mover_waits_once(
     waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = keys_of(0, 64)
@@ -210,9 +208,7 @@ def test_one_put_that_nobody_writes_below_waits_once_however_many_parts_it_has(
         assert 1.1 < sum(waited) < 2.1, "what makes progress is waited for, part by part"
 
 
-def test_the_log_has_a_line_for_the_start_for_each_outage_and_for_its_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_has_lines_for_start_outage_and_recovery(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nixl_tiers")
 
     def lines() -> list[str]:
@@ -238,7 +234,7 @@ def test_the_log_has_a_line_for_the_start_for_each_outage_and_for_its_end(
         assert "said no more until it has worked for 60 s" in lines()[4]
 
 
-def test_no_put_waits_for_a_tier_that_is_still_listed(tmp_path: Path, waited: list[float]) -> None:
+def test_no_put_waits_for_a_tier_that_is_being_listed(tmp_path: Path, waited: list[float]) -> None:
     keys = keys_of(0, 64)
     with nixl_tiers.open(with_file(tmp_path, wait_s=1.0), SIZE, "n") as store:
         until_up(store)

@@ -172,7 +172,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
     yield Medium(tier | {"endpoint": moto.endpoint, "capacity": MOST_ROWS * ROW}, moto)
 
 
-def test_whoever_is_killed_whenever_what_is_left_is_whole_and_accounted_for(medium: Medium, tmp_path: Path) -> None:
+def test_after_a_kill_at_any_moment_rows_are_intact_and_accounted_for(medium: Medium, tmp_path: Path) -> None:
     tier = medium.tier
     draw = random.Random(7)
     # Engines are forked from a process that has imported everything: most of a round is then the load itself.

@@ -92,14 +92,14 @@ def check(bench: Bench) -> None:
     assert bench.coordinator.partial([b"whole", b"part"]) == {1: 2}
 
 
-def test_what_a_row_lacks_is_a_miss_and_the_rest_is_a_hit_in_host_memory(bench: Callable[..., Bench]) -> None:
+def test_missing_sub_blocks_are_misses_and_the_rest_are_hits_in_host_memory(bench: Callable[..., Bench]) -> None:
     here = bench()
     here.put(b"part", missing=2)
     here.put(b"whole", missing=0)
     check(here)
 
 
-def test_and_from_storage_and_nobody_elses_bytes_travel(bench: Callable[..., Bench], tier: Tier) -> None:
+def test_missing_sub_blocks_are_zeroed_and_stay_misses_in_storage(bench: Callable[..., Bench], tier: Tier) -> None:
     here = bench(tier)
     name = here.store.coordinator.counters().keys() - {"cpu"}
     (storage,) = name

@@ -32,7 +32,7 @@ def settings(tmp_path: Path, **fields: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ready_s", [120, 0])
-def test_what_was_stored_is_a_hit_right_after_opening(tmp_path: Path, ready_s: float) -> None:
+def test_stored_rows_are_hits_right_after_open(tmp_path: Path, ready_s: float) -> None:
     with nixl_tiers.open(settings(tmp_path), SIZE, "n") as store:
         put(store, KEYS)
         assert store.flush(120)
@@ -45,7 +45,7 @@ def test_what_was_stored_is_a_hit_right_after_opening(tmp_path: Path, ready_s: f
             assert get(store, KEYS) == ([True] * len(KEYS), [])
 
 
-def test_what_stands_in_a_bucket_is_a_hit_right_after_opening(
+def test_rows_of_a_bucket_are_hits_right_after_open(
     moto: S3Server, s3_credentials: Callable[[S3Server], None], s3_bucket: Callable[[S3Server], str], s3_prefix: str
 ) -> None:
     s3_credentials(moto)
@@ -87,7 +87,7 @@ def held_up(
         store.close()
 
 
-def test_keys_that_a_listing_may_still_bring_are_waited_for(tmp_path: Path) -> None:
+def test_get_waits_for_keys_that_may_still_be_listed(tmp_path: Path) -> None:
     with held_up(tmp_path) as (coordinator, store, listed):
         coordinator.start(120.0)
         assert not store.wait_ready(0.0)
@@ -110,7 +110,7 @@ def test_an_unknown_key_is_a_miss_when_a_listing_takes_longer_than_wait_s(tmp_pa
         assert (sum(hits), wrong) == (len(KEYS) // 2, [])
 
 
-def test_a_start_waits_for_the_listing_and_for_no_longer_than_it_is_told(
+def test_a_start_waits_for_the_listing_up_to_ready_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tier_log, "LISTING_S", 0.0)
@@ -140,7 +140,7 @@ def test_a_tier_that_is_down_is_not_waited_for(tmp_path: Path) -> None:
         assert get(store, KEYS) == ([False] * len(KEYS), [])
 
 
-def test_closing_writes_to_a_tier_once_it_has_been_listed(tmp_path: Path) -> None:
+def test_close_flushes_to_a_tier_once_it_has_been_listed(tmp_path: Path) -> None:
     with held_up(tmp_path, write="on_evict", flush_on_exit_s=120) as (coordinator, store, listed):
         coordinator.start(120.0)
         put(store, [b"new"])

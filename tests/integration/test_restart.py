@@ -96,7 +96,7 @@ def dropped(tmp_path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_all_rows_are_hits_and_most_of_them_cost_no_objects(tmp_path: Path) -> None:
+def test_all_rows_are_hits_and_most_need_no_python_objects(tmp_path: Path) -> None:
     with over_a_hoard(tmp_path, slots=2 * ROWS) as coordinator:
         assert [coordinator.where(key(n)) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)] == ["stub"] * 4
         assert coordinator.where(b"no row") is None
@@ -109,7 +109,7 @@ def test_all_rows_are_hits_and_most_of_them_cost_no_objects(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_the_medium_is_told_by_key_what_to_forget(tmp_path: Path, named: bool) -> None:
+def test_evicted_cold_rows_are_deleted_by_key(tmp_path: Path, named: bool) -> None:
     with over_a_hoard(tmp_path, slots=ROWS, named=named) as coordinator:
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 2, "the drops")
@@ -118,7 +118,7 @@ def test_the_medium_is_told_by_key_what_to_forget(tmp_path: Path, named: bool) -
         assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
-def test_however_many_rows_must_go_the_medium_is_told_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many times more than the queue of packets for a mover has room for; and nobody is taken for one that does not
     read."""
     monkeypatch.setattr(child, "MAX_UNSENT", child.RESERVED_UNSENT + 8)
@@ -132,7 +132,7 @@ def test_however_many_rows_must_go_the_medium_is_told_of_each(tmp_path: Path, mo
         assert stats["kills"] == stats["dropped"] == 0
 
 
-def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:
+def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
     with over_a_hoard(tmp_path, slots=ROWS) as coordinator:
         load(coordinator, ROWS - 1)
         (pid,) = coordinator.mover_pids
@@ -145,7 +145,7 @@ def test_a_mover_that_dies_tells_all_of_it_again(tmp_path: Path) -> None:
         assert dropped(tmp_path) == []
 
 
-def test_what_an_earlier_epoch_held_is_given_back(tmp_path: Path) -> None:
+def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
     gc.collect()  # tables of other tests
     mapped = tables()
     with over_a_hoard(tmp_path, slots=ROWS) as coordinator:

@@ -54,7 +54,7 @@ def check(store: nixl_tiers.TieredStore, keys: list[bytes], rows: np.ndarray) ->
 
 
 @pytest.mark.parametrize("size", [64 * KIB, 256 * KIB, 2_949_120, 8 * MIB])
-def test_each_tier_gives_back_what_was_put(size: int, tmp_path: Path, objects: dict[str, Any]) -> None:
+def test_each_tier_returns_what_was_put(size: int, tmp_path: Path, objects: dict[str, Any]) -> None:
     keys, rows = chunks(10, size)
     room = 64 * size
     files, objects = file_tier(tmp_path / "kv", room), {**objects, "capacity": room}
@@ -81,7 +81,7 @@ def test_each_tier_gives_back_what_was_put(size: int, tmp_path: Path, objects: d
         assert store.stats()["file"]["rows"] == 10
 
 
-def test_more_than_the_host_holds_comes_back_from_the_file(tmp_path: Path) -> None:
+def test_rows_beyond_the_hosts_capacity_come_from_the_file_tier(tmp_path: Path) -> None:
     keys, rows = chunks(120, 256 * KIB)
     with nixl_tiers.open(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
         until_up(store)
@@ -113,7 +113,7 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
-def test_after_a_reset_nothing_of_before_is_a_hit_unless_asked_for(tmp_path: Path, on_reset: str) -> None:
+def test_after_a_reset_nothing_is_a_hit_unless_kept(tmp_path: Path, on_reset: str) -> None:
     keys, rows = chunks(6, 64 * KIB)
     with nixl_tiers.open(
         {**config(file_tier(tmp_path, 16 * MIB), host=4 * MIB), "on_reset": on_reset}, 64 * KIB, "n"
@@ -133,7 +133,7 @@ def test_after_a_reset_nothing_of_before_is_a_hit_unless_asked_for(tmp_path: Pat
         assert store.stats()["file"]["bytes_written"] > 0
 
 
-def test_put_takes_buffers_and_says_what_is_wrong_with_bad_ones(tmp_path: Path) -> None:
+def test_put_accepts_buffers_and_names_the_error_of_bad_ones(tmp_path: Path) -> None:
     with nixl_tiers.open(config(host=4 * MIB), 64 * KIB, "n") as store:
         assert store.put([b"a", b"b"], [bytes(64 * KIB), bytearray(64 * KIB)]) == 2
         assert store.put([b"a"], [bytes(64 * KIB)]) == 1
@@ -149,9 +149,7 @@ def test_put_takes_buffers_and_says_what_is_wrong_with_bad_ones(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc"])
-def test_a_tier_written_on_eviction_gets_what_the_host_evicts_and_at_the_end_the_rest(
-    tmp_path: Path, eviction: str
-) -> None:
+def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_path: Path, eviction: str) -> None:
     keys, rows = chunks(100, 64 * KIB)
     lazy = {**file_tier(tmp_path, 64 * MIB), "write": "on_evict", "eviction": eviction}
     setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 300.0}

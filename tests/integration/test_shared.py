@@ -12,7 +12,7 @@ from tests.integration.test_round_trips import KIB, MIB, check, chunks
 from tests.support.waiting import until, until_up
 
 
-def test_another_engine_hits_what_this_one_has_stored_and_with_another_salt_never(tmp_path: Path) -> None:
+def test_another_engine_hits_stored_rows_unless_the_salt_differs(tmp_path: Path) -> None:
     files = {"type": "file", "layout": "files", "path": str(tmp_path / "kv"), "capacity": 32 * MIB}
     shared: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": 4 * MIB}, files], "wait_s": 120.0}
     keys, rows = chunks(80, 64 * KIB)  # more than a host tier holds

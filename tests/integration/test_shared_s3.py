@@ -17,7 +17,7 @@ from tests.support.waiting import until, until_up
 PATIENCE_S = 400.0
 
 
-def test_another_engine_hits_what_this_one_has_stored_and_with_another_salt_never(
+def test_another_engine_hits_stored_rows_unless_the_salt_differs(
     s3_server: S3Server,
     s3_credentials: Callable[[S3Server], None],
     s3_bucket: Callable[[S3Server], str],

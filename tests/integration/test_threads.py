@@ -83,9 +83,7 @@ def holds(store: nixl_tiers.TieredStore, key: bytes) -> bool:
     return hit
 
 
-def test_a_row_that_is_being_filled_is_not_given_away_after_a_reset(
-    store: nixl_tiers.TieredStore, held_up: HeldUp
-) -> None:
+def test_a_row_being_filled_is_not_reused_after_a_reset(store: nixl_tiers.TieredStore, held_up: HeldUp) -> None:
     before = held_up.put(b"slow")
     store.reset()
     assert put(store, b"the first to end after the reset") == 1
@@ -97,7 +95,7 @@ def test_a_row_that_is_being_filled_is_not_given_away_after_a_reset(
     assert host_rows_in_use(store) == 1
 
 
-def test_a_put_of_before_a_reset_does_not_end_another_put_of_the_same_key(
+def test_a_put_before_a_reset_does_not_end_a_later_put_of_the_same_key(
     store: nixl_tiers.TieredStore, held_up: HeldUp
 ) -> None:
     before = held_up.put(b"slow")
@@ -113,7 +111,7 @@ def test_a_put_of_before_a_reset_does_not_end_another_put_of_the_same_key(
     assert host_rows_in_use(store) == 1
 
 
-def test_whoever_resets_while_others_put_and_get_there_is_no_wrong_byte_and_no_lost_row(
+def test_concurrent_resets_puts_and_gets_give_no_wrong_byte_and_leak_no_row(
     store: nixl_tiers.TieredStore, others: ThreadPoolExecutor
 ) -> None:
     done = threading.Event()
@@ -150,7 +148,7 @@ def test_whoever_resets_while_others_put_and_get_there_is_no_wrong_byte_and_no_l
     assert all(holds(store, key) for key in keys)
 
 
-def test_of_two_resets_at_once_movers_hear_of_the_last_one_last(
+def test_of_two_concurrent_resets_the_last_one_is_sent_last(
     tmp_path: Path, others: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they serve an epoch that the store does not know, and the tier stays down for good."""
@@ -175,7 +173,7 @@ def test_of_two_resets_at_once_movers_hear_of_the_last_one_last(
         until_up(store)
 
 
-def test_a_reset_when_all_rows_are_in_workers_hands_does_not_cost_them_for_good(
+def test_rows_held_by_workers_at_a_reset_are_reclaimed(
     store: nixl_tiers.TieredStore,
 ) -> None:
     """vLLM up to 0.32 never completes jobs of before a reset, and gets no row for another one while none is free."""

@@ -29,7 +29,7 @@ def test_an_unknown_interface_is_refused_in_one_sentence() -> None:
     assert "CanonicalKVCaches" in last
 
 
-def test_registering_twice_is_harmless_and_makes_the_spec_known() -> None:
+def test_registering_twice_is_harmless() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     plugin.register()

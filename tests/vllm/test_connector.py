@@ -21,7 +21,9 @@ Engine = Callable[..., list[Any]]
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_failed_loads_are_computed_and_the_engine_goes_on(engine: Engine, small_model: Path, tmp_path: Path) -> None:
+def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
+    engine: Engine, small_model: Path, tmp_path: Path
+) -> None:
     """Wrong bytes lie in the engine's blocks when the copy fails; none of them may show in a token."""
     prompts = [[(7 * i * i + 3 * i + n) % 500 + 1 for i in range(700)] for n in (0, 11)]
     ask, other = (["generate", [prompt], 16] for prompt in prompts)
@@ -54,7 +56,7 @@ def test_failed_loads_are_computed_and_the_engine_goes_on(engine: Engine, small_
     assert stats["cpu"]["failed"] == whole // BLOCK
 
 
-def test_failed_requests_are_told_once_with_the_step_in_which_they_ended() -> None:
+def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> None:
     """The connector between a worker that keeps failed loads to itself and vLLM's own part of it, both played."""
     connector = object.__new__(NixlTiersConnector)
     jobs = {4: "four", 5: "five", 6: "six"}
@@ -94,12 +96,12 @@ def test_failed_requests_are_told_once_with_the_step_in_which_they_ended() -> No
         ({"spec_name": "NixlTiersSpec", "sync_load_budget_bytes": 1}, "sync_load_budget_bytes makes loads that are "),
     ],
 )
-def test_what_it_cannot_keep_its_word_with_is_refused(extra: dict[str, Any], sentence: str) -> None:
+def test_configurations_that_cannot_recompute_are_refused(extra: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         refuse(extra)
 
 
-def test_the_plugin_makes_its_name_known() -> None:
+def test_the_plugin_registers_the_connector() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     plugin.register()

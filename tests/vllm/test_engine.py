@@ -190,9 +190,7 @@ def recurrent_model(tmp_path: Path) -> Path:
     )
 
 
-def test_of_a_recurrent_layers_chunk_its_last_block_is_stored_and_comes_back(
-    engine: Engine, recurrent_model: Path
-) -> None:
+def test_the_last_block_of_a_recurrent_layers_chunk_is_stored_and_loaded(engine: Engine, recurrent_model: Path) -> None:
     """vLLM keeps such a layer's state at the end of a chunk, and no other block of the chunk."""
     prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
     ask = ["generate", [prompt], 8]

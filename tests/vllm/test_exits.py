@@ -62,7 +62,7 @@ def end(server: VllmServer, told: signal.Signals) -> tuple[int, float, float]:
 
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGKILL], ids=lambda told: told.name)
-def test_a_server_whose_s3_does_not_answer_ends_as_without_tiers(
+def test_a_server_whose_s3_does_not_answer_exits_in_time(
     told: signal.Signals, moto: MotoServer, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     shared = shared_memory_names()

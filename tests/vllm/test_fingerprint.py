@@ -86,7 +86,7 @@ def make(
     return make
 
 
-def test_the_same_again_is_the_same(make: Callable[..., Fingerprint]) -> None:
+def test_equal_facts_give_equal_fingerprints(make: Callable[..., Fingerprint]) -> None:
     assert make() == make(offloading={"engine_id": "another", "rank": 0})
     assert make().note == ""
 
@@ -110,13 +110,13 @@ def test_the_same_again_is_the_same(make: Callable[..., Fingerprint]) -> None:
     ],
     ids=lambda value: next(iter(value)) + str(next(iter(value.values()))),
 )
-def test_what_changes_the_bytes_changes_the_namespace(
+def test_options_that_change_the_bytes_change_the_namespace(
     make: Callable[..., Fingerprint], difference: dict[str, Any]
 ) -> None:
     assert make(**difference).digest != make().digest
 
 
-def test_changed_weights_change_the_namespace_unless_a_model_id_stands_for_them(
+def test_changed_weights_change_the_namespace_unless_model_id_is_set(
     make: Callable[..., Fingerprint], weights_folder: Path
 ) -> None:
     before, named = make(), make(tiers={"model_id": "mine"})
@@ -126,7 +126,7 @@ def test_changed_weights_change_the_namespace_unless_a_model_id_stands_for_them(
     assert make(tiers={"model_id": "mine"}) == named
 
 
-def test_the_hash_seed_is_part_of_it(make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_seed_changes_the_namespace(make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
     before = make()
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert make().digest != before.digest
@@ -141,13 +141,15 @@ def test_the_longest_context_counts_where_rope_takes_its_factors_from_it(make: C
     )
 
 
-def test_where_a_model_lies_does_not_matter(make: Callable[..., Fingerprint], weights_folder: Path) -> None:
+def test_the_models_folder_does_not_change_the_namespace(
+    make: Callable[..., Fingerprint], weights_folder: Path
+) -> None:
     before = make()
     elsewhere = weights_folder.rename(weights_folder.with_name("moved"))
     assert make(model=str(elsewhere)) == before
 
 
-def test_a_revision_goes_by_the_commit_that_it_resolved_to(make: Callable[..., Fingerprint]) -> None:
+def test_a_revision_is_identified_by_its_commit(make: Callable[..., Fingerprint]) -> None:
     def of(revision: str | None, commit: str | None, **changes: Any) -> Fingerprint:
         config = HfConfig(hidden_size=64)
         config._commit_hash = commit
@@ -160,7 +162,7 @@ def test_a_revision_goes_by_the_commit_that_it_resolved_to(make: Callable[..., F
     assert "unless model_id is set" in of("main", old, model_config__hf_config_path="org/other").note
 
 
-def test_a_loader_with_files_of_its_own_is_told_apart(make: Callable[..., Fingerprint]) -> None:
+def test_a_loader_with_files_of_its_own_changes_the_namespace(make: Callable[..., Fingerprint]) -> None:
     """A snapshot often has the weights several times, and conversions differ."""
     usual = make()
     assert make(load_config__load_format="safetensors") == usual
@@ -196,16 +198,14 @@ def test_sets_in_a_configuration_are_digested_in_order() -> None:
         ({"lora_config": object()}, "unless lora_storage is true"),
     ],
 )
-def test_what_cannot_be_known_is_a_note(
-    make: Callable[..., Fingerprint], changes: dict[str, Any], sentence: str
-) -> None:
+def test_unknown_facts_give_a_note(make: Callable[..., Fingerprint], changes: dict[str, Any], sentence: str) -> None:
     note = make(**changes).note
     assert note.startswith("storage tiers are refused unless")
     assert sentence in note
     assert len(note.encode()) <= 400
 
 
-def test_a_vllm_that_draws_a_seed_for_every_algorithm_is_noticed(
+def test_a_vllm_with_random_hash_seeds_gives_a_note(
     make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("vllm.v1.core.kv_cache_utils.DEFAULT_NONE_HASH_SEED")
@@ -214,7 +214,9 @@ def test_a_vllm_that_draws_a_seed_for_every_algorithm_is_noticed(
     assert make().note == ""
 
 
-def test_what_the_user_answers_for_is_not(make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_the_user_vouches_for_give_no_note(
+    make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert make(tiers={"model_id": "mine"}, model="org/name").note == ""
     assert make(tiers={"lora_storage": True}, lora_config=object()).note == ""
     monkeypatch.setenv("PYTHONHASHSEED", "0")

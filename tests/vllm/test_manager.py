@@ -70,7 +70,7 @@ def keys_of(count: int, group: int = 0, first: int = 0) -> list[bytes]:
     return [make_offload_key(bytes([first + number]) * 32, group) for number in range(count)]
 
 
-def test_what_every_worker_wrote_becomes_a_hit_from_host_memory(bench: Bench) -> None:
+def test_a_chunk_written_by_every_worker_is_a_hit(bench: Bench) -> None:
     one, two = keys_of(2)
     context = bench.request("r", one, two)
     assert bench.manager.lookup(one, context) is LookupResult.MISS
@@ -85,7 +85,7 @@ def test_what_every_worker_wrote_becomes_a_hit_from_host_memory(bench: Bench) ->
     bench.manager.complete_load({one, two}, context)
 
 
-def test_a_row_that_one_worker_did_not_write_is_no_hit_whatever_vllm_says(bench: Bench) -> None:
+def test_a_row_that_one_worker_did_not_write_is_a_miss(bench: Bench) -> None:
     (key,) = keys_of(1)
     context = bench.request("r", key)
     bench.store(context, key, cells=(0,))
@@ -100,7 +100,7 @@ def test_a_running_store_is_pending(bench: Bench) -> None:
     assert bench.manager.lookup(key, bench.request("other", key)) in (LookupResult.HIT_PENDING, LookupResult.MISS)
 
 
-def test_what_is_held_already_is_not_stored_again(bench: Bench) -> None:
+def test_a_chunk_that_is_present_is_not_stored_again(bench: Bench) -> None:
     one, two = keys_of(2)
     context = bench.request("r", one, two)
     bench.store(context, one)
@@ -110,7 +110,7 @@ def test_what_is_held_already_is_not_stored_again(bench: Bench) -> None:
     assert len(output.store_spec.rows) == 0
 
 
-def test_a_full_host_tier_takes_a_prefix_and_never_says_none(bench: Bench) -> None:
+def test_a_full_host_tier_accepts_a_prefix_and_never_returns_none(bench: Bench) -> None:
     keys = keys_of(ROWS + 2)
     context = bench.request("r", *keys)
     output = bench.manager.prepare_store(keys, context)
@@ -120,7 +120,7 @@ def test_a_full_host_tier_takes_a_prefix_and_never_says_none(bench: Bench) -> No
     assert full.keys_to_store == []
 
 
-def test_groups_keep_vllms_order_but_share_the_room_by_position() -> None:
+def test_groups_keep_vllms_order_and_get_room_by_position() -> None:
     bench = Bench(groups=(0, 3))
     first, second = keys_of(3, group=0), keys_of(3, group=3)
     context = bench.request("r", *first)
@@ -133,7 +133,7 @@ def test_groups_keep_vllms_order_but_share_the_room_by_position() -> None:
     bench.manager.shutdown()
 
 
-def test_events_tell_what_came_and_what_went(bench: Bench) -> None:
+def test_events_report_stored_and_removed_chunks(bench: Bench) -> None:
     old, new = keys_of(ROWS), keys_of(2, first=100)
     context = bench.request("r", *old)
     bench.store(context, *old)
@@ -163,7 +163,7 @@ def test_a_reset_forgets_everything(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
-def test_what_vllm_offers_again_after_a_reset_is_not_stored(on_reset: str) -> None:
+def test_chunks_offered_again_after_a_reset_are_not_stored(on_reset: str) -> None:
     """vLLM would have the chunks of live requests copied out of blocks that others may own by now."""
     bench = Bench(geometry=Geometry(cells=2, cell_payload=8192), on_reset=on_reset)
     one, two, three = keys_of(3)
@@ -185,7 +185,7 @@ def test_what_vllm_offers_again_after_a_reset_is_not_stored(on_reset: str) -> No
     bench.manager.shutdown()
 
 
-def test_stats_are_differences_and_storage_never_keeps_the_engine_awake(bench: Bench) -> None:
+def test_stats_are_differences_and_no_work_is_ever_pending(bench: Bench) -> None:
     (key,) = keys_of(1)
     context = bench.request("r", key)
     bench.manager.get_stats()
@@ -214,7 +214,7 @@ class ScriptedCoordinator:
     def source(self, key: bytes) -> str:
         return self.where
 
-    def restrict(self, request: str, tiers: list[int]) -> None:
+    def set_allowed_tiers(self, request: str, tiers: list[int]) -> None:
         self.restricted[request] = tiers
 
     def close(self, timeout_s: float) -> None:
@@ -260,7 +260,7 @@ def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: C
     assert 0 <= coordinator.close_timeout_s == SHUTDOWN_S <= 0.5
 
 
-def test_a_step_in_which_everybody_waits_for_storage_takes_its_time() -> None:
+def test_a_step_in_which_all_requests_wait_pauses() -> None:
     """Otherwise the engine spins, and its spinning keeps the movers from running."""
     coordinator = ScriptedCoordinator(Lookup.PENDING, "file")
     config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
@@ -302,7 +302,7 @@ def test_a_step_in_which_everybody_waits_for_storage_takes_its_time() -> None:
         ([{"medium": "storage"}], [0, 1, 2]),
     ],
 )
-def test_a_request_may_say_which_storage_tiers_it_loads_from(
+def test_a_request_may_restrict_its_storage_tiers(
     wish: list[Any] | None, allowed: list[int] | None, tmp_path: Path
 ) -> None:
     config = tiers_config.load(
@@ -324,7 +324,7 @@ def test_a_request_may_say_which_storage_tiers_it_loads_from(
     assert coordinator.restricted == ({} if allowed is None else {"r": allowed})
 
 
-def test_replicas_that_step_together_never_wait_for_one_of_them() -> None:
+def test_replicas_that_step_together_never_pause() -> None:
     coordinator = ScriptedCoordinator(Lookup.PENDING, "file")
     config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
     manager = NixlTiersManager(coordinator, config, (0,), None, pause_s=0.0)  # type: ignore[arg-type]
@@ -336,7 +336,7 @@ def test_replicas_that_step_together_never_wait_for_one_of_them() -> None:
     assert coordinator.waits_s == []
 
 
-def test_a_root_that_only_the_engine_itself_hits_outlives_its_leaves(bench: Bench) -> None:
+def test_a_root_that_only_vllms_own_cache_hits_outlives_its_leaves(bench: Bench) -> None:
     chain = [make_offload_key(bytes([n]) * 32, 0) for n in range(4)]
     first = bench.request("first", *chain)
     bench.store(first, *chain)
@@ -354,7 +354,7 @@ def test_a_root_that_only_the_engine_itself_hits_outlives_its_leaves(bench: Benc
     assert [bench.manager.lookup(key, late) for key in chain] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
 
 
-def test_a_load_that_vllm_calls_complete_but_a_worker_could_not_copy_is_forgotten(bench: Bench) -> None:
+def test_chunks_of_a_failed_load_are_dropped(bench: Bench) -> None:
     one, two = keys_of(2)
     context = bench.request("r", one, two)
     bench.store(context, one, two)
@@ -370,7 +370,7 @@ def test_a_load_that_vllm_calls_complete_but_a_worker_could_not_copy_is_forgotte
     assert (True, [one]) in bench.events()
 
 
-def test_a_failure_of_another_connector_is_none_of_ours(bench: Bench) -> None:
+def test_a_failed_load_of_another_connector_is_ignored(bench: Bench) -> None:
     """vLLM's MultiConnector tells each of its connectors which requests failed in any of them."""
     (key,) = keys_of(1)
     context = bench.request("r", key)
@@ -385,7 +385,7 @@ def test_a_failure_of_another_connector_is_none_of_ours(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("end", ["reset_cache", "on_request_finished"])
-def test_a_failure_is_not_remembered_longer_than_its_load(bench: Bench, end: str) -> None:
+def test_a_failed_load_is_forgotten_with_its_request(bench: Bench, end: str) -> None:
     (key,) = keys_of(1)
     context = bench.request("r", key)
     bench.store(context, key)
@@ -409,7 +409,7 @@ def test_a_failure_is_not_remembered_longer_than_its_load(bench: Bench, end: str
     assert bench.manager.lookup(key, context) is LookupResult.HIT
 
 
-def test_reset_and_shutdown_wait_for_no_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_and_shutdown_do_not_wait_for_an_unresponsive_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the scheduler's thread may wait for is counted in what it asks for, not in time that happens to pass."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tiers-test-access")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tiers-test-not-a-secret")
@@ -449,7 +449,7 @@ def test_reset_and_shutdown_wait_for_no_server_that_never_answers(monkeypatch: p
         assert sum(filter(None, waits)) <= 0.5
 
 
-def test_a_chunk_that_the_engine_has_not_all_of_is_counted_as_such_and_not_as_a_failure(bench: Bench) -> None:
+def test_an_incomplete_chunk_is_counted_as_incomplete_and_not_as_failed(bench: Bench) -> None:
     first, second, third = keys_of(3)
     context = bench.request("r", first, second, third)
     spec = bench.manager.prepare_store([first, second, third], context).store_spec

@@ -37,11 +37,11 @@ def test_every_counter_of_a_tier_is_declared() -> None:
     assert set(COUNTERS) == {field.name for field in fields(Counters)}
 
 
-def test_what_vllm_was_not_told_of_is_not_reported() -> None:
+def test_undeclared_counters_are_not_reported() -> None:
     assert Reporter().report({"file": {"surprise": 1}}) is None
 
 
-def test_vllm_accepts_every_name_and_shows_it() -> None:
+def test_vllm_accepts_and_exports_every_metric() -> None:
     """Through vLLM's own code: an undeclared name or a wrong label fails an assertion there."""
     import prometheus_client
     from vllm.config import KVTransferConfig

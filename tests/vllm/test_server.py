@@ -53,9 +53,7 @@ def processor_s(pids: Iterable[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_server_counts_its_hits_costs_nothing_while_idle_and_ends_when_told(
-    server: VllmServer, tmp_path: Path
-) -> None:
+def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: VllmServer, tmp_path: Path) -> None:
     prompt = [(17 * i) % 3000 + 100 for i in range(600)]
     cold = server.ask(prompt, 4)
     assert server.reset_prefix_cache()

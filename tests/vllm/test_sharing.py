@@ -56,7 +56,7 @@ def stored(
     return tiers, [first, second]
 
 
-def test_with_the_same_weights_all_of_it_is_a_hit(
+def test_the_same_weights_hit_everything(
     engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]]
 ) -> None:
     tiers, answers = stored
@@ -66,7 +66,7 @@ def test_with_the_same_weights_all_of_it_is_a_hit(
     assert stats["file"]["hits"] == CHUNKS
 
 
-def test_what_was_stored_after_a_reset_is_nobody_elses(
+def test_chunks_stored_after_a_reset_are_not_shared(
     engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]]
 ) -> None:
     tiers, _ = stored
@@ -89,7 +89,7 @@ def test_what_was_stored_after_a_reset_is_nobody_elses(
     ],
     ids=["dtype", "layout", "chunk", "salt", "seed", "hash", "rope", "name"],
 )
-def test_with_another_option_nothing_is_a_hit(
+def test_another_option_misses_everything(
     engine: Engine,
     options: dict[str, Any],
     stored: tuple[dict[str, Any], list[Any]],
@@ -102,7 +102,7 @@ def test_with_another_option_nothing_is_a_hit(
     assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0, "not even looked at"
 
 
-def test_with_another_revision_of_the_weights_nothing_is_a_hit(
+def test_another_revision_of_the_weights_misses_everything(
     engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]], small_model: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file

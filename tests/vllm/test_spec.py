@@ -72,7 +72,9 @@ def test_a_bad_configuration_is_one_sentence(offloading_config: Build, extra: di
         ({"replicas": 256}, "shared by 256 data-parallel replicas does not hold one chunk each"),
     ],
 )
-def test_what_we_would_do_wrongly_is_refused(offloading_config: Build, other: dict[str, Any], sentence: str) -> None:
+def test_unsupported_parallelism_and_layouts_are_refused(
+    offloading_config: Build, other: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         NixlTiersSpec(offloading_config(**other))
 
@@ -93,7 +95,7 @@ def test_the_cpu_tiers_capacity_is_divided_by_the_replicas_of_the_node(
     assert not caplog.records
 
 
-def test_vllms_own_fields_are_left_to_vllm(offloading_config: Build) -> None:
+def test_vllms_own_fields_are_ignored(offloading_config: Build) -> None:
     extra = {
         "spec_name": "NixlTiersSpec",
         "spec_module_path": "nixl_tiers.vllm.spec",
@@ -108,14 +110,14 @@ def test_vllms_own_fields_are_left_to_vllm(offloading_config: Build) -> None:
     assert spec.offload_prompt_only is False
 
 
-def test_the_configuration_may_stand_in_a_file(offloading_config: Build, tmp_path: Path) -> None:
+def test_the_configuration_may_be_a_file(offloading_config: Build, tmp_path: Path) -> None:
     file = tmp_path / "tiers.yaml"
     file.write_text("tiers: [{type: cpu, capacity: 2MiB}]\n")
     spec = NixlTiersSpec(offloading_config({"config": str(file), "spec_name": "NixlTiersSpec"}))
     assert spec.tiers.cpu.capacity == 2 << 20
 
 
-def test_lines_go_where_vllms_own_go(offloading_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_go_where_vllms_go(offloading_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where vLLM configures its logger only later."""
     ours, theirs = logging.getLogger("nixl_tiers.coordinator"), logging.getLogger("vllm")
     stream = io.StringIO()
@@ -135,7 +137,7 @@ def test_lines_go_where_vllms_own_go(offloading_config: Build, monkeypatch: pyte
     assert stream.getvalue() == "theirs: INFO shown\n"
 
 
-def test_a_logger_that_the_user_has_configured_is_left_alone(
+def test_a_logger_configured_by_the_user_is_left_alone(
     offloading_config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = logging.getLogger("nixl_tiers")
@@ -212,7 +214,7 @@ class TestAgreement:
         with pytest.raises(ValueError, match="do not run the same model"):
             agreed_namespace(region, self.tiers, 5)
 
-    def test_a_worker_that_does_not_come_is_named(self, region: HostRegion) -> None:
+    def test_a_missing_worker_is_named(self, region: HostRegion) -> None:
         region.publish(0, b"a" * 16)
         with pytest.raises(ValueError, match=r"workers \[1\] did not join"):
             agreed_namespace(region, self.tiers, 0.05)

@@ -94,7 +94,7 @@ def test_requests_alive_at_a_reset_store_nothing_until_they_end(newer: bool) -> 
     assert engine.begin(again) == ALL
 
 
-def test_requests_that_were_preempted_by_the_reset_store_when_they_were_looked_up_anew(newer: bool) -> None:
+def test_requests_preempted_by_the_reset_store_after_a_new_lookup(newer: bool) -> None:
     engine = Engine(newer=newer)
     old, other = request("old"), request("other")
     engine.begin(old)
@@ -106,7 +106,7 @@ def test_requests_that_were_preempted_by_the_reset_store_when_they_were_looked_u
     assert not engine.gate.shut
 
 
-def test_waiting_requests_that_hold_no_blocks_leave_no_doubt(newer: bool) -> None:
+def test_waiting_requests_without_blocks_leave_the_cache_clean(newer: bool) -> None:
     engine = Engine(newer=newer)
     engine.alive.add("waiting")
     engine.reset()
@@ -114,7 +114,7 @@ def test_waiting_requests_that_hold_no_blocks_leave_no_doubt(newer: bool) -> Non
     assert engine.begin(request("waiting"), 2) == ALL
 
 
-def test_what_lies_upon_vllms_own_old_blocks_is_not_stored(newer: bool) -> None:
+def test_chunks_computed_from_stale_blocks_are_not_stored(newer: bool) -> None:
     engine = Engine(newer=newer)
     old = request("old")
     engine.begin(old)
@@ -125,7 +125,7 @@ def test_what_lies_upon_vllms_own_old_blocks_is_not_stored(newer: bool) -> None:
     assert engine.begin(request("from nothing")) == ALL
 
 
-def test_weights_that_never_change_leave_only_the_hit_itself_in_doubt(newer: bool) -> None:
+def test_with_constant_weights_only_the_hit_itself_is_not_stored(newer: bool) -> None:
     engine = Engine(kept=True, newer=newer)
     old = request("old")
     engine.begin(old)
@@ -135,7 +135,7 @@ def test_weights_that_never_change_leave_only_the_hit_itself_in_doubt(newer: boo
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_where_a_hit_cannot_be_seen_nothing_is_stored(told: bool, newer: bool) -> None:
+def test_nothing_is_stored_where_a_hit_cannot_be_seen(told: bool, newer: bool) -> None:
     """A hit of less than a chunk of several blocks; and before 0.31 vLLM tells no positions."""
     engine = Engine(one_block=not told, newer=newer)
     engine.begin(request("old"))
@@ -144,7 +144,7 @@ def test_where_a_hit_cannot_be_seen_nothing_is_stored(told: bool, newer: bool) -
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_reset_that_finds_nobody_ends_the_doubt(late: bool, newer: bool) -> None:
+def test_a_reset_without_requests_leaves_the_cache_clean(late: bool, newer: bool) -> None:
     engine = Engine(newer=newer)
     old, hit = request("old"), request("hit")
     engine.begin(old)
@@ -158,7 +158,7 @@ def test_a_reset_that_finds_nobody_ends_the_doubt(late: bool, newer: bool) -> No
     assert engine.begin(request("new"), 2) == ALL
 
 
-def test_a_request_that_ended_while_it_loaded_still_holds_its_blocks(newer: bool) -> None:
+def test_a_request_that_ended_while_loading_still_holds_blocks(newer: bool) -> None:
     engine = Engine(newer=newer)
     old = request("old")
     engine.begin(old)
@@ -181,7 +181,7 @@ def test_a_lookup_counts_only_if_the_request_is_scheduled_in_its_step(newer: boo
     assert engine.step(offer=preempted) == []
 
 
-def test_a_preemption_that_is_not_the_resets_ends_no_doubt(newer: bool) -> None:
+def test_a_preemption_without_a_reset_leaves_the_cache_stale(newer: bool) -> None:
     engine = Engine(newer=newer)
     one, two = request("one"), request("two")
     engine.begin(one)
@@ -193,7 +193,7 @@ def test_a_preemption_that_is_not_the_resets_ends_no_doubt(newer: bool) -> None:
 
 
 @pytest.mark.parametrize("one_block", [True, False])
-def test_waiting_requests_leave_no_doubt_after_a_reset_that_preempts(one_block: bool, newer: bool) -> None:
+def test_a_reset_that_preempts_leaves_the_cache_clean_despite_waiting_requests(one_block: bool, newer: bool) -> None:
     """A server under load always has requests that wait, for storage or for room, or again since a preemption."""
     engine = Engine(one_block=one_block, newer=newer)
     old, waiting, waits_again = request("old"), request("waiting"), request("waits again")
@@ -208,7 +208,7 @@ def test_waiting_requests_leave_no_doubt_after_a_reset_that_preempts(one_block: 
     assert engine.step([(waiting, 0)], new=[waiting], offer=waiting) == ALL
 
 
-def test_requests_that_only_waited_tell_so_when_they_are_looked_up(newer: bool) -> None:
+def test_requests_that_only_waited_are_cleared_by_their_next_lookup(newer: bool) -> None:
     engine = Engine(newer=newer)
     one, two = request("one"), request("two")
     engine.step([(one, 0), (two, 0)])
@@ -220,7 +220,7 @@ def test_requests_that_only_waited_tell_so_when_they_are_looked_up(newer: bool) 
 
 
 @pytest.mark.parametrize("end", ["preempted", "ended"])
-def test_one_that_ran_again_unseen_leaves_the_doubt(end: str, newer: bool) -> None:
+def test_a_request_that_ran_without_a_lookup_leaves_the_cache_stale(end: str, newer: bool) -> None:
     """vLLM does not tell of requests that it resumes, and the next step may preempt others for want of blocks."""
     engine = Engine(newer=newer)
     old, again = request("old"), request("again")
@@ -242,7 +242,7 @@ def test_one_that_ran_again_unseen_leaves_the_doubt(end: str, newer: bool) -> No
 
 
 @pytest.mark.parametrize("how", ["loads", "has loaded", "runs"])
-def test_one_that_surely_held_blocks_leaves_the_doubt(how: str, newer: bool) -> None:
+def test_a_request_that_held_blocks_leaves_the_cache_stale(how: str, newer: bool) -> None:
     """A reset that should preempt all fails while a request loads; another one may follow that preempts nobody."""
     engine = Engine(newer=newer)
     old, holder = request("old"), request("holder")
@@ -259,7 +259,7 @@ def test_one_that_surely_held_blocks_leaves_the_doubt(how: str, newer: bool) -> 
     assert engine.begin(request("late hit"), 2) == []
 
 
-def test_nothing_is_remembered_of_requests_that_ended() -> None:
+def test_ended_requests_are_forgotten() -> None:
     engine = Engine()
     contexts = [request(f"r{number}") for number in range(8)]
     for context in contexts:

@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("number", range(2))
-def test_answers_are_those_of_the_model_alone(number: int, models: dict[str, Path], tmp_path: Path) -> None:
+def test_answers_equal_those_without_tiers(number: int, models: dict[str, Path], tmp_path: Path) -> None:
     model, blocks = random.Random(SEED).sample(CELLS, 2)[number]
     run_cell(models[model], blocks, 150, SEED + number, tmp_path)
 
@@ -62,7 +62,7 @@ def test_answers_are_those_of_the_model_alone(number: int, models: dict[str, Pat
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("model", "blocks"), CELLS)
 @pytest.mark.parametrize("number", range(2))
-def test_all_answers_are_those_of_the_model_alone(
+def test_all_answers_equal_those_without_tiers(
     number: int, model: str, blocks: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
     run_cell(models[model], blocks, 500, SEED + number, tmp_path, storm=1000)

@@ -34,7 +34,7 @@ def test_a_load_may_begin_and_end_inside_a_row() -> None:
     assert part.blocks.tolist() == [10, 11, 12, 13, 14, 15]
 
 
-def test_groups_are_told_apart_by_counts_and_sizes() -> None:
+def test_groups_are_separated_by_counts_and_sizes() -> None:
     engine = GPULoadStoreSpec([1, 2, 7, 8, 9], group_sizes=[2, 0, 3], block_indices=[0, 0, 5])
     parts = split_load(rows_of(0, 4, 6, counts=(1, 0, 2)), engine, blocks_per_chunk=2)
     assert [(p.group, p.rows.tolist(), p.blocks.tolist(), p.first) for p in parts] == [
@@ -61,7 +61,7 @@ def test_a_load_whose_sides_do_not_match_is_refused(
         split_load(rows_of(*rows, counts=counts), engine, blocks_per_chunk=1)
 
 
-def test_a_store_of_whole_chunks_is_whole() -> None:
+def test_a_store_of_whole_chunks_is_complete() -> None:
     engine = GPULoadStoreSpec([1, 2, 3, 4, 5, 6], group_sizes=[4, 2], block_indices=[6, 0])
     first, second = split_store(rows_of(7, 8, 9, counts=(2, 1)), engine, blocks_per_chunk=2)
     assert first.known
@@ -76,7 +76,7 @@ def test_null_blocks_before_a_window_make_only_the_first_row_partial() -> None:
     assert (part.first, part.known) == (3, True)
 
 
-def test_the_last_block_of_every_chunk_has_its_place() -> None:
+def test_last_blocks_alone_have_known_positions() -> None:
     # As older versions store the states of recurrent layers: of each chunk nothing else is there.
     engine = GPULoadStoreSpec([5, 6, 7], group_sizes=[3], block_indices=[3])
     parts = split_store(rows_of(7, 8, 9, counts=(3,)), engine, blocks_per_chunk=4)
@@ -88,13 +88,13 @@ def test_the_last_block_of_every_chunk_has_its_place() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "index"), [(6, 0), (6, 1), (3, 11), (9, 0), (2, 0)])
-def test_blocks_missing_anywhere_else_are_nobody_knows_where(blocks: int, index: int) -> None:
+def test_blocks_missing_anywhere_else_have_unknown_positions(blocks: int, index: int) -> None:
     engine = GPULoadStoreSpec(list(range(blocks)), group_sizes=[blocks], block_indices=[index])
     (part,) = split_store(rows_of(7, 8, counts=(2,)), engine, blocks_per_chunk=4)
     assert not part.known
 
 
-def test_a_load_of_what_its_rows_do_not_hold_is_refused() -> None:
+def test_a_load_of_missing_sub_blocks_is_refused() -> None:
     spec = RowsSpec(np.array([3, 4, 6]), (2, 1), missing={0: 1, 2: 3})
     good = GPULoadStoreSpec([1, 2, 3, 4, 5, 9], group_sizes=[5, 1], block_indices=[1, 3])
     assert [part.first for part in split_load(spec, good, blocks_per_chunk=4)] == [1, 3]

@@ -48,13 +48,13 @@ def remove(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_config, change_a_header, change_content, change_length, rename, remove])
-def test_other_weights_are_told_apart(weights_folder: Path, change: object) -> None:
+def test_other_weights_have_another_identity(weights_folder: Path, change: object) -> None:
     before = digest_of_files(weights_folder)
     change(weights_folder)  # type: ignore[operator]
     assert digest_of_files(weights_folder) != before
 
 
-def test_a_model_in_several_files_is_all_of_them(tmp_path: Path) -> None:
+def test_all_files_of_a_split_model_are_hashed(tmp_path: Path) -> None:
     """It is named by one of them, as it is for GGUF."""
     first, second = (tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
     for file in (first, second, tmp_path / "other-00002-of-00002.gguf"):
@@ -117,33 +117,31 @@ class TestWhatHasChangedIsNoticed:
         assert digest_of_files(file) == before
         return after != before
 
-    def test_any_one_matrix_of_many(self, file: Path) -> None:
+    def test_a_change_of_any_matrix_is_detected(self, file: Path) -> None:
         starts = save(file, {f"w{n}": 2 * MIB + 512 * n for n in range(128)})
         assert all(self.differs(file, starts[f"w{n}"], 2 * MIB) for n in range(0, 128, 8))
 
     @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
-    def test_any_matrix_of_2_mib_within_a_larger_tensor_or_a_file_without_a_header(
-        self, tmp_path: Path, name: str
-    ) -> None:
+    def test_a_change_of_2_mib_in_a_larger_tensor_or_file_is_detected(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name
         save(file, {"experts": 256 * MIB})
         last = file.stat().st_size - 2 * MIB
         assert all(self.differs(file, last * n // 20, 2 * MIB) for n in range(21))
 
-    def test_any_scale_and_any_norm(self, file: Path) -> None:
+    def test_a_change_of_any_scale_or_norm_is_detected(self, file: Path) -> None:
         """Though they are a thousandth of the file."""
         sizes = {"w": 3 * MIB, "w.weight_scale": 3584, "norm": 8192, "bias": 2}
         starts = save(file, {f"{n}.{name}": size for n in range(60) for name, size in sizes.items()})
         small = [name for name in starts if not name.endswith(".w")]
         assert all(self.differs(file, starts[name] + 1, 1) for name in small[::9])
 
-    def test_any_byte_of_a_tensor_that_goes_in_whole_and_both_ends_of_the_next_larger(self, file: Path) -> None:
+    def test_a_change_of_any_byte_of_a_small_tensor_is_detected(self, file: Path) -> None:
         starts = save(file, {"a": MIB, "whole": 256 << 10, "larger": (256 << 10) + 1, "z": MIB})
         assert all(self.differs(file, starts["whole"] + at, 1) for at in range(0, 256 << 10, 9973))
         assert self.differs(file, starts["larger"], 1)
         assert self.differs(file, starts["z"] - 1, 1)
 
-    def test_a_name_in_a_large_header(self, file: Path) -> None:
+    def test_a_change_in_a_large_header_is_detected(self, file: Path) -> None:
         starts = save(file, {f"model.layers.{n}.self_attn.weight_scale": 4 for n in range(6_000)})
         at = file.read_bytes().index(b"layers.5871.")
         assert at > 256 << 10
@@ -151,13 +149,13 @@ class TestWhatHasChangedIsNoticed:
         assert self.differs(file, starts["model.layers.5999.self_attn.weight_scale"], 4)
 
     @pytest.mark.parametrize("start", [b"", (1 << 62).to_bytes(8, "little"), (40).to_bytes(8, "little") + b"[" * 40])
-    def test_a_header_that_is_none(self, file: Path, start: bytes) -> None:
+    def test_a_file_without_a_valid_header_is_sampled(self, file: Path, start: bytes) -> None:
         file.write_bytes(start)
         with file.open("ab") as opened:
             opened.truncate(8 * MIB + len(start))
         assert self.differs(file, 3 * MIB, 2 * MIB)
 
-    def test_any_member_of_an_archive(self, tmp_path: Path) -> None:
+    def test_a_change_of_any_archive_member_is_detected(self, tmp_path: Path) -> None:
         """As PyTorch's own format is one."""
         import numpy as np
 
@@ -185,15 +183,15 @@ class TestRevision:
         assert resolved_commit("org/name", COMMIT, OTHER, None) == COMMIT
 
     @pytest.mark.parametrize("revision", [None, "main", "v1"])
-    def test_a_name_is_what_the_configuration_was_loaded_from(self, cache: Path, revision: str | None) -> None:
+    def test_a_hub_name_resolves_to_the_configurations_commit(self, cache: Path, revision: str | None) -> None:
         assert resolved_commit("org/name", revision, OTHER, None) == OTHER
 
-    def test_a_name_is_what_the_cache_says_where_weights_have_one_of_their_own(self, cache: Path) -> None:
+    def test_a_hub_name_resolves_by_the_weights_own_cache(self, cache: Path) -> None:
         assert resolved_commit("org/name", "main", OTHER, str(cache)) == COMMIT
         assert resolved_commit("org/name", "v1", None, str(cache)) == OTHER
         assert not resolved_commit("org/name", "v2", None, str(cache))
 
-    def test_the_hubs_own_cache_is_asked_where_the_configuration_does_not_tell(
+    def test_a_hub_name_resolves_by_the_hubs_cache_without_a_commit(
         self, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from huggingface_hub import constants

@@ -97,7 +97,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
     rank.worker.shutdown()
 
 
-def test_one_group_there_and_back(rank: Rank) -> None:
+def test_one_group_round_trips(rank: Rank) -> None:
     before = [rank.bytes_of(0, block) for block in range(BLOCKS)]
     result = rank.store(rows_of(4, 1, 0, counts=(3,)), GPULoadStoreSpec([9, 2, 5], [3], [0]))
     assert result.success
@@ -166,7 +166,7 @@ def test_a_chunk_with_null_blocks_is_stored_as_failed_and_its_neighbours_are_not
 @pytest.mark.parametrize(
     "rank", [{"pages": [[256], [192]], "blocks_per_chunk": 4, "last_block_only": (1,)}], indirect=True
 )
-def test_a_chunk_whose_last_block_says_it_all_is_stored_with_what_is_missing(rank: Rank) -> None:
+def test_a_chunk_whose_last_block_suffices_is_stored_with_its_missing_blocks(rank: Rank) -> None:
     state = rank.bytes_of(1, 6)
     rank.store(rows_of(3, 5, counts=(1, 1)), GPULoadStoreSpec([1, 2, 6], [2, 1], [2, 7]))
     assert rank.region.written([3, 5], 1).tolist() == [False, True]
@@ -187,7 +187,7 @@ def test_a_chunk_whose_last_block_says_it_all_is_stored_with_what_is_missing(ran
     ],
     ids=["a block that is not there", "groups that are not there"],
 )
-def test_a_store_that_cannot_be_done_is_told_to_the_scheduler_not_to_vllm(rank: Rank, engine: Any) -> None:
+def test_a_failed_store_is_reported_to_the_scheduler_and_not_to_vllm(rank: Rank, engine: Any) -> None:
     result = rank.store(rows_of(0, 1, counts=(2,)), engine)
     assert result.success
     assert not rank.region.written([0, 1], 1).any()
@@ -202,20 +202,18 @@ def test_a_store_that_cannot_be_done_is_told_to_the_scheduler_not_to_vllm(rank: 
         (rows_of(0, counts=(1,)), GPULoadStoreSpec([0, 1], [2], [0])),
     ],
 )
-def test_a_load_that_cannot_be_done_is_a_failure(rank: Rank, rows: RowsSpec, engine: Any) -> None:
+def test_a_failed_load_is_reported_as_failed(rank: Rank, rows: RowsSpec, engine: Any) -> None:
     before = [rank.bytes_of(0, block) for block in range(BLOCKS)]
     assert not rank.load(rows, engine).success
     assert [rank.bytes_of(0, block) for block in range(BLOCKS)] == before
 
 
-def test_a_failed_load_stops_the_engine_with_a_word_about_the_connector_that_would_not(
-    rank: Rank, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_load_logs_which_connector_would_recompute(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
     assert not rank.load(rows_of(0, counts=(1,)), GPULoadStoreSpec([BLOCKS], [1], [0])).success
     assert "with kv_connector NixlTiersConnector and kv_load_failure_policy recompute" in caplog.text
 
 
-def test_failed_loads_can_be_kept_apart(rank: Rank) -> None:
+def test_failed_loads_can_be_collected(rank: Rank) -> None:
     rank.worker.keep_failed_loads()
     result = rank.load(rows_of(0, counts=(1,)), GPULoadStoreSpec([BLOCKS], [1], [0]))
     assert (result.success, result.transfer_size) == (True, None)
@@ -228,7 +226,7 @@ def test_failed_loads_can_be_kept_apart(rank: Rank) -> None:
 @pytest.mark.parametrize(
     "engine", [GPULoadStoreSpec([1], [1], [0]), GPULoadStoreSpec([BLOCKS], [1], [0])], ids=["copied", "not copied"]
 )
-def test_a_store_that_cannot_even_be_marked_is_no_failed_load(
+def test_a_store_that_cannot_be_marked_is_not_a_failed_load(
     rank: Rank, kept: bool, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kept:
@@ -301,7 +299,7 @@ class Failing(Slow):
         raise OSError("does not end well")
 
 
-def test_a_failed_load_is_told_only_when_what_did_start_of_it_has_ended() -> None:
+def test_a_failed_load_is_reported_after_all_started_copies_have_ended() -> None:
     """Its blocks are given to others then."""
     pages = [[512], [512], [512]]
     region = HostRegion.create(Geometry(1, 512), ROWS)
@@ -354,7 +352,7 @@ def test_a_group_that_is_larger_than_announced_is_refused() -> None:
         segments_of(caches_of([[64], [48, 48]]), 64)
 
 
-def test_pages_may_stand_apart_in_the_engines_memory() -> None:
+def test_pages_may_have_gaps_in_vllms_memory() -> None:
     segments = segments_of(caches_of([[48, 16]], stride=64), 64)
     assert [(s.block_stride, s.nbytes, s.offset, s.blocks) for s in segments[0]] == [
         (64, 48, 0, BLOCKS),
@@ -362,7 +360,7 @@ def test_pages_may_stand_apart_in_the_engines_memory() -> None:
     ]
 
 
-def test_shutdown_ends_what_runs_before_the_region_goes(rank: Rank) -> None:
+def test_shutdown_ends_running_copies_before_the_region_is_closed(rank: Rank) -> None:
     rank.worker.submit_store(5, GPULoadStoreSpec([1], [1], [0]), rows_of(0, counts=(1,)))
     rank.worker.shutdown()
     (result,) = rank.worker.get_finished()
@@ -372,7 +370,7 @@ def test_shutdown_ends_what_runs_before_the_region_goes(rank: Rank) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_worker_that_nobody_shut_down_is_collected_with_its_threads_and_its_region() -> None:
+def test_a_worker_without_shutdown_is_collected_with_threads_and_region() -> None:
     rank = Rank([[512]])
     rank.store(rows_of(0, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
     lanes = [rank.worker._stores._thread, rank.worker._loads._thread]

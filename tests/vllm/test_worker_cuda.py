@@ -82,7 +82,7 @@ def rank(fake_library: Path, request: pytest.FixtureRequest, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
-def test_there_and_back(rank: Rank) -> None:
+def test_a_store_and_a_load_round_trip_on_the_gpu(rank: Rank) -> None:
     before = [rank.block(block) for block in range(BLOCKS)]
     result = rank.store([3, 9, 0, 7], [4, 1], store_seq=1)
     assert result.success
@@ -102,7 +102,7 @@ def test_there_and_back(rank: Rank) -> None:
 
 @pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuCtxPushCurrent_v2", "the strategy's own"])
-def test_a_copy_that_does_not_start_is_told_in_the_rows_and_never_to_vllm(rank: Rank, call: str) -> None:
+def test_a_copy_that_does_not_start_is_marked_in_the_rows_only(rank: Rank, call: str) -> None:
     strategy = rank.worker._swap._choice(True, 0, 1)  # type: ignore[attr-defined]
     own = {"copy_engine": "cuMemcpyBatchAsync"}.get(strategy, "cuLaunchKernel")
     assert rank.store([0, 1], [0], store_seq=1).success  # strategies are created on first use
@@ -135,7 +135,7 @@ def test_a_gpu_that_fails_while_copying_writes_no_row_and_ends_with_the_worker(r
 
 
 @pytest.mark.parametrize("rank", ["copy_engine"], indirect=True)
-def test_whatever_is_wrong_with_a_store_is_not_told_to_vllm(
+def test_no_failure_of_a_store_is_reported_to_vllm(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -148,7 +148,7 @@ def test_whatever_is_wrong_with_a_store_is_not_told_to_vllm(
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_where_the_regions_pages_are_asked_for_is_said(
+def test_the_numa_node_of_the_region_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accepted: bool
 ) -> None:
     """Many containers may not place memory, and nothing else would say why copies are slow."""
