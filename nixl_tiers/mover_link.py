@@ -69,8 +69,8 @@ class TierStatus:
 class MoverLink:
     """One for a coordinator, whose core and lock it shares.
 
-    The supervisor's thread holds the link, never the coordinator: a coordinator that nobody uses any more is collected
-    and closed.
+    The supervisor's thread holds the link, never the coordinator, so that an unused coordinator is collected and
+    closed.
     """
 
     def __init__(

@@ -45,11 +45,11 @@ class Outage:
             again = now - self._ended_at < RELAPSE_S
             self._steady_s = min(max(STEADY_S, 2 * self._steady_s), RELAPSE_S) if again else 0.0
             self.lasts, self._since, self._reasons = True, now, {reason}
-            note = f" (again; said no more until it has worked for {self._steady_s:g} s)" if again else ""
+            note = f" (again; not logged again until it has worked for {self._steady_s:g} s)" if again else ""
             log.warning("nixl_tiers: %s: %s%s", self._fails, reason, note)
         elif reason not in self._reasons and len(self._reasons) <= REASONS:
             self._reasons.add(reason)
-            log.info("nixl_tiers: %s, now because: %s", self._fails, reason)
+            log.info("nixl_tiers: %s, another reason: %s", self._fails, reason)
 
     def end(self, now: float) -> None:
         """It works. May be called as often as that is seen."""
@@ -134,7 +134,7 @@ class TierLog:
             circuit, opened = self._circuits[direction], breaker.episode != self._episodes[direction]
             self._episodes[direction] = breaker.episode
             if opened and not breaker.closed and not self._tier.lasts:
-                circuit.begin("the circuit is open, and tried again now and then", now)
+                circuit.begin("the circuit is open, and probed from time to time", now)
             elif breaker.closed:
                 circuit.end(now)
             else:

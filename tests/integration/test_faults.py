@@ -231,7 +231,7 @@ def test_the_log_has_lines_for_start_outage_and_recovery(tmp_path: Path, caplog:
             until(lambda: store.coordinator.mover_pids != [None], "another mover")
             until_up(store)
         assert len(lines()) == 5
-        assert "said no more until it has worked for 60 s" in lines()[4]
+        assert "not logged again until it has worked for 60 s" in lines()[4]
 
 
 def test_no_put_waits_for_a_tier_that_is_being_listed(tmp_path: Path, waited: list[float]) -> None:

@@ -203,7 +203,7 @@ def test_a_reset_that_preempts_leaves_the_cache_clean_despite_waiting_requests(o
     engine.step([(waiting, 0)])
     engine.reset()
     engine.step([(old, 0)], preempted=[old])
-    assert not engine.gate._doubtful
+    assert not engine.gate._stale_cache
     assert engine.begin(request("hit"), 2) == ALL
     assert engine.step([(waiting, 0)], new=[waiting], offer=waiting) == ALL
 
@@ -251,7 +251,7 @@ def test_a_request_that_held_blocks_leaves_the_cache_stale(how: str, newer: bool
     if how == "runs":
         engine.step(new=[holder])
     else:
-        engine.gate.loads("holder")
+        engine.gate.load_began("holder")
     engine.reset(["holder"] if how == "loads" else [])
     engine.step([(old, 0)], preempted=[old])
     assert engine.begin(request("hit"), 2) == []
@@ -269,5 +269,5 @@ def test_ended_requests_are_forgotten() -> None:
         engine.step([(context, 0)], new=[context])
         engine.end(context)
     gate = engine.gate
-    kept = [gate._holding, gate._allotted, gate._silent, gate._from, gate._looked_up, gate._first_end]
+    kept = [gate._holding, gate._allocated, gate._blocked, gate._from, gate._looked_up, gate._first_end]
     assert [len(things) for things in kept] == [0] * 6

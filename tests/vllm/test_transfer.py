@@ -100,7 +100,7 @@ def test_a_load_of_missing_sub_blocks_is_refused() -> None:
     assert [part.first for part in split_load(spec, good, blocks_per_chunk=4)] == [1, 3]
     for sizes, indices in (([6, 1], [0, 3]), ([5, 2], [1, 2])):
         bad = GPULoadStoreSpec(list(range(sum(sizes))), group_sizes=sizes, block_indices=indices)
-        with pytest.raises(ValueError, match="blocks are wanted that their rows do not hold"):
+        with pytest.raises(ValueError, match="blocks are requested that their rows do not hold"):
             split_load(spec, bad, blocks_per_chunk=4)
     late = RowsSpec(np.array([3, 4]), (2,), missing={1: 1})
     with pytest.raises(ValueError, match="do not hold"):

@@ -21,7 +21,7 @@ from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm import worker as worker_module
 from nixl_tiers.vllm.transfer import RowsSpec
-from nixl_tiers.vllm.worker import NixlTiersWorker, supply
+from nixl_tiers.vllm.worker import NixlTiersWorker, prefault
 from tests.swap.fake_gpu import FakeGpu
 
 BLOCKS, ROWS, PAGE, LAYERS, SUB_BLOCKS = 12, 6, 2048, 3, 2
@@ -156,10 +156,10 @@ def test_the_numa_node_of_the_region_is_logged(
     monkeypatch.setattr(worker_module, "prefer", lambda *how: asked.append(how) or accepted)
     region = HostRegion.create(Geometry(1, 4096), 2)
     with caplog.at_level(logging.INFO, "nixl_tiers"):
-        supplied = supply(region, 0, 1)
-    assert supplied is not None
-    supplied.wait()
+        prefaulted = prefault(region, 0, 1)
+    assert prefaulted is not None
+    prefaulted.wait()
     assert asked == [(region.address, region.nbytes, 1)]
-    assert "asked for on NUMA node 1, the GPU's" in caplog.text
+    assert "allocated on NUMA node 1, the GPU's" in caplog.text
     assert ("the kernel refuses" in caplog.text) is not accepted
     region.close()
