@@ -68,7 +68,7 @@ def test_a_bad_configuration_is_one_sentence(offloading_config: Build, extra: di
     [
         ({"pp_size": 2, "world_size": 2}, "does not work with pipeline parallelism"),
         ({"canonical_layout": True}, "remove canonical_layout"),
-        ({"block_bytes": 0}, "does not say how many KV bytes"),
+        ({"block_bytes": 0}, "does not report how many KV bytes"),
         ({"replicas": 256}, "shared by 256 data-parallel replicas does not hold one chunk each"),
     ],
 )
