@@ -16,7 +16,11 @@ def make_tier(tier: Mapping[str, object], geometry: Geometry, region: HostRegion
     try:
         config = tier_from_dict(tier)
     except ConfigError as error:
-        raise TierRefused(str(error)) from error
+        if not str(error).startswith("type: "):
+            raise TierRefused(str(error)) from error
+        # The scheduler's process could read it, so its path has something that a mover's has not.
+        what = f'type: "{tier.get("type")}" cannot be imported by its mover process, so its package must be installed'
+        raise TierRefused(f"{what} ({str(error).removeprefix('type: ')})") from error
     return implement(config, geometry, region)
 
 
