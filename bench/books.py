@@ -3,7 +3,7 @@
     python -m bench.books [--rows 1000000]
 
 Keys of 36 bytes, as vLLM's; every book in a process of its own. Slabs keep their journal on the disk and share the rest
-with the engine: `bench/index.py`.
+with the engine: `bench/cold_index.py`.
 """
 
 from __future__ import annotations

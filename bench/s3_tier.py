@@ -1,11 +1,11 @@
-"""How fast the object tier moves rows, beside boto3 with 16 threads on the same objects: MB/s, medians, interleaved.
+"""How fast the S3 tier moves rows, compared with boto3 with 16 threads on the same objects: MB/s, medians, interleaved.
 
-    python -m bench.object_tier [--endpoint URL --bucket B] [--chunks 65536,262144,2949120,8388608] [--megabytes 128]
+    python -m bench.s3_tier [--endpoint URL --bucket B] [--chunks 65536,262144,2949120,8388608] [--megabytes 128]
                                 [--rounds 7] [--json FILE]
 
 Without an endpoint: a SeaweedFS of its own on this machine, which then shares the cores with both sides. The tier
 seals every row that it stores, lands downloads in staging rows, verifies and copies them; boto3 does none of that. CPU
-is that of the client's process alone, in milliseconds a row. Only the ratios of one run mean anything.
+is that of the client's process alone, in milliseconds a row. Only ratios within one run are meaningful.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ def key_of(row: int) -> bytes:
 
 
 class Tier:
-    """Every row at once, polled as a mover polls."""
+    """All rows in one batch, polled as a mover does."""
 
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
         self._rows = region.rows
-        self._storage = S3Tier(config, geometry, region)
-        self._storage.open(NAMESPACE, 0)
-        for batch in self._storage.list_rows():
+        self._tier = S3Tier(config, geometry, region)
+        self._tier.open(NAMESPACE, 0)
+        for batch in self._tier.list_rows():
             if not batch:
                 time.sleep(0.01)
 
     def store(self) -> None:
-        self._finish(self._storage.store([Move(row, row, key_of(row), 0, True) for row in range(self._rows)]))
+        self._finish(self._tier.store([Move(row, row, key_of(row), 0, True) for row in range(self._rows)]))
 
     def load(self) -> None:
-        self._finish(self._storage.load([Move(row, row, key_of(row)) for row in range(self._rows)]))
+        self._finish(self._tier.load([Move(row, row, key_of(row)) for row in range(self._rows)]))
 
     def close(self) -> None:
-        self._storage.delete([(row, key_of(row)) for row in range(self._rows)])
-        self._storage.close()
+        self._tier.delete([(row, key_of(row)) for row in range(self._rows)])
+        self._tier.close()
 
     def _finish(self, batch_id: int) -> None:
         while True:
-            for done in self._storage.poll():
+            for done in self._tier.poll():
                 assert done.batch_id == batch_id
-                if set(done.outcomes) != {Outcome.OK}:  # a fast failure must not look like a fast server
+                if set(done.outcomes) != {Outcome.OK}:  # a fast failure must not pass for a fast server
                     raise SystemExit(f"the tier failed: {done.outcomes}")
                 return
             time.sleep(POLL_S)
@@ -142,7 +142,7 @@ def bench(config: S3Config, payload_bytes: int, total_bytes: int, rounds: int) -
 
 
 def line(result: dict[str, Any]) -> str:
-    """One chunk size of the table."""
+    """One line of the table, for one chunk size."""
     speeds, loads = "", []
     for what in ("store", "load"):
         tier, boto = (result[f"{who}_{what}_mb_s"] for who in ("tier", "boto3"))
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--endpoint", help="an S3 server; credentials come from the AWS chain")
     parser.add_argument("--bucket", default="kv-bench", help="its bucket; objects go below bench/ and are removed")
     parser.add_argument("--chunks", default="65536,262144,2949120,8388608", help="payload sizes in bytes")
-    parser.add_argument("--megabytes", type=int, default=128, help="how much each call moves")
+    parser.add_argument("--megabytes", type=int, default=128, help="how much each call transfers")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     arguments = parser.parse_args()

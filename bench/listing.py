@@ -1,10 +1,10 @@
-"""What it costs an engine to take over what a tier held before: the whole path, through a real mover's socket.
+"""Cost of the first listing of a tier in the scheduler's process: the whole path, through a real mover's socket.
 
-    python -m bench.adoption [--rows 4000000] [--told-one-by-one 200000]
+    python -m bench.listing [--rows 4000000] [--one-by-one 200000]
 
-A toy tier lists `--rows` rows with 36-byte keys; nothing is moved. A thread that stands for the scheduler looks up keys
-(misses) every 200 us, before the adoption and during it. `--told-one-by-one`: so many rows are also given to the
-core the way the first few of every listing are, decoding included, for comparison.
+A stub tier lists `--rows` rows with 36-byte keys; nothing is moved. A thread in place of the scheduler looks up keys
+(misses) every 200 us, before the listing and during it. `--one-by-one`: so many rows are also given to the core as the
+first few of every listing are, decoding included, for comparison.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, Stora
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 64
-MOST_LOOKUPS = 4_000_000
+MAX_LOOKUPS = 4_000_000
 
 
 def key(number: int) -> bytes:
@@ -45,12 +45,12 @@ class ListerConfig(StorageConfig):
     rows: int
     go: Path
 
-    implementation: ClassVar[str] = "bench.adoption:Lister"
+    implementation: ClassVar[str] = "bench.listing:Lister"
     physical_slots: ClassVar[bool] = True
 
 
 class Lister(StorageTier):
-    """Holds `rows` rows and all of its slots; waits with telling until the file `go` is there."""
+    """Holds `rows` rows, one in each slot; its listing waits until the file `go` exists."""
 
     def __init__(self, config: ListerConfig, geometry: Geometry, region: HostRegion) -> None:
         self._rows = config.rows
@@ -92,14 +92,14 @@ class Lister(StorageTier):
 
 
 class Scheduler(threading.Thread):
-    """Looks up keys, one every 200 us, and notes how long each took."""
+    """Looks up keys, one every 200 us, and records how long each took."""
 
     def __init__(self, coordinator: Coordinator, rows: int) -> None:
         super().__init__()
         self._coordinator, self._rows = coordinator, rows
         self.ended = False
         self.count = 0
-        self._spent_s = np.ones(MOST_LOOKUPS)  # all its memory is there before anything is measured
+        self._spent_s = np.ones(MAX_LOOKUPS)  # allocated before anything is measured
 
     @property
     def spent_s(self) -> list[float]:
@@ -107,7 +107,7 @@ class Scheduler(threading.Thread):
 
     def run(self) -> None:
         number = self._rows
-        while not self.ended and self.count < MOST_LOOKUPS:
+        while not self.ended and self.count < MAX_LOOKUPS:
             number += 1
             start = time.perf_counter()
             self._coordinator.lookup(key(number), "request")
@@ -116,7 +116,7 @@ class Scheduler(threading.Thread):
             time.sleep(0.0002)
 
 
-def watched(call: Callable[..., Any], clock: Callable[[], float], spent_s: list[float]) -> Callable[..., Any]:
+def timed(call: Callable[..., Any], clock: Callable[[], float], spent_s: list[float]) -> Callable[..., Any]:
     def wrapper(*arguments: Any) -> Any:
         start = clock()
         try:
@@ -150,25 +150,25 @@ def one_by_one_us(rows: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="cost of adopting a tier's rows")
+    parser = argparse.ArgumentParser(description="cost of listing a tier's rows")
     parser.add_argument("--rows", type=int, default=4_000_000)
-    parser.add_argument("--told-one-by-one", type=int, default=200_000)
-    asked = parser.parse_args()
-    rows = asked.rows
+    parser.add_argument("--one-by-one", type=int, default=200_000)
+    arguments = parser.parse_args()
+    rows = arguments.rows
     with tempfile.TemporaryDirectory() as directory, HostRegion.create(GEOMETRY, HOST_ROWS) as region:
         go = Path(directory) / "go"
         cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
-        tier = {"type": "bench.adoption:ListerConfig", "capacity": "1TiB", "rows": rows, "go": str(go)}
+        tier = {"type": "bench.listing:ListerConfig", "capacity": "1TiB", "rows": rows, "go": str(go)}
         config = configuration.load({"tiers": [cpu, tier]})
         coordinator = Coordinator(config, Namespace.of({"name": "bench"}), region)
         link = coordinator._link
         messages_s: list[float] = []
-        tables_s: list[float] = []
-        adopting_s: list[float] = []
-        link.on_message = watched(link.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
-        link.on_index = watched(link.on_index, time.thread_time, tables_s)  # type: ignore[method-assign]
+        index_s: list[float] = []
+        locked_s: list[float] = []
+        link.on_message = timed(link.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
+        link.on_index = timed(link.on_index, time.thread_time, index_s)  # type: ignore[method-assign]
         core = coordinator._core
-        core.events.index_listed = watched(core.events.index_listed, time.perf_counter, adopting_s)  # type: ignore[method-assign]
+        core.events.index_listed = timed(core.events.index_listed, time.perf_counter, locked_s)  # type: ignore[method-assign]
         coordinator.start(30.0)
         scheduler = Scheduler(coordinator, rows)
         scheduler.start()
@@ -184,21 +184,21 @@ def main() -> None:
         scheduler.join()
         grown = anonymous_bytes() - before
         held = coordinator.counters()["lister"]["rows"]
-        table_bytes = sum(table.nbytes for table in core.tiers[0].cold)  # type: ignore[attr-defined]
+        index_bytes = sum(index.nbytes for index in core.tiers[0].cold)  # type: ignore[attr-defined]
         coordinator.close(10.0)
-    calm, during = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))
-    print(f"| {held:.0f} rows adopted through a mover, {os.cpu_count()} processors | |\n| --- | --- |")
+    before_s, during_s = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))
+    print(f"| {held:.0f} rows listed through a mover, {os.cpu_count()} processors | |\n| --- | --- |")
     print(f"| from the first row listed to the tier being up | {took_s:.1f} s |")
-    print(f"| supervisor's thread, rows told one by one | {sum(messages_s) * 1e3:.1f} ms of processor time |")
-    print(f"| supervisor's thread, table | {sum(tables_s) * 1e3:.1f} ms of processor time |")
-    print(f"| engine's lock held for the table | {sum(adopting_s) * 1e3:.1f} ms |")
-    for name, part in (("before", calm), ("meanwhile", during)):
+    print(f"| supervisor's thread, rows one by one | {sum(messages_s) * 1e3:.1f} ms of processor time |")
+    print(f"| supervisor's thread, cold indexes | {sum(index_s) * 1e3:.1f} ms of processor time |")
+    print(f"| coordinator's lock held for the cold indexes | {sum(locked_s) * 1e3:.1f} ms |")
+    for name, part in (("before", before_s), ("meanwhile", during_s)):
         median_us, longest_ms = statistics.median(part) * 1e6, part[-1] * 1e3
         print(f"| a look-up {name}: median, longest | {median_us:.0f} us, {longest_ms:.2f} ms |")
-    print(f"| table | {table_bytes / held:.2f} bytes a row |")
-    print(f"| private memory that the engine took for it | {grown / held:.2f} bytes a row |")
-    if asked.told_one_by_one:
-        print(f"| told one by one instead | {one_by_one_us(asked.told_one_by_one):.1f} us of processor time a row |")
+    print(f"| cold indexes | {index_bytes / held:.2f} bytes a row |")
+    print(f"| private memory of the scheduler's process for them | {grown / held:.2f} bytes a row |")
+    if arguments.one_by_one:
+        print(f"| one by one instead | {one_by_one_us(arguments.one_by_one):.1f} us of processor time a row |")
 
 
 if __name__ == "__main__":
