@@ -194,7 +194,7 @@ def main() -> None:
     print(f"| coordinator's lock held for the cold indexes | {sum(locked_s) * 1e3:.1f} ms |")
     for name, part in (("before", before_s), ("meanwhile", during_s)):
         median_us, longest_ms = statistics.median(part) * 1e6, part[-1] * 1e3
-        print(f"| a look-up {name}: median, longest | {median_us:.0f} us, {longest_ms:.2f} ms |")
+        print(f"| a lookup {name}: median, longest | {median_us:.0f} us, {longest_ms:.2f} ms |")
     print(f"| cold indexes | {index_bytes / held:.2f} bytes a row |")
     print(f"| private memory of the scheduler's process for them | {grown / held:.2f} bytes a row |")
     if arguments.one_by_one:

@@ -176,7 +176,7 @@ class Mover:
                 self.stopping = True
                 return
             # A configuration that was accepted once, or could not be checked at the start, may become valid again: a
-            # bucket made anew, a mount.
+            # bucket that was created again, a mount.
             self._report_down(message, error, now)
         else:
             self._accepted = True
