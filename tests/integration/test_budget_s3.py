@@ -44,7 +44,7 @@ def test_ten_times_a_private_budget_in_three_namespaces_in_turn(monkeypatch: pyt
             with nixl_tiers.open(config(tier, host=HOST_ROWS * ROW), SIZE, f"n{number}") as store:
                 written += use(store, 10 * PRIVATE_ROWS * ROW // 3, number, "s3")
                 assert store.stats()["s3"]["used_bytes"] <= PRIVATE_ROWS * ROW
-        assert 0.6 * PRIVATE_ROWS < server.most_objects <= PRIVATE_ROWS
+        assert 0.6 * PRIVATE_ROWS < server.max_objects <= PRIVATE_ROWS
     assert written >= 9.9 * PRIVATE_ROWS * ROW
 
 
