@@ -1,4 +1,4 @@
-"""Other random examples of every property test than the last run tried, for as long as told.
+"""Runs every property test with fresh random examples, for a given time.
 
     python tests/fuzz.py --minutes 10            prints the seed of every round
     python tests/fuzz.py --seed 1234 --rounds 1  the same examples again

@@ -1,11 +1,11 @@
-"""Random load and random faults on a real store, for as long as you like; every byte of every hit is checked.
+"""Soak test: random load and random faults on a real store, for a given time; every byte of every hit is verified.
 
     python -m tests.soak --minutes 10 --seed 1
 
-A round opens a store over a file tier and an object tier (moto, behind the fault proxy), loads it, and strikes: signals
-to movers, troubles of the server, damaged and late transfers of the disk, resets. At its end the faults stop, both
-tiers must heal, and the store is closed: nothing may be left. Stored rows live on into the next rounds. The seed
-decides what happens in which order; when it happens is up to the machine. Ends with status 1 if there was a finding.
+A round opens a store over a file tier and an S3 tier (moto, behind the fault proxy), puts it under load, and injects
+faults: signals to movers, server faults, faults of disk transfers, resets. At the end of a round the faults stop, both
+tiers must recover, and the store is closed: nothing may leak. Rows stay in the tiers for the next rounds. The seed
+decides which faults come in which order; their timing depends on the machine. Exits with status 1 after any finding.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-import numpy as np
-
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
@@ -37,7 +35,7 @@ from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule
 from nixl_tiers.testing.servers import moto_server
-from tests.support.leaks import ResourceCount, resident_bytes
+from tests.support.leaks import ResourceCount, reclaim_all_host_rows, resident_bytes
 from tests.support.load import LoadGenerator, get, put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 
@@ -45,8 +43,8 @@ CHUNK: Final = 64 << 10
 HOST: Final = 8 << 20
 CAPACITY: Final = 64 << 20
 ROUND_S: Final = 30.0
-HEAL_S: Final = 300.0  # a tier that is not up again by then has not healed
-GROWTH_BYTES: Final = 32 << 20  # resident memory may grow by so much from a third of the run to its end
+RECOVERY_S: Final = 300.0  # a tier that does not work again by then is a finding
+GROWTH_BYTES: Final = 32 << 20  # tolerated growth of resident memory from a third of the run to its end
 LIMITS: Final = replace(
     Limits(), wait_s=2.0, pin_s=5.0, hard_deadline_min_s=10.0, hard_deadline_max_s=20.0, retry_s=1.0
 )
@@ -64,7 +62,7 @@ S3_FAULTS: Final = (
     ProxyFault(FaultKind.ERROR_STATUS, status=500, code="InternalError"),
     ProxyFault(FaultKind.ERROR_STATUS, status=403, code="InvalidAccessKeyId"),
 )
-DAMAGES: Final = (
+DISK_FAULTS: Final = (
     Fault.TORN_WRITE,
     Fault.BIT_FLIP,
     Fault.SHORT_READ,
@@ -76,34 +74,34 @@ DAMAGES: Final = (
 
 
 @dataclass
-class Round:
-    """What one round has shown."""
+class RoundResult:
+    """The measurements of one round."""
 
     number: int
     faults: Counter[str] = field(default_factory=Counter)
-    answers: int = 0
+    requests: int = 0
     chunks: int = 0
     hits: int = 0
-    stored_hits: Counter[str] = field(default_factory=Counter)  # by storage tier
+    hits_by_tier: Counter[str] = field(default_factory=Counter)  # storage tiers only
     longest_s: float = 0.0
-    healed_s: float = 0.0
+    recovery_s: float = 0.0
     resident_bytes: int = 0
     movers_bytes: int = 0
     fds: int = 0
 
 
 class Soak:
-    """One run. `findings` says in sentences what should not have been."""
+    """One run. `findings` describes every violation in a sentence."""
 
     def __init__(self, directory: Path, proxy: FaultProxy, bucket: str, seed: int, round_s: float = ROUND_S) -> None:
         self.findings: list[str] = []
-        self.rounds: list[Round] = []
+        self.rounds: list[RoundResult] = []
         self._random = Random(seed)
         self._seed = seed
         self._round_s = round_s
         self._proxy = proxy
-        self._switch = directory / "damage"
-        self._names = itertools.count()
+        self._switch = directory / "disk-faults"
+        self._serials = itertools.count()
         s3 = {"type": "s3", "bucket": bucket, "prefix": f"soak-{seed}", "endpoint": proxy.endpoint}
         self._config = configuration.load(
             {
@@ -116,123 +114,113 @@ class Soak:
             }
         )
         self._plan = FaultPlan(
-            tuple(Rule(fault, chance=0.03, delay_s=0.3) for fault in DAMAGES), seed, str(self._switch)
+            tuple(Rule(fault, chance=0.03, delay_s=0.3) for fault in DISK_FAULTS), seed, str(self._switch)
         )
 
-    def run(self, seconds: float, report: Callable[[Round], None]) -> None:
-        """Rounds until `seconds` have passed, at least one; stops at the first finding of a round."""
+    def run(self, seconds: float, report: Callable[[RoundResult], None]) -> None:
+        """Run rounds until `seconds` have passed, at least one; stop after the first round with a finding."""
         end = time.monotonic() + seconds
         before = ResourceCount.take()
         while not self.findings and (not self.rounds or time.monotonic() < end):
-            self._round(min(self._round_s, max(5.0, end - time.monotonic())))
-            self._rest(before)
+            self._run_round(min(self._round_s, max(5.0, end - time.monotonic())))
+            self._check_no_leaks(before)
             report(self.rounds[-1])
-        self._flat()
+        self._check_memory_growth()
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
-    def _round(self, seconds: float) -> None:
-        this = Round(len(self.rounds))
-        self.rounds.append(this)
-        salt = b""  # what is stored with the weights as they were loaded stays true in later rounds
+    def _run_round(self, seconds: float) -> None:
+        result = RoundResult(len(self.rounds))
+        self.rounds.append(result)
+        salt = b""  # rows of the initial weights stay valid in later rounds
         store = self._open()
         try:
             end = time.monotonic() + seconds
             while time.monotonic() < end and not self.findings:
-                # One load for each life of the weights: after a reset the same keys stand for other bytes.
+                # One load generator per epoch: after a reset the same keys stand for other bytes, as with new weights.
                 until_s = time.monotonic() + self._random.uniform(0.3, 1.0) * seconds
                 with LoadGenerator(store, seed=self._seed, prompts=60, pause_s=0.002, salt=salt) as load:
                     while time.monotonic() < min(until_s, end) and not load.stats.wrong and not load.stats.errors:
-                        self._strike(store, this)
-                self._count(load, this)
+                        self._inject_fault(store, result)
+                self._collect(load, result)
                 if time.monotonic() < end:
                     store.reset()
-                    this.faults["reset"] += 1
-                    salt = b"%d %d" % (this.number, next(self._names))
-            self._heal(store, this, salt)
-            this.stored_hits.update({name: int(store.stats()[name]["hits"]) for name in self._config.names})
-            this.movers_bytes = sum(resident_bytes(pid) for pid in store.coordinator.mover_pids if pid)
+                    result.faults["reset"] += 1
+                    salt = b"%d %d" % (result.number, next(self._serials))
+            self._check_recovery(store, result, salt)
+            result.hits_by_tier.update({name: int(store.stats()[name]["hits"]) for name in self._config.names})
+            result.movers_bytes = sum(resident_bytes(pid) for pid in store.coordinator.mover_pids if pid)
         finally:
             self._proxy.clear()
             self._switch.unlink(missing_ok=True)
             store.close()
 
-    def _strike(self, store: TieredStore, this: Round) -> None:
-        what = self._random.choice(("signal", "server", "damage", "calm"))
+    def _inject_fault(self, store: TieredStore, result: RoundResult) -> None:
+        what = self._random.choice(("signal", "server", "disk", "none"))
         pause_s = self._random.uniform(0.2, 3.0)
         if what == "signal":
             number, pid = self._random.choice(SIGNALS), self._random.choice(store.coordinator.mover_pids)
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-                    this.faults[number.name] += 1
+                    result.faults[number.name] += 1
         elif what == "server":
             trouble = self._random.choice(S3_FAULTS)
-            this.faults[trouble.kind.value] += 1
+            result.faults[trouble.kind.value] += 1
             self._proxy.inject(trouble)
-        elif what == "damage":
-            this.faults["damage on the disk"] += 1
+        elif what == "disk":
+            result.faults["disk faults"] += 1
             self._switch.touch()
         time.sleep(pause_s)
         if self._random.random() < 0.7:
             self._proxy.clear()
             self._switch.unlink(missing_ok=True)
 
-    def _count(self, load: LoadGenerator, this: Round) -> None:
-        seen = load.stats
-        this.answers += seen.gets
-        this.chunks += seen.chunks
-        this.hits += seen.hits
-        this.longest_s = max(this.longest_s, seen.longest_s)
-        if seen.wrong:
-            self.findings.append(f"round {this.number}: wrong bytes for {seen.wrong[0]!r}")
-        if seen.errors:
-            self.findings.append(f"round {this.number}: the store raised {seen.errors[0]}")
+    def _collect(self, load: LoadGenerator, result: RoundResult) -> None:
+        stats = load.stats
+        result.requests += stats.gets
+        result.chunks += stats.chunks
+        result.hits += stats.hits
+        result.longest_s = max(result.longest_s, stats.longest_s)
+        if stats.wrong:
+            self.findings.append(f"round {result.number}: wrong bytes for {stats.wrong[0]!r}")
+        if stats.errors:
+            self.findings.append(f"round {result.number}: the store raised {stats.errors[0]}")
 
-    def _heal(self, store: TieredStore, this: Round, salt: bytes) -> None:
-        """No more faults: every tier is up, holds what is put now, gives it back, and every host row is free."""
+    def _check_recovery(self, store: TieredStore, result: RoundResult, salt: bytes) -> None:
+        """End all faults: each tier must be up, store new rows and read them back, and every host row must be free."""
         self._proxy.clear()
         self._switch.unlink(missing_ok=True)
         began = time.monotonic()
-        waiting = set(self._config.names)
-        while waiting and time.monotonic() < began + HEAL_S:
+        failing = set(self._config.names)
+        while failing and time.monotonic() < began + RECOVERY_S:
             earlier = store.stats()
-            keys = [b"heal-%d-%d" % (this.number, next(self._names)) for _ in range(4)]
+            keys = [b"heal-%d-%d" % (result.number, next(self._serials)) for _ in range(4)]
             put(store, keys, salt)
             store.flush(5.0)
             now = store.stats()
-            waiting -= {n for n in waiting if now[n]["up"] and now[n]["bytes_written"] > earlier[n]["bytes_written"]}
-            # Only what the host has let go comes from a storage tier.
+            failing -= {n for n in failing if now[n]["up"] and now[n]["bytes_written"] > earlier[n]["bytes_written"]}
+            # Fill the host, so that they are evicted and can only come from a storage tier.
             put(
                 store,
-                [b"filler-%d-%d" % (this.number, next(self._names)) for _ in range(store.coordinator.region.rows)],
+                [b"filler-%d-%d" % (result.number, next(self._serials)) for _ in range(store.coordinator.region.rows)],
                 salt,
             )
             if get(store, keys, salt)[1]:
-                self.findings.append(f"round {this.number}: wrong bytes after the faults had ended")
-        this.healed_s = time.monotonic() - began
-        if waiting:
-            self.findings.append(f"round {this.number}: {sorted(waiting)} did not heal within {HEAL_S:g} s")
+                self.findings.append(f"round {result.number}: wrong bytes after the faults had ended")
+        result.recovery_s = time.monotonic() - began
+        if failing:
+            self.findings.append(f"round {result.number}: {sorted(failing)} did not recover within {RECOVERY_S:g} s")
         if not store.flush(60):
-            self.findings.append(f"round {this.number}: cascades that do not end")
-        while not self._every_row_is_free(store):
-            if time.monotonic() > began + HEAL_S:
-                self.findings.append(f"round {this.number}: host rows that do not come back")
+            self.findings.append(f"round {result.number}: flush has timed out")
+        while not reclaim_all_host_rows(store):
+            if time.monotonic() > began + RECOVERY_S:
+                self.findings.append(f"round {result.number}: host rows leaked")
                 return
             time.sleep(0.1)
         for name, numbers in store.stats().items():
             if not 0 <= numbers["used_bytes"] <= numbers["capacity_bytes"]:
-                self.findings.append(f"round {this.number}: {name} holds {numbers['used_bytes']:g} bytes")
-
-    def _every_row_is_free(self, store: TieredStore) -> bool:
-        coordinator = store.coordinator
-        plan = coordinator.prepare_store(
-            [b"claim-%d" % next(self._names) for _ in range(coordinator.region.rows)], "claim"
-        )
-        coordinator.region.mark(np.array(plan.rows), 0, plan.store_seq, False)
-        coordinator.complete_store(plan.keys)
-        coordinator.finish_request("claim")
-        return len(plan.rows) == coordinator.region.rows
+                self.findings.append(f"round {result.number}: {name} holds {numbers['used_bytes']:g} bytes")
 
     def _open(self) -> TieredStore:
         geometry = Geometry(cells=1, cell_payload=CHUNK)
@@ -243,20 +231,20 @@ class Soak:
         coordinator.start()
         return TieredStore(coordinator)
 
-    # --- what must not grow -----------------------------------------------------------------------------------------
+    # --- leaks ------------------------------------------------------------------------------------------------------
 
-    def _rest(self, before: ResourceCount) -> None:
-        """A store was closed: nothing of it may be left."""
-        this = self.rounds[-1]
+    def _check_no_leaks(self, before: ResourceCount) -> None:
+        """A closed store must leave nothing."""
+        result = self.rounds[-1]
         deadline = time.monotonic() + 60
         while not before.covers(now := ResourceCount.take()):
             if time.monotonic() > deadline:
-                self.findings.append(f"round {this.number}: {now} is left of {before}")
+                self.findings.append(f"round {result.number}: leaked: {before} before, {now} after")
                 break
             time.sleep(0.1)
-        this.fds, this.resident_bytes = now.fds, resident_bytes()
+        result.fds, result.resident_bytes = now.fds, resident_bytes()
 
-    def _flat(self) -> None:
+    def _check_memory_growth(self) -> None:
         sizes = [each.resident_bytes for each in self.rounds]
         if len(sizes) >= 6 and max(sizes[-2:]) - sizes[len(sizes) // 3] > GROWTH_BYTES:
             self.findings.append(f"resident memory has grown: {[size >> 20 for size in sizes]} MiB")
@@ -270,13 +258,13 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     began = time.monotonic()
 
-    def report(this: Round) -> None:
+    def report(result: RoundResult) -> None:
         print(
-            f"{time.monotonic() - began:6.0f} s  round {this.number}: {this.answers} answers, {this.chunks} chunks, "
-            f"{this.hits} hits ({dict(this.stored_hits)}), longest {this.longest_s:.2f} s, "
-            f"healed after {this.healed_s:.1f} s, "
-            f"{this.resident_bytes >> 20} MiB, movers {this.movers_bytes >> 20} MiB, {this.fds} fds; "
-            + ", ".join(f"{number} {name}" for name, number in sorted(this.faults.items())),
+            f"{time.monotonic() - began:6.0f} s  round {result.number}: {result.requests} requests, "
+            f"{result.chunks} chunks, {result.hits} hits ({dict(result.hits_by_tier)}), "
+            f"longest {result.longest_s:.2f} s, recovered after {result.recovery_s:.1f} s, "
+            f"{result.resident_bytes >> 20} MiB, movers {result.movers_bytes >> 20} MiB, {result.fds} fds; "
+            + ", ".join(f"{number} {name}" for name, number in sorted(result.faults.items())),
             flush=True,
         )
 
@@ -290,13 +278,13 @@ def main() -> int:
         "seed": arguments.seed,
         "minutes": round((time.monotonic() - began) / 60, 1),
         "rounds": len(soak.rounds),
-        "answers": sum(each.answers for each in soak.rounds),
+        "requests": sum(each.requests for each in soak.rounds),
         "chunks": sum(each.chunks for each in soak.rounds),
         "hits": sum(each.hits for each in soak.rounds),
-        "hits_by_tier": dict(sum((each.stored_hits for each in soak.rounds), Counter())),
+        "hits_by_tier": dict(sum((each.hits_by_tier for each in soak.rounds), Counter())),
         "faults": sum(sum(each.faults.values()) for each in soak.rounds),
         "longest_s": round(max(each.longest_s for each in soak.rounds), 2),
-        "slowest_heal_s": round(max(each.healed_s for each in soak.rounds), 1),
+        "longest_recovery_s": round(max(each.recovery_s for each in soak.rounds), 1),
         "resident_mib": [each.resident_bytes >> 20 for each in soak.rounds],
     }
     print(json.dumps(total))

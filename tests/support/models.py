@@ -7,9 +7,9 @@ from typing import Any
 
 
 def save_random(architecture: str, to: Path, **differences: Any) -> Path:
-    """A model of that class of transformers, of two layers unless `differences` in its configuration say otherwise.
+    """Save a model of that class of transformers, with two layers; `differences` override fields of its configuration.
 
-    Its weights are the same every time, and so wide that it does not always say the same.
+    Its weights are the same every time, with a variance at which it does not repeat one token.
     """
     import torch
     import transformers
@@ -28,6 +28,6 @@ def save_random(architecture: str, to: Path, **differences: Any) -> Path:
     torch.manual_seed(1)
     config = model.config_class(**fields | differences)
     for name, value in differences.items():
-        setattr(config, name, value)  # also by names that transformers has others for, and vLLM reads
+        setattr(config, name, value)  # also fields that vLLM reads under another name than transformers
     model(config).save_pretrained(to)
     return to
