@@ -1,4 +1,4 @@
-"""The demo's picture: how long the first token took, by where the prompt's KV cache came from."""
+"""The demo's plot: time to first token by the tier that the prompt's KV cache came from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-_WHERE: Final = {
+_LABELS: Final = {
     "cold": "cold (computed)",
-    "gpu": "engine's prefix cache",
+    "gpu": "vLLM's prefix cache",
     "cpu": "cpu tier",
     "file": "file tier, after a restart",
     "s3": "s3 tier, on a new node",
@@ -16,13 +16,13 @@ _WHERE: Final = {
 
 
 def plot(ttft_s: Sequence[tuple[str, float]], prompt_tokens: int, to: Path) -> None:
-    """Write a PNG with one bar for each (source, seconds to first token); the first is what the others are held to."""
+    """Write a PNG with one bar for each (source, seconds to first token); speed-ups are relative to the first."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [_WHERE[source] for source, _ in ttft_s]
+    names = [_LABELS[source] for source, _ in ttft_s]
     seconds = [value for _, value in ttft_s]
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(names) + 1.4), layout="constrained")
     bars = axes.barh(names, seconds, color=["#8a8f98", *["#2a7f62"] * (len(names) - 1)])
@@ -33,7 +33,7 @@ def plot(ttft_s: Sequence[tuple[str, float]], prompt_tokens: int, to: Path) -> N
     axes.invert_yaxis()
     axes.set_xlim(0, 1.2 * max(seconds))
     axes.set_xlabel("seconds to the first token")
-    axes.set_title(f"The same prompt of {prompt_tokens} tokens, answered out of each tier", loc="left")
+    axes.set_title(f"The same prompt of {prompt_tokens} tokens, answered from each tier", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(to, dpi=140)
     plt.close(figure)

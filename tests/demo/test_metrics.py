@@ -1,4 +1,4 @@
-"""Numbers out of a /metrics page."""
+"""Sums over the series of a /metrics page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ plain_total 3
 """
 
 
-def test_a_total_is_over_all_series_with_these_labels() -> None:
+def test_total_sums_all_series_with_these_labels() -> None:
     page = MetricsPage(PAGE)
     assert page.total("nixl_tiers:bytes_read_total", tier="file") == 1_500_002
     assert page.total("nixl_tiers:bytes_read_total", tier="file", engine="1") == 2
@@ -22,11 +22,11 @@ def test_a_total_is_over_all_series_with_these_labels() -> None:
     assert page.total("plain_total") == 3
 
 
-def test_what_is_not_there_counts_nothing() -> None:
+def test_total_of_missing_series_is_zero() -> None:
     assert MetricsPage(PAGE).total("nixl_tiers:bytes_read_total", tier="cpu") == 0
     assert MetricsPage("").total("plain_total") == 0
 
 
-def test_label_values_may_hold_anything() -> None:
+def test_label_values_are_unescaped() -> None:
     odd = next(sample for sample in MetricsPage(PAGE).samples if sample.name == "nixl_tiers:odd")
     assert odd.labels == {"path": 'C:\\a"b},c="x', "tier": "cpu"}

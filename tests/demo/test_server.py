@@ -1,4 +1,4 @@
-"""A server as a child: however it ends, nothing of it may stay."""
+"""The server as a child process: however it ends, none of its processes is left."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from nixl_tiers.demo.server import ServerFailure, VllmServer
 from nixl_tiers.testing import vllm_cpu
 
-# Answers /health; its child in another session ignores SIGTERM and would outlive it; optionally it does so itself.
-STAND_IN = """
+# Answers /health; its child in another session ignores SIGTERM and would outlive it; optionally it ignores it, too.
+FAKE_SERVER = """
 import http.server, json, os, signal, subprocess, sys
-port, stubborn, pids = int(sys.argv[1]), sys.argv[2] == "stubborn", sys.argv[3]
+port, ignores, pids = int(sys.argv[1]), sys.argv[2] == "ignores SIGTERM", sys.argv[3]
 ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True)
-if stubborn:
+if ignores:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(pids, "w").write(f"{os.getpid()} {child.pid}")
 EVENTS = [
@@ -39,10 +39,10 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, manner: str) -> VllmServer:
+def fake_server(monkeypatch: pytest.MonkeyPatch, folder: Path, behaviour: str) -> VllmServer:
     def command(_model: Path, *options: str) -> list[str]:
         port = options[options.index("--port") + 1]
-        return [sys.executable, "-c", STAND_IN, port, manner, str(folder / "pids")]
+        return [sys.executable, "-c", FAKE_SERVER, port, behaviour, str(folder / "pids")]
 
     monkeypatch.setattr(vllm_cpu, "serve_command", command)
     return VllmServer(folder / "model", [], {}, folder / "log")
@@ -55,20 +55,20 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("manner", ["polite", "stubborn"])
-def test_nothing_of_a_server_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manner: str) -> None:
+@pytest.mark.parametrize("behaviour", ["obeys SIGTERM", "ignores SIGTERM"])
+def test_stop_ends_all_processes_of_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behaviour: str) -> None:
     monkeypatch.setattr("nixl_tiers.demo.server.STOP_S", 0.5)
-    monkeypatch.setattr("nixl_tiers.demo.server.LEFT_OVER_S", 0.2)
-    with stand_in(monkeypatch, tmp_path, manner) as server:
+    monkeypatch.setattr("nixl_tiers.demo.server.ORPHAN_TIMEOUT_S", 0.2)
+    with fake_server(monkeypatch, tmp_path, behaviour) as server:
         server.start(lambda: None)
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(map(runs, pids))
     assert not any(map(runs, pids))
 
 
-def test_an_answer_is_read_from_the_stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("nixl_tiers.demo.server.LEFT_OVER_S", 0.0)
-    with stand_in(monkeypatch, tmp_path, "polite") as server:
+def test_answer_is_read_from_the_stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("nixl_tiers.demo.server.ORPHAN_TIMEOUT_S", 0.0)
+    with fake_server(monkeypatch, tmp_path, "obeys SIGTERM") as server:
         server.start(lambda: None)
         answer = server.ask([1, 2, 3], 3)
         assert (answer.token_ids, answer.prompt_tokens, answer.cached_tokens) == ((5, 6, 7), 9, 8)
@@ -78,9 +78,7 @@ def test_an_answer_is_read_from_the_stream(monkeypatch: pytest.MonkeyPatch, tmp_
             server.tokenize("text")
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failed_start_reports_the_end_of_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failing = [sys.executable, "-c", "import sys; sys.exit('no such weights')"]
     monkeypatch.setattr(vllm_cpu, "serve_command", lambda *_: failing)
     with (
@@ -90,11 +88,11 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(
         server.start(lambda: None)
 
 
-def test_processes_that_are_not_the_servers_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("nixl_tiers.demo.server.LEFT_OVER_S", 0.0)
+def test_other_processes_are_not_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("nixl_tiers.demo.server.ORPHAN_TIMEOUT_S", 0.0)
     other = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
     try:
-        with stand_in(monkeypatch, tmp_path, "polite") as server:
+        with fake_server(monkeypatch, tmp_path, "obeys SIGTERM") as server:
             server.start(lambda: None)
         time.sleep(0)
         assert runs(other)

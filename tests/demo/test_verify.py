@@ -1,4 +1,4 @@
-"""The demo's checks of a run: each way in which a run can be wrong is refused with a sentence."""
+"""The demo rejects every run whose hits came from the wrong tier, with a sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT, KV = 1000, 100
 
 
 def run(source: str, *, cached: int = 960, loaded: int | None = None, **read: int) -> Run:
-    """A run as it should be, but for what is given."""
+    """A correct run, except for the arguments."""
     tokens = dict.fromkeys(SOURCES.values(), 0)
     if source != "cold":
         tokens[SOURCES[source]] = cached
@@ -22,7 +22,7 @@ def run(source: str, *, cached: int = 960, loaded: int | None = None, **read: in
 
 
 @pytest.mark.parametrize("source", ["cold", *SOURCES])
-def test_a_run_as_it_should_be_is_accepted(source: str) -> None:
+def test_correct_run_is_accepted(source: str) -> None:
     verify(run(source), KV)
 
 
@@ -35,18 +35,18 @@ def test_a_run_as_it_should_be_is_accepted(source: str) -> None:
         (run("s3", file=1), "the file tier read 1 bytes during the s3 run"),
         (run("cpu", s3=1), "the s3 tier read 1 bytes during the cpu run"),
         (run("cpu", loaded=1), "the cpu run loaded 1 bytes for hits"),
-        (run("gpu", loaded=1), "the gpu run loaded 1 bytes, and should not have"),
+        (run("gpu", loaded=1), "the gpu run loaded 1 bytes, but should load none"),
         (run("cold", file=4), "the file tier read 4 bytes during the cold run"),
     ],
 )
-def test_a_run_that_took_another_way_is_refused(wrong: Run, sentence: str) -> None:
+def test_run_with_wrong_bytes_moved_is_rejected(wrong: Run, sentence: str) -> None:
     with pytest.raises(DemoFailure, match=sentence):
         verify(wrong, KV)
 
 
 @pytest.mark.parametrize("source", ["cold", *SOURCES])
 @pytest.mark.parametrize("other", [*SOURCES])
-def test_no_token_may_come_from_elsewhere(source: str, other: str) -> None:
+def test_tokens_from_another_source_are_rejected(source: str, other: str) -> None:
     if source != other:
         mixed = run(source)
         mixed.cached_tokens[SOURCES[other]] = 128
@@ -54,7 +54,7 @@ def test_no_token_may_come_from_elsewhere(source: str, other: str) -> None:
             verify(mixed, KV)
 
 
-def test_the_table_has_a_line_for_each_run() -> None:
+def test_table_has_a_line_for_each_run() -> None:
     lines = table([run("cold"), run("gpu"), run("s3")], PROMPT).splitlines()
     assert len(lines) == 5
     assert lines[2].split() == ["cold", "20.00", "s", "1.0", "x", "0", "of", "1000", "0.0", "MB", "0.0", "MB"]
@@ -62,7 +62,7 @@ def test_the_table_has_a_line_for_each_run() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
-def test_a_run_is_recorded_with_the_bytes_of_its_own_tier() -> None:
+def test_record_has_the_bytes_of_its_own_tier() -> None:
     assert run("file", cpu=5).record() == {
         "source": "file",
         "ttft_s": 0.5,

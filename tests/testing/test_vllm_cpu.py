@@ -1,4 +1,4 @@
-"""The development launcher: the distribution that vLLM looks for, and the small model."""
+"""vLLM on CPUs: the metadata of a distribution `vllm`, and the small model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nixl_tiers.testing import vllm_cpu
 pytest.importorskip("vllm")
 
 
-def test_children_find_vllm_as_a_cpu_build(tmp_path: Path) -> None:
+def test_child_processes_find_a_cpu_build_of_vllm(tmp_path: Path) -> None:
     try:
         metadata.distribution("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -29,7 +29,7 @@ def test_children_find_vllm_as_a_cpu_build(tmp_path: Path) -> None:
     child = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {ask!r}]).returncode)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     root = Path(vllm_cpu.__file__).parents[2]
-    for _ in ("made", "found"):
+    for _ in ("created", "found"):
         text = subprocess.run(
             [sys.executable, "-c", f"{supply}; {ask}; {child}"],
             env=environment,
@@ -42,13 +42,11 @@ def test_children_find_vllm_as_a_cpu_build(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_without_the_package_there_is_a_model_with_random_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_model_has_random_weights_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(vllm_cpu, "_gguf_file", lambda: None)
     place = vllm_cpu.build_model(tmp_path)
     assert place.name == vllm_cpu.RANDOM_MODEL
-    made = (place / "model.safetensors").stat()
+    created = (place / "model.safetensors").stat()
     config = json.loads((place / "config.json").read_text())
     assert (config["num_hidden_layers"], config["num_key_value_heads"], config["hidden_size"]) == (30, 3, 576)
     from transformers import AutoTokenizer
@@ -57,5 +55,5 @@ def test_without_the_package_there_is_a_model_with_random_weights(
     assert tokenizer.decode(tokenizer.encode("Zeile ä\n", add_special_tokens=False)) == "Zeile ä\n"
     assert len(tokenizer.encode("abc", add_special_tokens=False)) == 3
     assert vllm_cpu.build_model(tmp_path) == place
-    assert (place / "model.safetensors").stat() == made, "what is there is not made again"
-    assert [entry.name for entry in tmp_path.iterdir()] == [place.name], "no draft is left"
+    assert (place / "model.safetensors").stat() == created, "an existing model is not built again"
+    assert [entry.name for entry in tmp_path.iterdir()] == [place.name], "no temporary directory is left"
