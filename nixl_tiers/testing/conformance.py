@@ -5,8 +5,8 @@
         def medium(self) -> Medium:
             return MyMedium()
 
-Tests of what a medium cannot do skip themselves: see Medium. Besides what each test says, every batch of every test
-is checked as Rig describes.
+Tests of what a medium cannot do skip themselves: see Medium. In every test, every batch is also checked as Rig
+describes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOT_OURS = {Outcome.MISSING, Outcome.CORRUPT}
 
 
 class StorageTierTests:
-    """Subclass it, name the subclass Test..., and have its `medium` fixture give a fresh, empty medium."""
+    """Subclass it as Test..., with a `medium` fixture that returns a fresh, empty medium."""
 
     @pytest.fixture
     def medium(self) -> Medium:
@@ -53,7 +53,7 @@ class StorageTierTests:
     def rig(self, medium: Medium) -> Iterator[Rig]:
         """A tier that serves NAMESPACE, empty, with SMALL rows."""
         with Rig(medium, SMALL, ROWS) as rig:
-            assert rig.open() == {}, "the medium fixture must give an empty medium"
+            assert rig.open() == {}, "the medium fixture must return an empty medium"
             yield rig
 
     # --- rows come back ---------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class StorageTierTests:
             assert rig.store({slot: key}) == [Outcome.OK]
             assert rig.load({slot: key}) == [Outcome.OK]
 
-    def test_a_key_may_be_any_bytes(self, rig: Rig) -> None:
+    def test_key_may_be_any_bytes(self, rig: Rig) -> None:
         rows = dict(enumerate(ODD_KEYS))
         assert set(rig.store(rows)) == {Outcome.OK}
         assert set(rig.load(rows)) == {Outcome.OK}
@@ -82,10 +82,10 @@ class StorageTierTests:
         assert set(rig.store(rows)) == {Outcome.OK}
         assert set(rig.load(rows)) == {Outcome.OK}
 
-    def test_an_empty_batch_is_reported(self, rig: Rig) -> None:
+    def test_empty_batch_is_reported(self, rig: Rig) -> None:
         assert rig.finish(rig.begin_store({}), rig.begin_load({})) == [[], []]
 
-    def test_a_large_batch(self, medium: Medium) -> None:
+    def test_large_batch(self, medium: Medium) -> None:
         with Rig(medium, GEOMETRIES["4KiB"], 256) as rig:
             rig.open()
             assert set(rig.store(keys(256))) == {Outcome.OK}
@@ -109,9 +109,9 @@ class StorageTierTests:
 
     # --- slots and keys ---------------------------------------------------------------------------------------------
 
-    def test_what_was_never_stored_is_a_miss(self, rig: Rig) -> None:
+    def test_row_that_was_never_stored_is_a_miss(self, rig: Rig) -> None:
         rig.store(keys(2))
-        outcomes = rig.load({0: b"nobody", 7: b"nobody at all", rig.slots - 1: b"nobody, far out", 1: keys(2)[1]})
+        outcomes = rig.load({0: b"unknown", 7: b"unknown too", rig.slots - 1: b"unknown, last slot", 1: keys(2)[1]})
         assert set(outcomes[:3]) <= NOT_OURS
         assert outcomes[3] is Outcome.OK
 
@@ -143,7 +143,7 @@ class StorageTierTests:
             assert rig.store({slot: key}, version=version) == [Outcome.OK]
             assert rig.load({slot: key}) == [Outcome.OK]
 
-    def test_a_row_may_be_stored_over_itself(self, rig: Rig) -> None:
+    def test_row_may_be_stored_over_itself(self, rig: Rig) -> None:
         """A row that was found bad elsewhere is written again where it stood."""
         rig.store(keys(3))
         assert rig.store({1: keys(2)[1]}, version=1) == [Outcome.OK]
@@ -167,7 +167,7 @@ class StorageTierTests:
 
     # --- the seal ---------------------------------------------------------------------------------------------------
 
-    def test_a_sealed_row_is_moved_as_it_is(self, rig: Rig) -> None:
+    def test_sealed_row_is_moved_as_it_is(self, rig: Rig) -> None:
         """Rig checks that the row in the region is not touched; here: nor is it on its way."""
         move = Move(rig.take_row(), 0, keys(1)[0], 1, seal=False)
         row = rig.region.rows_view[move.row]
@@ -177,26 +177,26 @@ class StorageTierTests:
         rig.finish(rig.begin_moves([move]))
         assert rig.medium.read(NAMESPACE, 0, move.key) == before.tobytes()
 
-    def test_sub_blocks_that_are_missing_are_sealed_as_absent_and_come_back_as_zeros(self, rig: Rig) -> None:
-        """What stood there belonged to somebody else. Rig checks all of it, in every cell."""
+    def test_missing_sub_blocks_are_sealed_as_absent_and_come_back_as_zeros(self, rig: Rig) -> None:
+        """The bytes there belong to another row. Rig checks every cell."""
         for missing in range(SMALL.sub_blocks):
             assert rig.finish(rig.begin_store(keys(2), version=missing, missing=missing)) == [[Outcome.OK] * 2]
             assert rig.load(keys(2)) == [Outcome.OK] * 2
 
-    def test_a_row_without_a_seal_is_never_a_hit(self, rig: Rig) -> None:
-        """Sealing is the caller's to ask for: a tier that seals whatever it is given vouches for anything."""
+    def test_unsealed_row_is_never_a_hit(self, rig: Rig) -> None:
+        """Only the caller asks for a seal: a tier that seals every row would certify any bytes."""
         rig.finish(rig.begin_store(keys(2), seal=False))
         assert set(rig.load(keys(2))) <= NOT_OURS
 
-    def test_what_stands_on_the_medium_is_the_sealed_row(self, rig: Rig) -> None:
-        """Padding is zero: what stood there belonged to somebody else."""
+    def test_medium_holds_the_sealed_row(self, rig: Rig) -> None:
+        """Padding is zeroed: the bytes there belong to another row."""
         rig.store(keys(1))
         row = np.frombuffer(rig.medium.read(NAMESPACE, 0, keys(1)[0]), np.uint8)
         assert Sealer(SMALL, NAMESPACE, 0).verify(row, keys(1)[0]) == 0
 
     # --- restarts and namespaces ------------------------------------------------------------------------------------
 
-    def test_a_restart_keeps_every_row_and_no_other(self, rig: Rig) -> None:
+    def test_restart_keeps_every_row_and_no_other(self, rig: Rig) -> None:
         self._needs_rows_kept(rig)
         rig.store(keys(20))
         rig.delete(keys(5))
@@ -207,13 +207,13 @@ class StorageTierTests:
         for _ in range(3):
             self._expect(rig, rig.reopen(), expected)
 
-    def test_another_namespace_sees_nothing(self, rig: Rig) -> None:
+    def test_other_namespace_sees_nothing(self, rig: Rig) -> None:
         rig.store(keys(8))
         for found in (rig.open(OTHER_NAMESPACE), rig.reopen(OTHER_NAMESPACE)):
             assert found == {}
             assert set(rig.load(keys(8))) <= NOT_OURS
 
-    def test_another_epoch_sees_nothing(self, medium: Medium) -> None:
+    def test_other_epoch_sees_nothing(self, medium: Medium) -> None:
         before, after = Namespace.of({"model": "m"}), Namespace.of({"model": "m"}, epoch=77)
         with Rig(medium, SMALL, ROWS) as rig:
             rig.open(before.digest, before.epoch)
@@ -223,12 +223,12 @@ class StorageTierTests:
             assert set(rig.store(keys(4), version=1)) == {Outcome.OK}
             assert set(rig.load(keys(4))) == {Outcome.OK}
 
-    def test_an_epoch_counts_even_under_the_same_digest(self, rig: Rig) -> None:
+    def test_epoch_counts_even_under_the_same_digest(self, rig: Rig) -> None:
         rig.store(keys(4))
         rig.open(NAMESPACE, epoch=1)
         assert set(rig.load(keys(4))) <= NOT_OURS
 
-    def test_a_namespace_finds_its_own_rows_again(self, rig: Rig) -> None:
+    def test_namespace_finds_its_own_rows_again(self, rig: Rig) -> None:
         if not rig.medium.keeps_namespaces:
             pytest.skip("this medium holds one namespace")
         rig.store(keys(6))
@@ -241,9 +241,9 @@ class StorageTierTests:
     # --- damage -----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("kind", DAMAGES)
-    @pytest.mark.parametrize("running", [True, False], ids=["under-a-running-tier", "while-nobody-looks"])
-    def test_a_damaged_row_is_a_miss(self, rig: Rig, kind: str, running: bool) -> None:
-        """Every second row is damaged, each in a way of its own."""
+    @pytest.mark.parametrize("running", [True, False], ids=["under-a-running-tier", "while-closed"])
+    def test_corrupted_row_is_a_miss(self, rig: Rig, kind: str, running: bool) -> None:
+        """Every second row is corrupted, each in another way."""
         if not running:
             self._needs_rows_kept(rig)
         rows = keys(2 * len(DAMAGES[kind]) + 1)
@@ -257,7 +257,7 @@ class StorageTierTests:
             assert set(found.values()) <= set(rows.values())
         self._expect_damaged(rig, rows, damaged)
 
-    @pytest.mark.parametrize("running", [True, False], ids=["under-a-running-tier", "while-nobody-looks"])
+    @pytest.mark.parametrize("running", [True, False], ids=["under-a-running-tier", "while-closed"])
     def test_swapped_rows_are_misses(self, rig: Rig, running: bool) -> None:
         if not running:
             self._needs_rows_kept(rig)
@@ -274,19 +274,19 @@ class StorageTierTests:
     def _expect_damaged(self, rig: Rig, rows: dict[int, Key], damaged: dict[str, tuple[int, Key]]) -> None:
         """The damaged rows are no hits, in one batch with the others, which are, and alone; and stores heal them."""
         answers = dict(zip(rows, rig.load(rows), strict=True))
-        told = {name: answers[slot] for name, (slot, _) in damaged.items()}
-        assert set(told.values()) <= NOT_OURS, f"neither MISSING nor CORRUPT: {told}"
+        found = {name: answers[slot] for name, (slot, _) in damaged.items()}
+        assert set(found.values()) <= NOT_OURS, f"neither MISSING nor CORRUPT: {found}"
         lost = dict(damaged.values())
         assert {slot for slot, outcome in answers.items() if outcome is not Outcome.OK} == set(lost)
-        told = {name: rig.load({slot: key})[0] for name, (slot, key) in damaged.items()}
-        assert set(told.values()) <= NOT_OURS, f"neither MISSING nor CORRUPT: {told}"
+        found = {name: rig.load({slot: key})[0] for name, (slot, key) in damaged.items()}
+        assert set(found.values()) <= NOT_OURS, f"neither MISSING nor CORRUPT: {found}"
         rig.delete(lost)
         assert set(rig.store(lost)) == {Outcome.OK}
         assert set(rig.load(rows)) == {Outcome.OK}
 
     # --- the budget -------------------------------------------------------------------------------------------------
 
-    def test_used_bytes_tells_what_the_medium_holds(self, rig: Rig) -> None:
+    def test_used_bytes_is_what_the_medium_holds(self, rig: Rig) -> None:
         rig.store(keys(10))
         self._expect_account(rig)
         rig.delete(keys(6))
@@ -312,7 +312,7 @@ class StorageTierTests:
                 before = rows
 
     def test_other_namespaces_count(self, medium: Medium) -> None:
-        """Rows that nobody serves make way; they are not stored beside."""
+        """Rows of namespaces that are not served are evicted: they share the capacity."""
         with Rig(medium, LARGE, 16, TIGHT_BYTES) as rig:
             for number in range(3):
                 rig.open(bytes([number]) * 16)
@@ -341,7 +341,7 @@ class StorageTierTests:
             rig.tier.close()
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_a_random_life(self, rig: Rig, seed: int) -> None:
+    def test_random_operations(self, rig: Rig, seed: int) -> None:
         """Stores, loads, deletes and restarts at random, many at once: what is held is what was stored last."""
         rng = random.Random(seed)
         held: dict[int, Key] = {}

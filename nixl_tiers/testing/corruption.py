@@ -1,4 +1,4 @@
-"""What may happen to a row at rest, by name, and the rows that it happens to: none of it may be a hit afterwards."""
+"""Ways to corrupt a row at rest, by name. A corrupted row must never be a hit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = Geometry(cells=2, cell_payload=30_000, sub_blocks=3)  # both cells and t
 OTHER_NAMESPACE = bytes(reversed(NAMESPACE))
 
 Damage = Callable[[Medium, int, Key], None]
-"""Does something to the row of a key in a slot of NAMESPACE."""
+"""Corrupts the row of a key in a slot of NAMESPACE."""
 
 
 def flip_one_bit(place: int) -> Damage:
@@ -39,7 +39,7 @@ def delete_it(medium: Medium, slot: int, key: Key) -> None:
 
 
 def sealed(key: Key, geometry: Geometry = SMALL, namespace: bytes = NAMESPACE, epoch: int = 0) -> bytes:
-    """A row that is whole, and somebody's."""
+    """A whole row with a valid seal, for this key, geometry, namespace and epoch."""
     row = content(key, 0, geometry)
     Sealer(geometry, namespace, epoch).seal(row, key)
     return row.tobytes()
@@ -55,7 +55,7 @@ DAMAGES: dict[str, dict[str, Damage]] = {
     },
     "cuts": {
         "in the middle": cut_to(SMALL.row_bytes // 2),
-        # A byte would be too few: the last one of a digest is zero in one row of 256, and so may be what reads back.
+        # One byte would not do: in one row of 256 the last byte of a digest is zero, as may be what is read back.
         "in the seal": cut_to(SMALL.row_bytes - 16),
     },
     "foreign-rows": {

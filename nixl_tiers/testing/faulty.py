@@ -1,8 +1,8 @@
-"""FaultyStorage: any storage tier, over a medium that fails when a plan says so.
+"""FaultyTier: fault injection into any storage tier, by a plan.
 
-It stands where a tier stands, and hands the tier inside a region of its own. So a row can be spoilt between the two,
-below the seal: on its way down it is stored damaged (the tier inside must notice when it loads it), on its way up the
-damage is found here, as a tier finds it that reads straight into the region. In a mover:
+It wraps a tier and gives it a private region. So a row can be corrupted between the two, below the seal: on its way
+down it is stored corrupted (the inner tier must detect it when it loads it), on its way up the corruption is detected
+here, as by a tier that reads straight into the region. In a mover:
 
     {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": {...}, "plan": {"rules": [{"fault": "bit flip"}]}}
 """
@@ -32,7 +32,7 @@ MakeTier = Callable[[Geometry, HostRegion], StorageTier]
 
 
 class Way(StrEnum):
-    """Of a row."""
+    """The direction in which a row moves."""
 
     STORE = "store"
     LOAD = "load"
@@ -49,7 +49,7 @@ class Fault(StrEnum):
     NO_SPACE = "no space"  # ENOSPC
     SLOW = "slow"  # OK, but `delay_s` later
     STALL = "stall"  # half of it is moved, and the batch is never reported
-    FREEZE = "freeze"  # the call for it never returns, as if NIXL hung in it: the mover stands still
+    FREEZE = "freeze"  # the call for it never returns, as if NIXL hung in it: the mover is stuck
 
 
 WAYS: Final = {
@@ -58,17 +58,17 @@ WAYS: Final = {
     Fault.SHORT_READ: {Way.LOAD},
     Fault.LATE_ERROR: {Way.LOAD},
 }
-"""Faults that can happen one way only; the others happen both ways."""
+"""Faults of one direction only; the others happen in both."""
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One fault, and the rows that it happens to. Raises ValueError if no row can be meant."""
+    """One fault, and the rows it is injected into. Raises ValueError if no row can match."""
 
     fault: Fault
-    way: Way | None = None  # None: each way on which it can happen
+    way: Way | None = None  # None: each direction in which it can happen
     keys: tuple[Key, ...] | None = None  # None: every key
-    chance: float = 1.0  # of each move that is meant
-    times: int | None = None  # for each key and way; None: always
+    chance: float = 1.0  # of each move that matches
+    times: int | None = None  # per key and direction; None: always
     delay_s: float = 0.05  # how much later a slow row is
 
     def __post_init__(self) -> None:
@@ -79,26 +79,26 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which faults happen to which rows: the first rule that strikes counts.
+    """Which faults are injected into which rows: the first rule that applies counts.
 
-    Whether it strikes depends on the seed, the rule, the key, the way and how often that key went that way before, and
-    on nothing else: neither on how rows are batched nor on when they come.
+    Whether one applies depends on the seed, the rule, the key, the direction and how often the key went that way
+    before, and on nothing else: neither on batching nor on timing.
     """
 
     rules: tuple[Rule, ...] = ()
     seed: int = 0
-    switch: str = ""  # a path; where it is given, nothing strikes but while something is there
+    switch: str = ""  # a path; if given, faults are injected only while it exists
 
     def strike(self, way: Way, key: Key, turn: int) -> Rule | None:
-        """The rule that strikes when `key` goes this way for the `turn`-th time, from 0."""
+        """The rule that applies when `key` goes this way for the `turn`-th time, from 0."""
         for number, rule in enumerate(self.rules):
-            meant = (
+            matches = (
                 way in WAYS.get(rule.fault, set(Way))
                 and rule.way in {None, way}
                 and (rule.keys is None or key in rule.keys)
                 and (rule.times is None or turn < rule.times)
             )
-            if meant and self.draw(1 << 32, number, way, key, turn) < rule.chance * (1 << 32):
+            if matches and self.draw(1 << 32, number, way, key, turn) < rule.chance * (1 << 32):
                 return rule
         return None
 
@@ -131,15 +131,15 @@ class _Batch:
     rules: list[Rule | None]
     turns: list[int]
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # by place in the batch
-    inside: list[int] = field(default_factory=list)  # places of the moves that the tier inside was given
+    inside: list[int] = field(default_factory=list)  # places of the moves that the inner tier was given
     ready_s: float = 0.0
 
 
 class FaultyTier(StorageTier):
-    """The tier that `make` makes, behind a plan of faults. Without faults it is that tier, slower by a copy a row."""
+    """The tier that `make` returns, with faults injected. Without faults it is that tier, slower by a copy per row."""
 
     def __init__(self, make: MakeTier, geometry: Geometry, region: HostRegion, plan: FaultPlan) -> None:
-        """`make` is given a private region of as many rows: row n there is row n of `region`."""
+        """`make` gets a private region of as many rows: row n there is row n of `region`."""
         self._geometry = geometry
         self._region = region
         self._private = HostRegion.create(geometry, region.rows)
@@ -155,7 +155,7 @@ class FaultyTier(StorageTier):
         self._batches: dict[int, _Batch] = {}
         self._inner_ids: dict[int, int] = {}  # the inner tier's batch_id -> ours
         self.struck: Counter[Fault] = Counter()
-        """How often each fault has happened."""
+        """How often each fault was injected."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
         slots = self._inner.open(namespace, epoch)
@@ -215,7 +215,7 @@ class FaultyTier(StorageTier):
         return self._sealer
 
     def _strike(self, moves: Sequence[Move], way: Way) -> _Batch:
-        """Decide what happens to each move; those that do not get as far as the tier inside have ended."""
+        """Decide what happens to each move; those that do not reach the inner tier have ended."""
         turns = [self._turns[way, move.key] for move in moves]
         plan = self._plan if not self._plan.switch or Path(self._plan.switch).exists() else FaultPlan()
         rules = [plan.strike(way, move.key, turn) for move, turn in zip(moves, turns, strict=True)]
@@ -257,7 +257,7 @@ class FaultyTier(StorageTier):
     # --- bytes ----------------------------------------------------------------------------------------------------
 
     def _copy_down(self, batch: _Batch, place: int) -> None:
-        """Into the private row, as the medium shall get it."""
+        """Into the private row, as the medium is to get it."""
         move, rule = batch.moves[place], batch.rules[place]
         row = self._private.rows_view[move.row]
         row[:] = self._region.rows_view[move.row]
@@ -267,7 +267,7 @@ class FaultyTier(StorageTier):
             self._flip(batch, place, row.data)
 
     def _copy_up(self, batch: _Batch, place: int) -> Outcome:
-        """A good row into the region, as it would arrive there, and what a tier says that looks at its seal there."""
+        """Copy a good row into the region, with its fault, and verify the seal there as a tier does."""
         move, rule = batch.moves[place], batch.rules[place]
         row = self._region.rows_view[move.row]
         fault = rule.fault if rule is not None else None

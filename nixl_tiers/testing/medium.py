@@ -1,4 +1,4 @@
-"""What the conformance suite works with: media that it can reach past the tier, and a tier used as a mover uses it."""
+"""What the conformance suite works with: media that it can access past the tier, and a tier driven as by a mover."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PATIENCE_S: Final = 120.0
 CAPACITY_BYTES: Final = 48 << 20
 NAMESPACE: Final = bytes(range(16))
 _POLL_S: Final = 0.0003  # as a mover does
-_REST: Final = 0xEE  # what stands in region rows that nobody uses
+_REST: Final = 0xEE  # fills region rows that are not in use
 
 
 class Medium(ABC):
-    """One place for rows: makes tiers that stand on it, and reaches past them.
+    """Where a tier keeps its rows: makes tiers over it, and accesses the rows past them.
 
-    An author of a tier writes one of these. What is a capability is said by a class variable; of the raw accesses,
-    those that a medium does not have skip the tests that need them.
+    The author of a tier writes one. Class variables say what the tier is capable of; a raw access that is left out
+    skips the tests that need it.
     """
 
     keeps_rows: ClassVar[bool] = True
@@ -41,34 +41,34 @@ class Medium(ABC):
     erases: ClassVar[bool] = True
     """A deleted row is gone from the medium soon. False: it is only forgotten, until its slot is stored into."""
     exact: ClassVar[bool] = True
-    """used_bytes comes to equal held_bytes. False: it may be more, for journals and what is allocated ahead."""
+    """used_bytes becomes equal to held_bytes. False: it may be more, for journals and preallocated space."""
 
     @abstractmethod
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        """Another tier object over this medium, not open yet, as a new mover would make it."""
+        """A new tier object over this medium, not open yet, as a restarted mover would make it."""
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
-        """The row as it stands on the medium."""
+        """The row as it is on the medium."""
         _lacking("read a row")
 
     def write(self, namespace: bytes, slot: int, key: Key, raw: bytes) -> None:
-        """Replace a row by these bytes, a whole row's."""
+        """Overwrite a row with these bytes, as many as a row has."""
         _lacking("write a row")
 
     def cut(self, namespace: bytes, slot: int, key: Key, keep_bytes: int) -> None:
-        """Lose everything of a row beyond its first bytes."""
+        """Truncate a row to its first bytes."""
         _lacking("cut a row short")
 
     def delete(self, namespace: bytes, slot: int, key: Key) -> None:
-        """Lose a row, without telling the tier."""
+        """Delete a row behind the tier's back."""
         _lacking("delete a row")
 
     def held_rows(self, namespace: bytes) -> int:
-        """How many rows of the namespace the medium would offer to who comes next."""
+        """How many rows of the namespace another tier would find on the medium now."""
         _lacking("count rows")
 
     def held_bytes(self) -> int:
-        """What everything of the tier, of all namespaces, takes on the medium now."""
+        """What the tier takes on the medium now, over all namespaces."""
         _lacking("count bytes")
 
 
@@ -98,11 +98,11 @@ class _Flight:
 
 
 class Rig:
-    """One tier and its region, used as a mover uses them; checks at every report what must hold at every report.
+    """One tier and its region, driven as a mover drives them. Checks the invariants of every report:
 
-    - A batch_id is reported once, with one outcome a move.
+    - A batch is reported once, with one outcome per move.
     - A row that was loaded OK is the right one, seal and all. A stored one is unharmed, and sealed if that was asked.
-    - What was reported is quiet: rows out of use keep what they are filled with until they are used again.
+    - Nothing of a reported batch touches the region: unused rows keep their filling until they are used again.
     """
 
     def __init__(self, medium: Medium, geometry: Geometry, rows: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
@@ -182,8 +182,8 @@ class Rig:
     # --- moving rows ------------------------------------------------------------------------------------------------
 
     def begin_store(self, where: Mapping[int, Key], *, version: int = 0, seal: bool = True, missing: int = 0) -> int:
-        """Start storing each key's content into its slot. Without `seal`, the rows are as the caller's `ready` left
-        them: see `begin_moves`. The first `missing` sub-blocks of each hold somebody else's bytes."""
+        """Start storing each key's content into its slot. Without `seal`, rows are stored as they are. The first
+        `missing` sub-blocks of each hold bytes of another row."""
         moves = []
         for tick, (slot, key) in enumerate(where.items(), 1):
             row = self.take_row()
@@ -237,7 +237,7 @@ class Rig:
 
     def take_row(self) -> int:
         """A region row for the next move; it is given back when the move has been reported."""
-        row = self._free.pop(0)  # the longest unused: whoever still writes to it has had time to be noticed
+        row = self._free.pop(0)  # the longest unused: a late write to it has had time to show
         assert (self.region.rows_view[row] == _REST).all(), "a row was written to after its batch was reported"
         return row
 
@@ -252,16 +252,16 @@ class Rig:
         return outcomes
 
     def _flies(self, batch_id: int, flight: _Flight) -> int:
-        assert batch_id not in self._flying, "two batches have the same batch_id"
-        assert batch_id not in self._ended, "two batches have the same batch_id"
+        assert batch_id not in self._flying, "two batches have the same ID"
+        assert batch_id not in self._ended, "two batches have the same ID"
         self._flying[batch_id] = flight
         return batch_id
 
     def _poll(self) -> None:
         for done in self.tier.poll():
             flight = self._flying.pop(done.batch_id, None)
-            assert flight is not None, f"batch_id {done.batch_id} was reported twice, or never given"
-            assert len(done.outcomes) == len(flight.moves), "one outcome a move"
+            assert flight is not None, f"batch {done.batch_id} was reported twice, or never accepted"
+            assert len(done.outcomes) == len(flight.moves), "one outcome per move"
             outcomes = [Outcome(outcome) for outcome in done.outcomes]
             for place, (move, outcome) in enumerate(zip(flight.moves, outcomes, strict=True)):
                 if flight.writes:

@@ -29,7 +29,7 @@ class StoredRow:
 
 @dataclass
 class MemoryMedium:
-    """What outlives a MemoryStorage: hand it to the next one, and that finds the rows of the first."""
+    """What outlives a MemoryTier: pass it to the next one, which then finds the rows of the first."""
 
     namespaces: dict[bytes, dict[int, StoredRow]] = field(default_factory=dict)  # slot -> row, the oldest opened first
 
@@ -39,7 +39,7 @@ class MemoryMedium:
 
 
 class MemoryTier(StorageTier):
-    """Rows in dictionaries, `capacity` bytes of them over all namespaces. Every move is over before the next poll."""
+    """Rows in dictionaries, `capacity` bytes of them over all namespaces. Every move has ended before the next poll."""
 
     def __init__(
         self, config: MemoryConfig, geometry: Geometry, region: HostRegion, medium: MemoryMedium | None = None
@@ -113,7 +113,7 @@ class MemoryTier(StorageTier):
         stored = self._rows.get(move.slot)
         if stored is None:
             return Outcome.MISSING
-        # Nothing but the seal says whether these are the bytes: not the length, not the key that was noted beside them.
+        # Only the seal proves that these are the right bytes: neither their length nor the key stored beside them does.
         row = np.frombuffer(stored.row, np.uint8)
         if self._open_sealer.verify(row, move.key) is not Verdict.OK:
             return Outcome.CORRUPT
@@ -127,7 +127,7 @@ class MemoryTier(StorageTier):
         return self._sealer
 
     def _make_room(self, need_bytes: int) -> None:
-        """Namespaces that are not served make way, the longest unused first. The served one keeps to its slots."""
+        """Delete namespaces that are not served, the least recently opened first. The served one keeps to its slots."""
         namespaces = self._medium.namespaces
         while len(namespaces) > 1 and self._medium.used_bytes + need_bytes > self._capacity_bytes:
             del namespaces[next(iter(namespaces))]

@@ -11,7 +11,7 @@ move is read from top to bottom in one function; it never blocks, but yields wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -47,9 +47,11 @@ class _Batch:
         self._left = moves
         self._report = report
 
-    def end(self, place: int, outcome: Outcome) -> None:
-        self._outcomes[place] = outcome
-        self._left -= 1
+    def end(self, outcomes: Mapping[int, Outcome]) -> None:
+        """The moves at these places have ended: once for each."""
+        for place, outcome in outcomes.items():
+            self._outcomes[place] = outcome
+        self._left -= len(outcomes)
         if not self._left:
             self._report(FinishedBatch(self._id, self._outcomes))
 
@@ -67,19 +69,19 @@ class Unit:
         self._condition: Condition = bool
 
     @property
-    def moves(self) -> Sequence[Move]:
-        return [*self._moves.values()]
+    def moves(self) -> Collection[Move]:
+        return self._moves.values()
 
     def end_all(self, outcome: Outcome) -> None:
         self.end_each(lambda _: outcome)
 
     def end_each(self, judge: Callable[[Move], Outcome | None]) -> None:
         """End each move with the outcome that `judge` gives; those without one stay."""
-        for place, move in [*self._moves.items()]:
-            if (outcome := judge(move)) is not None:
-                del self._moves[place]
-                self._batch.end(place, outcome)
-                self.queue.on_end(move, outcome)
+        ended = {place: outcome for place, move in self._moves.items() if (outcome := judge(move)) is not None}
+        for place, outcome in ended.items():
+            self.queue.on_end(self._moves.pop(place), outcome)
+        if ended:
+            self._batch.end(ended)
 
     def advance(self, steps: Steps[None] | None = None) -> bool:
         """Run the next step, with `steps` the first one of these. False: there are no more."""

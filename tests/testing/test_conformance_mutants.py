@@ -1,4 +1,4 @@
-"""The suite is worth what it catches: tiers with one bug each, and the test that must not let it pass."""
+"""Mutation tests of the conformance suite: tiers with one bug each, and the test that must catch it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiers.media import Memory
 
 
 class Believes(MemoryTier):
-    """Takes what stands in the slot for what was asked for."""
+    """Returns whatever is in the slot, unverified."""
 
     def _load(self, move: Move) -> Outcome:
         stored = self._rows.get(move.slot)
@@ -29,7 +29,7 @@ class Believes(MemoryTier):
 
 
 class BelievesItsIndex(Believes):
-    """Looks at the key that was noted, and not at the row."""
+    """Checks the key in its index, and not the row."""
 
     def _load(self, move: Move) -> Outcome:
         stored = self._rows.get(move.slot)
@@ -115,7 +115,7 @@ class SpoilsTheNextRow(MemoryTier):
 
 
 class OneSlotTooMany(MemoryTier):
-    """And nobody looks at the sum."""
+    """One more than the capacity holds."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
         self._slots = super().open(namespace, epoch) + 1
@@ -135,18 +135,18 @@ class CloseBreaksTheSecondTime(MemoryTier):
 Test = Callable[[StorageTierTests, Medium, Rig], object]
 SUITE: dict[type[MemoryTier], Test] = {
     Believes: lambda suite, _, rig: suite.test_slot_of_a_deleted_row_may_be_stored_into_at_once(rig),
-    BelievesItsIndex: lambda suite, _, rig: suite.test_a_damaged_row_is_a_miss(rig, "bit-flips", True),
-    SealsAnything: lambda suite, _, rig: suite.test_a_row_without_a_seal_is_never_a_hit(rig),
+    BelievesItsIndex: lambda suite, _, rig: suite.test_corrupted_row_is_a_miss(rig, "bit-flips", True),
+    SealsAnything: lambda suite, _, rig: suite.test_unsealed_row_is_never_a_hit(rig),
     NeverSeals: lambda suite, _, rig: suite.test_one_row_at_a_time(rig),
     DeletesTheSlot: lambda suite, _, rig: suite.test_late_delete_does_not_take_the_new_row(rig),
     NeverDeletes: lambda suite, _, rig: suite.test_deleted_row_is_gone_and_its_neighbours_are_not(rig),
-    ForgetsARow: lambda suite, _, rig: suite.test_a_restart_keeps_every_row_and_no_other(rig),
-    ListsTheNewestFirst: lambda suite, _, rig: suite.test_a_restart_keeps_every_row_and_no_other(rig),
-    ShowsEveryNamespace: lambda suite, _, rig: suite.test_another_namespace_sees_nothing(rig),
+    ForgetsARow: lambda suite, _, rig: suite.test_restart_keeps_every_row_and_no_other(rig),
+    ListsTheNewestFirst: lambda suite, _, rig: suite.test_restart_keeps_every_row_and_no_other(rig),
+    ShowsEveryNamespace: lambda suite, _, rig: suite.test_other_namespace_sees_nothing(rig),
     OneOutcomeTooMany: lambda suite, _, rig: suite.test_one_row_at_a_time(rig),
     ReportsTwice: lambda suite, _, rig: suite.test_one_row_at_a_time(rig),
     LosesABatch: lambda suite, _, rig: suite.test_many_batches_at_once_in_both_directions(rig),
-    LandsLate: lambda suite, _, rig: suite.test_a_random_life(rig, 0),
+    LandsLate: lambda suite, _, rig: suite.test_random_operations(rig, 0),
     SpoilsTheNextRow: lambda suite, _, rig: suite.test_one_row_at_a_time(rig),
     OneSlotTooMany: lambda suite, medium, _: suite.test_every_slot_can_be_filled_and_nothing_beyond_the_capacity(
         medium

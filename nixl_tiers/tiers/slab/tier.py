@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -197,11 +197,13 @@ class SlabTier(StorageTier):
         """Stores that need a new extent wait for it, and for each other."""
         served, slots = self._served, {move.slot for move in unit.moves}
         slabs = served.slabs
-        if self._growth is not None or not served.journal.may_overwrite([*slots]) or served.erasing & slots:
+        if self._growth is not None or not served.journal.may_overwrite(slots) or served.erasing & slots:
             return False
         unit.end_each(lambda move: None if 0 <= move.slot < slabs.layout.slots else Outcome.FAILED)
         lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]
-        if lacking and time.monotonic() >= self._full_until_s:
+        if not lacking:
+            return True
+        if time.monotonic() >= self._full_until_s:
             self._growth = self._allocator.submit(slabs.grow, lacking[0])
             return False
         unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else self._full_outcome)
@@ -221,7 +223,7 @@ class SlabTier(StorageTier):
     ) -> Steps[None]:
         """Move the rows of a unit in one transfer, then verify them or enter them in the journal."""
         try:
-            spans = [self._span(move) for move in unit.moves]
+            spans = self._spans(unit.moves)
         except (AgentError, OSError) as error:
             self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
             self._served.health.check_soon()
@@ -233,10 +235,11 @@ class SlabTier(StorageTier):
         if good or len(unit.moves) == 1:
             unit.end_each(lambda move: outcome(move, good))
 
-    def _span(self, move: Move) -> Span:
-        row_bytes = self._geometry.row_bytes
-        device, offset = self._served.slabs.locate(move.slot)
-        return self._region.address + move.row * row_bytes, row_bytes, offset, device
+    def _spans(self, moves: Collection[Move]) -> list[Span]:
+        """Raises AgentError, OSError."""
+        address, row_bytes, locate = self._region.address, self._geometry.row_bytes, self._served.slabs.locate
+        places = ((move.row, *locate(move.slot)) for move in moves)
+        return [(address + row * row_bytes, row_bytes, offset, device) for row, device, offset in places]
 
     def _slots_in_use(self) -> set[int]:
         return {move.slot for move in self._moves.unfinished()}
