@@ -10,6 +10,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.testing.conformance import SMALL, StorageTierTests
 from nixl_tiers.testing.medium import Medium, Rig
 from nixl_tiers.testing.memory import MemoryTier
@@ -161,7 +162,7 @@ class Mutated(Memory):
     kind: type[MemoryTier] = MemoryTier
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        return self.kind({"capacity": capacity_bytes}, geometry, region, self.rows)
+        return self.kind(MemoryConfig(type="memory", capacity=capacity_bytes), geometry, region, self.rows)
 
 
 @pytest.mark.parametrize("kind", SUITE, ids=lambda kind: kind.__name__)
