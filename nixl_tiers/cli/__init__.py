@@ -18,7 +18,7 @@ _CODES: Final = (
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The commands and what each of them takes."""
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="nixl-tiers", description="KV cache beyond GPU memory.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

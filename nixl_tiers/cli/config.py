@@ -1,4 +1,4 @@
-"""`nixl-tiers config FILE`: is this configuration sound, and what does it mean?"""
+"""`nixl-tiers config FILE`: validates a configuration and prints what it means."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
 
 
 def check(source: str) -> int:
-    """Print what `source`, a file or JSON text, means, and warnings of what is surely wrong with it.
+    """Print a summary of `source`, a file or JSON text, and warnings.
 
-    Raises ConfigError. Changes nothing and asks nobody: a missing directory is not made.
+    Raises ConfigError. Changes nothing and uses no network: a missing directory is not created.
     """
     read = schema.load(source)
     schema.check_paths(read, create=False)
@@ -49,7 +49,7 @@ def _summary(read: TiersConfig) -> list[str]:
 
 
 def _fields(model: BaseModel) -> list[str]:
-    """A line for each field that is set, and for each default that matters."""
+    """One line per field that is set, and per default that matters."""
     rows = []
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)

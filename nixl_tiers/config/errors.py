@@ -1,4 +1,4 @@
-"""What is said of a configuration that cannot work: one sentence that begins with the field's name."""
+"""Error messages for an invalid configuration: one sentence each, beginning with the field's name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SECRET_FIELD: Final = re.compile(r"secret|passw|token|accesskey|apikey|credenti
 _SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
 
 
-MAX_VALUES: Final = 10_000  # a few lines of YAML can stand for billions: aliases of lists of aliases
-# What others call it.
+MAX_VALUES: Final = 10_000  # a few lines of YAML aliases can expand to billions of values
+# Names that other software uses -> ours.
 _OTHER_NAMES: Final = {
     "size": "capacity",
     "max_size": "capacity",
@@ -28,14 +28,14 @@ _OTHER_NAMES: Final = {
 }
 
 
-# What does the work of a field that we do not have.
+# Fields of other software -> what to use instead.
 _INSTEAD: Final = {
     "cpu_bytes_to_use": 'use the capacity of the "cpu" tier',
     "num_cpu_blocks": 'use the capacity of the "cpu" tier',
     "ssl": "write http: or https: in endpoint",
     "use_ssl": "write http: or https: in endpoint",
 }
-# pydantic's kinds of error. The first name what was given, the others only the bound.
+# pydantic's error types. Messages of the first show the value, those of the second only the bound.
 _TYPES: Final = {
     "string_type": "must be text",
     "bool_type": "must be true or false",
@@ -53,12 +53,14 @@ _BOUNDS: Final = {
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work: one sentence that begins with the field's name."""
+    """An invalid configuration: one sentence that begins with the field's name."""
 
 
 def refuse_secrets(raw: Mapping[str, Any], pointers: Collection[str]) -> None:
-    """Raises ConfigError for what looks like a secret, without repeating it. `pointers`: fields that say where one is
-    kept, and whose own names may sound like a secret."""
+    """Raise ConfigError if a value looks like a secret, without repeating it.
+
+    pointers: fields that say where a secret is kept (a path, a variable); their names may sound like one.
+    """
     for number, (place, field, value) in enumerate(_leaves(raw)):
         if number > MAX_VALUES:
             raise ConfigError("tiers: has more values than a configuration can have")
@@ -73,7 +75,7 @@ def refuse_secrets(raw: Mapping[str, Any], pointers: Collection[str]) -> None:
 
 
 def _leaves(raw: object, place: str = "", field: str = "") -> Iterator[tuple[str, str, object]]:
-    """Every value with its full name and its own field's name; tables too, since `credentials: {...}` is one."""
+    """(full name, field name, value) of every value, tables included: `credentials: {...}` must be found."""
     if place:
         yield place, field, raw
     if isinstance(raw, Mapping):
@@ -90,9 +92,11 @@ def sentence(
     tiers: Sequence[type[BaseModel] | None],
     known: Mapping[str, type[BaseModel]],
 ) -> str:
-    """The most useful of what pydantic found. `top`: the model that was read; `tiers`: those of its tiers; `known`: the
-    built-in ones, by type ("": the whole configuration's)."""
-    # A misspelt field also shows as a missing one; the misspelling is the better news.
+    """One sentence for the most useful of pydantic's errors.
+
+    top: the validated model. tiers: the models of its tiers. known: the built-in models by type ("": TiersConfig).
+    """
+    # A misspelt required field is also reported as missing; the misspelling is more useful.
     error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
     kind, context, loc = error["type"], error.get("ctx", {}), list(error["loc"])
     in_tier = len(loc) > 2 and loc[0] == "tiers" and isinstance(loc[1], int)
@@ -124,7 +128,7 @@ def sentence(
 
 
 def _unknown(name: str, value: object, model: type[BaseModel], models: Mapping[str, type[BaseModel]]) -> str:
-    """What is said of a field that `model` does not have. `models`: all of them, by the type of tier ("": the top)."""
+    """The message for an unknown field of `model`. models: all models by type ("": TiersConfig)."""
     if fields.is_s3_url(value):
         return f"unknown field; use {fields.bucket_and_prefix(value)}"
     plain = name.lower().replace("-", "_")

@@ -1,7 +1,7 @@
-"""What a field of the configuration means: sizes, ages, paths and names as people write them, checked.
+"""Parsers and formatters of field values: sizes, ages, times, paths, names.
 
-Each function takes whatever stands in the field and returns its value, or raises a ValueError whose text follows the
-field's name. None of these repeats what might be a secret in the wrong place.
+Each parser takes a raw value and returns the checked one, or raises a ValueError whose text follows the field's name.
+No message repeats a value that might be a secret in the wrong field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CAPACITY_BYTES: Final = 1 << 60
 MAX_AGE_S: Final = 100 * 365 * 86400.0
 _MILLISECONDS: Final = {"ms": 1, "": 1000, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|[smhd]?)\s*", re.ASCII)
-# By their lower case: "64GiB" and, as Kubernetes writes it, "64Gi"; "64GB" and "64G".
+# Keys are lower case. Binary units with or without B ("64GiB", Kubernetes' "64Gi"), decimal ones likewise.
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{letter}{infix}{ending}": base**power
     for power, letter in enumerate("kmgtpe", 1)
@@ -33,7 +33,7 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
 
 
 def parse_size(value: object) -> int:
-    """Bytes meant by `value`: a whole number of bytes, or text such as "64GiB", "64Gi", "500GB", "500G".
+    """Convert `value` to bytes: a whole number of bytes, or text such as "64GiB", "64Gi", "500GB", "500G".
 
     Raises ValueError.
     """
@@ -54,7 +54,7 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """`size_bytes` for people: "64 GiB", "1.5 TiB", "812 B"."""
+    """Format a size: "64 GiB", "1.5 TiB", "812 B"."""
     if size_bytes < 1024:
         return f"{size_bytes} B"
     power = min(int(math.log2(size_bytes)) // 10, 6)
@@ -62,7 +62,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def parse_age(value: object) -> float | None:
-    """Seconds meant by `value`: a number of seconds, or text such as "7d", "12h", "90m", "30s"; None stays None.
+    """Convert `value` to seconds: a number of seconds, or text such as "7d", "12h", "90m", "30s"; None stays None.
 
     Raises ValueError.
     """
@@ -71,13 +71,13 @@ def parse_age(value: object) -> float | None:
     age_s = _seconds(value)
     if age_s is None:
         raise ValueError(f'{shown(value)} is not an age; write a number of seconds, or "7d", "12h", "90m"')
-    if not 1 <= age_s <= MAX_AGE_S:  # also what is not a number
+    if not 1 <= age_s <= MAX_AGE_S:  # NaN too
         raise ValueError(f"{shown(value)} is not an age between one second and 100 years")
     return age_s
 
 
 def parse_seconds(value: object) -> float:
-    """Seconds meant by `value`: a number of seconds, or text such as "10s", "250ms", "2m"; the field bounds them.
+    """Convert `value` to seconds: a number of seconds, or text such as "10s", "250ms", "2m". The field sets bounds.
 
     Raises ValueError.
     """
@@ -89,7 +89,7 @@ def parse_seconds(value: object) -> float:
 
 def _seconds(value: object) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(min(value, 10**300))  # a whole number may be longer than any float
+        return float(min(value, 10**300))  # an int may exceed the largest float
     if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
         number, unit = match.groups()
         return float(min(Fraction(number) * _MILLISECONDS[unit] / 1000, Fraction(10**300)))
@@ -97,7 +97,7 @@ def _seconds(value: object) -> float | None:
 
 
 def format_seconds(time_s: float) -> str:
-    """`time_s` as a configuration may say it: "7d", "90m", "10s", "250ms"."""
+    """Format a time as a configuration would: "7d", "90m", "10s", "250ms"."""
     time_ms = round(time_s * 1000, 3)
     unit = next((unit for unit in ("d", "h", "m", "s") if time_ms and not time_ms % _MILLISECONDS[unit]), "s")
     if 0 < time_ms < 1000:
@@ -106,7 +106,7 @@ def format_seconds(time_s: float) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as it may stand in a message: long text might be a secret in the wrong place, and is left out."""
+    """`value` for an error message. Long text is left out: it might be a secret in the wrong field."""
     if isinstance(value, str):
         return json.dumps(value) if len(value) <= 32 else "that value"
     return str(value) if isinstance(value, (int, float, type(None))) else f"a {type(value).__name__}"
@@ -127,12 +127,12 @@ def is_s3_url(value: object) -> bool:
 
 
 def bucket_and_prefix(url: object) -> str:
-    """What to write in place of an s3:// URL, with the names themselves where they may be shown."""
+    """The fields to use in place of an s3:// URL, with their values if those may be shown."""
     bucket, _, prefix = str(url).strip()[len("s3://") :].strip("/").partition("/")
     names = [f'{field}: "{name}"' for field, name in (("bucket", bucket), ("prefix", prefix)) if name]
-    # What is long might be a secret in the wrong place.
-    shown_too = f" ({', '.join(names)})" if bucket and max(len(bucket), len(prefix)) <= 32 else ""
-    return f"bucket and prefix{shown_too}"
+    # Long text might be a secret in the wrong field.
+    values = f" ({', '.join(names)})" if bucket and max(len(bucket), len(prefix)) <= 32 else ""
+    return f"bucket and prefix{values}"
 
 
 def _text(value: object, what: str, pattern: re.Pattern[str], longest: int) -> str:
@@ -190,7 +190,7 @@ def write_policy(value: object) -> object:
 
 
 def environment_name(value: object) -> str | None:
-    # A key pasted into this field must not come back in the message, so the value is never shown.
+    # The value may be a pasted key, so no message shows it.
     if value is None:
         return None
     looks_secret = isinstance(value, str) and len(value) >= 32 and "_" not in value

@@ -1,8 +1,8 @@
-"""The one configuration: a dict, a JSON file or a YAML file becomes a checked, frozen `TiersConfig`.
+"""The configuration: loads a dict, a JSON or a YAML file into a validated, frozen `TiersConfig`.
 
-Whatever is wrong is told as one sentence that names the field (`ConfigError`), before anything is started
-and without touching the network. Secrets never stand in a configuration, because engines log it and it stands
-on command lines: the schema only has fields that say where a secret is kept.
+Errors are raised as one sentence that names the field (`ConfigError`), before anything is started and without using the
+network. A configuration holds no secrets, because it is logged and passed on command lines: fields only say where a
+secret is kept.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ TierConfig = Annotated[CpuConfig | StorageConfig, PlainValidator(read_tier)]
 
 
 class TiersConfig(Model):
-    """What `load` returns."""
+    """A whole, validated configuration."""
 
     tiers: tuple[TierConfig, ...] = Field(
         description="the cpu tier first and once, then storage tiers in the order in which they are searched",
@@ -148,7 +148,7 @@ class TiersConfig(Model):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name a storage tier: its label, numbered from the second one on ("file", "file2", "s3", "s3-2")."""
+        """One name per storage tier: its label, numbered from the second one on ("file", "file2", "s3", "s3-2")."""
         names: list[str] = ["cpu"]
         for label in (tier.label for tier in self.storage):
             dash = "-" if label[-1:].isdigit() else ""
@@ -202,7 +202,7 @@ def _checked(raw: object) -> TiersConfig:
     except RecursionError:
         raise ConfigError("tiers: is nested too deeply, or within itself") from None
     except ValidationError as error:
-        # Not chained: the original's text repeats the input, whatever stands in it.
+        # Not chained: the text of pydantic's error repeats the input, which may hold a secret.
         raise ConfigError(sentence(error.errors(), TiersConfig, classes, _MODELS)) from None
 
 
@@ -212,7 +212,7 @@ def _pointers(classes: Sequence[type[BaseModel] | None]) -> set[str]:
 
 
 def tier_to_dict(tier: StorageConfig) -> dict[str, Any]:
-    """What travels to a tier's mover, as JSON types. Holds no secret, because no tier does."""
+    """A tier's configuration as JSON types, to be sent to its mover. Holds no secret."""
     return tier.model_dump(mode="json")
 
 
@@ -233,7 +233,7 @@ def check_paths(config: TiersConfig, create: bool = True) -> None:
     """Refuse directories that cannot be written, files that cannot be read and environment variables that are unset.
 
     With `create`, a missing directory of a file tier is made (mode 0700) and written to once, if all else is well;
-    without it nothing is changed, and its nearest existing parent is looked at instead. Where `require_mount` is set
+    without it nothing is changed, and the nearest existing parent is checked instead. Where `require_mount` is set
     and nothing is mounted, nothing is made: the tier is down until something is. Raises ConfigError.
     """
     for i, tier in enumerate(config.storage, 1):

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: the text of a JSON or YAML file, or what vLLM is given, read into plain values."""
+"""Reads a configuration into plain values: from JSON or YAML text, or from vLLM's --kv-transfer-config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPEC: Final = "NixlTiersSpec"
 CONNECTORS: Final = ("OffloadingConnector", "NixlTiersConnector")
 _EXTRA: Final = "kv_connector_extra_config"
 
-# What stands in kv_connector_extra_config for vLLM itself.
+# Fields of kv_connector_extra_config that are vLLM's own.
 VLLM_FIELDS: Final = frozenset(
     {
         "spec_name",
@@ -32,8 +32,8 @@ VLLM_FIELDS: Final = frozenset(
 
 
 def ours(raw: object) -> Any:
-    """What in `raw` is for nixl_tiers: all of it, or a part if it is the value of vLLM's --kv-transfer-config, or the
-    kv_connector_extra_config in there.
+    """The part of `raw` that configures nixl_tiers: all of it, unless `raw` is vLLM's --kv-transfer-config or its
+    kv_connector_extra_config.
 
     Raises ConfigError for a --kv-transfer-config with which vLLM would not use nixl_tiers.
     """
@@ -46,7 +46,7 @@ def ours(raw: object) -> Any:
     extra = raw.get(_EXTRA)
     if not isinstance(extra, Mapping):
         raise ConfigError(f"{_EXTRA}: must be a table of fields with the tiers in it")
-    if isinstance(children := extra.get("connectors"), list):  # those of a MultiConnector
+    if isinstance(children := extra.get("connectors"), list):  # of a MultiConnector
         mine = next((child for child in children if _names_us(child)), None)
         if mine is None:
             raise ConfigError(f'{_EXTRA}.connectors: none of them has the spec_name "{SPEC}"')
@@ -69,7 +69,7 @@ def _names_us(child: object) -> bool:
 
 
 def pointer(raw: object) -> Path | None:
-    """The file that `{"config": PATH}` points to; None for anything else. Raises ConfigError."""
+    """The path in `{"config": PATH}`; None for anything else. Raises ConfigError."""
     if not isinstance(raw, Mapping) or "config" not in raw:
         return None
     if not isinstance(raw["config"], (str, Path)):
@@ -80,15 +80,15 @@ def pointer(raw: object) -> Path | None:
 
 
 class _UniqueLoader(yaml.SafeLoader):
-    """YAML in which a field that stands twice is an error instead of the last one winning."""
+    """YAML in which a duplicate key is an error; by default the last one wins."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        _refuse_twins((self.construct_object(key, deep=True), key.start_mark.line + 1) for key, _ in node.value)
+        _refuse_duplicates((self.construct_object(key, deep=True), key.start_mark.line + 1) for key, _ in node.value)
         return super().construct_mapping(node, deep)
 
 
-def _refuse_twins(names: Iterable[tuple[object, int]]) -> None:
-    """`names`: each with the line that it stands in, or 0."""
+def _refuse_duplicates(names: Iterable[tuple[object, int]]) -> None:
+    """Raise ConfigError for a duplicate. names: (name, line number or 0)."""
     seen: set[str] = set()
     for name, line in names:
         if str(name) in seen:
@@ -97,12 +97,12 @@ def _refuse_twins(names: Iterable[tuple[object, int]]) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _refuse_twins((name, 0) for name, _ in pairs)
+    _refuse_duplicates((name, 0) for name, _ in pairs)
     return dict(pairs)
 
 
 def from_json(text: str, place: str = "the configuration") -> Any:
-    """Raises ConfigError, which names `place`."""
+    """Parse JSON. place: what error messages call the text. Raises ConfigError."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -110,7 +110,7 @@ def from_json(text: str, place: str = "the configuration") -> Any:
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not valid JSON ({_odd(error)})") from None
+        raise ConfigError(f"{place}: not valid JSON ({_why(error)})") from None
 
 
 def _from_yaml(text: str, place: str) -> Any:
@@ -125,16 +125,16 @@ def _from_yaml(text: str, place: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{place}: not valid YAML ({_odd(error)})") from None
+        raise ConfigError(f"{place}: not valid YAML ({_why(error)})") from None
 
 
-def _odd(error: Exception) -> str:
-    # Not the error's own text, which may repeat a value: a 13th month, a number of 5000 digits.
+def _why(error: Exception) -> str:
+    # Not the exception's text: it may repeat the value (a 13th month, a number of 5000 digits).
     return "nested too deeply" if isinstance(error, RecursionError) else "a value that cannot be read"
 
 
 def read(path: Path) -> object:
-    """What stands in `path`, unchecked. Raises ConfigError, which names the file."""
+    """Parse the file `path`, without validation. Raises ConfigError, which names the file."""
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"{path}: a configuration file must end in .json, .yaml or .yml")
     try:

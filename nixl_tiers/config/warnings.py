@@ -1,7 +1,7 @@
-"""What is legal in a configuration and surely wrong, each in one sentence that begins with the field's name.
+"""Warnings about configurations that are valid but surely wrong: one sentence each, beginning with the field's name.
 
-`warnings_of` looks at the configuration alone. `warnings_here` looks at this machine's files too, and changes nothing.
-Neither asks a network.
+`warnings_of` needs the configuration only. `warnings_here` also reads files of this machine; it changes nothing.
+Neither uses the network.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, format_size
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write, format_size
 
-# Fewer bytes than a chunk of any model that is served with such tiers.
+# Smaller than a chunk of any model in use.
 LEAST_BYTES: Final = 1 << 20
-_MEMORY_PATHS: Final = (Path("/dev/shm"),)  # noqa: S108 - to be warned of
+_MEMORY_PATHS: Final = (Path("/dev/shm"),)  # noqa: S108 - compared only
 _KERNEL_PATHS: Final = (Path("/proc"), Path("/sys"), Path("/dev"))
 _MEMORY_FILE_SYSTEMS: Final = {"tmpfs", "ramfs", "devtmpfs"}
 _LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
@@ -29,17 +29,17 @@ _OWN_MEMORY: Final = "is memory of this machine, not a disk; chunks in memory be
 def warnings_of(config: TiersConfig) -> list[str]:
     return [
         *_tiny(config),
-        *_under_the_host(config),
-        *_far_before_near(config),
-        *_no_places(config),
+        *_smaller_than_cpu(config),
+        *_s3_before_file(config),
+        *_memory_paths(config),
         *_bucket_in_endpoint(config),
-        *_one_bucket_twice(config),
-        *_without_effect(config),
+        *_same_bucket(config),
+        *_no_effect(config),
     ]
 
 
 def warnings_here(config: TiersConfig) -> list[str]:
-    return [*_no_disks(config), *_one_directory_twice(config), *_no_profiles(config)]
+    return [*_memory_mounts(config), *_same_directory(config), *_missing_profiles(config)]
 
 
 def _tiny(config: TiersConfig) -> Iterator[str]:
@@ -49,9 +49,9 @@ def _tiny(config: TiersConfig) -> Iterator[str]:
             yield f"tiers[{i}].capacity: {format_size(tier.capacity)} holds no chunk of a usual model{unit}"
 
 
-def _under_the_host(config: TiersConfig) -> Iterator[str]:
+def _smaller_than_cpu(config: TiersConfig) -> Iterator[str]:
     for i, tier in enumerate(config.tiers):
-        if not isinstance(tier, CpuConfig) and tier.write == "through" and tier.capacity < config.cpu.capacity:
+        if not isinstance(tier, CpuConfig) and tier.write is Write.THROUGH and tier.capacity < config.cpu.capacity:
             yield (
                 f"tiers[{i}].capacity: {format_size(tier.capacity)} is less than the cpu tier's "
                 f"{format_size(config.cpu.capacity)}, so until a restart all that it holds is in host memory too; "
@@ -59,7 +59,7 @@ def _under_the_host(config: TiersConfig) -> Iterator[str]:
             )
 
 
-def _far_before_near(config: TiersConfig) -> Iterator[str]:
+def _s3_before_file(config: TiersConfig) -> Iterator[str]:
     files = [i for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
     for i, tier in enumerate(config.tiers):
         if isinstance(tier, S3Config) and files and files[-1] > i:
@@ -70,13 +70,13 @@ def _far_before_near(config: TiersConfig) -> Iterator[str]:
             )
 
 
-def _no_places(config: TiersConfig) -> Iterator[str]:
+def _memory_paths(config: TiersConfig) -> Iterator[str]:
     for i, tier in enumerate(config.tiers):
-        if isinstance(tier, FileConfig) and (what := _no_place(tier.path)):
+        if isinstance(tier, FileConfig) and (what := _not_a_disk(tier.path)):
             yield f"tiers[{i}].path: {tier.path} {what}"
 
 
-def _no_place(path: Path) -> str:
+def _not_a_disk(path: Path) -> str:
     if any(path.is_relative_to(place) for place in _MEMORY_PATHS):
         return _OWN_MEMORY
     if any(path.is_relative_to(place) for place in _KERNEL_PATHS):
@@ -92,7 +92,7 @@ def _bucket_in_endpoint(config: TiersConfig) -> Iterator[str]:
                 yield f'tiers[{i}].endpoint: names the bucket "{tier.bucket}" too; leave it out of the host name'
 
 
-def _one_bucket_twice(config: TiersConfig) -> Iterator[str]:
+def _same_bucket(config: TiersConfig) -> Iterator[str]:
     tiers = [(i, tier) for i, tier in enumerate(config.tiers) if isinstance(tier, S3Config)]
     for (i, one), (j, other) in combinations(tiers, 2):
         nested = f"{one.prefix}/".startswith(f"{other.prefix}/") or f"{other.prefix}/".startswith(f"{one.prefix}/")
@@ -104,7 +104,7 @@ def _one_bucket_twice(config: TiersConfig) -> Iterator[str]:
 
 
 def _server(tier: S3Config) -> str:
-    """Which server it is, as far as names tell: with the bucket in the host name or not, AWS by any of its names."""
+    """An identity of the server, from names alone: without a bucket in the host name, one name for AWS."""
     if tier.endpoint is None:
         return "aws-cn" if (tier.region or "").startswith("cn-") else "aws"
     parts = urlsplit(tier.endpoint)
@@ -116,33 +116,33 @@ def _server(tier: S3Config) -> str:
     return f"{host}:{parts.port}" if parts.port not in (None, usual) else host
 
 
-def _without_effect(config: TiersConfig) -> Iterator[str]:
-    if config.flush_on_exit_s and all(tier.write != "on_evict" for tier in config.storage):
+def _no_effect(config: TiersConfig) -> Iterator[str]:
+    if config.flush_on_exit_s and all(tier.write is not Write.ON_EVICT for tier in config.storage):
         yield "flush_on_exit_s: has no effect, because no tier has write: on_evict"
 
 
-# --- what this machine tells ------------------------------------------------------------------------------------
+# --- on this machine -------------------------------------------------------------------------------------------
 
 
-def _no_disks(config: TiersConfig) -> Iterator[str]:
+def _memory_mounts(config: TiersConfig) -> Iterator[str]:
     kinds = _file_systems()
     for i, tier in enumerate(config.tiers):
-        if isinstance(tier, FileConfig) and not _no_place(tier.path):
+        if isinstance(tier, FileConfig) and not _not_a_disk(tier.path):
             real = _real(tier.path)
             kind = kinds.get(_device(real), "")
-            what = _no_place(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
+            what = _not_a_disk(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
             if what:
                 yield f"tiers[{i}].path: {tier.path} {what}"
 
 
-def _one_directory_twice(config: TiersConfig) -> Iterator[str]:
+def _same_directory(config: TiersConfig) -> Iterator[str]:
     tiers = [(i, _real(tier.path)) for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
     for (i, one), (j, other) in combinations(tiers, 2):
         if one.is_relative_to(other) or other.is_relative_to(one):
             yield f"tiers[{j}].path: is another name for the place of tiers[{i}], so neither budget holds"
 
 
-def _no_profiles(config: TiersConfig) -> Iterator[str]:
+def _missing_profiles(config: TiersConfig) -> Iterator[str]:
     for i, tier in enumerate(config.tiers):
         if isinstance(tier, S3Config) and tier.profile is not None and tier.profile not in _profiles():
             files = " nor ".join(str(path) for path in _aws_files())
@@ -150,15 +150,15 @@ def _no_profiles(config: TiersConfig) -> Iterator[str]:
 
 
 def _real(path: Path) -> Path:
-    """Without links; what is not there yet stays as it is written."""
+    """Resolve links; parts that do not exist stay as written."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError):  # links in a circle
+    except (OSError, RuntimeError):  # a loop of links
         return path
 
 
 def _device(path: Path) -> str:
-    """major:minor of the file system that `path` is on, or will be on; "" if it cannot be told."""
+    """major:minor of the file system that `path` is on, or will be on; "" if unknown."""
     for place in (path, *path.parents):
         try:
             device = place.stat().st_dev
@@ -169,14 +169,14 @@ def _device(path: Path) -> str:
 
 
 def _file_systems() -> dict[str, str]:
-    """The type of each file system that is mounted here, by its device."""
+    """Device -> type of every mounted file system."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     kinds = {}
     for line in lines:
-        fields, _, rest = line.partition(" - ")  # optional fields end with a dash
+        fields, _, rest = line.partition(" - ")  # a dash ends the optional fields
         kinds[fields.split()[2]] = rest.split()[0]
     return kinds
 
@@ -189,11 +189,11 @@ def _aws_files() -> tuple[Path, Path]:
 
 
 def _expanded(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - a user without a home is no error here, as in AWS's libraries
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - no error for a user without a home directory, like botocore
 
 
 def _profiles() -> set[str]:
-    """The names in AWS's two files, as its libraries find them. The mover asks those; this process does without."""
+    """Profile names in AWS's two files, found as botocore does: this process must not import it."""
     profiles: set[str] = set()
     for path, named in zip(_aws_files(), (True, False), strict=True):
         parser = configparser.RawConfigParser(default_section="", strict=False)

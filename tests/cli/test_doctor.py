@@ -15,7 +15,7 @@ def no_driver() -> Driver:
     raise NoDriver("there is no CUDA driver here: it was hidden")
 
 
-def test_without_a_gpu_it_says_so(
+def test_missing_gpu_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -26,7 +26,7 @@ def test_without_a_gpu_it_says_so(
     assert "GPU: there is no CUDA driver here: it was hidden\n" in said
 
 
-def test_what_was_measured_is_shown(
+def test_cached_measurements_are_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

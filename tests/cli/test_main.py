@@ -1,4 +1,4 @@
-"""`nixl-tiers config FILE`: a summary, or one sentence and exit code 2."""
+"""`nixl-tiers config FILE` prints a summary, or one sentence with exit code 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_sound_configuration_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_valid_configuration_is_summarised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(
         tmp_path,
         f"""
@@ -41,7 +41,7 @@ def test_a_sound_configuration_is_summed_up(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "kv").exists(), "a check changes nothing"
 
 
-def test_every_field_that_is_set_is_shown(
+def test_every_set_field_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("KV_ACCESS", "KV_SECRET", "KV_SESSION"):
@@ -74,7 +74,7 @@ def test_every_field_that_is_set_is_shown(
     assert "credentials" not in shown["s3"]
 
 
-def test_every_default_that_matters_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_relevant_default_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiers: dict[str, dict[str, object]] = {
         "cpu": {"type": "cpu", "capacity": "64GiB"},
         "file": {"type": "file", "path": str(tmp_path), "capacity": "1TiB"},
@@ -104,7 +104,7 @@ def _shown(
     return shown
 
 
-def test_warnings_come_last_and_are_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_come_last_and_exit_code_is_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {{type: file, path: {tmp_path}, capacity: 1Ti}}]")
     assert cli.main(["config", str(file)]) == 0
     told = capsys.readouterr()
@@ -120,7 +120,7 @@ def test_warnings_come_last_and_are_no_failure(tmp_path: Path, capsys: pytest.Ca
         ("tiers: [{type: cpu, capacity: much}]", 'tiers[0].capacity: "much" is not a size'),
     ],
 )
-def test_a_bad_one_is_refused_in_one_sentence(
+def test_invalid_configuration_is_refused_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
 ) -> None:
     assert cli.main(["config", str(write(tmp_path, text))]) == cli.BAD_INPUT
@@ -131,12 +131,12 @@ def test_a_bad_one_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("write_policy", Write)
-def test_every_write_policy_has_words(tmp_path: Path, write_policy: str) -> None:
+def test_every_write_policy_is_explained(tmp_path: Path, write_policy: str) -> None:
     tier = f"{{type: file, path: {tmp_path}, capacity: 1TiB, write: '{write_policy}'}}"
     assert cli.main(["config", str(write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {tier}]"))]) == 0
 
 
-def test_what_stands_on_vllms_command_line_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_transfer_config_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     extra = '{"spec_name": "NixlTiersSpec", "blocks_per_chunk": 2, "tiers": [{"type": "cpu", "capacity": "64G"}]}'
     whole = f'{{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {extra}}}'
     assert cli.main(["config", whole]) == 0
@@ -145,12 +145,12 @@ def test_what_stands_on_vllms_command_line_is_taken_as_it_is(capsys: pytest.Capt
     assert capsys.readouterr().err.startswith("nixl-tiers: kv_connector_extra_config.spec_name: must be")
 
 
-def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", str(tmp_path / "none.yaml")]) == cli.BAD_INPUT
     assert "none.yaml: cannot be read" in capsys.readouterr().err
 
 
-def test_the_demo_refuses_a_prompt_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_refuses_a_prompt_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--prompt-tokens", "9000", "--out", str(tmp_path / "out")]) == cli.BAD_INPUT
     assert "--prompt-tokens: must be from 512 to 8176" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""What a tier's `type` may be, and one sentence that names it where it is none."""
+"""Third-party types of tiers, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def config(*tiers: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["tape_of_tests:TapeConfig", "tape"])
-def test_third_party_tier_is_named_and_travels_as_json(kind: str) -> None:
+def test_third_party_tier_has_a_name_and_round_trips_as_json(kind: str) -> None:
     read = schema.load(config(TAPE | {"type": kind}))
     assert read.names == ("tape",)
     (tier,) = read.storage
@@ -67,7 +67,7 @@ def test_third_party_tier_is_named_and_travels_as_json(kind: str) -> None:
     assert schema.tier_from_dict(json.loads(json.dumps(raw))) == tier
 
 
-def test_names_are_unique_whatever_packages_register() -> None:
+def test_names_are_unique() -> None:
     file = {"type": "file", "path": "/a", "capacity": "1GiB"}
     tiers = [TAPE, file, TAPE | {"type": "tape"}, TAPE | {"type": "tape_of_tests:CpuConfig"}]
     assert schema.load(config(*tiers)).names == ("tape", "file", "tape2", "cpu2")
@@ -105,7 +105,7 @@ def test_capabilities_have_safe_defaults() -> None:
          "api_key: a secret must not stand in the configuration"),
     ],
 )  # fmt: skip
-def test_one_sentence_that_names_the_field(tier: dict[str, Any], sentence: str) -> None:
+def test_error_is_one_sentence_that_names_the_field(tier: dict[str, Any], sentence: str) -> None:
     assert refusal(config(tier)).startswith(f"tiers[1].{sentence}")
     with pytest.raises(ConfigError) as error:
         schema.tier_from_dict(tier)
@@ -113,7 +113,7 @@ def test_one_sentence_that_names_the_field(tier: dict[str, Any], sentence: str) 
     assert "\n" not in str(error.value)
 
 
-def test_a_field_may_say_where_its_secret_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_may_point_to_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAPE_PASSWORD", raising=False)
     read = schema.load(config(TAPE | {"password_env": "TAPE_PASSWORD", "token_file": "/etc/token"}))
     assert read.storage[0].secret_variables == ["TAPE_PASSWORD"]

@@ -1,4 +1,4 @@
-"""Configurations that work, and one clear sentence for each that does not."""
+"""Valid configurations load; every invalid one raises one clear sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_tier(tier: dict[str, Any], **fields: object) -> dict[str, Any]:
     return {"tiers": [dict(CPU), {**tier, **fields}]}
 
 
-def test_the_whole_schema_from_a_dict_json_and_yaml(tmp_path: Path) -> None:
+def test_dict_json_and_yaml_load_alike(tmp_path: Path) -> None:
     source = full() | {"model_id": "m@1", "salt": "s", "lora_storage": True, "on_reset": "keep", "wait_s": 2}
     read = schema.load(source)
     (tmp_path / "tiers.json").write_text(json.dumps(source))
@@ -44,7 +44,7 @@ def test_the_whole_schema_from_a_dict_json_and_yaml(tmp_path: Path) -> None:
     assert (read.model_id, read.salt, read.lora_storage, read.on_reset, read.wait_s) == ("m@1", "s", True, "keep", 2.0)
 
 
-def test_what_is_left_out_has_a_sensible_value() -> None:
+def test_omitted_fields_have_defaults() -> None:
     read = schema.load(full())
     assert (read.model_id, read.salt, read.lora_storage, read.on_reset, read.wait_s) == (
         None, "", False, "new_epoch", 10.0,
@@ -63,13 +63,13 @@ def test_what_is_left_out_has_a_sensible_value() -> None:
     )
 
 
-def test_a_configuration_is_frozen() -> None:
+def test_configuration_is_frozen() -> None:
     read = schema.load(full())
     with pytest.raises(ValueError, match="frozen"):
         read.cpu.capacity = 1
 
 
-def test_storage_tiers_are_named_by_type_and_numbered_from_the_second_on() -> None:
+def test_tiers_are_named_by_type_and_numbered_from_the_second() -> None:
     read = schema.load(
         {"tiers": [CPU, FILE, S3, FILE | {"path": "/mnt/b"}, S3 | {"bucket": "other"}, FILE | {"path": "/mnt/c"}]}
     )
@@ -85,7 +85,7 @@ def test_storage_tiers_are_named_by_type_and_numbered_from_the_second_on() -> No
         ("500M", 500 * 10**6), ("1P", 10**15), ("1Ei", 1 << 60),
     ],
 )  # fmt: skip
-def test_sizes(text: object, size_bytes: int) -> None:
+def test_sizes_are_parsed(text: object, size_bytes: int) -> None:
     assert schema.parse_size(text) == size_bytes
     assert schema.load({"tiers": [CPU | {"capacity": text}]}).cpu.capacity == size_bytes
 
@@ -94,7 +94,7 @@ def test_sizes(text: object, size_bytes: int) -> None:
     "size", [0, -1, "0GiB", "0.5B", "1.1EiB", 1 << 61, "-5GiB", "64Gb/s", "64X", "64i", "i", "lots", "",
              1.5, 1e12, True, None, "1e12", "nan", [], {}, "\uff19GiB"],
 )  # fmt: skip
-def test_impossible_sizes_are_refused_by_name(size: object) -> None:
+def test_invalid_size_is_refused(size: object) -> None:
     assert refusal({"tiers": [CPU | {"capacity": size}]}).startswith("tiers[0].capacity: ")
 
 
@@ -104,7 +104,7 @@ def test_impossible_sizes_are_refused_by_name(size: object) -> None:
      (" 0.5 d ", 43200), ("1", 1), (None, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("tier", [FILE, S3], ids=["file", "s3"])
-def test_ages(tier: dict[str, Any], text: object, seconds: float | None) -> None:
+def test_ages_are_parsed(tier: dict[str, Any], text: object, seconds: float | None) -> None:
     read = schema.load(with_tier(tier, max_age=text)).storage[0]
     assert read.max_age == schema.parse_age(text) == seconds
     assert schema.tier_to_dict(read)["max_age"] == seconds
@@ -115,17 +115,17 @@ def test_ages(tier: dict[str, Any], text: object, seconds: float | None) -> None
     "age", [0, -1, 0.5, "0s", "0.5s", "101y", "40000d", 1e12, float("inf"), float("nan"), True, "week", "7 days", "",
             "-7d", "7D", "1e3s", "nan", [], {}, "\uff17d"],
 )  # fmt: skip
-def test_impossible_ages_are_refused_by_name(age: object) -> None:
+def test_invalid_age_is_refused(age: object) -> None:
     for tier in (FILE, S3):
         assert refusal(with_tier(tier, max_age=age)).startswith("tiers[1].max_age: ")
 
 
-def test_memory_has_no_age() -> None:
+def test_cpu_tier_has_no_max_age() -> None:
     assert refusal({"tiers": [CPU | {"max_age": "7d"}]}).startswith("tiers[0].max_age: unknown field")
 
 
 @given(st.integers(1, schema.MAX_CAPACITY_BYTES))
-def test_a_size_for_people_is_the_size(size_bytes: int) -> None:
+def test_formatted_size_parses_back(size_bytes: int) -> None:
     assert schema.parse_size(schema.format_size(size_bytes)) == pytest.approx(size_bytes, rel=1e-3)
 
 
@@ -142,7 +142,7 @@ def test_a_size_for_people_is_the_size(size_bytes: int) -> None:
         ),
     )
 )
-def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
+def test_junk_raises_only_config_errors(junk: object) -> None:
     for source in ({"tiers": junk}, {"tiers": [CPU, junk]}, with_tier(FILE, path=junk), with_tier(S3, endpoint=junk)):
         try:
             assert isinstance(schema.load(source), TiersConfig)
@@ -220,7 +220,7 @@ def test_nothing_but_a_config_error_comes_of_junk(junk: object) -> None:
         ({"config": "/nowhere/tiers.json"}, "/nowhere/tiers.json: cannot be read (No such file or directory)"),
     ],
 )  # fmt: skip
-def test_one_sentence_that_names_the_field(source: dict[str, Any], start: str) -> None:
+def test_error_is_one_sentence_that_names_the_field(source: dict[str, Any], start: str) -> None:
     assert refusal(source).startswith(start)
 
 
@@ -254,22 +254,22 @@ def test_one_sentence_that_names_the_field(source: dict[str, Any], start: str) -
         (with_tier(FILE, write=True), 'tiers[1].write: must be "through", "on_evict" or "off", not True'),
     ],
 )  # fmt: skip
-def test_what_others_call_it_is_answered_with_our_name(source: dict[str, Any], sentence: str) -> None:
+def test_unknown_field_suggests_the_right_one(source: dict[str, Any], sentence: str) -> None:
     assert refusal(source).startswith(sentence)
 
 
-def test_a_time_is_seconds_or_text_with_a_unit() -> None:
+def test_times_are_parsed() -> None:
     for text, seconds in (("10s", 10.0), ("250ms", 0.25), ("1m", 60.0), ("2", 2.0), (" 1.5 s", 1.5), (7, 7.0)):
         read = schema.load(full() | {"wait_s": text, "flush_on_exit_s": text, "probe_s": text})
         assert read.wait_s == read.flush_on_exit_s == read.probe_s == seconds
 
 
 @given(st.integers(1, 3_600_000))
-def test_a_time_for_people_is_the_time(time_ms: int) -> None:
+def test_formatted_time_parses_back(time_ms: int) -> None:
     assert schema.parse_seconds(schema.format_seconds(time_ms / 1000)) == time_ms / 1000
 
 
-def test_neighbouring_places_do_not_overlap() -> None:
+def test_adjacent_paths_and_prefixes_do_not_overlap() -> None:
     schema.load({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv2"}, S3, S3 | {"prefix": "nixl-tiers-2"}]})
 
 
@@ -297,7 +297,7 @@ SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEYxx"
         (full() | {"nested": [{"access_key_id": "AKIAIOSFODNN7EXAMPLE"}]}, "nested[0].access_key_id"),
     ],
 )
-def test_a_secret_is_refused_without_being_repeated(source: dict[str, Any], place: str) -> None:
+def test_secret_is_refused_and_not_repeated(source: dict[str, Any], place: str) -> None:
     text = refusal(source)
     assert text.startswith(f"{place}: ")
     for secret in (SECRET, "AKIAIOSFODNN7EXAMPLE", "wJalrXU/K7MD+bPx"):
@@ -315,12 +315,12 @@ def test_a_secret_is_refused_without_being_repeated(source: dict[str, Any], plac
         {"sse": "aws:kms", "sse_key": "arn:aws:kms:eu-central-1:111122223333:key/0d9a"},
     ],
 )
-def test_ways_to_say_where_credentials_are_kept(fields: dict[str, Any]) -> None:
+def test_credential_sources_are_accepted(fields: dict[str, Any]) -> None:
     tier = schema.load(with_tier(S3, **fields)).storage[0]
     assert schema.tier_from_dict(json.loads(json.dumps(schema.tier_to_dict(tier)))) == tier
 
 
-def test_a_tier_travels_as_json() -> None:
+def test_tier_round_trips_as_json() -> None:
     for tier in schema.load(full()).storage:
         assert schema.tier_from_dict(json.loads(json.dumps(schema.tier_to_dict(tier)))) == tier
     with pytest.raises(ConfigError, match=r"^type: .cpu. is not a storage tier"):
@@ -331,7 +331,7 @@ def test_a_tier_travels_as_json() -> None:
         schema.tier_from_dict(S3 | {"secret_key": SECRET})
 
 
-def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
+def test_missing_directory_is_created_private(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "kv"
     read = schema.load(with_tier(FILE, path=str(path)))
     schema.check_paths(read, create=False)
@@ -341,7 +341,7 @@ def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
     assert list(path.iterdir()) == []
 
 
-def test_a_configuration_that_is_refused_makes_nothing(tmp_path: Path) -> None:
+def test_refused_configuration_creates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     tiers = full() | {"tiers": [CPU, FILE | {"path": str(path)}, S3 | {"credentials_file": str(tmp_path / "missing")}]}
     with pytest.raises(ConfigError, match=r"^tiers\[2\]\.credentials_file: "):
@@ -349,7 +349,7 @@ def test_a_configuration_that_is_refused_makes_nothing(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_missing_mount_is_told_and_never_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mount_is_reported_and_nothing_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "ROOT", tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "nvme" / "kv")
     for path in (tmp_path / "link", tmp_path / "nvme" / "kv"):
@@ -366,7 +366,7 @@ def test_a_missing_mount_is_told_and_never_filled_in(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("create", [True, False])
-def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, create: bool) -> None:
+def test_path_that_is_not_a_directory_is_refused(tmp_path: Path, create: bool) -> None:
     (tmp_path / "taken").write_text("")
     for path in (tmp_path / "taken", tmp_path / "taken" / "kv"):
         with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.path: cannot write to {path} "):
@@ -374,7 +374,7 @@ def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, create: bo
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="root may write everywhere")
-def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
+def test_unwritable_directory_is_refused(tmp_path: Path) -> None:
     # Root ignores permission bits, so it meets a file system that nobody can write to.
     path = Path("/proc/sys/kv") if os.geteuid() == 0 else tmp_path / "locked"
     if os.geteuid() != 0:
@@ -383,7 +383,7 @@ def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
         schema.check_paths(schema.load(with_tier(FILE, path=str(path))))
 
 
-def test_what_the_s3_tier_points_to_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_variables_of_the_s3_tier_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KV_NOT_SET", raising=False)
     monkeypatch.setenv("KV_SET", "x")
     missing = tmp_path / "credentials"
@@ -398,7 +398,7 @@ def test_what_the_s3_tier_points_to_must_be_there(tmp_path: Path, monkeypatch: p
     schema.check_paths(schema.load(with_tier(S3, access_key_env="KV_SET", secret_key_env="KV_SET")))
 
 
-def test_a_capacity_smaller_than_one_row_is_refused() -> None:
+def test_capacity_below_one_row_is_refused() -> None:
     read = schema.load({"tiers": [CPU, FILE | {"capacity": "1MiB"}]})
     schema.check_rows(read, 1 << 20)
     with pytest.raises(ConfigError, match=r"^tiers\[1\]\.capacity: 1 MiB does not hold one chunk, which takes 2 MiB"):

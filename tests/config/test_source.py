@@ -61,30 +61,28 @@ def full() -> dict[str, Any]:
         ("a.yaml", "!!python/object/apply:os.getpid []", "not valid YAML"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, rest: str) -> None:
+def test_error_names_the_file(tmp_path: Path, name: str, text: str, rest: str) -> None:
     (tmp_path / name).write_text(text)
     assert refusal(tmp_path / name).startswith(f"{tmp_path / name}: {rest}")
 
 
-def test_a_directory_is_no_file(tmp_path: Path) -> None:
+def test_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").mkdir()
     assert refusal(tmp_path / "a.yaml") == f"{tmp_path / 'a.yaml'}: cannot be read (Is a directory)"
 
 
-def test_a_file_without_end_is_not_read_to_it(tmp_path: Path) -> None:
+def test_endless_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").symlink_to("/dev/zero")
     assert refusal(tmp_path / "a.yaml") == f"{tmp_path / 'a.yaml'}: is larger than 1 MiB, so it is no configuration"
 
 
-def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(full()), encoding="utf-8-sig")
     assert schema.load(tmp_path / "a.json") == schema.load(full())
 
 
 @given(st.text(alphabet="tiers:[]{}-?!&*<|>#%@`\"',\n\t 0129._~abxy", max_size=40))
-def test_nothing_but_a_config_error_comes_of_junk_in_a_file(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_junk_in_a_file_raises_only_config_errors(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     for name in ("junk.yaml", "junk.json"):
         path = tmp_path_factory.getbasetemp() / name
         path.write_text(text)
@@ -92,12 +90,12 @@ def test_nothing_but_a_config_error_comes_of_junk_in_a_file(
             schema.load(path)
 
 
-def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+def test_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff\xfe{}")
     assert refusal(tmp_path / "a.json") == f"{tmp_path / 'a.json'}: is not UTF-8 text"
 
 
-def test_yaml_reads_off_as_false(tmp_path: Path) -> None:
+def test_bare_off_in_yaml_is_a_write_policy(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
         "tiers:\n- {type: cpu, capacity: 1Gi}\n- {type: file, path: /kv, capacity: 2Gi, write: off}\n"
@@ -112,7 +110,7 @@ def transfer(**changes: Any) -> dict[str, Any]:
     return whole | changes
 
 
-def test_the_whole_kv_transfer_config_is_read(tmp_path: Path) -> None:
+def test_whole_kv_transfer_config_is_accepted(tmp_path: Path) -> None:
     expected = schema.load(full())
     (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(full()))
     pointing = {"spec_name": "NixlTiersSpec", "config": str(tmp_path / "tiers.yaml")}
@@ -139,11 +137,11 @@ def test_the_whole_kv_transfer_config_is_read(tmp_path: Path) -> None:
         ('{"tiers": [], "tiers": []}', "the configuration: tiers: this field stands twice"),
     ],
 )
-def test_a_kv_transfer_config_without_these_tiers_is_refused(source: Any, start: str) -> None:
+def test_kv_transfer_config_without_tiers_is_refused(source: Any, start: str) -> None:
     assert refusal(source).startswith(start)
 
 
-def test_a_file_does_not_point_on(tmp_path: Path) -> None:
+def test_config_pointer_in_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(transfer(kv_connector_extra_config={"spec_name": "NixlTiersSpec", "config": str(path)})))
     assert refusal(path) == f"{path}: config: points to another file, and a file must hold the configuration itself"

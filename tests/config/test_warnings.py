@@ -1,4 +1,4 @@
-"""What is legal and surely wrong is warned of in a sentence that names the field, and nothing else is."""
+"""Mistakes in a valid configuration are warned about, and nothing else is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def warned(*tiers: dict[str, Any], **fields: object) -> list[str]:
         (CPU, FILE, FILE | {"path": "/mnt/nvme/kv2"}),
     ],
 )
-def test_what_may_be_meant_is_not_warned_of(tiers: tuple[dict[str, Any], ...]) -> None:
+def test_plausible_configuration_has_no_warning(tiers: tuple[dict[str, Any], ...]) -> None:
     assert warned(*tiers) == []
 
 
@@ -64,7 +64,7 @@ def test_what_may_be_meant_is_not_warned_of(tiers: tuple[dict[str, Any], ...]) -
          ['tiers[1].endpoint: names the bucket "kv-cache" too']),
     ],
 )  # fmt: skip
-def test_what_is_surely_wrong_is_warned_of(tiers: tuple[dict[str, Any], ...], starts: list[str]) -> None:
+def test_mistakes_are_warned_about(tiers: tuple[dict[str, Any], ...], starts: list[str]) -> None:
     told = warned(*tiers)
     assert len(told) == len(starts), told
     for line, start in zip(told, starts, strict=True):
@@ -88,7 +88,7 @@ def test_what_is_surely_wrong_is_warned_of(tiers: tuple[dict[str, Any], ...], st
     ],
 )
 @pytest.mark.parametrize("prefix", ["nixl-tiers", "nixl-tiers/deeper"])
-def test_one_bucket_by_two_names_is_warned_of(one: str | None, other: str, prefix: str) -> None:
+def test_same_bucket_by_two_endpoints_is_warned_about(one: str | None, other: str, prefix: str) -> None:
     for first, second in ((one, other), (other, one)):
         told = warned(CPU, S3 | {"endpoint": first}, S3 | {"endpoint": second, "prefix": prefix})
         assert (
@@ -99,7 +99,7 @@ def test_one_bucket_by_two_names_is_warned_of(one: str | None, other: str, prefi
         ]
 
 
-def test_a_flush_that_nothing_needs_is_warned_of() -> None:
+def test_flush_without_effect_is_warned_about() -> None:
     assert warned(CPU, FILE, flush_on_exit_s="10s") == [
         "flush_on_exit_s: has no effect, because no tier has write: on_evict"
     ]
@@ -111,7 +111,7 @@ def here() -> Callable[..., list[str]]:
     return lambda *tiers: warnings_here(schema.load({"tiers": [CPU, *tiers]}))
 
 
-def test_a_path_in_memory_is_seen_through_links_and_before_it_is_made(
+def test_memory_path_is_found_through_links_and_before_it_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]
 ) -> None:
     (tmp_path / "link").symlink_to("/dev/shm")
@@ -127,16 +127,16 @@ def test_a_path_in_memory_is_seen_through_links_and_before_it_is_made(
     assert [path.name for path in tmp_path.iterdir()] == ["link"], "nothing was made"
 
 
-def test_a_disk_that_is_mounted_in_memory_is_a_disk() -> None:
+def test_disk_mounted_below_a_memory_path_is_a_disk() -> None:
     assert warned(CPU, FILE | {"path": "/run/media/disk/kv"}) == []
 
 
-def test_the_file_systems_of_this_machine_are_known() -> None:
+def test_mounted_file_systems_are_found() -> None:
     status = Path("/proc").stat()
     assert warnings._file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
 
 
-def test_one_directory_by_two_names_is_warned_of(tmp_path: Path, here: Callable[..., list[str]]) -> None:
+def test_same_directory_by_two_names_is_warned_about(tmp_path: Path, here: Callable[..., list[str]]) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for path in (tmp_path / "link", tmp_path / "link" / "below"):
         lines = here(FILE | {"path": str(tmp_path / "real")}, FILE | {"path": str(path)})
@@ -145,7 +145,7 @@ def test_one_directory_by_two_names_is_warned_of(tmp_path: Path, here: Callable[
     assert here(FILE | {"path": str(tmp_path / "circle")}, FILE | {"path": str(tmp_path / "real")}) == []
 
 
-def test_a_profile_that_does_not_exist_is_warned_of(
+def test_missing_profile_is_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]
 ) -> None:
     settings, secrets = tmp_path / "config", tmp_path / "credentials"
@@ -166,7 +166,7 @@ def test_a_profile_that_does_not_exist_is_warned_of(
     assert here(S3 | {"profile": "two"}) != []
 
 
-def test_who_has_no_home_has_no_profile(monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]) -> None:
+def test_user_without_home_has_no_profile(monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]) -> None:
     def nobody(_: int) -> None:
         raise KeyError("as for a user that only its container knows")
 
@@ -177,7 +177,7 @@ def test_who_has_no_home_has_no_profile(monkeypatch: pytest.MonkeyPatch, here: C
     assert here(S3 | {"profile": "kv"}) == [sentence]
 
 
-def test_a_store_logs_them_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_store_logs_warnings_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiers = {"tiers": [{"type": "cpu", "capacity": 65536}], "flush_on_exit_s": 1}
     with caplog.at_level(logging.WARNING), nixl_tiers.open(tiers, chunk_bytes=64, namespace="n"):
         pass

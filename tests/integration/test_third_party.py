@@ -93,7 +93,7 @@ def run(site: Path, cwd: Path, *command: object) -> subprocess.CompletedProcess[
     )
 
 
-def test_its_rows_are_hits_after_a_restart_and_the_scheduler_does_not_import_it(
+def test_rows_are_hits_after_a_restart_and_the_implementation_stays_in_the_mover(
     site: Path, file: Path, tmp_path: Path
 ) -> None:
     ended = run(site, tmp_path, "-c", PROGRAM, file)
@@ -106,13 +106,13 @@ def test_its_rows_are_hits_after_a_restart_and_the_scheduler_does_not_import_it(
     assert not {"shelf_tier.tier", "boto3", "botocore", "nixl", "nixl_tiers.tiers.nixl_agent"} & modules
 
 
-def test_it_keeps_the_contract(package: Path, site: Path, tmp_path: Path) -> None:
+def test_conformance_suite_passes(package: Path, site: Path, tmp_path: Path) -> None:
     ended = run(site, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", package / "test_shelf.py")
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert re.search(r"\d\d passed", ended.stdout)
 
 
-def test_the_command_line_shows_its_fields(
+def test_config_command_shows_its_fields(
     site: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(site)
@@ -123,7 +123,7 @@ def test_the_command_line_shows_its_fields(
     assert "every chunk is written" in text
 
 
-def test_it_works_in_vllms_kv_transfer_config(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_transfer_config_accepts_it(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(site)
     tiers = [{"type": "cpu", "capacity": "1GiB"}, {"type": "shelf", "path": "/mnt/kv", "capacity": "1MiB"}]
     extra = {"spec_name": "NixlTiersSpec", "tiers": tiers}
@@ -137,9 +137,7 @@ def test_it_works_in_vllms_kv_transfer_config(site: Path, file: Path, monkeypatc
         schema.load(whole)
 
 
-def test_a_package_that_only_the_scheduler_can_import_is_refused(
-    site: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_that_is_not_installed_is_refused(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(site)  # and not in PYTHONPATH, which its mover inherits
     sentence = r'^tiers\[1\]\.type: "shelf" cannot be imported by its mover process, so its package must be installed'
     with pytest.raises(schema.ConfigError, match=sentence):
