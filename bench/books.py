@@ -1,9 +1,9 @@
-"""What a mover keeps in its own memory for each row of its tier: the private memory of a process that holds the books.
+"""Memory of a mover per row of its tier: the private memory of a process that holds only its index.
 
     python -m bench.books [--rows 1000000]
 
-Keys of 36 bytes, as vLLM's; every book in a process of its own. Slabs keep their journal on the disk and share the rest
-with the engine: `bench/cold_index.py`.
+Keys of 36 bytes, as vLLM's; each index in a process of its own. Slabs keep their journal on the disk and share the
+rest with the engine: `bench/cold_index.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def row_files(rows: int) -> object:
     return quota, known
 
 
-BOOKS: dict[str, Callable[[int], object]] = {
+INDEXES: dict[str, Callable[[int], object]] = {
     "objects, held": held_objects,
     "objects, while a listing is compared": listed_objects,
     "row files": row_files,
@@ -75,9 +75,9 @@ def private_bytes() -> int:
 
 def measure(name: str, rows: int) -> float:
     before = private_bytes()
-    book = BOOKS[name](rows)
+    index = INDEXES[name](rows)
     used = private_bytes() - before
-    del book
+    del index
     return used / rows
 
 
@@ -86,11 +86,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     rows = parser.parse_args().rows
     print(f"{rows} rows, Python {platform.python_version()}")
-    print(f"{'book':40} {'bytes a row':>12} {'MB':>8}")
-    for name in BOOKS:
+    print(f"{'index':40} {'bytes per row':>13} {'MB':>8}")
+    for name in INDEXES:
         with get_context("spawn").Pool(1) as process:
             each = process.apply(measure, (name, rows))
-        print(f"{name:40} {each:12.0f} {each * rows / 1e6:8.0f}")
+        print(f"{name:40} {each:13.0f} {each * rows / 1e6:8.0f}")
 
 
 if __name__ == "__main__":

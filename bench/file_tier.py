@@ -1,10 +1,10 @@
-"""How fast the file tier moves rows, beside plain threads that move the same bytes: GB/s, medians, interleaved.
+"""Throughput of the file tier, compared with plain threads that move the same bytes: GB/s, medians, interleaved.
 
     python -m bench.file_tier [--path DIR] [--chunks 65536,262144,2949120] [--megabytes 512] [--rounds 5] [--json FILE]
 
-Both sides work on one region and O_DIRECT files that are allocated and written before the first round counts.
+Both use the same region and O_DIRECT files that are allocated and written before the first measured round.
 The tier seals every row that it stores and verifies every row that it loads; the threads do neither. Only the ratios
-of one run mean anything: a disk's speed changes from minute to minute.
+of one run are comparable: a disk's speed changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ THREADS = 4
 
 
 class Tier:
-    """Rows through a mover, MAX_MOVES a job, every job handed over at once."""
+    """Rows through a mover, MAX_MOVES per job, all jobs submitted at once."""
 
     def __init__(self, mover: MoverProcess) -> None:
         self.mover = mover
@@ -55,7 +55,7 @@ class Tier:
 
 
 class Threads:
-    """The same rows with pwrite and preadv on a few threads, one call a row."""
+    """The same rows with pwritev and preadv on a few threads, one call per row."""
 
     def __init__(self, mover: MoverProcess, path: Path) -> None:
         self.rows = mover.region.rows_view
@@ -100,7 +100,7 @@ def measure(path: Path, chunk_bytes: int, total_bytes: int, rounds: int) -> dict
         taken: dict[str, list[float]] = {}
         for number in range(rounds + 1):
             for what in ("store", "load"):
-                # Turns: whoever goes second finds the disk's cache as the first has left it.
+                # In turns: the second one finds the disk's cache as the first has left it.
                 for name in sorted(sides, reverse=bool(number % 2)):
                     duration = seconds(getattr(sides[name], what))
                     if number:

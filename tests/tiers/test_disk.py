@@ -1,4 +1,4 @@
-"""A file tier whose disk is not mounted: it is down and makes nothing, and comes up with the mount."""
+"""A file tier whose disk is not mounted is down and makes nothing, and comes up with the mount."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def down(tier: FileTier) -> str:
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_tier_waits_for_its_mount_and_never_takes_the_disk_below(
+def test_tier_without_its_mount_is_down_and_writes_nothing(
     tmp_path: Path, region: HostRegion, layout: str, linked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mounts, "ROOT", tmp_path)  # the file system of this directory is the machine's own
+    monkeypatch.setattr(mounts, "ROOT", tmp_path)  # as if this directory were on the file system of `/`
     place = tmp_path / "nvme"
     place.mkdir()
     path = place / "deep" / "kv"
@@ -70,7 +70,7 @@ def test_a_tier_waits_for_its_mount_and_never_takes_the_disk_below(
                 each.close()
 
 
-def test_a_capacity_beyond_the_file_system_is_warned_of(
+def test_capacity_beyond_the_file_system_is_logged(
     tmp_path: Path, region: HostRegion, layout: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tmpfs(tmp_path, "64m"):

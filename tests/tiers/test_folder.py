@@ -1,4 +1,4 @@
-"""What others have put below a tier's path, where they may write: it is not followed, not overwritten, not deleted."""
+"""Files and links that other users placed below a tier's path are not followed, not overwritten and not deleted."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
 from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, make_tier
 
 HOME = NAMESPACE.hex()
-STRANGER = 65534
+OTHER_UID = 65534
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """As an emptyDir is: everybody's."""
+    """Writable by everybody, as an emptyDir is."""
     path = tmp_path / "kv"
     path.mkdir()
     path.chmod(0o777)
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the engine's user, with files of the names that a tier uses. Nothing may become of it."""
+    """A directory of the engine's user, with files of the names that a tier uses, which must not change."""
     victim = tmp_path / "victim"
     names = ["probe.tmp", ".lock", "namespace.json", "slab-00000.kv", "ab/abcd.row", "0/.lock", "0/slab-00000.kv"]
     for name in names:
@@ -60,7 +60,7 @@ def store(tier: FileTier, region: HostRegion, numbers: range) -> set[Outcome]:
 
 
 def ended(tier: FileTier, batch_id: int) -> set[Outcome]:
-    """What the moves of a batch ended with. Raises TierDown."""
+    """The outcomes of a batch, once it has ended. Raises TierDown."""
     found: list[set[Outcome]] = []
 
     def over() -> bool:
@@ -86,9 +86,9 @@ def refused(tier: FileTier) -> str:
     return str(refusal.value)
 
 
-def test_a_path_may_be_a_link_and_anybodys(tmp_path: Path, path: Path, region: HostRegion) -> None:
+def test_path_may_be_a_link_and_belong_to_another_user(tmp_path: Path, path: Path, region: HostRegion) -> None:
     with suppress(PermissionError):
-        os.chown(path, STRANGER, STRANGER)
+        os.chown(path, OTHER_UID, OTHER_UID)
     link = tmp_path / "link"
     link.symlink_to(path)
     for layout in ("slabs", "files"):
@@ -116,12 +116,12 @@ def _to_a_group(place: Path, _: Path) -> str:
     return f"{place} can be written to by others (mode 0770)"
 
 
-def _to_a_stranger(place: Path, _: Path) -> str:
+def _to_another_user(place: Path, _: Path) -> str:
     if os.geteuid():
         pytest.skip("needs to give a directory away")
     place.mkdir(mode=0o755)
-    os.chown(place, STRANGER, STRANGER)
-    return f"{place} belongs to user {STRANGER}, and what this process makes there to user {os.geteuid()}"
+    os.chown(place, OTHER_UID, OTHER_UID)
+    return f"{place} belongs to user {OTHER_UID}, and what this process makes there to user {os.geteuid()}"
 
 
 def _a_link(place: Path, victim: Path) -> str:
@@ -134,9 +134,9 @@ def _a_pipe(place: Path, _: Path) -> str:
     return f"{place} is no directory"
 
 
-@pytest.mark.parametrize("prepare", [_to_everybody, _to_a_group, _to_a_stranger, _a_link, _a_pipe])
+@pytest.mark.parametrize("prepare", [_to_everybody, _to_a_group, _to_another_user, _a_link, _a_pipe])
 @pytest.mark.parametrize("name", [HOME, ".incoming", f"{HOME}/0"])
-def test_a_directory_that_others_have_prepared_is_refused(
+def test_directory_placed_by_others_is_refused(
     path: Path, region: HostRegion, victim: Path, name: str, prepare: Callable[[Path, Path], str]
 ) -> None:
     tier = make_tier("files" if name == ".incoming" else "slabs", path, region)
@@ -151,10 +151,8 @@ def test_a_directory_that_others_have_prepared_is_refused(
     tier.close()
 
 
-@pytest.mark.parametrize("prepare", ["link", "name", "pipe", "stranger", "directory"])
-def test_a_lock_file_that_others_have_prepared_is_refused(
-    path: Path, region: HostRegion, victim: Path, prepare: str
-) -> None:
+@pytest.mark.parametrize("prepare", ["link", "name", "pipe", "other user", "directory"])
+def test_lock_file_placed_by_others_is_refused(path: Path, region: HostRegion, victim: Path, prepare: str) -> None:
     lock = path / ".ledger"
     if prepare == "link":
         lock.symlink_to(path / "made")
@@ -168,7 +166,7 @@ def test_a_lock_file_that_others_have_prepared_is_refused(
         pytest.skip("needs to give a file away")
     else:
         lock.touch(0o666)
-        os.chown(lock, STRANGER, STRANGER)
+        os.chown(lock, OTHER_UID, OTHER_UID)
     tier = make_tier("slabs", path, region)
     assert str(lock) in refused(tier)
     assert not (path / "made").exists()
@@ -178,7 +176,7 @@ def test_a_lock_file_that_others_have_prepared_is_refused(
 
 
 @pytest.mark.parametrize("prepare", ["link", "pipe"])
-def test_a_prepared_request_for_room_is_neither_written_nor_read(path: Path, victim: Path, prepare: str) -> None:
+def test_request_file_placed_by_others_is_neither_written_nor_read(path: Path, victim: Path, prepare: str) -> None:
     wanted = path / ".wanted"
     if prepare == "link":
         wanted.symlink_to(victim / "probe.tmp")
@@ -194,14 +192,14 @@ def test_a_prepared_request_for_room_is_neither_written_nor_read(path: Path, vic
     assert json.loads(wanted.read_text())["bytes"] == 1 << 20
 
 
-def test_namespaces_of_others_are_not_forgotten_to_make_room(path: Path, region: HostRegion, victim: Path) -> None:
+def test_foreign_namespaces_are_not_deleted_to_make_room(path: Path, region: HostRegion, victim: Path) -> None:
     (path / ("ab" * 16)).symlink_to(victim)
     open_to_all = path / ("cd" * 16)
     (open_to_all / "0").mkdir(parents=True)
     open_to_all.chmod(0o777)
     for name in (".lock", "slab-00000.kv"):
         (open_to_all / "0" / name).write_bytes(bytes(1 << 20))
-    os.mkfifo(open_to_all / "0" / "namespace.json")  # and nobody waits for who would write to it
+    os.mkfifo(open_to_all / "0" / "namespace.json")  # reading it must not block
     (path / ".gone-x").symlink_to(victim)
     tier = make_tier("slabs", path, region, 8 << 20)
     slots = tier.open(NAMESPACE, 0)
@@ -211,7 +209,7 @@ def test_namespaces_of_others_are_not_forgotten_to_make_room(path: Path, region:
     tier.close()
 
 
-def test_row_files_of_others_are_not_evicted(path: Path, region: HostRegion, victim: Path) -> None:
+def test_foreign_row_files_are_not_evicted(path: Path, region: HostRegion, victim: Path) -> None:
     (path / ("ab" * 16)).symlink_to(victim)
     open_to_all = path / ("cd" * 16)
     open_to_all.mkdir()
@@ -229,10 +227,10 @@ def test_row_files_of_others_are_not_evicted(path: Path, region: HostRegion, vic
     tier.close()
 
 
-def test_a_directory_that_is_exchanged_under_a_running_tier(
+def test_directory_replaced_under_a_running_tier_takes_it_down(
     path: Path, region: HostRegion, victim: Path, tier: FileTier
 ) -> None:
-    """Others may rename what stands in a directory that they can write to. Nothing goes where the new name leads."""
+    """Others may rename entries of a directory that they can write to. The tier does not follow the new name."""
     slots = tier.open(NAMESPACE, 0)
     serves(tier, region)
     (path / HOME).rename(path / "elsewhere")
@@ -240,7 +238,7 @@ def test_a_directory_that_is_exchanged_under_a_running_tier(
     start, down = ROWS, ""
     while not down:
         try:
-            store(tier, region, range(start, start + ROWS))  # slabs grow, row files are made
+            store(tier, region, range(start, start + ROWS))  # slabs grow, row files are created
             tier.delete([(number, key_of(number)) for number in range(start, start + ROWS)])
             tier.poll()
         except TierDown as error:
@@ -254,7 +252,7 @@ def test_a_directory_that_is_exchanged_under_a_running_tier(
     serves(tier, region)
 
 
-def test_where_rows_are_written_is_exchanged_under_a_running_tier(path: Path, region: HostRegion, victim: Path) -> None:
+def test_incoming_replaced_under_a_running_tier_takes_it_down(path: Path, region: HostRegion, victim: Path) -> None:
     tier = make_tier("files", path, region)
     tier.open(NAMESPACE, 0)
     serves(tier, region)
@@ -276,7 +274,7 @@ def test_where_rows_are_written_is_exchanged_under_a_running_tier(path: Path, re
     tier.close()
 
 
-def test_a_replica_that_cannot_be_locked_costs_no_descriptor(path: Path, region: HostRegion) -> None:
+def test_shard_that_cannot_be_locked_leaks_no_descriptor(path: Path, region: HostRegion) -> None:
     lock = path / HOME / "0" / ".lock"
     for place in (lock.parent.parent, lock.parent, lock):
         place.mkdir(mode=0o700)
@@ -289,10 +287,10 @@ def test_a_replica_that_cannot_be_locked_costs_no_descriptor(path: Path, region:
     tier.close()
 
 
-def test_a_file_system_whose_modes_are_the_mounts_is_told_from_what_others_have_put_there(
+def test_file_system_with_forced_modes_gets_a_refusal_of_its_own(
     path: Path, tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an SMB share is with file_mode=0777: to remove what is refused would not help."""
+    """As on an SMB share with file_mode=0777: removing the refused file would not help."""
     plain = os.open
 
     def for_all(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:

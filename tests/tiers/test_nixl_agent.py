@@ -1,4 +1,4 @@
-"""NIXL as movers use it: failures are states, and the agent goes on after them."""
+"""The NIXL agent as movers use it: a failure is a state of one transfer, and the agent works on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def end(transfer: Transfer) -> TransferState:
     return transfer.state()
 
 
-def test_rows_go_out_and_come_back(agent: Agent, region: HostRegion, path: Path) -> None:
+def test_rows_round_trip(agent: Agent, region: HostRegion, path: Path) -> None:
     region.rows_view[:32] = 7
     region.rows_view[32:] = 0
     file = agent.register_file(str(path), 64 * ROW, direct=True)
@@ -62,7 +62,7 @@ def test_rows_go_out_and_come_back(agent: Agent, region: HostRegion, path: Path)
     assert path.read_bytes() == bytes(32 * ROW) + b"\7" * (32 * ROW)
 
 
-def test_a_failure_is_a_state_and_the_next_transfer_works(agent: Agent, region: HostRegion, path: Path) -> None:
+def test_failure_is_a_state_and_the_next_transfer_works(agent: Agent, region: HostRegion, path: Path) -> None:
     file = agent.register_file(str(path), 1 << 30, direct=True)
     (device,) = file.devices
     beyond = [(region.address, ROW, 64 * ROW, device)]
@@ -76,7 +76,7 @@ def test_a_failure_is_a_state_and_the_next_transfer_works(agent: Agent, region: 
     agent.deregister(file)
 
 
-def test_a_pending_transfer_is_not_released(agent: Agent, region: HostRegion, path: Path) -> None:
+def test_pending_transfer_cannot_be_released(agent: Agent, region: HostRegion, path: Path) -> None:
     file = agent.register_file(str(path), 64 * ROW, direct=True)
     transfer = agent.read([(region.address + row * ROW, ROW, row * ROW, file.devices[0]) for row in range(64)])
     # File transfers make progress only when they are polled, so this one is certainly pending.
@@ -86,8 +86,8 @@ def test_a_pending_transfer_is_not_released(agent: Agent, region: HostRegion, pa
     agent.deregister(file)
 
 
-def test_files_that_were_opened_by_the_same_name_stay_apart(agent: Agent, region: HostRegion, tmp_path: Path) -> None:
-    """A tier names the file that it holds open by its descriptor, whose number the next one gets."""
+def test_files_opened_by_the_same_path_stay_apart(agent: Agent, region: HostRegion, tmp_path: Path) -> None:
+    """A tier registers a file by the path of its descriptor, whose number is reused for the next file."""
     paths, files, names = [tmp_path / f"file-{n}" for n in range(4)], [], set()
     for path in paths:
         path.write_bytes(bytes(ROW))
@@ -106,7 +106,7 @@ def test_files_that_were_opened_by_the_same_name_stay_apart(agent: Agent, region
     assert [path.read_bytes() for path in paths] == [bytes([number + 1]) * ROW for number in range(4)]
 
 
-def test_what_cannot_be_had_is_one_sentence(agent: Agent, tmp_path: Path) -> None:
+def test_unavailable_backend_or_file_is_one_sentence(agent: Agent, tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="POSIX cannot register FILE"):
         agent.register_file(str(tmp_path / "missing"), ROW, direct=True)
     with pytest.raises(AgentError, match="NO_SUCH is not available") as failure:

@@ -1,4 +1,4 @@
-"""`max_age` of row files: a row that is older is a miss, and its file goes, however often it was used since."""
+"""`max_age` of row files: an expired row is a miss, and its file is deleted even if it was used recently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, Clock, gone
 
 
 class Server(ServerTime):
-    """A file server with a clock of its own, as its files have it once `store` has been there."""
+    """A file server with the clock of the test; `store` sets the times of files by it."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def open_tier(
     write: str = "through",
     ahead_s: float = 0.0,
 ) -> RowFileTier:
-    """`clock` is the file server's; the engine's is ahead of it."""
+    """`clock` is the file server's; the engine's is ahead of it by `ahead_s`."""
     config = FileConfig(type="file", layout="files", path=path, capacity=CAPACITY, max_age=AGE_S, write=write)  # type: ignore[arg-type]
     tier = RowFileTier(config, GEOMETRY, region, lambda: clock() + ahead_s, Server(clock))
     tier.open(namespace, 0)
@@ -57,7 +57,7 @@ def open_tier(
 
 
 def listing(tier: RowFileTier) -> list[Entry]:
-    """What a listing tells, and then what the sweep after it has taken away."""
+    """The entries of a listing, and of the one after the sweep."""
     entries = [entry for batch in tier.list_rows() for entry in batch]
     if tier.maintain_s is not None:
         assert list(tier.maintain()) == []
@@ -80,7 +80,7 @@ def rows_in(path: Path) -> int:
     return len(list(path.rglob("*.row")))
 
 
-def test_old_rows_are_swept_also_those_that_are_used(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_expired_rows_are_deleted_even_if_recently_used(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     assert listing(tier) == []
     store(tier, region, range(4))
@@ -97,7 +97,7 @@ def test_old_rows_are_swept_also_those_that_are_used(tmp_path: Path, region: Hos
     tier.close()
 
 
-def test_rows_of_other_engines_and_namespaces_are_swept_too(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_expired_rows_of_others_are_deleted(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     other = bytes(reversed(NAMESPACE))
     for namespace in (other, NAMESPACE):
         tier = open_tier(tmp_path, region, clock, namespace)
@@ -106,10 +106,10 @@ def test_rows_of_other_engines_and_namespaces_are_swept_too(tmp_path: Path, regi
         tier.close()
     (tmp_path / NAMESPACE.hex() / "00").mkdir(exist_ok=True)
     sealless = tmp_path / NAMESPACE.hex() / "00" / "abcd.row"
-    sealless.write_bytes(bytes(5000))  # ages by its time
+    sealless.write_bytes(bytes(5000))  # without a seal, it ages by its modification time
     os.utime(sealless, (clock.now,) * 2)
     clock.now += 3000
-    tier = open_tier(tmp_path, region, clock)  # knows them only from the directory
+    tier = open_tier(tmp_path, region, clock)  # so it must read their seals
     assert len(listing(tier)) == 3
     clock.now += 700
     assert gone(listing(tier)) == [0, 1, 2]
@@ -117,7 +117,7 @@ def test_rows_of_other_engines_and_namespaces_are_swept_too(tmp_path: Path, regi
     tier.close()
 
 
-def test_an_old_row_is_a_miss_and_goes(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_expired_row_is_a_miss_and_is_deleted(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(4))
@@ -127,7 +127,7 @@ def test_an_old_row_is_a_miss_and_goes(tmp_path: Path, region: HostRegion, clock
     tier.close()
 
 
-def test_a_reader_forgets_old_rows_and_deletes_none(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_reader_forgets_expired_rows_and_deletes_none(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(2))
@@ -136,12 +136,12 @@ def test_a_reader_forgets_old_rows_and_deletes_none(tmp_path: Path, region: Host
     assert len(listing(reader)) == 2
     clock.now += AGE_S
     assert load(reader, region, range(2)) == [Outcome.MISSING] * 2
-    assert wait_until(lambda: listing(reader) == [])  # and does not take them up again
+    assert wait_until(lambda: listing(reader) == [])  # and it does not list them again
     assert rows_in(tmp_path) == 2
     reader.close()
 
 
-def test_a_row_that_is_stored_again_is_as_young_as_its_seal(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_row_stored_again_ages_from_its_new_seal(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     first, second = (open_tier(tmp_path, region, clock) for _ in range(2))
     listing(first)
     store(first, region, range(2))
@@ -149,7 +149,7 @@ def test_a_row_that_is_stored_again_is_as_young_as_its_seal(tmp_path: Path, regi
     clock.now += 3000
     store(second, region, range(2))
     clock.now += 700
-    assert listing(first) == []  # it knew the seals of before
+    assert listing(first) == []  # although it knew the old seals
     assert set(load(first, region, range(2))) == {Outcome.OK}
     assert rows_in(tmp_path) == 2
     first.close()
@@ -157,7 +157,7 @@ def test_a_row_that_is_stored_again_is_as_young_as_its_seal(tmp_path: Path, regi
 
 
 @pytest.mark.parametrize(("one_s", "other_s"), [(DAY_S, -DAY_S), (0.0, DAY_S), (-DAY_S, 0.0)])
-def test_engines_whose_clocks_are_days_apart_share_rows_and_let_them_age(
+def test_rows_expire_by_the_server_clock_with_engine_clocks_days_apart(
     tmp_path: Path, region: HostRegion, clock: Clock, one_s: float, other_s: float
 ) -> None:
     one, other = (open_tier(tmp_path, region, clock, ahead_s=ahead_s) for ahead_s in (one_s, other_s))
@@ -180,8 +180,8 @@ def test_engines_whose_clocks_are_days_apart_share_rows_and_let_them_age(
     other.close()
 
 
-def test_a_row_that_is_ahead_keeps_its_time_when_it_is_used(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
-    """Else it would be as young as its last use: for ever, when its seal is of a far year."""
+def test_row_sealed_ahead_of_the_clock_is_not_touched(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+    """A touch would make it as young as its last use, forever if its seal is far ahead."""
     tier = open_tier(tmp_path, region, clock, ahead_s=365 * DAY_S)
     listing(tier)
     store(tier, region, range(2))
@@ -189,7 +189,7 @@ def test_a_row_that_is_ahead_keeps_its_time_when_it_is_used(tmp_path: Path, regi
     clock.now += TOUCH_S + 1
     assert set(load(tier, region, range(2))) == {Outcome.OK}
     clock.now += AGE_S - TOUCH_S - 2
-    listing(tier)  # waits for what runs on hands
+    listing(tier)  # waits for the workers
     assert set(load(tier, region, range(2))) == {Outcome.OK}
     assert row_of(tier, 0).stat().st_mtime == written_s
     clock.now += 1
@@ -197,7 +197,7 @@ def test_a_row_that_is_ahead_keeps_its_time_when_it_is_used(tmp_path: Path, regi
     tier.close()
 
 
-def test_rows_of_a_server_whose_clock_was_ahead_age_from_now_on(
+def test_rows_written_while_the_server_clock_was_ahead_age_from_now_on(
     tmp_path: Path, region: HostRegion, clock: Clock
 ) -> None:
     right, clock.now = clock.now, clock.now + 365 * DAY_S
@@ -218,7 +218,7 @@ def test_rows_of_a_server_whose_clock_was_ahead_age_from_now_on(
 
 
 @pytest.mark.parametrize("ahead_s", [DAY_S, -DAY_S])
-def test_what_is_being_written_and_when_a_directory_has_changed_is_told_by_the_servers_clock(
+def test_orphans_and_changed_directories_are_judged_by_the_server_clock(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     real = time.time

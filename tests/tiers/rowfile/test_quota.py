@@ -1,4 +1,4 @@
-"""A directory of row files stays within its capacity, for one engine at every moment, for several nearly."""
+"""A directory of row files stays within its capacity: always with one engine, nearly with several."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BATCH = 64
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, so that one question tells what is taken: a walk would count a row twice that is
-    renamed under its feet."""
+    """A file system of its own, so that one call measures it: a walk would count a row twice that is renamed
+    meanwhile."""
     with tmpfs(tmp_path, "256m"):
         yield tmp_path
 
@@ -38,7 +38,7 @@ def fill(mover: MoverProcess, rows: range) -> list[Outcome]:
 
 
 def test_ten_times_the_capacity(disk: Path) -> None:
-    """Nobody drops anything: the tier itself takes the oldest away."""
+    """The core deletes nothing: the tier itself evicts the oldest rows."""
     with assert_never_exceeds(disk, CAPACITY, volume_bytes) as looks, mover_on(disk, CAPACITY) as mover:
         slots = mover.open()
         mover.listed_rows()
@@ -48,10 +48,10 @@ def test_ten_times_the_capacity(disk: Path) -> None:
         for _ in range(2):
             mover.expect(lambda m: isinstance(m, Heartbeat))
         assert disk_bytes(disk) <= mover.used_bytes <= CAPACITY
-    assert looks[-1] > 0.75 * CAPACITY  # a budget that is kept by not using it would be no feat
+    assert looks[-1] > 0.75 * CAPACITY  # and the capacity is used
 
 
-def test_namespaces_in_turn_the_oldest_rows_go_first(disk: Path) -> None:
+def test_least_recently_used_rows_of_all_namespaces_are_evicted_first(disk: Path) -> None:
     with assert_never_exceeds(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
         for number in range(4):
             slots = mover.open(number.to_bytes(16, "big"), epoch=number)
@@ -64,7 +64,7 @@ def test_namespaces_in_turn_the_oldest_rows_go_first(disk: Path) -> None:
     assert held[3] == slots // 2
 
 
-def test_rows_that_are_used_stay(tmp_path: Path) -> None:
+def test_recently_used_rows_are_not_evicted(tmp_path: Path) -> None:
     with mover_on(tmp_path, CAPACITY) as mover:
         slots = mover.open()
         mover.listed_rows()
@@ -78,7 +78,7 @@ def test_rows_that_are_used_stay(tmp_path: Path) -> None:
         assert set(mover.load(range(16, 48))) == {Outcome.MISSING}
 
 
-def test_two_movers_fill_one_directory_at_once(disk: Path) -> None:
+def test_two_movers_filling_one_directory_exceed_it_by_no_more_than_their_shares(disk: Path) -> None:
     allowance = 2 * max(SCAN_ROWS * GEOMETRY.row_bytes, CAPACITY // SCAN_SHARE)
     with (
         assert_never_exceeds(disk, CAPACITY + allowance, volume_bytes) as looks,
@@ -95,7 +95,7 @@ def test_two_movers_fill_one_directory_at_once(disk: Path) -> None:
     assert looks[-1] > 0.6 * CAPACITY
 
 
-def test_what_is_not_ours_counts_and_stays(disk: Path) -> None:
+def test_foreign_files_count_and_stay(disk: Path) -> None:
     foreign = disk / "notes" / "diary.txt"
     foreign.parent.mkdir()
     foreign.write_bytes(os.urandom(8 << 20))
@@ -104,14 +104,14 @@ def test_what_is_not_ours_counts_and_stays(disk: Path) -> None:
         mover.listed_rows()
         assert set(fill(mover, range(slots))) == {Outcome.OK}
     assert foreign.stat().st_size == 8 << 20
-    with mover_on(disk, 8 << 20) as mover:  # and leaves no room at all now
+    with mover_on(disk, 8 << 20) as mover:  # which the foreign file fills
         mover.open()
         mover.listed_rows()
         assert set(fill(mover, range(8))) == {Outcome.NO_SPACE}
         assert list(disk.rglob("*.row")) == []
 
 
-def test_a_smaller_capacity_holds_from_the_first_look_on(tmp_path: Path) -> None:
+def test_smaller_capacity_holds_from_the_first_scan(tmp_path: Path) -> None:
     with mover_on(tmp_path, CAPACITY) as mover:
         slots = mover.open()
         mover.listed_rows()
@@ -123,7 +123,7 @@ def test_a_smaller_capacity_holds_from_the_first_look_on(tmp_path: Path) -> None
         assert set(mover.load(range(slots - 32, slots))) == {Outcome.OK}
 
 
-def test_a_reader_takes_nothing_away(tmp_path: Path) -> None:
+def test_reader_deletes_nothing(tmp_path: Path) -> None:
     with mover_on(tmp_path, CAPACITY) as mover:
         slots = mover.open()
         mover.listed_rows()
@@ -138,7 +138,7 @@ def test_a_reader_takes_nothing_away(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.row"))) == slots
 
 
-def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
+def test_capacity_below_one_row_is_refused(tmp_path: Path) -> None:
     with MoverProcess(files_tier(tmp_path, 2 << 20), Geometry(1, 1 << 20), 4) as mover:
         mover.send(Open(NAMESPACE, 0))
         refused = mover.expect(lambda m: isinstance(m, Refused))

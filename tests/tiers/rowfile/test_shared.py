@@ -1,4 +1,4 @@
-"""Several movers on one directory of row files: they see each other's rows, and nobody a row that is not whole."""
+"""Several movers on one directory of row files: they see each other's rows, and only whole ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def numbers_of(entries: list[Entry]) -> list[int]:
     return sorted(int(entry.key[4:]) for entry in entries)
 
 
-def test_rows_come_back_also_after_a_restart_under_any_slot(tmp_path: Path) -> None:
+def test_rows_are_found_after_a_restart_under_any_slot(tmp_path: Path) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
         assert mover.listed_rows() == []
@@ -67,7 +67,7 @@ def test_rows_come_back_also_after_a_restart_under_any_slot(tmp_path: Path) -> N
     assert list((tmp_path / INCOMING).iterdir()) == []
 
 
-def test_two_movers_see_what_the_other_stores_and_what_it_deletes(tmp_path: Path) -> None:
+def test_two_movers_see_each_others_stores_and_deletions(tmp_path: Path) -> None:
     with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
         for mover in (first, second):
             mover.open()
@@ -76,20 +76,20 @@ def test_two_movers_see_what_the_other_stores_and_what_it_deletes(tmp_path: Path
         assert numbers_of(told(second, 20)) == list(range(20))
         assert set(second.load(range(20))) == {Outcome.OK}
         assert set(second.store(range(20, 30))) == {Outcome.OK}
-        assert numbers_of(told(first, 10)) == list(range(20, 30))  # and not what it stored itself
+        assert numbers_of(told(first, 10)) == list(range(20, 30))  # but not its own rows
         assert set(first.load(range(30))) == {Outcome.OK}
         first.send(Delete([(3, key_of(3)), (25, key_of(25))]))
         gone = told(second, 2)
         assert numbers_of(gone) == [3, 25]
         assert {entry.slot for entry in gone} == {GONE}
         assert second.load([3, 4]) == [Outcome.MISSING, Outcome.OK]
-        # It may come again, from either.
+        # Either may store it again.
         assert second.store([3]) == [Outcome.OK]
         assert numbers_of(told(first, 1)) == [3]
         assert first.load([3]) == [Outcome.OK]
 
 
-def test_a_drop_does_not_take_what_somebody_else_has_used_since(tmp_path: Path) -> None:
+def test_delete_leaves_rows_that_another_engine_has_used_since(tmp_path: Path) -> None:
     with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
         first.open()
         first.listed_rows()
@@ -98,17 +98,17 @@ def test_a_drop_does_not_take_what_somebody_else_has_used_since(tmp_path: Path) 
         second.listed_rows()
         for number in range(4):
             os.utime(row_of(tmp_path, number), (time.time() - 3600,) * 2)
-        assert set(second.load([0, 1])) == {Outcome.OK}  # marks the rows as used
+        assert set(second.load([0, 1])) == {Outcome.OK}  # touches their files
         assert wait_until(lambda: all(time.time() - row_of(tmp_path, n).stat().st_mtime < 60 for n in (0, 1)))
         os.utime(row_of(tmp_path, 0))
         first.send(Delete([(n, key_of(n)) for n in range(4)]))
         assert wait_until(lambda: not row_of(tmp_path, 2).exists() and not row_of(tmp_path, 3).exists())
         assert second.load([0, 1, 2]) == [Outcome.OK, Outcome.OK, Outcome.MISSING]
-        # A row that one has lost is news to it again.
+        # Rows that it deleted but that are still there are listed again.
         assert numbers_of(told(first, 2)) == [0, 1]
 
 
-def test_one_row_written_by_two_at_once(tmp_path: Path) -> None:
+def test_two_movers_may_store_the_same_row_at_once(tmp_path: Path) -> None:
     with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
         for mover in (first, second):
             mover.open()
@@ -126,7 +126,7 @@ def test_one_row_written_by_two_at_once(tmp_path: Path) -> None:
         assert len(list(tmp_path.rglob("*.row"))) == 16
 
 
-def test_killed_in_the_middle_of_stores_no_half_row_has_a_name(tmp_path: Path) -> None:
+def test_kill_during_stores_leaves_only_whole_rows(tmp_path: Path) -> None:
     rng = random.Random(3)
     sealer = Sealer(GEOMETRY, NAMESPACE, 0)
     stored, hits = 0, 0
@@ -137,7 +137,7 @@ def test_killed_in_the_middle_of_stores_no_half_row_has_a_name(tmp_path: Path) -
                 found = numbers_of(mover.listed_rows())
                 for start in range(0, len(found), ROWS):
                     outcomes = mover.load(found[start : start + ROWS])
-                    assert set(outcomes) == {Outcome.OK}  # SIGKILL loses no page: what has a name is whole
+                    assert set(outcomes) == {Outcome.OK}  # SIGKILL loses no page: a file with a row name is whole
                     hits += len(outcomes)
                 for row in range(ROWS):
                     region.rows_view[row] = payload(stored + row, GEOMETRY)
@@ -145,7 +145,7 @@ def test_killed_in_the_middle_of_stores_no_half_row_has_a_name(tmp_path: Path) -
                     rows = range(start, start + 8)
                     mover.begin(Store, [Move(n, n, key_of(stored + n), tick=stored + n, seal=True) for n in rows])
                 stored += ROWS
-                time.sleep(rng.uniform(0, 0.05))  # anywhere in it: no outcome of this test depends on where
+                time.sleep(rng.uniform(0, 0.05))  # anywhere in it: the assertions hold wherever it is
                 mover.kill()
             for path in tmp_path.rglob("*.row"):
                 row = np.frombuffer(path.read_bytes(), np.uint8)
@@ -154,10 +154,10 @@ def test_killed_in_the_middle_of_stores_no_half_row_has_a_name(tmp_path: Path) -
         with mover_on(tmp_path, region=region) as mover:
             mover.open()
             mover.listed_rows()
-            assert list((tmp_path / INCOMING).iterdir()) == []  # swept: their writers are dead
+            assert list((tmp_path / INCOMING).iterdir()) == []  # orphans are deleted
 
 
-def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path) -> None:
+def test_orphaned_temporary_files_are_deleted_and_others_stay(tmp_path: Path) -> None:
     (tmp_path / INCOMING).mkdir(parents=True)
 
     def leave(name: str, age_s: float) -> Path:
@@ -167,12 +167,12 @@ def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path)
         return path
 
     ours = TempNames().name()
-    name_of_a_dead_one = [
+    make_orphan_name = [
         sys.executable,
         "-c",
         "from nixl_tiers.tiers.rowfile.temp_names import TempNames; print(TempNames().name())",
     ]
-    dead = subprocess.run(name_of_a_dead_one, check=True, capture_output=True, text=True).stdout.strip()
+    dead = subprocess.run(make_orphan_name, check=True, capture_output=True, text=True).stdout.strip()
     elsewhere = "elsewhere-" + ours.partition("-")[2]
     kept = [leave(ours, 5.0), leave(elsewhere, ORPHAN_S / 2)]
     swept = [leave(dead, 5.0), leave("elsewhere2-" + ours.partition("-")[2], 2 * ORPHAN_S), leave("junk", 2 * ORPHAN_S)]
@@ -186,7 +186,7 @@ def test_left_over_temporaries_are_swept_and_living_ones_are_not(tmp_path: Path)
         assert kept[0].exists()
 
 
-def test_a_row_that_somebody_deleted_is_missing(tmp_path: Path) -> None:
+def test_row_deleted_by_another_process_is_a_miss(tmp_path: Path) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
         mover.listed_rows()
@@ -201,7 +201,7 @@ def test_a_row_that_somebody_deleted_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 60_000, -1])
-def test_a_flipped_bit_is_corrupt_and_the_file_goes(tmp_path: Path, place: int) -> None:
+def test_flipped_bit_is_corrupt_and_the_file_is_deleted(tmp_path: Path, place: int) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
         mover.listed_rows()
@@ -215,7 +215,7 @@ def test_a_flipped_bit_is_corrupt_and_the_file_goes(tmp_path: Path, place: int) 
         assert mover.load([1]) == [Outcome.MISSING]
 
 
-def test_a_short_file_is_corrupt_and_goes(tmp_path: Path) -> None:
+def test_short_file_is_corrupt_and_is_deleted(tmp_path: Path) -> None:
     with mover_on(tmp_path) as mover:
         mover.open()
         mover.listed_rows()
@@ -225,7 +225,7 @@ def test_a_short_file_is_corrupt_and_goes(tmp_path: Path) -> None:
         assert wait_until(lambda: not row_of(tmp_path, 0).exists())
 
 
-def test_a_directory_of_slabs_is_refused(tmp_path: Path) -> None:
+def test_directory_of_slabs_is_refused(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         mover.stop()

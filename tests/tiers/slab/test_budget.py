@@ -1,4 +1,4 @@
-"""Everything below a path stays within its capacity, whoever lives there, at every moment that is looked at."""
+"""Everything below a path stays within its capacity, sampled all the time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fill(mover: MoverProcess, slots: int) -> list[Outcome]:
     return outcomes
 
 
-def test_namespaces_in_turn(tmp_path: Path) -> None:
+def test_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
     with (
         assert_never_exceeds(tmp_path, CAPACITY) as looks,
         MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover,
@@ -38,9 +38,9 @@ def test_namespaces_in_turn(tmp_path: Path) -> None:
             for _ in range(2):
                 assert set(fill(mover, slots)) == {Outcome.OK}
             assert set(mover.load(range(BATCH))) == {Outcome.OK}
-        # Three quarters at least are rows: a budget that is kept by not using it would be no feat.
+        # At least three quarters are rows: the capacity is used.
         assert looks[-1] > 0.75 * CAPACITY
-    # Nobody holds them now, so whoever comes next may use all of it: the longest unused go first.
+    # No process holds them now: the next one may use all of it, and deletes the least recently used first.
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
         mover.open(namespace(9))
         mover.store(range(4))
@@ -66,8 +66,8 @@ def test_two_movers_at_once_share_one_budget(tmp_path: Path) -> None:
         assert not (tmp_path / namespace(1).hex()).exists()
 
 
-def test_replicas_side_by_side_find_their_rows_again(tmp_path: Path) -> None:
-    """Two movers serve one namespace, each its own rows under the same slots; so do those that come after them."""
+def test_shards_of_one_namespace_find_their_rows_again(tmp_path: Path) -> None:
+    """Two movers serve one namespace, each with rows of its own under the same slots; so do their successors."""
     with assert_never_exceeds(tmp_path, CAPACITY):
         for life in range(2):
             with (
@@ -86,8 +86,8 @@ def test_replicas_side_by_side_find_their_rows_again(tmp_path: Path) -> None:
                 second.stop()
 
 
-def test_two_replicas_and_three_namespaces_in_turn(tmp_path: Path) -> None:
-    """Filled beyond what there is by both at once, and reopened: one replica's share is whatever it got first."""
+def test_two_shards_of_three_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
+    """Both fill it beyond the capacity at once, and reopen."""
     stored = 0
     with (
         assert_never_exceeds(tmp_path, CAPACITY) as looks,
@@ -109,13 +109,13 @@ def test_two_replicas_and_three_namespaces_in_turn(tmp_path: Path) -> None:
                     assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
                     stored += outcomes.count(Outcome.OK)
             for mover in (first, second):
-                assert set(mover.load(range(16))) == {Outcome.OK}  # neither found it all taken
+                assert set(mover.load(range(16))) == {Outcome.OK}  # neither was left without room
         assert looks[-1] > 0.7 * CAPACITY
     assert stored > 3 * 0.7 * CAPACITY / GEOMETRY.row_bytes
 
 
-def test_no_room_for_another_journal_is_down_until_there_is(tmp_path: Path) -> None:
-    """The first one's engine does not hear that it should give way: its rows stay where they are."""
+def test_tier_without_room_for_a_journal_is_down_until_there_is_some(tmp_path: Path) -> None:
+    """The first mover's core does not react to the request for room: its rows stay."""
     capacity = 8 << 20
     with (
         assert_never_exceeds(tmp_path, capacity),
@@ -133,7 +133,7 @@ def test_no_room_for_another_journal_is_down_until_there_is(tmp_path: Path) -> N
         assert set(second.store(range(4))) == {Outcome.OK}
 
 
-def test_what_is_not_ours_counts_and_stays(tmp_path: Path) -> None:
+def test_foreign_files_count_and_stay(tmp_path: Path) -> None:
     foreign = tmp_path / "notes" / "diary.txt"
     foreign.parent.mkdir()
     foreign.write_bytes(os.urandom(8 << 20))
@@ -148,7 +148,7 @@ def test_what_is_not_ours_counts_and_stays(tmp_path: Path) -> None:
     assert foreign.stat().st_size == 8 << 20
 
 
-def test_heartbeats_tell_what_is_used(tmp_path: Path) -> None:
+def test_heartbeats_report_used_bytes(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
         mover.open()
         fill(mover, BATCH)
@@ -157,7 +157,7 @@ def test_heartbeats_tell_what_is_used(tmp_path: Path) -> None:
         assert disk_bytes(tmp_path) <= mover.used_bytes <= CAPACITY
 
 
-def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
+def test_capacity_below_one_row_is_refused(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, 2 << 20), Geometry(1, 1 << 20), 4) as mover:
         mover.send(Open(NAMESPACE, 0))
         refused = mover.expect(lambda m: isinstance(m, Refused))
@@ -166,7 +166,7 @@ def test_no_room_for_one_row_is_refused(tmp_path: Path) -> None:
         assert mover.process.wait(120) == 0
 
 
-def test_a_full_disk_heals(tmp_path: Path) -> None:
+def test_stores_work_again_after_a_full_disk(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "12m"):
         with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
             mover.open()

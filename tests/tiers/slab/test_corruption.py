@@ -1,4 +1,4 @@
-"""Whatever happens to the files: a damaged row is a miss, its neighbours are hits, and the mover lives."""
+"""Damage to files: a damaged row is a miss, its neighbours are hits, and the mover survives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def outcomes_after(path: Path, damage: Callable[[], None]) -> list[Outcome]:
         mover.open()
         assert len(mover.listed_rows()) == ROWS
         outcomes = mover.load(range(ROWS))
-        # What was found bad is not offered again; what was good still is.
+        # Rows found corrupt are not listed again; the others are.
         mover.stop()
     with MoverProcess(file_tier(path, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
@@ -50,7 +50,7 @@ def outcomes_after(path: Path, damage: Callable[[], None]) -> list[Outcome]:
     return outcomes
 
 
-def test_one_flipped_bit_anywhere(stored: Path) -> None:
+def test_flipped_bit_is_corrupt(stored: Path) -> None:
     rng = random.Random(7)
     size = GEOMETRY.row_bytes
     places = [0, GEOMETRY.cell_payload, size - 1, size - GEOMETRY.seal_bytes, *(rng.randrange(size) for _ in range(8))]
@@ -67,7 +67,7 @@ def test_one_flipped_bit_anywhere(stored: Path) -> None:
     assert outcomes == [Outcome.CORRUPT] * len(places) + [Outcome.OK] * (ROWS - len(places))
 
 
-def test_swapped_slots(stored: Path) -> None:
+def test_swapped_rows_are_corrupt(stored: Path) -> None:
     size = GEOMETRY.row_bytes
 
     def damage() -> None:
@@ -79,7 +79,7 @@ def test_swapped_slots(stored: Path) -> None:
     assert outcomes_after(stored, damage) == [Outcome.CORRUPT] * 2 + [Outcome.OK] * (ROWS - 2)
 
 
-def test_the_same_key_of_another_epoch(stored: Path) -> None:
+def test_row_of_another_epoch_or_namespace_is_corrupt(stored: Path) -> None:
     size = GEOMETRY.row_bytes
 
     def damage() -> None:
@@ -93,7 +93,7 @@ def test_the_same_key_of_another_epoch(stored: Path) -> None:
     assert outcomes_after(stored, damage)[:3] == [Outcome.CORRUPT, Outcome.CORRUPT, Outcome.OK]
 
 
-def test_a_slab_that_was_cut_short(stored: Path) -> None:
+def test_rows_of_a_truncated_slab_are_misses(stored: Path) -> None:
     keep = 10
     with slab(stored).open("r+b") as file:
         file.truncate(keep * GEOMETRY.row_bytes + 5000)
@@ -105,8 +105,8 @@ def test_a_slab_that_was_cut_short(stored: Path) -> None:
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-def test_a_slab_cut_short_under_a_running_mover(stored: Path) -> None:
-    """NIXL fails the whole transfer; every row speaks for itself all the same."""
+def test_slab_truncated_under_a_running_mover_is_reported_and_reopened(stored: Path) -> None:
+    """NIXL fails the whole transfer; each row has an outcome of its own all the same."""
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         with slab(stored).open("r+b") as file:
@@ -119,7 +119,7 @@ def test_a_slab_cut_short_under_a_running_mover(stored: Path) -> None:
         assert mover.load(range(ROWS)) == [Outcome.OK] * 10 + [Outcome.MISSING] * (ROWS - 10)
 
 
-def test_a_deleted_slab(stored: Path) -> None:
+def test_rows_of_a_deleted_slab_are_misses(stored: Path) -> None:
     slab(stored).unlink()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
@@ -130,7 +130,7 @@ def test_a_deleted_slab(stored: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["start", "middle", "deleted", "all of it deleted"])
-def test_a_lost_journal_is_read_back_from_the_seals(stored: Path, damage: str) -> None:
+def test_lost_journal_is_recovered_from_the_seals(stored: Path, damage: str) -> None:
     journal = slab(stored).with_name("manifest.sqlite")
     if "deleted" in damage:
         journal.unlink()
@@ -148,11 +148,11 @@ def test_a_lost_journal_is_read_back_from_the_seals(stored: Path, damage: str) -
             assert len({entry.tick for entry in adopted}) == ROWS
             assert set(mover.load(range(ROWS))) == {Outcome.OK}
             mover.stop()
-            assert ("by their seals" in mover.log()) is not bool(life)  # after that the journal knows them
+            assert ("by their seals" in mover.log()) is not bool(life)  # then the journal has them
 
 
-def test_only_seals_of_ours_are_read_back(stored: Path) -> None:
-    """Damaged ones, those of another epoch, of another namespace, or cut off with their slab: none is offered."""
+def test_only_valid_seals_of_the_namespace_and_epoch_are_recovered(stored: Path) -> None:
+    """Seals that are damaged, of another epoch or namespace, or cut off with their slab are not listed."""
     size = GEOMETRY.row_bytes
     others = [Sealer(GEOMETRY, NAMESPACE, 1), Sealer(GEOMETRY, bytes(16), 0), Sealer(Geometry(2, 30_001), NAMESPACE, 0)]
     with slab(stored).open("r+b") as file:
@@ -171,10 +171,10 @@ def test_only_seals_of_ours_are_read_back(stored: Path) -> None:
         assert set(mover.load(range(4, ROWS - 2))) == {Outcome.OK}
 
 
-def test_rows_that_a_kill_left_out_of_the_journal_are_found_and_dropped_ones_are_not(stored: Path) -> None:
+def test_rows_missing_in_the_journal_are_recovered_but_not_deleted_ones(stored: Path) -> None:
     journal = slab(stored).with_name("manifest.sqlite")
     with closing(sqlite3.connect(journal)) as db:
-        # As if it had been killed: changes that were not closed properly, rows 20 and up not written yet.
+        # As after a kill: not marked as complete, rows from 20 on not written yet.
         db.execute("DELETE FROM rows WHERE slot >= 20")
         db.execute("PRAGMA user_version = 0")
         db.commit()
@@ -199,7 +199,7 @@ def emptied(journal: Path) -> int:
         return int(db.execute("SELECT count(*) FROM rows WHERE key = x''").fetchone()[0])
 
 
-def test_a_lost_description_costs_nothing(stored: Path) -> None:
+def test_lost_description_is_recovered_from_the_seals(stored: Path) -> None:
     (slab(stored).with_name("namespace.json")).write_text("{")
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
@@ -207,7 +207,7 @@ def test_a_lost_description_costs_nothing(stored: Path) -> None:
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-def test_a_lost_description_of_nothing_that_is_ours_gives_the_replica_up(stored: Path) -> None:
+def test_shard_without_description_and_valid_seals_is_emptied(stored: Path) -> None:
     (slab(stored).with_name("namespace.json")).unlink()
     slab(stored).write_bytes(b"x" * (8 * GEOMETRY.row_bytes))
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
@@ -216,7 +216,7 @@ def test_a_lost_description_of_nothing_that_is_ours_gives_the_replica_up(stored:
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
 
 
-def test_rows_outside_the_tier_are_refused_without_harm(tmp_path: Path) -> None:
+def test_slots_beyond_the_tier_fail_alone(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, ROWS) as mover:
         slots = mover.open()
         moves = [Move(0, slots + 10**9, key_of(0), seal=True), Move(1, 1, key_of(1), seal=True)]

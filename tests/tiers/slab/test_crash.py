@@ -18,8 +18,8 @@ SLOTS = 96
 CAPACITY = 32 << 20
 
 
-def test_killed_while_storing(tmp_path: Path) -> None:
-    """Slots are overwritten, dropped and read in every life; the journal of each death is what the next one opens."""
+def test_kill_during_stores_gives_no_wrong_row(tmp_path: Path) -> None:
+    """Every mover overwrites, deletes and reads slots, and opens the journal that its killed predecessor left."""
     rng = random.Random(20)
     stored = 0  # keys are never used twice: an old key over new bytes would be a wrong hit
     hits = 0
@@ -43,13 +43,13 @@ def test_killed_while_storing(tmp_path: Path) -> None:
                     mover.begin(Store, moves)
                     mover.send(Delete([(slots[start], key_of(stored + start))]))
                 stored += SLOTS
-                time.sleep(rng.uniform(0, 0.15))  # anywhere in it: no outcome of this test depends on where
+                time.sleep(rng.uniform(0, 0.15))  # anywhere in it: the assertions hold wherever it is
                 mover.kill()
     assert hits > 0
     assert disk_bytes(tmp_path) <= CAPACITY
 
 
-def test_what_was_journalled_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_journalled_rows_survive_a_kill(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
         mover.open()
         assert set(mover.store(range(SLOTS))) == {Outcome.OK}
@@ -62,8 +62,8 @@ def test_what_was_journalled_is_there_after_a_kill(tmp_path: Path) -> None:
         assert set(mover.load(range(SLOTS))) == {Outcome.OK}
 
 
-def test_what_a_kill_left_out_of_the_journal_is_found(tmp_path: Path) -> None:
-    """Whatever was said to be stored is there afterwards, however young: 6 deaths right after the last answer."""
+def test_rows_missing_in_the_journal_after_a_kill_are_recovered(tmp_path: Path) -> None:
+    """Every row reported as stored survives, with 6 kills right after the last report."""
     for life in range(6):
         with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
             mover.open()
@@ -77,7 +77,7 @@ def test_what_a_kill_left_out_of_the_journal_is_found(tmp_path: Path) -> None:
             mover.kill()
 
 
-def test_killed_while_loading_the_region_is_quiet_once_it_is_reaped(tmp_path: Path) -> None:
+def test_region_is_not_written_after_a_mover_killed_during_loads_is_reaped(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
         mover.open()
         mover.store(range(SLOTS))

@@ -1,4 +1,4 @@
-"""`max_age` of slabs: what is older is a miss, and its bytes do not stay on the disk, whoever still knows of it."""
+"""`max_age` of slabs: an expired row is a miss, and its bytes are erased from the disk."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def open_tier(path: Path, region: HostRegion, clock: Clock, namespace: bytes = N
 
 
 def listing(tier: SlabTier) -> list[Entry]:
-    """The rows, once; after that, what a round of upkeep takes away."""
+    """The rows, the first time; after that, the entries of a round of upkeep."""
     batches = tier.maintain() if tier._served.listed else tier.list_rows()
     return [entry for batch in batches for entry in batch]
 
 
 def on_disk(path: Path, number: int) -> bool:
-    """Whether any of the row's bytes are to be read anywhere below the path."""
+    """Whether any file below the path has bytes of the row."""
     part = payload(number, GEOMETRY)[2048:4096].tobytes()
     return any(part in file.read_bytes() for file in path.rglob("*") if file.is_file())
 
 
-def test_the_rule() -> None:
+def test_has_expired_and_sweep_interval() -> None:
     now = 1_800_000_000.0
     ages = [0.0, now - AGE_S - 1, now - AGE_S, now - AGE_S + 1, now, now + 1e8]
     old = [True, True, True, False, False, False]
@@ -51,7 +51,7 @@ def test_the_rule() -> None:
 
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["zeroed ranges", "written zeroes"])
-def test_old_rows_are_swept_from_the_disk(
+def test_expired_rows_are_erased_from_the_disk(
     tmp_path: Path, region: HostRegion, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranges: bool
 ) -> None:
     if not ranges:
@@ -78,7 +78,7 @@ def test_old_rows_are_swept_from_the_disk(
     tier.close()
 
 
-def test_an_old_row_is_a_miss_before_the_sweep_finds_it(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_expired_row_is_a_miss_before_the_sweep(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(4))
@@ -89,7 +89,7 @@ def test_an_old_row_is_a_miss_before_the_sweep_finds_it(tmp_path: Path, region: 
     tier.close()
 
 
-def test_what_the_engine_has_dropped_is_erased_too_and_does_not_speak_for_a_younger_row(
+def test_deleted_row_is_erased_but_its_key_in_another_slot_is_kept(
     tmp_path: Path, region: HostRegion, clock: Clock
 ) -> None:
     tier = open_tier(tmp_path, region, clock)
@@ -98,7 +98,7 @@ def test_what_the_engine_has_dropped_is_erased_too_and_does_not_speak_for_a_youn
     tier.delete([(n, key_of(n)) for n in range(2)])
     clock.now += 1800
     region.rows_view[0] = payload(0, GEOMETRY)
-    (ended,) = outcomes(tier, tier.store([Move(0, 9, key_of(0), 9, seal=True)]))  # elsewhere, and younger
+    (ended,) = outcomes(tier, tier.store([Move(0, 9, key_of(0), 9, seal=True)]))  # in another slot, later
     assert list(ended) == [Outcome.OK]
     tier.close()
     tier = open_tier(tmp_path, region, clock)
@@ -111,13 +111,13 @@ def test_what_the_engine_has_dropped_is_erased_too_and_does_not_speak_for_a_youn
     tier.close()
 
 
-def test_a_row_keeps_the_age_of_its_seal_on_its_way_down(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_row_sealed_by_another_tier_keeps_its_age(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     """It was sealed by another tier's mover, long before it is stored here."""
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(1))
     clock.now += 1800
-    (ended,) = outcomes(tier, tier.store([Move(0, 5, key_of(0), 1)]))  # as it stands in the region, seal and all
+    (ended,) = outcomes(tier, tier.store([Move(0, 5, key_of(0), 1)]))  # with the seal that it has in the region
     assert list(ended) == [Outcome.OK]
     clock.now += 1801
     listing(tier)
@@ -125,7 +125,7 @@ def test_a_row_keeps_the_age_of_its_seal_on_its_way_down(tmp_path: Path, region:
     tier.close()
 
 
-def test_a_lost_journal_does_not_make_rows_young(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_recovered_rows_keep_the_age_of_their_seals(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(4))
@@ -140,10 +140,10 @@ def test_a_lost_journal_does_not_make_rows_young(tmp_path: Path, region: HostReg
     tier.close()
 
 
-def test_a_row_that_is_ahead_of_the_clock_counts_as_sealed_when_it_was_first_seen(
+def test_row_sealed_ahead_of_the_clock_ages_from_when_it_was_first_seen(
     tmp_path: Path, region: HostRegion, clock: Clock
 ) -> None:
-    """The clock was a year ahead, and is put right: whoever goes by the seals alone keeps the rows for a year."""
+    """The clock was a year ahead and is corrected: by their seals alone, the rows would stay for a year."""
     right, clock.now = clock.now, clock.now + 365 * DAY_S
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
@@ -168,7 +168,7 @@ def test_a_row_that_is_ahead_of_the_clock_counts_as_sealed_when_it_was_first_see
     tier.close()
 
 
-def test_a_clock_that_is_behind_for_a_while_deletes_nothing_early(
+def test_clock_that_is_behind_for_a_while_expires_nothing_early(
     tmp_path: Path, region: HostRegion, clock: Clock
 ) -> None:
     right = clock.now
@@ -176,7 +176,7 @@ def test_a_clock_that_is_behind_for_a_while_deletes_nothing_early(
     listing(tier)
     store(tier, region, range(2))
     tier.close()
-    clock.now = 1000.0  # as after a boot, until somebody tells it the time
+    clock.now = 1000.0  # as after a boot, before time is synchronized
     tier = open_tier(tmp_path, region, clock)
     assert len(listing(tier)) == 2
     assert listing(tier) == []
@@ -195,7 +195,7 @@ def latest(journal: Path) -> int:
         return int(db.execute("SELECT max(sealed_at) FROM rows").fetchone()[0] or 0)
 
 
-def test_rows_that_are_stored_while_a_sweep_runs_stay(
+def test_rows_stored_during_a_sweep_stay(
     tmp_path: Path, region: HostRegion, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard, "MAX_ENTRIES", 4)
@@ -204,7 +204,7 @@ def test_rows_that_are_stored_while_a_sweep_runs_stay(
     store(tier, region, range(12))
     clock.now += AGE_S
     sweep = tier.maintain()
-    next(sweep)  # begun with the first four
+    next(sweep)  # it erases the first four
     tier.delete([(n, key_of(n)) for n in range(4, 10)])
     for row in range(6):
         region.rows_view[row] = payload(50 + row, GEOMETRY)
@@ -212,7 +212,7 @@ def test_rows_that_are_stored_while_a_sweep_runs_stay(
     assert set(outcomes(tier, batch_id)[0]) == {Outcome.OK}
     assert gone([entry for batch in sweep for entry in batch]) == [0, 1, 2, 3, 10, 11]
     assert not on_disk(tmp_path, 11)
-    for _ in range(2):  # also by the journal
+    for _ in range(2):  # also after a restart, from the journal
         (ended,) = outcomes(tier, tier.load([Move(row, 4 + row, key_of(50 + row)) for row in range(6)]))
         assert set(ended) == {Outcome.OK}
         tier.close()
@@ -221,7 +221,7 @@ def test_rows_that_are_stored_while_a_sweep_runs_stay(
     tier.close()
 
 
-def test_a_replica_that_nobody_serves_goes_as_a_whole(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_expired_shard_without_a_mover_is_deleted(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     other = bytes(reversed(NAMESPACE))
     tier = open_tier(tmp_path, region, clock, other)
     listing(tier)
@@ -238,7 +238,7 @@ def test_a_replica_that_nobody_serves_goes_as_a_whole(tmp_path: Path, region: Ho
     tier.close()
 
 
-def test_a_replica_from_the_future_ages_from_when_it_was_first_seen(
+def test_shard_written_ahead_of_the_clock_ages_from_when_it_was_first_seen(
     tmp_path: Path, region: HostRegion, clock: Clock
 ) -> None:
     other = bytes(reversed(NAMESPACE))
@@ -258,12 +258,12 @@ def test_a_replica_from_the_future_ages_from_when_it_was_first_seen(
     tier.close()
 
 
-def test_rows_in_use_are_left_to_the_next_sweep(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_rows_in_use_are_left_for_the_next_sweep(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(4))
     clock.now += AGE_S
-    batch_id = tier.load([Move(row, row, key_of(row)) for row in range(2)])  # under way
+    batch_id = tier.load([Move(row, row, key_of(row)) for row in range(2)])  # in flight
     assert gone(listing(tier)) == [2, 3]
     assert [list(part) for part in outcomes(tier, batch_id)] == [[Outcome.MISSING] * 2]
     listing(tier)
@@ -271,13 +271,13 @@ def test_rows_in_use_are_left_to_the_next_sweep(tmp_path: Path, region: HostRegi
     tier.close()
 
 
-def test_a_store_into_a_slot_that_is_being_erased_waits(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
+def test_store_into_a_slot_being_erased_waits(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(4))
     clock.now += AGE_S
     sweep = tier.maintain()
-    next(sweep)  # begun
+    next(sweep)  # it erases all four
     for row in range(4):
         region.rows_view[row] = payload(50 + row, GEOMETRY)
     batch_id = tier.store([Move(row, row, key_of(50 + row), seal=True) for row in range(4)])
@@ -289,7 +289,7 @@ def test_a_store_into_a_slot_that_is_being_erased_waits(tmp_path: Path, region: 
     tier.close()
 
 
-def test_a_mover_tells_the_engine(tmp_path: Path) -> None:
+def test_mover_reports_expired_rows_as_gone(tmp_path: Path) -> None:
     with MoverProcess({**file_tier(tmp_path, 16 << 20), "max_age": 1}, GEOMETRY, ROWS) as mover:
         mover.open()
         mover.listed_rows()

@@ -1,4 +1,4 @@
-"""The journal: the newest change of a slot decides, and it survives what files survive."""
+"""The journal: the newest change of a slot counts, and changes survive a restart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reopened(folder: Path, slots: int = SLOTS) -> dict[int, tuple[bytes, int]]:
         journal.close()
 
 
-def test_the_newest_change_of_a_slot_decides(tmp_path: Path) -> None:
+def test_newest_change_of_a_slot_counts(tmp_path: Path) -> None:
     journal = Journal(tmp_path, SLOTS)
     journal.put(1, b"a", 1, NOW)
     journal.put(1, b"b", 2, NOW)
@@ -45,7 +45,7 @@ def test_the_newest_change_of_a_slot_decides(tmp_path: Path) -> None:
     assert reopened(tmp_path) == {1: (b"b", 2), 3: (b"d", 4), 4: (b"e", 9)}
 
 
-def test_changes_meet_what_is_already_in_the_file(tmp_path: Path) -> None:
+def test_changes_apply_to_rows_already_in_the_file(tmp_path: Path) -> None:
     journal = Journal(tmp_path, SLOTS)
     for slot in range(8):
         journal.put(slot, b"k%d" % slot, slot, NOW)
@@ -59,13 +59,13 @@ def test_changes_meet_what_is_already_in_the_file(tmp_path: Path) -> None:
     journal.touch(4, b"k4", 60)
     journal.touch(5, b"other", 61)
     journal.put(6, b"brief", 70, NOW)
-    journal.remove(6, b"brief")  # nor may the older row of that slot come back
+    journal.remove(6, b"brief")  # and the older row of that slot does not come back
     journal.close()
     found = reopened(tmp_path)
     assert found == {1: (b"k1", 1), 3: (b"new", 50), 4: (b"k4", 60), 5: (b"k5", 5), 7: (b"k7", 7)}
 
 
-def test_what_is_pending_is_written_at_close(tmp_path: Path) -> None:
+def test_pending_changes_are_written_at_close(tmp_path: Path) -> None:
     journal = Journal(tmp_path, SLOTS)
     assert listed(journal) == []
     journal.put(1, b"a", 1, NOW)
@@ -73,7 +73,7 @@ def test_what_is_pending_is_written_at_close(tmp_path: Path) -> None:
     assert reopened(tmp_path) == {1: (b"a", 1)}
 
 
-def test_a_listing_is_ordered_and_leaves_out_what_was_stored_since(tmp_path: Path) -> None:
+def test_listing_is_ordered_and_omits_slots_stored_into_since(tmp_path: Path) -> None:
     rows = 3 * MAX_ENTRIES + 5
     journal = Journal(tmp_path, SLOTS)
     for slot in range(rows):
@@ -91,7 +91,7 @@ def test_a_listing_is_ordered_and_leaves_out_what_was_stored_since(tmp_path: Pat
     journal.close()
 
 
-def test_it_knows_whether_it_can_have_missed_anything(tmp_path: Path) -> None:
+def test_journal_is_complete_only_after_a_clean_close(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 8)
     assert not journal.complete  # a new file beside old slabs
     assert listed(journal) == []
@@ -109,7 +109,7 @@ def test_it_knows_whether_it_can_have_missed_anything(tmp_path: Path) -> None:
     deadline = time.monotonic() + 120
     while _version(tmp_path):
         assert time.monotonic() < deadline
-    killed = tmp_path / "killed"  # what a mover that is killed now leaves behind
+    killed = tmp_path / "killed"  # the files that a mover killed now leaves behind
     killed.mkdir()
     for name in ("manifest.sqlite", "manifest.sqlite-wal"):
         shutil.copy(tmp_path / name, killed / name)
@@ -121,7 +121,7 @@ def test_it_knows_whether_it_can_have_missed_anything(tmp_path: Path) -> None:
     journal.start_overwrite(5)
     assert journal.unknown_slots().nonzero()[0].tolist() == [2, 4, 6, 7]
     journal.close()
-    assert not Journal(killed, 8).complete  # nobody completed it
+    assert not Journal(killed, 8).complete  # not marked as complete
 
 
 def _version(folder: Path) -> int:
@@ -129,7 +129,7 @@ def _version(folder: Path) -> int:
         return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
-def test_slots_beyond_the_tier_are_not_listed(tmp_path: Path) -> None:
+def test_slots_beyond_the_capacity_are_not_listed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, SLOTS)
     journal.put(5, b"five", 1, NOW)
     journal.put(6, b"six", 2, NOW)
@@ -137,8 +137,8 @@ def test_slots_beyond_the_tier_are_not_listed(tmp_path: Path) -> None:
     assert reopened(tmp_path, slots=6) == {5: (b"five", 1)}
 
 
-def test_it_stays_within_what_it_is_accounted_for(tmp_path: Path) -> None:
-    """The longest keys, slots in the order that is worst for a b-tree, everything rewritten: looked at all the time."""
+def test_journal_stays_within_journal_bytes(tmp_path: Path) -> None:
+    """With the longest keys, slots in the worst order for a b-tree, everything rewritten; sampled all the time."""
     slots = 4000
     journal = Journal(tmp_path, slots)
     most = [0]
@@ -160,13 +160,13 @@ def test_it_stays_within_what_it_is_accounted_for(tmp_path: Path) -> None:
     assert len(reopened(tmp_path, slots)) == slots
 
 
-def test_a_place_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
+def test_unwritable_file_is_an_os_error(tmp_path: Path) -> None:
     (tmp_path / "manifest.sqlite").mkdir()
     with pytest.raises(OSError, match=r"manifest\.sqlite"):
         Journal(tmp_path, SLOTS)
 
 
-def test_it_remembers_when_what_stands_in_a_slot_was_sealed_also_after_it_was_dropped(tmp_path: Path) -> None:
+def test_sealing_times_are_kept_for_deleted_rows(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 8)
     for slot in range(5):
         journal.put(slot, b"k%d" % slot, slot, NOW + slot)
@@ -188,7 +188,7 @@ def test_it_remembers_when_what_stands_in_a_slot_was_sealed_also_after_it_was_dr
     journal.close()
 
 
-def test_a_journal_of_other_columns_is_replaced(tmp_path: Path) -> None:
+def test_journal_with_other_columns_is_replaced(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as db:
         db.execute("CREATE TABLE rows (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, tick INTEGER NOT NULL)")
     journal = Journal(tmp_path, 8)

@@ -27,7 +27,7 @@ def namespace(number: int) -> bytes:
 
 
 class Core:
-    """The engine's part: it uses the slots it is told of, forgets what has gone, and evicts the oldest when it must."""
+    """The core's part: uses the slots it may, forgets rows that are gone, and evicts the oldest to store more."""
 
     def __init__(self, mover: MoverProcess, number: int) -> None:
         self.mover = mover
@@ -36,7 +36,7 @@ class Core:
         self._next = max(self.held, default=-1) + 1
 
     def listen(self, patience_s: float = 0.001) -> None:
-        """Take in what the mover has said."""
+        """Handle what the mover has reported."""
         while True:
             try:
                 message = self.mover.expect(lambda m: isinstance(m, (Slots, Listed)), patience_s)
@@ -73,7 +73,7 @@ class Core:
         return outcomes
 
     def check(self) -> None:
-        """All that it still believes in are hits, but for what has gone since."""
+        """All rows that it knows are hits, but for those that are gone since."""
         numbers = sorted(self.held)
         for start in range(0, len(numbers), BATCH):
             part = numbers[start : start + BATCH]
@@ -97,7 +97,7 @@ def mover_on(path: Path, capacity: int = CAPACITY) -> Iterator[MoverProcess]:
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (1, 1)], ids=["two namespaces", "two shards"])
-def test_who_comes_late_gets_its_part_while_both_run(tmp_path: Path, numbers: tuple[int, int]) -> None:
+def test_late_shard_gets_its_fair_share_while_both_run(tmp_path: Path, numbers: tuple[int, int]) -> None:
     part = 0.4 * CAPACITY / GEOMETRY.row_bytes
     with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
         first = Core(one, numbers[0])
@@ -123,7 +123,7 @@ def test_who_comes_late_gets_its_part_while_both_run(tmp_path: Path, numbers: tu
             assert len(core.held) > part
 
 
-def test_a_newcomer_that_finds_no_room_for_a_journal_is_let_in(tmp_path: Path) -> None:
+def test_new_shard_without_room_for_its_journal_is_given_some(tmp_path: Path) -> None:
     with (
         assert_never_exceeds(tmp_path, CAPACITY // 2),
         mover_on(tmp_path, CAPACITY // 2) as one,
@@ -152,7 +152,7 @@ def test_a_newcomer_that_finds_no_room_for_a_journal_is_let_in(tmp_path: Path) -
         assert first.held
 
 
-def test_who_is_alone_again_gets_all_of_it(tmp_path: Path) -> None:
+def test_last_shard_in_use_grows_to_the_whole_capacity(tmp_path: Path) -> None:
     with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
         first, second = Core(one, 1), Core(other, 2)
         for _ in range(4):
@@ -165,7 +165,7 @@ def test_who_is_alone_again_gets_all_of_it(tmp_path: Path) -> None:
         first.check()
 
 
-def test_an_empty_tail_is_given_back(tmp_path: Path) -> None:
+def test_empty_tail_is_freed(tmp_path: Path) -> None:
     with mover_on(tmp_path) as one:
         core = Core(one, 1)
         fill(core)
@@ -184,10 +184,10 @@ def test_an_empty_tail_is_given_back(tmp_path: Path) -> None:
         again.check()
 
 
-def test_parts(tmp_path: Path) -> None:
+def test_fair_shares_and_requests(tmp_path: Path) -> None:
     quota = SlabQuota(tmp_path, 64 << 20)
 
-    def settle(number: int, nbytes: int) -> Path:
+    def make_shard(number: int, nbytes: int) -> Path:
         with quota.locked():
             shard = quota.acquire_shard(namespace(number))
         with (shard.path / "slab-00000.kv").open("wb") as file:
@@ -196,13 +196,13 @@ def test_parts(tmp_path: Path) -> None:
         return shard.path
 
     shards: list[object] = []
-    large, small = settle(1, 48 << 20), settle(2, 8 << 20)
+    large, small = make_shard(1, 48 << 20), make_shard(2, 8 << 20)
     (tmp_path / "foreign").write_bytes(bytes(4 << 20))
     with quota.locked():
         assert quota.last_request_ns() == 0
         assert quota.requested_bytes(large) == 0
         assert quota.may_grow(large, 1 << 30)
-        quota.request_room(large, 4 << 20)  # it has more than its part
+        quota.request_room(large, 4 << 20)  # it has more than its fair share
         assert quota.last_request_ns() == 0
         quota.request_room(small, 4 << 20)
         assert quota.last_request_ns() > 0
@@ -212,17 +212,13 @@ def test_parts(tmp_path: Path) -> None:
         assert quota.may_grow(small, 20 << 20)
         assert not quota.may_grow(small, 24 << 20)
         quota.request_room(small, 1 << 30)
-        assert (
-            17 << 20 < quota.requested_bytes(large) < 19 << 20
-        )  # of 60 MiB a half each, and nobody gives more than that
+        assert 17 << 20 < quota.requested_bytes(large) < 19 << 20  # down to half of 60 MiB, its fair share
         quota.request_room(None, 1 << 30)
-        assert (
-            19 << 20 < quota.requested_bytes(large) <= 20 << 20
-        )  # a third one is to come: 28 to spare, 20 is its part
+        assert 19 << 20 < quota.requested_bytes(large) <= 20 << 20  # of three shards, the new one's fair share
 
 
 def test_ten_times_the_capacity(tmp_path: Path) -> None:
-    """The engine evicts, slot by slot; the disk is looked at all the time."""
+    """The core evicts, slot by slot; the disk is sampled all the time."""
     with assert_never_exceeds(tmp_path, CAPACITY) as looks, mover_on(tmp_path) as mover:
         core = Core(mover, 1)
         stored = 0
@@ -230,4 +226,4 @@ def test_ten_times_the_capacity(tmp_path: Path) -> None:
             stored += core.store().count(Outcome.OK)
         core.check()
         assert len(core.held) > core.slots - BATCH
-    assert max(looks) > 0.75 * CAPACITY  # a budget that is kept by not using it would be no feat
+    assert max(looks) > 0.75 * CAPACITY  # and the capacity is used

@@ -1,4 +1,4 @@
-"""Rows through a real mover and the file tier: what goes in comes out, and survives its mover."""
+"""Rows through a real mover and the file tier: loads return what was stored, also after a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("geometry", SIZES.values(), ids=SIZES)
-def test_round_trip_and_reopen(tmp_path: Path, geometry: Geometry) -> None:
+def test_rows_round_trip_and_survive_reopening(tmp_path: Path, geometry: Geometry) -> None:
     count = max(6, min(400, (24 << 20) // geometry.row_bytes))
     capacity = (count + 4) * geometry.row_bytes + (4 << 20)
     batch = min(count, 200)
@@ -42,7 +42,7 @@ def test_round_trip_and_reopen(tmp_path: Path, geometry: Geometry) -> None:
     assert disk_bytes(tmp_path) <= capacity
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_files_are_private_to_the_user(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path / "kv", 16 << 20), SIZES["64KiB"], 4) as mover:
         mover.open()
         mover.store(range(4))
@@ -51,7 +51,7 @@ def test_nobody_else_may_read_it(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_dropped_and_overwritten_rows_are_not_adopted(tmp_path: Path) -> None:
+def test_deleted_and_overwritten_rows_are_not_listed(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
         mover.open()
         mover.store(range(8))
@@ -64,7 +64,7 @@ def test_dropped_and_overwritten_rows_are_not_adopted(tmp_path: Path) -> None:
         assert found == {0: key_of(20), 3: key_of(21)} | {n: key_of(n) for n in (1, 2, 4, 5, 6, 7)}
 
 
-def test_a_used_row_is_adopted_later(tmp_path: Path) -> None:
+def test_recently_used_row_is_listed_later(tmp_path: Path) -> None:
     from nixl_tiers.mover.protocol import Load
     from nixl_tiers.tiers.base import Move
 
@@ -78,7 +78,7 @@ def test_a_used_row_is_adopted_later(tmp_path: Path) -> None:
         assert [entry.slot for entry in mover.listed_rows()] == [0, 2, 3, 1]
 
 
-def test_another_namespace_sees_nothing_and_the_first_is_still_there(tmp_path: Path) -> None:
+def test_namespaces_are_separate_and_both_stay(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, 32 << 20), SIZES["64KiB"], 8) as mover:
         mover.open(epoch=0)
         mover.listed_rows()
@@ -92,7 +92,7 @@ def test_another_namespace_sees_nothing_and_the_first_is_still_there(tmp_path: P
         assert set(mover.load(range(8))) == {Outcome.OK}
 
 
-def test_rows_of_another_shape_are_given_up(tmp_path: Path) -> None:
+def test_rows_of_another_geometry_are_dropped(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, 32 << 20), SIZES["64KiB"], 8) as mover:
         mover.open()
         mover.store(range(8))

@@ -1,4 +1,4 @@
-"""The file tier inside this process, where what it stands on can be taken away."""
+"""The slab tier inside the test process, with failing system calls and directories."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from tests.mover.harness import NAMESPACE, key_of
 from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, outcomes, store
 
 
-def storage(path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier:
+def make(path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier:
     return SlabTier(FileConfig(type="file", path=path, capacity=capacity), GEOMETRY, region)
 
 
-def test_without_o_direct_and_without_fallocate(
+def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slabs, "direct_works", lambda _: False)
     monkeypatch.setattr(slabs, "fallocate", lambda *_: errno.EOPNOTSUPP)
-    tier = storage(tmp_path, region)
+    tier = make(tmp_path, region)
     slots = tier.open(NAMESPACE, 0)
     for start in range(0, slots, ROWS):
         numbers = range(start, min(start + ROWS, slots))
         assert set(store(tier, region, numbers)) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
     tier.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # each said once
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # each logged once
 
 
 @pytest.mark.parametrize(("error", "outcome"), [(errno.ENOSPC, Outcome.NO_SPACE), (errno.EIO, Outcome.FAILED)])
-def test_a_medium_that_gives_no_extent(
+def test_failed_allocation_fails_stores_until_it_works_again(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, error: int, outcome: Outcome
 ) -> None:
-    tier = storage(tmp_path, region)
+    tier = make(tmp_path, region)
     tier.open(NAMESPACE, 0)
     with monkeypatch.context() as patch:
         patch.setattr(slabs, "fallocate", lambda *_: error)
@@ -54,7 +54,7 @@ def test_a_medium_that_gives_no_extent(
     tier.close()
 
 
-def test_both_directions_at_once_and_many_units(tmp_path: Path) -> None:
+def test_loads_and_stores_run_at_once_with_more_rows_than_one_kernel_queue(tmp_path: Path) -> None:
     """More descriptors in flight than NIXL has in one kernel queue."""
     geometry = Geometry(1, 3000)
     rows = 4096
@@ -73,11 +73,11 @@ def test_both_directions_at_once_and_many_units(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_places_that_cannot_work(tmp_path: Path, region: HostRegion) -> None:
+def test_path_that_is_a_file_is_refused_and_missing_parent_is_down(tmp_path: Path, region: HostRegion) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TierRefused, match=r"path: .*file"):
-        storage(tmp_path / "file", region).open(NAMESPACE, 0)
-    missing = storage(tmp_path / "not" / "mounted", region)
+        make(tmp_path / "file", region).open(NAMESPACE, 0)
+    missing = make(tmp_path / "not" / "mounted", region)
     with pytest.raises(TierDown, match="mounted"):
         missing.open(NAMESPACE, 0)
     (tmp_path / "not").mkdir()
@@ -85,8 +85,8 @@ def test_places_that_cannot_work(tmp_path: Path, region: HostRegion) -> None:
     missing.close()
 
 
-def test_an_empty_batch_ends_too(tmp_path: Path, region: HostRegion) -> None:
-    tier = storage(tmp_path, region)
+def test_empty_batch_is_reported(tmp_path: Path, region: HostRegion) -> None:
+    tier = make(tmp_path, region)
     tier.open(NAMESPACE, 0)
     assert outcomes(tier, tier.store([]), tier.load([])) == [[], []]
     tier.close()

@@ -1,4 +1,4 @@
-"""What stands under a running file tier is taken away: it says so once, loses nothing else, and comes back."""
+"""Files and directories removed or damaged under a running file tier: it goes down once, and comes up with the rest."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def stored(mover: MoverProcess, rows: int = ROWS) -> MoverProcess:
     return mover
 
 
-def healed(mover: MoverProcess) -> str:
-    """Wait until it has said that it is down and that it is up again; the reason it gave."""
+def down_and_up(mover: MoverProcess) -> str:
+    """Wait until it has reported that it is down and up again; returns the reason."""
     down = mover.expect(lambda m: isinstance(m, Down))
     assert isinstance(down, Down)
     mover.expect(lambda m: isinstance(m, Opened))
@@ -50,18 +50,18 @@ def lines(mover: MoverProcess, text: str) -> int:
     return sum(text in line for line in mover.log().splitlines())
 
 
-def test_a_directory_that_is_deleted_is_made_anew(tmp_path: Path, layout: str) -> None:
+def test_deleted_directory_is_made_again(tmp_path: Path, layout: str) -> None:
     place = tmp_path / "kv"
     with stored(mover_on(place, layout)) as mover:
         shutil.rmtree(place)
         assert set(mover.load(range(ROWS))) <= {Outcome.OK, Outcome.MISSING, Outcome.FAILED}
-        assert healed(mover) == f"{_root(place, layout)} has been deleted"
+        assert down_and_up(mover) == f"{_root(place, layout)} has been deleted"
         assert set(mover.load(range(ROWS))) == {Outcome.MISSING}
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
         assert disk_bytes(place) > ROWS * GEOMETRY.row_bytes
         mover.stop()
-        assert lines(mover, "has been deleted") == 0  # its engine logs what it is told
+        assert lines(mover, "has been deleted") == 0  # the coordinator logs the reason, not the mover
     with mover_on(place, layout) as mover:
         mover.open()
         assert len(mover.listed_rows()) == ROWS
@@ -71,7 +71,7 @@ def _root(place: Path, layout: str) -> Path:
     return place if layout == "files" else place / NAMESPACE.hex() / "0"
 
 
-def test_a_parent_that_has_gone_is_waited_for(tmp_path: Path, layout: str) -> None:
+def test_tier_is_down_until_a_missing_parent_is_back(tmp_path: Path, layout: str) -> None:
     parent = tmp_path / "disk"
     parent.mkdir()
     with stored(mover_on(parent / "kv", layout)) as mover:
@@ -95,11 +95,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_left_of_a_replica_are_hits(tmp_path: Path, damage: str) -> None:
+def test_remaining_rows_of_a_damaged_shard_are_hits(tmp_path: Path, damage: str) -> None:
     destroy, reason, survive = DAMAGES[damage]
     with stored(mover_on(tmp_path)) as mover:
         destroy(tmp_path / NAMESPACE.hex() / "0")
-        assert healed(mover).endswith(reason)
+        assert down_and_up(mover).endswith(reason)
         assert set(mover.load(range(ROWS))) == {Outcome.OK if survive else Outcome.MISSING}
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
@@ -121,7 +121,7 @@ def _delete(home: Path, pattern: str) -> None:
         path.unlink()
 
 
-def test_row_files_that_are_deleted_are_misses_and_the_tier_stays_up(tmp_path: Path) -> None:
+def test_deleted_row_files_are_misses_and_the_tier_stays_up(tmp_path: Path) -> None:
     with stored(mover_on(tmp_path, "files")) as mover:
         shutil.rmtree(tmp_path / NAMESPACE.hex())
         shutil.rmtree(tmp_path / ".incoming")
@@ -130,7 +130,7 @@ def test_row_files_that_are_deleted_are_misses_and_the_tier_stays_up(tmp_path: P
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-def test_a_journal_that_is_spoilt_while_it_is_open_costs_no_row(tmp_path: Path) -> None:
+def test_journal_damaged_while_open_costs_no_row(tmp_path: Path) -> None:
     journal = tmp_path / NAMESPACE.hex() / "0" / "manifest.sqlite"
     with stored(mover_on(tmp_path), ROWS // 2) as mover:
         for suffix in ("", "-wal"):
@@ -147,7 +147,7 @@ def test_a_journal_that_is_spoilt_while_it_is_open_costs_no_row(tmp_path: Path) 
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-def test_files_that_may_not_grow_fail_stores_and_nothing_else(tmp_path: Path, layout: str) -> None:
+def test_file_size_limit_fails_only_stores(tmp_path: Path, layout: str) -> None:
     with stored(mover_on(tmp_path, layout), ROWS // 2) as mover:
         pid, most = mover.process.pid, GEOMETRY.row_bytes // 2
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
@@ -161,7 +161,7 @@ def test_files_that_may_not_grow_fail_stores_and_nothing_else(tmp_path: Path, la
 
 
 @pytest.mark.parametrize("there", list(LAYOUTS))
-def test_a_directory_has_one_layout(tmp_path: Path, there: str) -> None:
+def test_directory_of_the_other_layout_is_refused(tmp_path: Path, there: str) -> None:
     with stored(mover_on(tmp_path, there)) as mover:
         mover.stop()
     (other,) = set(LAYOUTS) - {there}

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.tiers.test_file_faults import ROWS, mover_on, stored
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.mover.protocol import Down, Opened
 from tests.mover.harness import LAYOUTS, MoverProcess, wait_until
 from tests.support.disks import Ext4, ext4, run, tmpfs
-from tests.tiers.slab.test_faults import ROWS, mover_on, stored
 
 EXT4_SHUTDOWN = 0x8004587D
 READ_ONLY = os.strerror(errno.EROFS)
@@ -33,15 +33,15 @@ def disk(tmp_path: Path) -> Iterator[Ext4]:
 
 
 def served_again(mover: MoverProcess) -> None:
-    """The tier has come back, and all that it held."""
+    """The tier is up again with all its rows."""
     mover.expect(lambda m: isinstance(m, Opened))
     assert len(mover.listed_rows()) == ROWS
     assert set(mover.load(range(ROWS))) == {Outcome.OK}
     assert set(mover.store(range(ROWS))) == {Outcome.OK}
 
 
-def test_a_disk_that_fails_and_is_mounted_anew(disk: Ext4, layout: str) -> None:
-    """Every access is EIO from now on: a real file system that was shut down."""
+def test_failed_disk_is_served_again_after_a_remount(disk: Ext4, layout: str) -> None:
+    """A real file system is shut down: every access fails with EIO."""
     path = disk.place / "kv"
     path.mkdir()
     with stored(mover_on(path, layout)) as mover:
@@ -58,7 +58,7 @@ def test_a_disk_that_fails_and_is_mounted_anew(disk: Ext4, layout: str) -> None:
             assert set(mover.load(range(ROWS))) <= {Outcome.OK, Outcome.FAILED}
         assert disk.unmount()
         mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
-        assert list(disk.place.iterdir()) == []  # and it does not fill the disk below instead
+        assert list(disk.place.iterdir()) == []  # and it does not fill the disk below the mount point
         disk.remount()
         served_again(mover)
         mover.stop()
@@ -66,8 +66,8 @@ def test_a_disk_that_fails_and_is_mounted_anew(disk: Ext4, layout: str) -> None:
         assert len(log.splitlines()) < 12, log
 
 
-def test_a_disk_that_the_kernel_makes_read_only(disk: Ext4, layout: str) -> None:
-    """As it does when it finds an error: also files that are open cannot be written to any more."""
+def test_disk_remounted_read_only_by_the_kernel_still_serves_loads(disk: Ext4, layout: str) -> None:
+    """As it does after an error: writes to open files fail too."""
     path = disk.place / "kv"
     path.mkdir()
     with stored(mover_on(path, layout)) as mover:
@@ -87,8 +87,8 @@ def test_a_disk_that_the_kernel_makes_read_only(disk: Ext4, layout: str) -> None
         assert len(log.splitlines()) < 12, log
 
 
-def test_a_remount_that_is_read_only_for_a_while(tmp_path: Path) -> None:
-    """Only with row files: nobody can remount a disk while somebody holds files open to write them, and slabs are."""
+def test_stores_work_again_after_a_read_only_remount(tmp_path: Path) -> None:
+    """Only with row files: a disk with files open for writing, as slabs are, cannot be remounted."""
     with tmpfs(tmp_path, "64m") as disk, stored(mover_on(disk, "files")) as mover:
         assert wait_until(lambda: run("mount", "-o", "remount,ro", disk))
         for first in range(100, 100 + 4 * ROWS, ROWS):
