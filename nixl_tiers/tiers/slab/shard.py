@@ -24,7 +24,8 @@ from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent
-from nixl_tiers.tiers.slab.journal import Journal, journal_bytes
+from nixl_tiers.tiers.slab.journal import Journal
+from nixl_tiers.tiers.slab.journal_file import journal_bytes
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.recovery import SealedRow, SealScan, read_seals
 from nixl_tiers.tiers.slab.slabs import SlabLayout, Slabs, detect_layout

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
-from nixl_tiers.tiers.slab.journal import Journal, journal_bytes
+from nixl_tiers.tiers.slab.journal import Journal
+from nixl_tiers.tiers.slab.journal_file import journal_bytes
 
 SLOTS = 10_000
 NOW = 1_795_000_000
