@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tiers.test_file_faults import ROWS, mover_on, stored
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.mover.protocol import Down, Opened
 from tests.mover.harness import LAYOUTS, MoverProcess, wait_until
 from tests.support.disks import Ext4, ext4, run, tmpfs
+from tests.tiers.test_file_faults import ROWS, mover_on, stored
 
 EXT4_SHUTDOWN = 0x8004587D
 READ_ONLY = os.strerror(errno.EROFS)
