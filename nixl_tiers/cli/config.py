@@ -18,10 +18,6 @@ _MEANINGS: Final = {
     ("on_reset", "new_epoch"): "stored chunks are no longer used",
     ("on_reset", "keep"): "stored chunks stay valid",
     ("lora_storage", True): "chunks of LoRA adapters are stored too",
-    ("wait_s", None): "the longest that a request waits for chunks to come up",
-    ("probe_s", None): "the longest that a request waits to hear of other engines' chunks",
-    ("ready_s", None): "the longest that opening waits for tiers to tell what they hold",
-    ("flush_on_exit_s", None): "the longest that closing waits for chunks that no tier holds yet",
 }
 _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
 
@@ -56,12 +52,16 @@ def _fields(model: BaseModel) -> list[str]:
         given = name in model.model_fields_set
         if name in ("type", "tiers") or (not given and field.default in (None, "") and not schema.unset(field)):
             continue
-        meaning = _MEANINGS.get((name, value)) or _MEANINGS.get((name, None))
+        described = field.description if name.endswith("_s") else None
+        meaning = _MEANINGS.get((name, value)) or (described or "").replace("`", "")
         rows.append((name, _shown(name, value, field) + ("" if given else " (default)"), meaning))
     if isinstance(model, S3Config) and all(getattr(model, way) is None for way in _CREDENTIALS):
-        rows.append(("credentials", "the AWS chain (default)", None))
+        rows.append(("credentials", "the AWS chain (default)", ""))
     widest = max((len(name) for name, _, _ in rows), default=0)
-    return [f"  {name:<{widest}}  {text}{f': {meaning}' if meaning else ''}" for name, text, meaning in rows]
+    return [
+        f"  {name:<{widest}}  {text}{f': {meaning}' if meaning else ''}".replace("`", "")
+        for name, text, meaning in rows
+    ]
 
 
 def _shown(name: str, value: Any, field: FieldInfo) -> str:

@@ -47,7 +47,7 @@ def parse_size(value: object) -> int:
     else:
         raise ValueError(f'{shown(value)} is not a size; write bytes as a whole number, or text such as "64GiB"')
     if size < 1:
-        raise ValueError(f"{shown(value)} is no room at all; a capacity must be at least one byte")
+        raise ValueError(f"{shown(value)} is too small; a capacity must be at least one byte")
     if size > MAX_CAPACITY_BYTES:
         raise ValueError(f"{shown(value)} is more than 1 EiB, which no tier can have")
     return size

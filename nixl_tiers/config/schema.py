@@ -132,7 +132,7 @@ class TiersConfig(Model):
         for i, tier in enumerate(self.tiers):
             for j, other in enumerate(self.tiers[:i]):
                 if isinstance(tier, StorageConfig) and isinstance(other, StorageConfig) and tier.shares_place(other):
-                    raise ValueError(f"tiers[{i}]: shares its place with tiers[{j}], so neither budget could hold")
+                    raise ValueError(f"tiers[{i}]: overlaps tiers[{j}], so neither capacity could be kept")
         return self
 
     @property

@@ -75,7 +75,7 @@ def pointer(raw: object) -> Path | None:
     if not isinstance(raw["config"], (str, Path)):
         raise ConfigError("config: must be the path of a .json, .yaml or .yml file")
     if len(raw) > 1:
-        raise ConfigError("config: stands alone; write the other fields into the file that it names")
+        raise ConfigError("config: excludes all other fields; write them into the file that it names")
     return Path(raw["config"])
 
 
@@ -92,7 +92,7 @@ def _refuse_duplicates(names: Iterable[tuple[object, int]]) -> None:
     seen: set[str] = set()
     for name, line in names:
         if str(name) in seen:
-            raise ConfigError(f"{name}: this field stands twice in the same table{f' (line {line})' if line else ''}")
+            raise ConfigError(f"{name}: duplicate field in the same table{f' (line {line})' if line else ''}")
         seen.add(str(name))
 
 

@@ -128,7 +128,7 @@ class StorageConfig(Model):
         return [name for name in named if name is not None]
 
     def shares_place(self, other: StorageConfig) -> bool:
-        """Whether both would keep their rows in one place, so that neither budget could hold."""
+        """Whether both would keep their rows in one place, so neither capacity could be kept."""
         return False
 
     # --- what this machine must have ------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def _same_bucket(config: TiersConfig) -> Iterator[str]:
         if one.bucket == other.bucket and nested and _server(one) == _server(other):
             yield (
                 f"tiers[{j}].endpoint: is another name for the server of tiers[{i}], so both tiers use the same place "
-                f'in bucket "{one.bucket}" and neither budget holds; keep one, or give each its own prefix'
+                f'in bucket "{one.bucket}" and neither capacity is kept; keep one, or give each its own prefix'
             )
 
 
@@ -139,7 +139,7 @@ def _same_directory(config: TiersConfig) -> Iterator[str]:
     tiers = [(i, _real(tier.path)) for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
     for (i, one), (j, other) in combinations(tiers, 2):
         if one.is_relative_to(other) or other.is_relative_to(one):
-            yield f"tiers[{j}].path: is another name for the place of tiers[{i}], so neither budget holds"
+            yield f"tiers[{j}].path: is another name for the directory of tiers[{i}], so neither capacity is kept"
 
 
 def _missing_profiles(config: TiersConfig) -> Iterator[str]:

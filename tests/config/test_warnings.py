@@ -140,7 +140,7 @@ def test_same_directory_by_two_names_is_warned_about(tmp_path: Path, here: Calla
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for path in (tmp_path / "link", tmp_path / "link" / "below"):
         lines = here(FILE | {"path": str(tmp_path / "real")}, FILE | {"path": str(path)})
-        assert lines == ["tiers[2].path: is another name for the place of tiers[1], so neither budget holds"]
+        assert lines == ["tiers[2].path: is another name for the directory of tiers[1], so neither capacity is kept"]
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     assert here(FILE | {"path": str(tmp_path / "circle")}, FILE | {"path": str(tmp_path / "real")}) == []
 
