@@ -1,16 +1,16 @@
-"""The object tier: one object a row below `<prefix>/<namespace>/`, moved by NIXL, each with a handle of its own.
+"""The S3 tier: one object per row below `<prefix>/<namespace>/`, each transferred by NIXL with a handle of its own.
 
-What NIXL's object backend leaves open is closed here (tried, all of it):
-- a failed download leaves the server's error page in the buffer, and a short object counts as done: downloads land in
-  private staging rows, and only what the seal vouches for is copied into the region;
-- a retry inside its AWS library appends to what the failed try has left, so one "slow down" spoils a download whose
-  second try was good: what a server answered, and is not a row, is asked for once more.
+Two weaknesses of NIXL's object backend are handled here (both were reproduced):
+- a failed download leaves the server's error page in the buffer, and a short object counts as done: downloads go to
+  private staging rows, and only a row whose seal verifies is copied into the region;
+- a retry inside its AWS library appends to the bytes of the failed attempt, so one "slow down" corrupts a download
+  whose second attempt succeeded: a download that was answered with anything but a row is retried once.
 
-A private prefix: the budget counts every row below it, of whatever namespace. Room for an upload is there when the
-server has confirmed the deletes that make it, so the bucket never holds more than the capacity.
+A private prefix: the quota counts every row below it, of any namespace. Space counts as free when the server has
+confirmed the deletes, so the bucket never holds more than the capacity.
 
-A shared prefix: what others store is found by listing again and again. Rows that the engine drops are only forgotten,
-for others may want them: the janitor (janitor.py) deletes, and says whether there is room for an upload.
+A shared prefix: rows that others store are found by periodic listings and existence checks. Rows that this tier is told
+to delete only leave its index, since others may use them: the janitor (janitor.py) deletes, and grants uploads.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from nixl_tiers.tiers.s3.listing import Listing, is_row
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 
 TRIES: Final = 2
-LOOK_S: Final = (0.0002, 0.003)  # how long transfers are left alone when none of them has ended: at first, at most
+POLL_S: Final = (0.0002, 0.003)  # between two polls of the transfers while none of them ends: first, longest
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
-SWEEP_S: Final = 3600.0  # between two listings of a private prefix with a maximum age, or a share of that age
-SWEEPS_IN_AN_AGE: Final = 8
+SWEEP_S: Final = 3600.0  # the longest time between two listings of a private prefix for max_age
+SWEEPS_PER_AGE: Final = 8
 INTERVALS: Final = JanitorIntervals()
 
 
 class S3Tier(StorageTier):
-    """Rows as objects of one bucket. Slots are a count here, not places: any key may stand with any slot."""
+    """Rows as objects of one bucket. Slots are only a count: an object is found by its key."""
 
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
-        """Touches neither NIXL nor the network: that is for `open`."""
+        """Uses neither NIXL nor the network; `open` does."""
         self._config = config
         self._geometry = geometry
         self._region = region
@@ -59,21 +59,21 @@ class S3Tier(StorageTier):
         self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
         self._quota = self._new_quota()
-        self._spoiled: set[Key] = set()  # no use to anybody: deleted when they are dropped, also where others are
+        self._unusable: set[Key] = set()  # corrupt or expired: deleted on request, also on a shared prefix
         self._sealer: Sealer | None = None
         self._prefix = ""
         self._listing: Listing | None = None
         self._listed = False  # whether a listing of this namespace has ended
-        self._since: set[Key] = set()  # rows that the listing under way may have missed
-        self._tick = 0  # above it, whatever the next listing finds is newer than what was met before
-        self._look_at_s = 0.0
+        self._stored_since: set[Key] = set()  # rows stored since the present listing began, which it may have missed
+        self._tick = 0  # the first tick of the next listing's rows, above all known ones
+        self._poll_at_s = 0.0
         self._pause_s = 0.0
         self._moves = MovePipeline(
             MoveQueue(limit=MAX_DOWNLOADS, admit=lambda _: bool(self._data.free_staging), run=self._run_load),
             MoveQueue(limit=MAX_UPLOADS, admit=self._admit_store, run=self._run_store),
             may_start=self._may_start,
         )
-        self._dropped: set[Key] = set()  # while uploads of them run, or while the listing does
+        self._deferred_deletes: set[Key] = set()  # of rows whose upload runs, or while a listing runs
 
     def open(self, namespace: bytes, epoch: int) -> int:
         credentials = self._control.connect()
@@ -82,11 +82,11 @@ class S3Tier(StorageTier):
         self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
         self._existence.clear()
         self._quota = self._new_quota()
-        self._dropped = set()
-        self._spoiled = set()
+        self._deferred_deletes = set()
+        self._unusable = set()
         self._listed = False
         self._tick = 0
-        self._list()
+        self._start_listing()
         slots = self._config.capacity // self._row_bytes
         if self._upload_quota is None:
             return slots
@@ -103,7 +103,7 @@ class S3Tier(StorageTier):
                 max_age_s=self._config.max_age,
             )
             self._janitor.start()
-        # The index must hold all that may be there, windows included: what does not fit is told of at every listing.
+        # The index must hold all rows below the prefix, upload windows included, or each listing would repeat the rest.
         return 2 * slots
 
     @property
@@ -112,13 +112,13 @@ class S3Tier(StorageTier):
 
     def list_rows(self) -> Iterator[list[Entry]]:
         if self._listing is None and self._upload_quota is not None:
-            self._list()
+            self._start_listing()
         yield from self._listed_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
-        """On a private prefix: delete what has become too old. On a shared one, that is the janitor's work."""
+        """On a private prefix: delete expired rows. On a shared one, the janitor does."""
         if self.maintain_s is not None and self._listing is None:
-            self._list()
+            self._start_listing()
         yield from self._listed_rows()
 
     @property
@@ -126,10 +126,10 @@ class S3Tier(StorageTier):
         age_s = self._config.max_age
         if age_s is None or self._upload_quota is not None:
             return None
-        return min(max(age_s / SWEEPS_IN_AN_AGE, RELIST_S), SWEEP_S)
+        return min(max(age_s / SWEEPS_PER_AGE, RELIST_S), SWEEP_S)
 
     def _listed_rows(self) -> Iterator[list[Entry]]:
-        """What the listing under way finds, for the core."""
+        """The entries of the present listing."""
         listing = self._listing
         if listing is None:
             return
@@ -138,72 +138,72 @@ class S3Tier(StorageTier):
             if listing is not self._listing:
                 return
         entries: list[Entry] = []
-        for entry in self._sorted(listing):
+        for entry in self._reconcile(listing):
             entries.append(entry)
             if len(entries) == MAX_ENTRIES:
                 yield entries
                 if listing is not self._listing:
                     return
                 entries = []
-        self._dropped &= self._uploading
+        self._deferred_deletes &= self._uploading
         self._listing = None
         self._listed = True
         if entries:
             yield entries
 
-    def _sorted(self, listing: Listing) -> Iterator[Entry]:
-        """What the engine must be told of after this listing; makes the books agree with it."""
-        alone = self._upload_quota is None
+    def _reconcile(self, listing: Listing) -> Iterator[Entry]:
+        """Bring the quota in agreement with a listing that is done; yields what the core must know of it."""
+        private = self._upload_quota is None
         if not listing.expired_only:
-            # What is too old on a shared prefix is as good as gone: the janitor deletes it.
-            expired = listing.expired if alone else []
+            # Expired rows of a shared prefix are left to the janitor.
+            expired = listing.expired if private else []
             self._quota.begin_listing(
                 [(name, nbytes) for _, name, nbytes in listing.other_rows], len(listing.rows) + len(expired)
             )
-            yield from self._met(listing.rows)
+            yield from self._new_rows(listing.rows)
             for key in expired:
                 self._quota.add_listed(key, self._name(key))
-        if not alone:
-            gone = self._vanished({key for _, key in listing.rows})
+        if not private:
+            gone = self._forget_vanished({key for _, key in listing.rows})
         else:
-            gone = [key for key in listing.expired if key in self._quota.held and key not in self._since]
-            self._doom(*gone)
+            gone = [key for key in listing.expired if key in self._quota.held and key not in self._stored_since]
+            self._delete_rows(*gone)
             if not self._reads_only:
                 self._control.delete(self._quota.delete_other_rows(listing.expired_other_rows))
         for key in gone:
             yield Entry(GONE, key, 0)
 
-    def _met(self, rows: Sequence[tuple[float, Key]]) -> Iterator[Entry]:
-        """The rows that the engine does not know yet, each as recent as it is, and than those of earlier listings."""
+    def _new_rows(self, rows: Sequence[tuple[float, Key]]) -> Iterator[Entry]:
+        """The rows that the core does not know yet, with ticks by Last-Modified, above those of earlier listings."""
         tick, modified = self._tick - 1, -1.0
         for slot, (when, key) in enumerate(rows):
             if when > modified:
                 tick, modified = tick + 1, when
             if self._quota.add_listed(key, self._name(key)):
-                if key in self._dropped:
-                    self._doom(key)
+                if key in self._deferred_deletes:
+                    self._delete_rows(key)
                 else:
                     yield Entry(slot, key, tick)
         self._tick = tick + 1
 
     def store(self, moves: Sequence[Move]) -> int:
         self._tick = max([self._tick, *(move.tick + 1 for move in moves)])
-        self._look_at_s = self._pause_s = 0.0
+        self._poll_at_s = self._pause_s = 0.0
         return self._moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
-        self._look_at_s = self._pause_s = 0.0
+        self._poll_at_s = self._pause_s = 0.0
         return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
-        self._reap_deletes()
+        self._count_confirmed_deletes()
         now = time.monotonic()
-        if now >= self._look_at_s:
+        if now >= self._poll_at_s:
             ended = self._moves.poll()
             self._data.reap()
-            # Transfers go on without being looked at, and looking at many of a slow server is most of what they cost.
-            self._pause_s = 0.0 if ended else min(2 * self._pause_s + LOOK_S[0], LOOK_S[1])
-            self._look_at_s = now + self._pause_s
+            # Transfers proceed without polling, and with a slow server polling many of them is most of their cost.
+            self._pause_s = 0.0 if ended else min(2 * self._pause_s + POLL_S[0], POLL_S[1])
+            self._poll_at_s = now + self._pause_s
         self._moves.start()
         return self._moves.take()
 
@@ -214,21 +214,21 @@ class S3Tier(StorageTier):
         return True
 
     def existence_answers(self) -> Sequence[ExistenceAnswer]:
-        return [self._told(answer) for answer in self._existence.answers()]
+        return [self._found(answer) for answer in self._existence.answers()]
 
-    def _told(self, answer: Answer) -> ExistenceAnswer:
+    def _found(self, answer: Answer) -> ExistenceAnswer:
         for key in answer.found:
             self._quota.reserve(key, self._name(key))
-            self._dropped.discard(key)
+            self._deferred_deletes.discard(key)
             if self._listing is not None:
-                self._since.add(key)
+                self._stored_since.add(key)
         return ExistenceAnswer(answer.check_id, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         uploading = self._uploading
-        self._doom(*(key for _, key in entries if key not in uploading))
-        # What is being written, or perhaps not listed yet, goes when that has ended.
-        self._dropped.update(key for _, key in entries if key in uploading or self._listing is not None)
+        self._delete_rows(*(key for _, key in entries if key not in uploading))
+        # Rows whose upload runs, or that the listing may still find, are deleted when that has ended.
+        self._deferred_deletes.update(key for _, key in entries if key in uploading or self._listing is not None)
 
     @property
     def busy(self) -> bool:
@@ -240,7 +240,7 @@ class S3Tier(StorageTier):
 
     @property
     def used_bytes(self) -> int:
-        self._reap_deletes()
+        self._count_confirmed_deletes()
         shared = None if self._upload_quota is None else self._upload_quota.used_bytes
         return self._quota.used_bytes if shared is None else shared
 
@@ -286,7 +286,7 @@ class S3Tier(StorageTier):
         assert self._sealer is not None
         state, row = download.state, self._data.staged(download)
         if state is TransferState.PENDING:
-            return Outcome.FAILED  # it took too long
+            return Outcome.FAILED  # it timed out
         if state is TransferState.FAILED:
             self._control.transfer_failed()
             page = row[:ERROR_PAGE_BYTES].tobytes()
@@ -295,24 +295,24 @@ class S3Tier(StorageTier):
                 self._quota.forget(move.key, self._name(move.key))
                 return Outcome.MISSING
             if b"<Code>InvalidRange</Code>" in page:
-                self._spoiled.add(move.key)
-                return Outcome.CORRUPT  # no byte of an empty object can be asked for
-            answered = any(page)  # a server that is down is not worth another wait
+                self._unusable.add(move.key)
+                return Outcome.CORRUPT  # an empty object has no range that could be read
+            answered = any(page)  # no retry while the server is down
             return None if answered and not last_try else Outcome.FAILED
         self._control.denials.succeeded("get")
         if self._sealer.verify(row, move.key) is Verdict.OK:
             if has_expired(self._sealer.sealed_at(row), self._control.server_time_s(), self._config.max_age):
-                self._spoiled.add(move.key)
+                self._unusable.add(move.key)
                 return Outcome.MISSING
             self._region.rows_view[move.row] = row
             return Outcome.OK
         if not last_try:
             return None
-        self._spoiled.add(move.key)
+        self._unusable.add(move.key)
         return Outcome.CORRUPT
 
     def _admit_store(self, unit: Unit) -> bool:
-        """In order, and the first that must wait holds up the others: a chain with a hole in it is worth little."""
+        """In order: the first that must wait delays all others, since a chain with a hole is of little use."""
         (move,) = unit.moves
         outcome = self._room_for(move.key)
         if outcome is not None and outcome is not Outcome.OK:
@@ -323,8 +323,8 @@ class S3Tier(StorageTier):
         """OK if this row may be uploaded now, None if it must wait for a delete, else how its store ends."""
         name = self._name(key)
         deleting = self._control.has_pending_deletes
-        self._reap_deletes()
-        # A delete of this name that arrives after the upload would take the new object with it.
+        self._count_confirmed_deletes()
+        # A delete of this name that arrives after the upload would delete the new object.
         if self._control.cancel_delete(name):
             if self._upload_quota is not None and not self._upload_quota.try_acquire(self._row_bytes):
                 return Outcome.NO_SPACE
@@ -336,7 +336,7 @@ class S3Tier(StorageTier):
             self._control.delete(victims)
             if not victims and not deleting:
                 return Outcome.NO_SPACE
-        # The next try may be half a minute away, and a job that waits so long costs the mover.
+        # The retry may be half a minute away: the job would miss its hard deadline, and the mover be killed.
         return Outcome.FAILED if self._control.deletes_backing_off else None
 
     def _run_store(self, unit: Unit) -> Steps[None]:
@@ -344,11 +344,11 @@ class S3Tier(StorageTier):
         assert self._sealer is not None
         (move,) = unit.moves
         if move.seal:
-            # The later of two clocks: the row must not seem older than it is to whoever judges its age.
+            # The later of two clocks, so that the row seems no older than it is by either of them.
             seal_row(self._sealer, self._region, move, max(time.time(), self._control.server_time_s()))
-        self._dropped.discard(move.key)
+        self._deferred_deletes.discard(move.key)
         if self._listing is not None:
-            self._since.add(move.key)
+            self._stored_since.add(move.key)
         upload = self._data.upload(move.row, self._name(move.key))
         yield upload.over
         unit.end_all(self._uploaded(move.key, done=upload.state is TransferState.DONE))
@@ -357,10 +357,10 @@ class S3Tier(StorageTier):
     def _uploaded(self, key: Key, *, done: bool) -> Outcome:
         if self._upload_quota is not None:
             self._upload_quota.upload_ended(self._row_bytes)
-        # A failed upload may have arrived all the same, whole, and would be a row that nobody counts.
-        if not done or key in self._dropped:
-            self._dropped.discard(key)
-            self._doom(key)
+        # A failed upload may have arrived nevertheless, and would be an orphan that no quota counts.
+        if not done or key in self._deferred_deletes:
+            self._deferred_deletes.discard(key)
+            self._delete_rows(key)
         if not done:
             self._control.transfer_failed()
             self._control.upload_failed()
@@ -370,33 +370,33 @@ class S3Tier(StorageTier):
 
     # --- the bucket -------------------------------------------------------------------------------------------------
 
-    def _doom(self, *keys: Key) -> None:
-        """Delete these rows. Only forget them if others may use them, on a shared prefix, or if we only read."""
+    def _delete_rows(self, *keys: Key) -> None:
+        """Delete these rows. In a read-only tier, and on a shared prefix unless they are unusable, only forget them."""
         if self._upload_quota is not None or self._reads_only:
-            theirs = set(keys) if self._reads_only else set(keys) - self._spoiled
-            for key in theirs:
+            kept = set(keys) if self._reads_only else set(keys) - self._unusable
+            for key in kept:
                 self._quota.forget(key, self._name(key))
-            keys = tuple(key for key in keys if key not in theirs)
-        self._spoiled.difference_update(keys)
+            keys = tuple(key for key in keys if key not in kept)
+        self._unusable.difference_update(keys)
         self._control.delete([name for key in keys if self._quota.delete(key, name := self._name(key))])
 
-    def _reap_deletes(self) -> None:
+    def _count_confirmed_deletes(self) -> None:
         for name in self._control.confirmed_deletes():
             self._quota.confirm_delete(name)
 
     def _new_quota(self) -> PrefixQuota:
-        # The budget of a shared prefix is not for one engine to keep.
+        # The budget of a shared prefix is enforced by the janitor.
         return PrefixQuota(self._row_bytes, self._config.capacity if self._upload_quota is None else sys.maxsize)
 
-    def _vanished(self, listed: set[Key]) -> list[Key]:
-        """Forget the rows that a listing of the shared prefix should have met, and has not."""
-        gone = [key for key in self._quota.held if key not in listed and key not in self._since]
+    def _forget_vanished(self, listed: set[Key]) -> list[Key]:
+        """Forget the rows that a listing of the shared prefix has not found, and return them."""
+        gone = [key for key in self._quota.held if key not in listed and key not in self._stored_since]
         for key in gone:
             self._quota.forget(key, self._name(key))
         return gone
 
-    def _list(self) -> None:
-        self._since = self._uploading
+    def _start_listing(self) -> None:
+        self._stored_since = self._uploading
         namespace = self._prefix[len(self._config.prefix) + 1 : -1]
         whole, age_s = self._upload_quota is None, self._config.max_age
         self._listing = Listing(
