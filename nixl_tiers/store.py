@@ -126,7 +126,7 @@ class TieredStore:
             return next((i for i, place in enumerate(places) if place is None), len(keys))
 
     def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]], interrupts: Interrupts) -> None:
-        name = self._name()  # a request of its own: rows of earlier parts are older, and evicted first
+        name = self._name()  # a new request: rows of earlier parts are older, and evicted first
         try:
             plan = self.coordinator.prepare_store(keys, name, call=True)
             chunk_of = dict(zip(keys, chunks, strict=True))

@@ -1,4 +1,4 @@
-"""A failing medium from end to end: a real mover, the engine above it, and what a caller of the store gets to see."""
+"""A failing medium end to end: a real mover, the coordinator above it, and the results for a caller of the store."""
 
 from __future__ import annotations
 

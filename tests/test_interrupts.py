@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a put or a get: the call ends with it, and no row is lost."""
+"""Ctrl-C at any moment of a put or a get: the call is interrupted, and no row is leaked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller of the store gets wrong is answered by one clear error, and costs nobody else anything."""
+"""A caller's mistake is one clear error, without effect on other callers."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_put_returns_the_length_of_the_stored_prefix() -> None:
         rows = np.arange(40, dtype=np.uint8)[:, None].repeat(SIZE, 1)
         assert store.put(keys, rows) == 15
         assert store.locate(keys) == ["cpu"] * 15 + [None] * 25
-        assert store.put(keys[20:30], rows[20:30]) == 10  # nothing is kept for who has ended
+        assert store.put(keys[20:30], rows[20:30]) == 10  # rows of a put that has ended are not pinned
 
 
 def test_used_bytes_are_known_when_a_tier_is_up(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""Prefaulting: allocate a mapping's pages ahead of use, on threads of its own.
+"""Prefaulting: allocate a mapping's pages ahead of use, on separate threads.
 
 One page fault for each page runs at a fraction of memory speed, and the first requests that are offloaded would pay it.
 """

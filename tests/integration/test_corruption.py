@@ -1,4 +1,4 @@
-"""One bit flipped, two rows swapped, a row replaced by somebody else's: a miss, a counted event, never a hit."""
+"""One bit flipped, two rows swapped, a row replaced by another key's: a counted miss, never a hit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = Geometry(1, SIZE).row_bytes
 
 
 class Medium(ABC):
-    """Where the rows stand, past the tier. `tier`: its configuration."""
+    """Where the rows are on the medium, without the tier. `tier`: its configuration."""
 
     tier: dict[str, Any]
 

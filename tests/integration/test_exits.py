@@ -91,7 +91,7 @@ CASES = [
         try:
             opened(FILE, S3, ready_s=100)
         except KeyboardInterrupt:
-            until(lambda: state() == before, "everything to be let go")
+            until(lambda: state() == before, "everything to be released")
         else:
             sys.exit("was not interrupted")
         """,
@@ -106,7 +106,7 @@ CASES = [
             assert "slabs" in str(error), error
         else:
             sys.exit("was not refused")
-        until(lambda: state() == before, "everything to be let go")
+        until(lambda: state() == before, "everything to be released")
         """,
     ),
     Case(
@@ -115,7 +115,7 @@ CASES = [
         store = opened()
         del store
         gc.collect()
-        until(lambda: state() == before, "everything to be let go")
+        until(lambda: state() == before, "everything to be released")
         """,
     ),
     Case(
@@ -214,7 +214,7 @@ def test_nothing_is_leaked(case: Case, tmp_path: Path, black_hole: str) -> None:
         "AWS_ACCESS_KEY_ID": "tiers-test-access",
         "AWS_SECRET_ACCESS_KEY": "tiers-test-not-a-secret",
     }
-    with (tmp_path / "err").open("w+") as err:  # not a pipe: who is left would hold it open
+    with (tmp_path / "err").open("w+") as err:  # not a pipe: a process that is left would hold it open
         ended = subprocess.run(
             [sys.executable, "-c", BEGIN + textwrap.dedent(case.code), str(tmp_path / "kv"), black_hole],
             env=env,

@@ -25,7 +25,7 @@ SIZE = 64 * KIB
 
 
 def content(key: bytes) -> np.ndarray:
-    """Every key's own bytes, so that anybody can tell whether a hit is right."""
+    """Every key's own bytes, so that any hit can be checked."""
     return np.random.default_rng(list(key)).integers(0, 256, SIZE, np.uint8)
 
 
@@ -224,7 +224,7 @@ def test_the_log_has_lines_for_start_outage_and_recovery(tmp_path: Path, caplog:
         assert lines()[1] == f"nixl_tiers: {where} is up, 0 rows found"
         assert lines()[2] == f"nixl_tiers: {where} is down: its mover ended with -9"
         assert lines()[3].startswith("nixl_tiers: the file tier is up again after ")
-        # Soon after that it has not been mended: told once more, and no more until it has been up for a while.
+        # A relapse soon after it: logged once more, and then not until it has been up for a while.
         for _ in range(2):
             os.kill(mover_pid(store), signal.SIGKILL)
             until(lambda: store.coordinator.mover_pids == [None], "its end")

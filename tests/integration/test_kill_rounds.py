@@ -74,7 +74,7 @@ def hits_of(store: nixl_tiers.TieredStore, numbers: list[int]) -> int:
 
 def check(store: nixl_tiers.TieredStore, tier: Tier, held: int) -> int:
     """Check a store that was just opened on a medium that holds so many rows; returns how many its storage tier has.
-    -1: how many the medium holds cannot be told from outside."""
+    -1: the number on the medium is not known from outside."""
     name = name_of(tier)
     until(lambda: store.stats()[name]["up"] == 1.0, "the tier", timeout_s=PATIENCE_S)
     rows = int(store.stats()[name]["rows"])
@@ -90,7 +90,7 @@ def check(store: nixl_tiers.TieredStore, tier: Tier, held: int) -> int:
 
 
 def live(tier: Tier, env: dict[str, str], held: int, seed: int, talk: Connection) -> None:
-    """An engine's life: check what is there, say so, and load the store until somebody kills this process. Tells of
+    """One process: check the rows that are there, report them, and load the store until it is killed. Reports
     each mover that is up, and of each step of the load, so that a moment is one of the load on any machine."""
     os.environ.update(env)  # that of the process it was forked from is older
     store = open_store(tier)
@@ -126,7 +126,7 @@ def hear(talk: Connection, topic: str, wanted: Callable[[int], bool] = lambda _:
 
 
 class Medium:
-    """What stands there while no engine lives, seen from outside."""
+    """The medium's content while no process uses it, seen from outside."""
 
     def __init__(self, tier: Tier, server: S3Server | None = None) -> None:
         self.tier = tier
@@ -144,7 +144,7 @@ class Medium:
         return any(line[1].endswith(f":{self._server.port:04X}") and line[3] == "08" for line in lines)
 
     def rows(self) -> int:
-        """-1 where that cannot be told from outside."""
+        """-1 if that is not known from outside."""
         if self._server is not None:
             pages = self._server.client().get_paginator("list_objects_v2")
             found = pages.paginate(Bucket=self.tier["bucket"], Prefix=f"{self.tier['prefix']}/")

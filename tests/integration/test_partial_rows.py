@@ -52,7 +52,7 @@ class Bench:
         self.coordinator.finish_request("writer")
 
     def lookup(self, key: bytes, first: int) -> Lookup:
-        """What a request is told in the end."""
+        """The final answer to a request."""
         name = f"reader-{first}"
         with self.coordinator.changed:
             while (answer := self.coordinator.lookup(key, name, None, first)) is Lookup.PENDING:

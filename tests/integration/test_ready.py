@@ -64,7 +64,7 @@ def test_rows_of_a_bucket_are_hits_right_after_open(
 def held_up(
     tmp_path: Path, wait_s: float = 120.0, write: str = "through", flush_on_exit_s: float = 0.0
 ) -> Iterator[tuple[Coordinator, TieredStore, Path]]:
-    """A store over a tier that holds KEYS, and tells of the second half of them when the path appears. Not started."""
+    """A store over a tier that holds KEYS, and lists the second half of them when the path appears. Not started."""
     setting = settings(tmp_path, wait_s=wait_s, flush_on_exit_s=flush_on_exit_s)
     setting["tiers"][1]["write"] = write
     config = configuration.load(setting)

@@ -1,4 +1,4 @@
-"""An engine over a real mover whose tier holds more rows than are told one by one."""
+"""A coordinator over a real mover whose tier holds more rows than are listed one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def key(number: int) -> Key:
 
 
 @contextmanager
-def over_a_hoard(
+def coordinator_over_many_rows(
     tmp_path: Path, slots: int, named: bool = False, rows: int = ROWS, more: int = 0
 ) -> Iterator[Coordinator]:
     """`more`: so many others are found later, for which the oldest must go."""
@@ -58,13 +58,13 @@ def over_a_hoard(
             coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region)
         try:
             coordinator.start(120.0)
-            told(coordinator, rows)
+            wait_until_listed(coordinator, rows)
             yield coordinator
         finally:
             coordinator.close(10.0)
 
 
-def told(coordinator: Coordinator, rows: int = ROWS) -> None:
+def wait_until_listed(coordinator: Coordinator, rows: int = ROWS) -> None:
     until(
         lambda: coordinator.counters()["stub"]["up"] and coordinator.counters()["stub"]["rows"] == rows,
         "all rows to be listed",
@@ -97,7 +97,7 @@ def dropped(tmp_path: Path) -> list[str]:
 
 
 def test_all_rows_are_hits_and_most_need_no_python_objects(tmp_path: Path) -> None:
-    with over_a_hoard(tmp_path, slots=2 * ROWS) as coordinator:
+    with coordinator_over_many_rows(tmp_path, slots=2 * ROWS) as coordinator:
         assert [coordinator.where(key(n)) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)] == ["stub"] * 4
         assert coordinator.where(b"no row") is None
         load(coordinator, 0)
@@ -110,7 +110,7 @@ def test_all_rows_are_hits_and_most_need_no_python_objects(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("named", [False, True])
 def test_evicted_cold_rows_are_deleted_by_key(tmp_path: Path, named: bool) -> None:
-    with over_a_hoard(tmp_path, slots=ROWS, named=named) as coordinator:
+    with coordinator_over_many_rows(tmp_path, slots=ROWS, named=named) as coordinator:
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 2, "the drops")
         assert dropped(tmp_path) == [f"{n} row-{n}" for n in (SINGLE_ROWS, SINGLE_ROWS + 1)]
@@ -119,11 +119,11 @@ def test_evicted_cold_rows_are_deleted_by_key(tmp_path: Path, named: bool) -> No
 
 
 def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many times more than the queue of packets for a mover has room for; and nobody is taken for one that does not
+    """Many times more than the queue of packets for a mover has room for; and no mover is taken for one that does not
     read."""
     monkeypatch.setattr(child, "MAX_UNSENT", child.RESERVED_UNSENT + 8)
     rows = SINGLE_ROWS + 20_000
-    with over_a_hoard(tmp_path, slots=rows, rows=rows, more=20_000) as coordinator:
+    with coordinator_over_many_rows(tmp_path, slots=rows, rows=rows, more=20_000) as coordinator:
         until(lambda: len(dropped(tmp_path)) == 20_000, "the drops")
         assert dropped(tmp_path)[0] == f"{SINGLE_ROWS} row-{SINGLE_ROWS}"
         store(coordinator, b"new", b"newer")
@@ -133,13 +133,13 @@ def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatc
 
 
 def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
-    with over_a_hoard(tmp_path, slots=ROWS) as coordinator:
+    with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
         load(coordinator, ROWS - 1)
         (pid,) = coordinator.mover_pids
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
-        told(coordinator)
+        wait_until_listed(coordinator)
         assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(SINGLE_ROWS)) == "stub"
         assert len(coordinator._core.tiers[0].cold) == 1
         assert dropped(tmp_path) == []
@@ -148,12 +148,12 @@ def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
 def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
     gc.collect()  # tables of other tests
     mapped = tables()
-    with over_a_hoard(tmp_path, slots=ROWS) as coordinator:
+    with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
         before = descriptors()
         (first,) = coordinator._core.tiers[0].cold
         coordinator.reset()
         assert coordinator.where(key(ROWS - 1)) is None
-        told(coordinator)
+        wait_until_listed(coordinator)
         (second,) = coordinator._core.tiers[0].cold
         assert second is not first
         until(lambda: tables() <= mapped + 1, "the old table to be closed")

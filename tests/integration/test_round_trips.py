@@ -43,7 +43,7 @@ def config(*storage: dict[str, Any], host: int) -> dict[str, Any]:
 
 
 def known(store: nixl_tiers.TieredStore, tier: str, count: int) -> None:
-    """Wait until a tier has told of what it held before."""
+    """Wait until a tier has listed what it held before."""
     until(lambda: store.stats()[tier]["up"] == 1.0 and store.stats()[tier]["rows"] >= count, "the tier's listing")
 
 

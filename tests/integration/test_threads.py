@@ -1,4 +1,4 @@
-"""One thread resets, puts or gets while others do: nobody gets another key's bytes, and no row is lost."""
+"""Concurrent resets, puts and gets: no thread gets another key's bytes, and no row is leaked."""
 
 from __future__ import annotations
 

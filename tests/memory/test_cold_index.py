@@ -157,16 +157,16 @@ def test_it_behaves_like_a_dict_in_order_of_use(
             before = bytearray(slot_taken and others > 0 for slot_taken in slots_taken)
             if others > 1:
                 assert index.coldest(3) == model.coldest(3)
-            told, expected = bytearray(before), bytearray(before)
-            index.claim(told, len(told))
+            slot_map, expected = bytearray(before), bytearray(before)
+            index.claim(slot_map, len(slot_map))
             model.claim(expected, len(expected))
-            assert told == expected
+            assert slot_map == expected
             for name, argument in steps:
                 assert getattr(index, name)(argument) == getattr(model, name)(argument), (name, argument)
                 assert len(index) == len(model.rows)
-            index.release(told)
+            index.release(slot_map)
             model.release(expected)
-            assert told == expected
+            assert slot_map == expected
             assert [index.find(key) for key in KEYS] == [model.find(key) for key in KEYS]
             assert index.coldest(100) == model.coldest(100)
             assert len(index) == 0

@@ -28,7 +28,7 @@ def ordinary_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def offloading_config() -> Callable[..., Any]:
-    """Builds vLLM's OffloadingConfig: one group of 32-token blocks with 8 KiB each, unless told otherwise."""
+    """Builds vLLM's OffloadingConfig: one group of 32-token blocks with 8 KiB each, by default."""
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
         OffloadingConfig,

@@ -77,7 +77,7 @@ def main() -> int:
             engine.step()
 
     before = ask(short)
-    assert llm.reset_prefix_cache(reset_connector=True), "nobody runs: all is forgotten"
+    assert llm.reset_prefix_cache(reset_connector=True), "without running requests the cache is reset"
     start("one", question)  # its windows have left its first blocks,
     start("two", other)  # and this one owns them now
     print("reset while two requests run:", llm.reset_prefix_cache(reset_connector=True))

@@ -1,4 +1,4 @@
-"""A real engine in a process of its own: carries out a list of steps and writes what came of each.
+"""A real engine in a separate process: runs a list of steps and writes the result of each.
 
     python run_engine.py PLAN RESULT        both JSON files
 
@@ -6,7 +6,7 @@ Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "tra
 replace, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once; ["forget"] empties the
 engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"];
-["tell", file] makes a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
+["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
 bytes into the engine's blocks and fail.
 """
 
@@ -47,7 +47,7 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         assert llm.reset_prefix_cache(reset_connector=True)
         until_up(store_of(core))
         return None
-    if verb == "tell":
+    if verb == "touch":
         Path(arguments[0]).touch()
         return None
     if verb == "await":

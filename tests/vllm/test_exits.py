@@ -1,4 +1,4 @@
-"""A real `vllm serve` that is told to end, or killed, while S3 has stopped answering: as fast as without any tiers."""
+"""A real `vllm serve` that gets SIGTERM or SIGKILL while S3 does not answer: it exits as fast as without tiers."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def serve(place: Path, environment: dict[str, str], tiers: list[dict[str, Any]])
     return VllmServer(vllm_cpu.build_model(vllm_cpu.cache_directory() / "model"), options, environment, place / "log")
 
 
-def end(server: VllmServer, told: signal.Signals) -> tuple[int, float, float]:
+def end(server: VllmServer, sent: signal.Signals) -> tuple[int, float, float]:
     """Its exit code, and the seconds until it had ended, and everybody that it had started."""
     process = server._process
     assert process is not None
     everyone = ProcessWatch(process_tree(process.pid))
     begun = time.monotonic()
     # All of a container is killed at once; movers, in sessions of their own, are left to see it for themselves.
-    (os.killpg if told is signal.SIGKILL else os.kill)(process.pid, told)
+    (os.killpg if sent is signal.SIGKILL else os.kill)(process.pid, sent)
     code = process.wait(PATIENCE_S)
     first_s = time.monotonic() - begun
     assert everyone.wait_for_exit(PATIENCE_S), server.log_tail()
     return code, first_s, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGKILL], ids=lambda told: told.name)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
 def test_a_server_whose_s3_does_not_answer_exits_in_time(
-    told: signal.Signals, moto: MotoServer, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory
+    sent: signal.Signals, moto: MotoServer, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     shared = shared_memory_names()
     off, on = (tmp_path_factory.mktemp(name) for name in ("off", "on"))  # short names: vLLM makes sockets there
     with serve(off, {}, []) as server:
         server.start(lambda: None)
         server.ask(PROMPT, 4)
-        off_code, off_s, off_all_s = end(server, told)
+        off_code, off_s, off_all_s = end(server, sent)
 
     mark = uuid.uuid4().hex
     s3 = {"type": "s3", "bucket": moto.make_bucket(f"exits-{mark}"), "endpoint": proxy.endpoint, "capacity": "1GiB"}
@@ -88,9 +88,9 @@ def test_a_server_whose_s3_does_not_answer_exits_in_time(
         until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "an upload to be swallowed", timeout_s=PATIENCE_S)
         assert server._process is not None
         assert any("nixl_tiers/mover" in line for line in process_tree(server._process.pid).values())
-        code, on_s, on_all_s = end(server, told)
+        code, on_s, on_all_s = end(server, sent)
         assert processes_with_mark(mark) == {}
-    print(f"{told.name}: off {off_s:.2f} s, all of it {off_all_s:.2f} s; on {on_s:.2f} s, all of it {on_all_s:.2f} s")
+    print(f"{sent.name}: off {off_s:.2f} s, all of it {off_all_s:.2f} s; on {on_s:.2f} s, all of it {on_all_s:.2f} s")
     assert code == off_code
     # A mover gives what it is writing a second. What S3 is waited for would be minutes.
     assert on_all_s < 3 * off_all_s + 30

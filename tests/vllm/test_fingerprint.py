@@ -232,4 +232,4 @@ def test_a_worker_without_vllms_configuration_refuses_storage(
     tiers = tiers_config.load(TIERS)
     weights = fingerprint.weights_of(None, tiers)
     made = fingerprint.fingerprint(offloading_config(), tiers, Geometry(1, 8192), caches, None, weights=weights)
-    assert "did not tell this worker its configuration" in made.note
+    assert "did not give this worker its configuration" in made.note

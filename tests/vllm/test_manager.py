@@ -268,7 +268,7 @@ def test_a_step_in_which_all_requests_wait_pauses() -> None:
     (key,) = keys_of(1)
     one, two = ReqContext("one"), ReqContext("two")
     manager.on_schedule_end(STEP)
-    assert coordinator.waits_s == [], "nobody waits"
+    assert coordinator.waits_s == [], "no request waits"
     manager.on_new_request(one)
     manager.on_new_request(two)
     manager.lookup(key, one)
@@ -279,7 +279,7 @@ def test_a_step_in_which_all_requests_wait_pauses() -> None:
     manager.on_schedule_end(STEP)
     assert coordinator.waits_s == [PAUSE_S]
     manager.on_schedule_end(STEP)
-    assert len(coordinator.waits_s) == 1, "both were let go: they are loading, or computing"
+    assert len(coordinator.waits_s) == 1, "both are no longer deferred: they load or compute"
     manager.on_request_finished(two)
     manager.lookup(key, one)
     manager.on_schedule_end(STEP)
@@ -371,7 +371,7 @@ def test_chunks_of_a_failed_load_are_dropped(bench: Bench) -> None:
 
 
 def test_a_failed_load_of_another_connector_is_ignored(bench: Bench) -> None:
-    """vLLM's MultiConnector tells each of its connectors which requests failed in any of them."""
+    """vLLM's MultiConnector reports to each of its connectors the requests that failed in any of them."""
     (key,) = keys_of(1)
     context = bench.request("r", key)
     bench.store(context, key)
@@ -442,7 +442,7 @@ def test_reset_and_shutdown_do_not_wait_for_an_unresponsive_server(monkeypatch: 
                 manager.reset_cache()
                 manager.on_reset_flushed()
                 assert manager.lookup(keys_of(1)[0], context) is LookupResult.MISS
-            assert waits == [], "a reset must wait for nobody"
+            assert waits == [], "a reset must not wait"
             manager.shutdown()
         assert waits, "shutdown gives movers a moment"
         assert None not in waits

@@ -1,6 +1,6 @@
 """Engines that were started separately: with the same weights each finds what the other stored, with any other never.
 
-What can be told without an engine is in test_fingerprint.py; here real engines decide.
+What needs no engine is in test_fingerprint.py; these tests run real ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def stored(
     files = {"type": "file", "layout": "files", "path": str(tmp_path_factory.mktemp("kv")), "capacity": "64MiB"}
     tiers = {"tiers": [CPU, files]}
     first, _, _, second, _, stats = engine(tiers, ask(0), ["flush"], ["reset"], ask(1), ["flush"], ["stats"], **options)
-    assert stats["file"]["rows"] == CHUNKS, "what was stored after the reset is in a namespace of its own"
+    assert stats["file"]["rows"] == CHUNKS, "rows stored after the reset are in another namespace"
     return tiers, [first, second]
 
 
@@ -135,7 +135,7 @@ def test_engines_find_each_others_chunks_while_both_run(
     settings = {**options, "env": {**moto.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
     with ThreadPoolExecutor(1) as other:
         first = other.submit(
-            engine, tiers, ask(0), ["flush"], ["tell", str(stored)], ["await", str(looked)], ["stats"], **settings
+            engine, tiers, ask(0), ["flush"], ["touch", str(stored)], ["await", str(looked)], ["stats"], **settings
         )
         try:
             until(lambda: stored.exists() or first.done(), "the first engine", timeout_s=500)

@@ -16,9 +16,9 @@ TOKENS = 32
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
 
 
-def request(name: str, *, told: bool = True) -> ReqContext:
+def request(name: str, *, reported: bool = True) -> ReqContext:
     context = ReqContext(name)
-    if told:
+    if reported:
         for index, key in enumerate(KEYS):
             context.set_offload_key_position(key, TOKENS * (index + 1))
     return context
@@ -42,8 +42,8 @@ class Engine:
         """One step: look-ups begin at those chunks; `offer` offers all of its chunks. Which of them are stored."""
         for context, chunk in looked_up:
             self.alive.add(context.req_id)
-            told = context.get_offload_key_position(KEYS[chunk])
-            self.gate.looked_up(context, told)
+            reported = context.get_offload_key_position(KEYS[chunk])
+            self.gate.looked_up(context, reported)
         self.alive.update(context.req_id for context in new)
         end = ScheduleEndContext([r.req_id for r in new], {r.req_id for r in preempted})
         if not self._newer:
@@ -87,7 +87,7 @@ def test_requests_alive_at_a_reset_store_nothing_until_they_end(newer: bool) -> 
     engine.begin(old)
     engine.reset()
     assert engine.step(offer=old) == []
-    assert engine.begin(request("new")) == ALL, "and keep nobody else from it"
+    assert engine.begin(request("new")) == ALL, "and other requests are not affected"
     assert engine.step(offer=old) == []
     engine.end(old)
     again = request("old")
@@ -134,13 +134,13 @@ def test_with_constant_weights_only_the_hit_itself_is_not_stored(newer: bool) ->
     assert engine.begin(request("hit"), 2) == [2, 3]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_nothing_is_stored_where_a_hit_cannot_be_seen(told: bool, newer: bool) -> None:
-    """A hit of less than a chunk of several blocks; and before 0.31 vLLM tells no positions."""
-    engine = Engine(one_block=not told, newer=newer)
+@pytest.mark.parametrize("reported", [True, False])
+def test_nothing_is_stored_where_a_hit_cannot_be_seen(reported: bool, newer: bool) -> None:
+    """A hit of less than a chunk of several blocks; and before 0.31 vLLM reports no positions."""
+    engine = Engine(one_block=not reported, newer=newer)
     engine.begin(request("old"))
     engine.reset()
-    assert engine.begin(request("new", told=told)) == []
+    assert engine.begin(request("new", reported=reported)) == []
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -221,7 +221,7 @@ def test_requests_that_only_waited_are_cleared_by_their_next_lookup(newer: bool)
 
 @pytest.mark.parametrize("end", ["preempted", "ended"])
 def test_a_request_that_ran_without_a_lookup_leaves_the_cache_stale(end: str, newer: bool) -> None:
-    """vLLM does not tell of requests that it resumes, and the next step may preempt others for want of blocks."""
+    """vLLM does not report resumed requests, and the next step may preempt others for lack of blocks."""
     engine = Engine(newer=newer)
     old, again = request("old"), request("again")
     engine.begin(again)
@@ -238,12 +238,12 @@ def test_a_request_that_ran_without_a_lookup_leaves_the_cache_stale(end: str, ne
         engine.step()
     engine.step([(old, 0)])
     assert engine.begin(request("late hit"), 2) == []
-    assert engine.gate._unsettled is None, "and that is told"
+    assert engine.gate._unsettled is None, "and that is known"
 
 
 @pytest.mark.parametrize("how", ["loads", "has loaded", "runs"])
 def test_a_request_that_held_blocks_leaves_the_cache_stale(how: str, newer: bool) -> None:
-    """A reset that should preempt all fails while a request loads; another one may follow that preempts nobody."""
+    """A reset that should preempt all fails while a request loads; another one may follow that preempts no request."""
     engine = Engine(newer=newer)
     old, holder = request("old"), request("holder")
     engine.begin(old)

