@@ -56,7 +56,7 @@ def test_another_engine_hits_stored_rows_unless_the_salt_differs(
         assert a.put(keys, rows) == 24
         assert a.flush(300)
         assert a.stats()["s3"]["rows"] == held + 24
-        # Nothing waits for a listing: unknown keys get an existence check. A busy server may be too late the first time.
+        # Nothing waits for a listing: existence checks find unknown keys. A busy server may be too late the first time.
         until(lambda: all(b.get(keys, np.zeros_like(rows))), "what the other has stored", timeout_s=PATIENCE_S)
         check(b, keys, rows)
         assert b.stats()["s3"]["probes"] > 0
