@@ -21,15 +21,14 @@ import numpy as np
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
-from nixl_tiers.cascade.types import TierSpec, Write
+from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.clock import RunningClock
-from nixl_tiers.config.schema import ConfigError, StorageConfig, TiersConfig, format_size, tier_to_dict
+from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.interrupts import Interrupts
 from nixl_tiers.lifetime import ForkedLock, finalize_once
-from nixl_tiers.mover.protocol import Configure
-from nixl_tiers.mover_link import MoverLink, TierStatus
+from nixl_tiers.mover_link import MoverLink
 from nixl_tiers.store_results import bad_rows, ended_rows
 
 if TYPE_CHECKING:
@@ -84,29 +83,8 @@ class Coordinator:
         self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
-        self._tiers = [TierStatus(name, tier) for name, tier in zip(config.names, config.storage, strict=True)]
-        configures = [
-            Configure(
-                tier_to_dict(tier),
-                geometry.cells,
-                geometry.cell_payload,
-                geometry.sub_blocks,
-                region.rows,
-                named=_written_below(config.storage, place),
-                secret_variables=tier.secret_variables,
-            )
-            for place, tier in enumerate(config.storage)
-        ]
-        self._link = MoverLink(
-            self._core,
-            self._tiers,
-            namespace,
-            changed=self.changed,
-            row_bytes=geometry.row_bytes,
-            configures=configures,
-            region_fd=region.fd,
-            clock=self._clock,
-        )
+        self._link = MoverLink(self._core, config, namespace, region, changed=self.changed, clock=self._clock)
+        self._tiers = self._link.tiers
         self._pid = os.getpid()
         self._end = finalize_once(self, partial(_end, self._link.supervisor, region))
         _coordinators.add(self)
@@ -410,11 +388,6 @@ class Coordinator:
                 self.changed.wait(min(POLL_S, left_s))
                 interrupts.point()
         return True
-
-
-def _written_below(tiers: Sequence[StorageConfig], place: int) -> bool:
-    """Whether rows evicted from the tier at `place` may have to be written to the next tier that is written to."""
-    return next((tier.write is Write.ON_EVICT for tier in tiers[place + 1 :] if tier.write is not Write.OFF), False)
 
 
 def _end(supervisor: Supervisor, region: HostRegion, timeout_s: float = FINALIZER_TIMEOUT_S) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.types import Direction, Job, TierState
+from nixl_tiers.cascade.types import Direction, Job, TierState, Write
 from nixl_tiers.chunk import Namespace, Outcome
-from nixl_tiers.config.schema import StorageConfig, format_size
+from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
 from nixl_tiers.memory.cold_index import SharedColdIndex
+from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     CheckExistence,
     Configure,
@@ -76,23 +77,21 @@ class MoverLink:
     def __init__(
         self,
         core: TierManager,
-        tiers: Sequence[TierStatus],
+        config: TiersConfig,
         namespace: Namespace,
+        region: HostRegion,
         *,
         changed: threading.Condition,
-        row_bytes: int,
-        configures: Sequence[Configure],
-        region_fd: int,
         clock: Callable[[], float],
     ) -> None:
         """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
         self.namespace = namespace
-        self.tiers = tiers
+        self.tiers = [TierStatus(name, tier) for name, tier in zip(config.names, config.storage, strict=True)]
         self.changed: threading.Condition = changed
         self._core = core
-        self._row_bytes = row_bytes
+        self._row_bytes = region.geometry.row_bytes
         self._clock = clock
-        self.supervisor = Supervisor(configures, [tier.name for tier in tiers], region_fd, self, clock)
+        self.supervisor = Supervisor(_configures(config.storage, region), config.names, region.fd, self, clock)
 
     def start(self) -> None:
         """Start the movers; each opens the namespace."""
@@ -244,3 +243,25 @@ def _message(job: Job) -> Store | Load:
     if job.direction is Direction.LOAD:
         return Load(job.id, [Move(move.row.index, move.entry.slot, move.key) for move in job.moves])
     return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
+
+
+def _configures(tiers: Sequence[StorageConfig], region: HostRegion) -> list[Configure]:
+    """The first message to each tier's mover."""
+    geometry = region.geometry
+    return [
+        Configure(
+            tier_to_dict(tier),
+            geometry.cells,
+            geometry.cell_payload,
+            geometry.sub_blocks,
+            region.rows,
+            named=_written_below(tiers, place),
+            secret_variables=tier.secret_variables,
+        )
+        for place, tier in enumerate(tiers)
+    ]
+
+
+def _written_below(tiers: Sequence[StorageConfig], place: int) -> bool:
+    """Whether rows evicted from the tier at `place` may have to be written to the next tier that is written to."""
+    return next((tier.write is Write.ON_EVICT for tier in tiers[place + 1 :] if tier.write is not Write.OFF), False)
