@@ -54,7 +54,7 @@ def coordinator_over_many_rows(
         }
     )
     with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
-        with mock.patch("nixl_tiers.coordinator._written_below", return_value=named):
+        with mock.patch("nixl_tiers.mover_link._written_below", return_value=named):
             coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region)
         try:
             coordinator.start(120.0)
