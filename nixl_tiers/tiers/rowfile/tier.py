@@ -1,8 +1,8 @@
-"""The file tier for directories that several engines share: one file a row, found by its key alone.
+"""The file tier for directories that several engines share: one file per row, found by its key alone.
 
-A row is written under a name that nobody else uses and renamed when it is whole. So no file that has a row's name is
-ever written to, an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening,
-renaming and deleting may take long on a network: threads do it, and this one polls.
+A row is written to a temporary file and renamed when it is whole. So no file that has a row's name is ever written to,
+an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening, renaming and deleting may
+take long on a network: worker threads do it, and the mover's thread polls.
 
 `quota.py` counts what is there; `directory.py` and `io.py` work on one row's file; `scanner.py` finds what others did;
 `eviction.py` deletes what is least recently used or too old; `namespace.py` is what the core knows of it.
@@ -148,8 +148,8 @@ class RowFileTier(StorageTier):
         return RELIST_S if age_s is None else min(RELIST_S, sweep_s(age_s))
 
     def list_rows(self) -> Iterator[list[Entry]]:
-        """What is new since the last call, and as entries of slot GONE what the engine believes in and is not there
-        any more. No more than there are slots for: the engine would drop it, and others may need it."""
+        """Rows that are new since the last call, and as entries of slot GONE keys that the core knows but are gone.
+        No more rows than there are slots: the core would delete the others, which other engines may need."""
         served = self._served
         comparing = self._lister.submit(served.compare)
         while not comparing.done():
@@ -200,7 +200,7 @@ class RowFileTier(StorageTier):
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         served = self._served
         for _, key in entries:
-            if key in served.known:  # else it has gone already, and what is there now is somebody else's
+            if key in served.known:  # else it is gone already, and a file there now is another engine's
                 served.known.remove(key)
                 served.deleting[key] += 1
                 path = RowPath.of(served.name, key)
@@ -214,7 +214,7 @@ class RowFileTier(StorageTier):
 
     @property
     def used_bytes(self) -> int:
-        """What this engine knows of: others may have written since it last looked."""
+        """What this process knows of: others may have written since the last scan."""
         return self._quota.used_bytes
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class RowFileTier(StorageTier):
         return self._open
 
     def _is_hidden(self, begins: int) -> bool:
-        """Whether a row is known to be too old, and will not go: whoever writes has it swept, seal read once more."""
+        """Whether a row is known to be too old, but stays: a reader (`write: off`) leaves deleting to writers."""
         return self._config.write == "off" and begins > 0 and self._has_expired(begins)
 
     def _has_expired(self, begins: int) -> bool:
@@ -274,7 +274,7 @@ class RowFileTier(StorageTier):
         served, (move,) = self._served, unit.moves
         path = RowPath.of(served.name, move.key)
         if move.seal:
-            # The later of two clocks: the row must not seem older than it is to whoever judges its age.
+            # The later of two clocks: the row must not seem older than it is by either.
             now_s = max(self._clock(), self._directory.server_time.now_s())
             seal_row(served.sealer, self._region, move, now_s)
         sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])

@@ -2,7 +2,7 @@
 
 A batch is cut into units of some megabytes. Sealing and checking one unit overlaps with the I/O of the others.
 Reads may land in the region itself: NIXL's file back ends drain what is in flight before they report an error,
-and a row that does not verify was promised to nobody yet.
+and no request uses a row before it has been verified.
 """
 
 from __future__ import annotations

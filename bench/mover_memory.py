@@ -1,6 +1,6 @@
 """Memory of a mover per row of its tier: the private memory of a process that holds only its index.
 
-    python -m bench.books [--rows 1000000]
+    python -m bench.mover_memory [--rows 1000000]
 
 Keys of 36 bytes, as vLLM's; each index in a process of its own. Slabs keep their journal on the disk and share the
 rest with the engine: `bench/cold_index.py`.
