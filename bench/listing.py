@@ -184,7 +184,7 @@ def main() -> None:
         scheduler.join()
         grown = anonymous_bytes() - before
         held = coordinator.counters()["lister"]["rows"]
-        index_bytes = sum(index.nbytes for index in core.tiers[0].cold)  # type: ignore[attr-defined]
+        index_bytes = sum(index.nbytes for index in core.tiers[0].cold.indexes)  # type: ignore[attr-defined]
         coordinator.close(10.0)
     before_s, during_s = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))
     print(f"| {held:.0f} rows listed through a mover, {os.cpu_count()} processors | |\n| --- | --- |")

@@ -53,7 +53,7 @@ class Events:
             index.add_listed(slot, key, tick)
             self._state.tick = max(self._state.tick, tick + 1)
         if last:
-            index.retire_stale()
+            index.cold.retire_stale()
             if index.state is TierState.LISTING:
                 index.state = TierState.UP
 

@@ -76,6 +76,11 @@ class Slots:
         """Take `count` slots without saying which, or return so many where it is negative. This may pass the limit."""
         self._used += count
 
+    def clear(self) -> None:
+        """No slots any more: the limit is 0."""
+        self._map.clear()
+        self._limit = self._used = self._lowest = 0
+
     def _cover(self, limit: int) -> None:
         if limit > len(self._map):
             self._map.extend(bytes(limit - len(self._map)))

@@ -1,4 +1,4 @@
-"""A storage tier as the core sees it: which slot holds which key, what is queued for it, what is under way."""
+"""The core's index of one storage tier: which key holds which slot, what is queued for it, what is under way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
 from nixl_tiers.cascade.cold_index import ColdIndex
+from nixl_tiers.cascade.cold_rows import ColdRows
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.denylist import Denylist
 from nixl_tiers.cascade.eviction import make_policy
@@ -27,10 +28,10 @@ UNLIMITED: Final = 1 << 62
 
 @dataclass
 class TierIndex:
-    """The book of one storage tier. Every change of who holds a slot happens here.
+    """The rows of one storage tier. Slots are allocated and released here only.
 
-    A row stands in `index`, or among the `adopted`: rows that nobody has used since the tier was opened, which the
-    medium tells of by the million. They are colder than all others, so they go first.
+    A row is in `index` or in `cold`: rows that nobody has used since the medium listed them, up to millions. They are
+    colder than all others, so they are evicted first.
     """
 
     spec: TierSpec
@@ -38,22 +39,19 @@ class TierIndex:
     limits: Limits = field(default_factory=Limits)
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
-    cold: list[ColdIndex] = field(default_factory=list)  # the coldest first
-    stale_cold: int = 0  # how many of these are from before the tier was opened again; they serve until it has told
-    rows_at_open: int = 0  # how many rows the book had when the tier was opened
+    rows_at_open: int = 0  # how many rows `index` had when the tier was opened
     policy: EvictionPolicy = field(init=False)
     slots: Slots = field(default_factory=lambda: Slots(0))
     jobs: dict[int, Job] = field(default_factory=dict)
-    to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first come first written
+    to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first in, first out
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
-    to_demote: deque[Key] = field(default_factory=deque)  # leaving, to be brought up and written below
-    staged: dict[Key, Row] = field(default_factory=dict)  # the host rows of those that were, until that has ended
+    to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
+    staged: dict[Key, Row] = field(default_factory=dict)  # their host rows until they are written there
     to_delete: list[tuple[int, Key]] = field(default_factory=list)
     to_delete_cold: list[tuple[int, bytes]] = field(default_factory=list)  # (slot, digest of the key)
-    trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that somebody asked for
-    last_refused: Key | None = None  # what was asked for last while its circuit was not closed
-    evicting: set[Key] = field(default_factory=set)
-    retired: list[ColdIndex] = field(default_factory=list)
+    trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that were asked for
+    last_refused: Key | None = None  # the last key asked for while its circuit was not closed
+    evicting: set[Key] = field(default_factory=set)  # victims, hits until their eviction is finished
     send_credits: int = UNLIMITED  # how many more messages its mover takes now
     rows_storing: int = 0
     rows_loading: int = 0
@@ -61,20 +59,20 @@ class TierIndex:
 
     def __post_init__(self) -> None:
         self.policy = make_policy(self.spec.policy, self.slots.limit)
+        self.cold = ColdRows(self.slots, self.counters, physical_slots=self.spec.physical_slots)
         self.denylist = Denylist(self.limits.retry_s, self.limits.retry_max_s)
-        # Each direction has its own: a disk that is full of errors for writers, or a bucket that may only be read,
-        # still gives what it holds.
-        self.breakers = {way: Breaker(self.limits.breaker) for way in Direction}
-        self.throughput = {way: ThroughputEstimate(self.limits.assumed_bytes_per_s) for way in Direction}
+        # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
+        self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
+        self.throughput = {direction: ThroughputEstimate(self.limits.assumed_bytes_per_s) for direction in Direction}
 
     @property
     def readable(self) -> bool:
-        """Whether loads may be asked of it."""
+        """Whether loads may be planned."""
         return self.state is not TierState.DOWN and self.breakers[Direction.LOAD].closed
 
     @property
     def writable(self) -> bool:
-        """Whether cascades are written to it."""
+        """Whether stores may be planned."""
         return self.state is TierState.UP and self.breakers[Direction.STORE].closed
 
     @property
@@ -86,63 +84,58 @@ class TierIndex:
 
     @property
     def trial_running(self) -> bool:
-        """Whether a suspect or a probe is under way."""
+        """Whether a trial of a suspect, or a probe, is under way."""
         return any(job.is_trial for job in self.jobs.values())
 
     @property
     def quarantined(self) -> int:
-        """Host rows that belong to nobody and that its mover may still write to."""
+        """Host rows that nobody may use since its mover may still write to them."""
         return sum(len(job.moves) for job in self.jobs.values() if job.abandoned and job.direction is Direction.LOAD)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self.index or any(rows.find(key) is not None for rows in self.cold)
+        return key in self.index or key in self.cold
 
     def can_load(self, key: Key, now: float) -> bool:
         """Whether the key's row can be loaded now."""
         if not self.readable:
             return False
         entry = self.index.get(key)
-        stored = entry.stored if entry is not None else any(rows.find(key) is not None for rows in self.cold)
+        stored = entry.stored if entry is not None else key in self.cold
         return stored and not self.denylist.is_denied(key, now)
 
     def open_for_load(self, key: Key, now: float) -> Entry | None:
-        """The entry of a row that can be loaded now, and is going to be."""
+        """The entry of a row that is about to be loaded; None if it cannot be loaded now."""
         if not self.can_load(key, now):
             return None
         return self.index.get(key) or self._warm(key)
 
     def open_for_trial(self, key: Key) -> Entry | None:
-        """The entry of a stored row that is going to be tried, whatever speaks against it."""
+        """The entry of a stored row that is about to be tried, even if it is a suspect or the circuit is open."""
         entry = self.index.get(key) or self._warm(key)
         return entry if entry is not None and entry.stored else None
 
     def probe_candidate(self) -> Key | None:
-        """A stored row that is not under suspicion, to see whether loads work: the one that was asked for last while
-        they did not, or one of the newest."""
-        if (
-            self.last_refused is not None
-            and self.last_refused in self
-            and not self.denylist.is_suspect(self.last_refused)
-        ):
-            return self.last_refused
+        """A stored row that is no suspect, to see whether loads work: the one asked for last while the circuit was not
+        closed, or one of the newest."""
+        last = self.last_refused
+        if last is not None and last in self and not self.denylist.is_suspect(last):
+            return last
         newest = islice(reversed(self.index.items()), MAX_SAMPLED)
-        return next(
-            (key for key, e in newest if e.stored and not e.evicting and not self.denylist.is_suspect(key)), None
-        )
+        return next((k for k, e in newest if e.stored and not e.evicting and not self.denylist.is_suspect(k)), None)
 
     def make_room(self, count: int) -> list[Key]:
-        """Evict the least valuable rows until `count` slots are free, or until nothing more may go; returns what had to
-        go (of rows whose keys nobody knows, their digests)."""
+        """Evict the least valuable rows until `count` slots are free, or all that are left are pinned. Returns the
+        victims' keys; of cold rows without keys, their digests."""
         missing = count - self.slots.free
         if missing <= 0:
             return []
-        # Those that leave were to go anyway, and are lost if they were not written below yet.
+        # Victims that were selected before go first; they are lost if they were not written below yet.
         victims = [key for key in self.evicting if not self._is_pinned(key)][:missing]
-        adopted = self._evict_cold(missing - len(victims))
-        victims += self.policy.evict(missing - len(victims) - len(adopted), self._is_pinned)
+        cold = self._evict_cold(missing - len(victims))
+        victims += self.policy.evict(missing - len(victims) - len(cold), self._is_pinned)
         for key in victims:
-            self._count_evicted(key)
-        return victims + adopted
+            self._evict(key)
+        return victims + cold
 
     def reserve(self, key: Key, tick: int) -> Entry | None:
         """A slot for a row about to be written, or None if there is none; call make_room first."""
@@ -154,8 +147,8 @@ class TierIndex:
         return entry
 
     def add_listed(self, slot: int, key: Key, tick: int) -> None:
-        """A row that the medium held before we came, or has got from others; a negative slot: one that others took
-        away. What we know better, or have no place for, is dropped there."""
+        """A row that the medium lists: it held it at the start, or another engine has stored it; a negative slot: one
+        that was removed. One that is known in another slot, or finds no slot, is deleted there."""
         entry = self.index.get(key) or self._warm(key)
         if slot < 0:
             if entry is not None and not self._is_pinned(key):
@@ -180,29 +173,17 @@ class TierIndex:
         self.counters.found += 1
 
     def add_cold(self, rows: ColdIndex) -> None:
-        """Many rows that the medium held before we came, colder than any that was adopted or used since."""
-        self.retire_stale()
-        self.cold.append(rows)
-        if self.spec.physical_slots:
-            self.slots.claim_rows(rows)
-            self.counters.found += len(rows)
-            self._retire_empty()
-        else:
-            self.slots.adjust_used(len(rows))
-            self.counters.found += len(rows)
+        """Many rows that the medium lists, colder than any row that was listed or used since."""
+        self.cold.add(rows)
+        if not self.spec.physical_slots:
             self._evict_cold(-self.slots.free)
 
-    def retire_stale(self) -> None:
-        """What the tier told before it was opened again has been told again, or is about to be."""
-        while self.stale_cold:
-            self._retire(0)
-
     def resize(self, limit: int) -> None:
-        """A new number of slots; rows that stand beyond it, or are too many, are evicted, the least valuable first."""
+        """The tier was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first."""
         self.rows_at_open = len(self.index)
-        self.stale_cold = len(self.cold)
+        self.cold.mark_stale()
         if limit < self.slots.limit:
-            self.retire_stale()
+            self.cold.retire_stale()
         self.slots.limit = limit
         self.policy.resize(limit)
         if self.spec.physical_slots:
@@ -210,15 +191,15 @@ class TierIndex:
                 self.evict(key)
         elif len(self.slots) > limit:
             for key in self.policy.evict(len(self.slots) - limit, self._is_pinned):
-                self._count_evicted(key)
+                self._evict(key)
 
     def set_limit(self, limit: int) -> None:
-        """From now on no slot from `limit` on is given out; what stands there stays until it is said to be gone."""
+        """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
         self.slots.limit = limit
         self.policy.resize(limit)
 
     def touch(self, key: Key, tick: int) -> None:
-        """A row of this tier was used, here or above."""
+        """A row of this tier was used, here or in a tier above."""
         entry = self.index.get(key) or self._warm(key)
         if entry is None:
             return
@@ -228,16 +209,16 @@ class TierIndex:
             self.policy.touch(key, tick)
 
     def select_victims(self, count: int) -> list[Key]:
-        """The `count` least valuable rows, from now on leaving: still there, until `release` is called for them."""
+        """Start the eviction of the `count` least valuable rows: still hits, until `evict` is called for them."""
         keys: list[Key] = []
-        for rows in self.cold:
+        for rows in self.cold.indexes:
             for key, slot in rows.coldest(count - len(keys)) if rows.named else ():
                 if key in self.index:
                     self._drop_duplicate(key, slot)
                 elif (entry := self._insert(key, slot)) is not None:
                     keys.append(key)
                     entry.evicting = True
-        self._retire_empty()
+        self.cold.retire_empty()
         for key in self.policy.evict(count - len(keys), self._is_pinned):
             self.index[key].evicting = True
             keys.append(key)
@@ -245,22 +226,22 @@ class TierIndex:
         return keys
 
     def cancel_eviction(self, key: Key, tick: int) -> None:
-        """A leaving row is wanted again, or cannot be written below: it takes its turn anew."""
+        """A victim was used again, or cannot be written below: the policy gets it back."""
         if key in self.evicting:
             self.evicting.remove(key)
             self.index[key].evicting = False
             self.policy.add(key, tick)
 
     def evict(self, key: Key) -> None:
-        """Evict this row now, unless a job has hands on it."""
+        """Evict this row now, unless it is pinned."""
         entry = self.index.get(key)
         if entry is not None and not self._is_pinned(key):
             if not entry.evicting:
                 self.policy.remove(key)
-            self._count_evicted(key)
+            self._evict(key)
 
     def invalidate(self, key: Key, entry: Entry) -> bool:
-        """This row is no good (any more). Does nothing, and returns False, if the key has another entry by now."""
+        """This row cannot be used. Does nothing, and returns False, if the key has another entry by now."""
         if self.index.get(key) is not entry:
             return False
         if not entry.evicting:
@@ -277,13 +258,13 @@ class TierIndex:
         return PlannedMove(row, entry, row.key)
 
     def end_load(self, move: PlannedMove) -> None:
-        """Undo that: the mover is done with both."""
+        """Unpin both: the mover is done with them."""
         move.entry.readers -= 1
         move.row.mover_refs -= 1
         self.rows_loading -= 1
 
     def drop_queues(self, tick: int) -> None:
-        """Nothing that waits for this tier is wanted any more; its victims stay."""
+        """Drop all that is queued for this tier; its victims stay."""
         self.to_load.clear()
         self.to_store.clear()
         self.to_demote.clear()
@@ -292,13 +273,11 @@ class TierIndex:
             self.cancel_eviction(key, tick)
 
     def clear(self) -> None:
-        """Another epoch: nothing that was here may be found. Jobs under way end as strangers."""
+        """A new epoch: no row of before it is found. Jobs under way end as usual, for entries that are not indexed."""
         self.counters.reset += self.counters.rows
         self.index = {}
-        self.retired += self.cold
-        self.cold = []
-        self.stale_cold = 0
-        self.slots = Slots(0)
+        self.slots.clear()
+        self.cold.clear()
         self.policy = make_policy(self.spec.policy, 0)
         self.evicting.clear()
         self.to_store.clear()
@@ -312,29 +291,28 @@ class TierIndex:
         self.state = TierState.DOWN
 
     def clear_deletes(self) -> None:
-        """What stands on the medium is told anew when it is opened, and so is what was to go."""
+        """The medium lists its rows when it is opened again, including those that were to be deleted."""
         self.to_delete.clear()
         self.to_delete_cold.clear()
 
     @property
     def store_credits(self) -> int:
-        """How many store jobs may be planned now. A store must not overtake what goes before it, lest a row be
-        forgotten that has just been written; and each may cost as many rows as it writes."""
+        """How many store jobs may be planned now. Deletes are sent before stores, or they would delete rows that have
+        just been written; and each store may evict, and so delete, as many rows as it writes."""
         size = self.limits.deletes_per_batch
         return (self.send_credits + len(self.to_delete) // -size + len(self.to_delete_cold) // -size - 2) // 2 - 1
 
     def delete_batches(self, most: int) -> list[list[tuple[int, Key]]]:
-        """What the medium must forget, in batches of at most `most`, as many as there is room for. The rest stays."""
+        """(slot, key) to delete, in batches of at most `most`, as many as there are credits for; the rest waits."""
         return self._batches(self.to_delete, most)
 
     def cold_delete_batches(self, most: int) -> list[list[tuple[int, bytes]]]:
-        """The same of adopted rows, by the digests of their keys, since nobody here knows these."""
+        """The same of cold rows without keys: (slot, digest of the key)."""
         return self._batches(self.to_delete_cold, most)
 
     def take_retired(self) -> list[ColdIndex]:
-        """Adopted rows that are not used any more. Closing them gives much memory back: not while anybody waits."""
-        closing, self.retired = self.retired, []
-        return closing
+        """Cold indexes that are not used any more, for the caller to close (ColdRows.take_retired)."""
+        return self.cold.take_retired()
 
     def _batches(self, pending: list[Any], most: int) -> list[list[Any]]:
         starts = range(0, len(pending), most)[: max(0, self.send_credits)]
@@ -344,20 +322,18 @@ class TierIndex:
         return batches
 
     def _warm(self, key: Key) -> Entry | None:
-        """The entry of a row that stood among the adopted until now; it is used, or is to be judged by itself."""
-        for rows in self.cold:
-            found = rows.remove(key)
-            if found is not None:
-                slot, tick = found
-                entry = self._insert(key, slot)
-                if entry is not None:
-                    self.policy.add(key, tick)
-                self._retire_empty()
-                return entry
-        return None
+        """Move a cold row into `index`, because it is used or judged by itself; returns its entry."""
+        found = self.cold.remove(key) if self.cold.indexes else None
+        if found is None:
+            return None
+        slot, tick = found
+        entry = self._insert(key, slot)
+        if entry is not None:
+            self.policy.add(key, tick)
+        return entry
 
     def _insert(self, key: Key, slot: int) -> Entry | None:
-        """Put a row that is no longer among the adopted into the index. None if the tier has no room for it by now."""
+        """Index a row that was removed from `cold`. None if the tier has no room for it by now."""
         if not self.spec.physical_slots:
             self.slots.adjust_used(-1)
             number = self.slots.allocate()
@@ -370,7 +346,7 @@ class TierIndex:
         return entry
 
     def _drop_duplicate(self, key: Key, slot: int) -> None:
-        """A row that is no longer among the adopted has an entry of its own, which is the one that counts."""
+        """A row that was removed from `cold` has an entry already, which is the newer one."""
         self.counters.relisted += 1
         if self.spec.physical_slots:
             self.slots.release(slot)
@@ -379,10 +355,9 @@ class TierIndex:
             self.slots.adjust_used(-1)
 
     def _evict_cold(self, count: int) -> list[bytes]:
-        """Evict up to `count` adopted rows, the coldest first; returns their keys, or digests where these are all that
-        is known."""
+        """Evict up to `count` cold rows, the coldest first; returns their keys, or the digests of these."""
         evicted: list[bytes] = []
-        for rows in self.cold:
+        for rows in self.cold.indexes:
             victims = rows.coldest(count - len(evicted)) if len(evicted) < count else []
             evicted += (name for name, _ in victims)
             if self.spec.physical_slots:
@@ -390,28 +365,13 @@ class TierIndex:
                     self.slots.release(slot)
             else:
                 self.slots.adjust_used(-len(victims))
-            drops = self.to_delete if rows.named else self.to_delete_cold
-            drops += [(slot, name) for name, slot in victims]
+            deletes = self.to_delete if rows.named else self.to_delete_cold
+            deletes += [(slot, name) for name, slot in victims]
         self.counters.evictions += len(evicted)
-        self._retire_empty()
+        self.cold.retire_empty()
         return evicted
 
-    def _retire_empty(self) -> None:
-        for number in reversed(range(len(self.cold))):
-            if not len(self.cold[number]):
-                self._retire(number)
-
-    def _retire(self, number: int) -> None:
-        rows = self.cold.pop(number)
-        self.stale_cold -= number < self.stale_cold
-        self.counters.relisted += len(rows)
-        if self.spec.physical_slots:
-            self.slots.release_rows(rows)
-        else:
-            self.slots.adjust_used(-len(rows))
-        self.retired.append(rows)
-
-    def _count_evicted(self, key: Key) -> None:
+    def _evict(self, key: Key) -> None:
         self._remove(key)
         self.counters.evictions += 1
 

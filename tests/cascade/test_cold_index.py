@@ -66,7 +66,7 @@ class TestAnyTier:
         core.events.finished(0, job.id, [Outcome.OK], 0.0)
         assert core.lookup(key(3), "request", 0, 0.0) is Lookup.HIT
         assert list(core.tiers[0].index) == [key(3)]
-        assert len(core.tiers[0].cold[0]) == 5
+        assert len(core.tiers[0].cold.indexes[0]) == 5
         assert len(core.tiers[0].slots) == 6
 
     def test_it_is_not_stored_again(self, spec: TierSpec) -> None:
@@ -85,7 +85,7 @@ class TestAnyTier:
         assert len(storage.slots) == 6
         assert core.where(key(0), 0.0) == spec.name
         store(core, 12, 13, 14, 15)
-        assert storage.cold == []
+        assert storage.cold.indexes == []
         assert {name for _, name in dropped(storage)} == {key(3), key(4), key(5), key(0)}
 
     def test_what_others_took_away_is_found_no_more(self, spec: TierSpec) -> None:
@@ -96,10 +96,10 @@ class TestAnyTier:
 
     def test_another_epoch_finds_nothing_and_closes_them(self, spec: TierSpec) -> None:
         core = opened(spec)
-        (held,) = core.tiers[0].cold
+        (held,) = core.tiers[0].cold.indexes
         core.reset(keep_tiers=False)
         assert core.where(key(1), 0.0) is None
-        assert core.tiers[0].retired == [held]
+        assert core.tiers[0].take_retired() == [held]
         core.events.opened(0, 10)
         core.events.listed(0, [], last=True)
         assert core.where(key(1), 0.0) is None
@@ -120,8 +120,8 @@ class TestAnyTier:
         for known in core.events.known_keys(0):
             again.remove(known)
         core.events.index_listed(0, again, newest=6)
-        assert len(core.tiers[0].retired) == 1
-        assert core.tiers[0].cold == [again]
+        assert len(core.tiers[0].take_retired()) == 1
+        assert core.tiers[0].cold.indexes == [again]
         core.events.listed(0, [], last=True)
         assert [n for n in range(7) if core.where(key(n), 0.0) is None] == []
         assert len(core.tiers[0].slots) == 7
@@ -181,7 +181,7 @@ def test_a_row_that_was_told_twice_is_written_below_once(spec: TierSpec) -> None
     finish(core)
     upper, lower = core.tiers
     assert set(lower.index) == {key(0)}
-    assert len(upper.slots) == len(upper.index) + sum(map(len, upper.cold)) == 18
+    assert len(upper.slots) == len(upper.index) + sum(map(len, upper.cold.indexes)) == 18
     assert {name for _, name in dropped(upper)} == {key(0)}
 
 

@@ -104,7 +104,7 @@ def test_all_rows_are_hits_and_most_need_no_python_objects(tmp_path: Path) -> No
         load(coordinator, ROWS - 1)
         (storage,) = coordinator._core.tiers
         assert len(storage.index) == SINGLE_ROWS + 1
-        assert sum(map(len, storage.cold)) == ROWS - SINGLE_ROWS - 1
+        assert sum(map(len, storage.cold.indexes)) == ROWS - SINGLE_ROWS - 1
         assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
@@ -141,7 +141,7 @@ def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         wait_until_listed(coordinator)
         assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(SINGLE_ROWS)) == "stub"
-        assert len(coordinator._core.tiers[0].cold) == 1
+        assert len(coordinator._core.tiers[0].cold.indexes) == 1
         assert dropped(tmp_path) == []
 
 
@@ -150,11 +150,11 @@ def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
     mapped = tables()
     with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
         before = descriptors()
-        (first,) = coordinator._core.tiers[0].cold
+        (first,) = coordinator._core.tiers[0].cold.indexes
         coordinator.reset()
         assert coordinator.where(key(ROWS - 1)) is None
         wait_until_listed(coordinator)
-        (second,) = coordinator._core.tiers[0].cold
+        (second,) = coordinator._core.tiers[0].cold.indexes
         assert second is not first
         until(lambda: tables() <= mapped + 1, "the old table to be closed")
         assert descriptors() <= before

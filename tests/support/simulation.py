@@ -526,13 +526,13 @@ class Simulation:
             core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
         )
         for storage, mover in zip(core.tiers, self.movers, strict=True):
-            held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.cold))
+            held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.cold.indexes))
             promise(storage.counters.rows == held, f"a tier holds {held} rows, and {storage.counters} say otherwise")
             slots = [entry.slot for entry in storage.index.values()]
             if mover.physical:
-                slots += [slot for rows in storage.cold for slot in _slots_of(rows)]
+                slots += [slot for rows in storage.cold.indexes for slot in _slots_of(rows)]
             promise(len(set(slots)) == len(slots), "two keys in one slot")
-            used = len(storage.index) + sum(map(len, storage.cold))
+            used = len(storage.index) + sum(map(len, storage.cold.indexes))
             promise(used == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
             promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
