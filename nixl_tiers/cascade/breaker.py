@@ -1,4 +1,4 @@
-"""Breaker: takes a tier out of the way while it fails, and finds out by itself when it is well again."""
+"""Circuit breaker: keeps requests away from a tier while it fails, and probes whether it works again."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from enum import IntEnum
 class BreakerState(IntEnum):
     """The numbers are those of the `breaker` gauge."""
 
-    CLOSED = 0  # all is well
-    HALF_OPEN = 1  # closed to everybody but probes
-    OPEN = 2  # closed to everybody, until its back-off has passed
+    CLOSED = 0  # works
+    HALF_OPEN = 1  # only probes are let through
+    OPEN = 2  # nothing is let through until its back-off has passed
 
 
 @dataclass(frozen=True)
 class BreakerLimits:
-    """When a circuit opens, and when it is tried again. Seconds, and verdicts: one for each job, each request that
-    waited in vain, and each mover that died.
+    """When a circuit opens, and when it is probed. Times are in seconds. Each job, each request that expired and each
+    mover that died is one result, good or a failure.
 
-    Half of the last eight, rather than a run of failures: a medium that fails every other time costs requests as much
-    as one that fails always, and a single bad row in a good medium costs nobody but those who want it.
+    Half of the last eight rather than a run of failures: a medium that fails every other time costs requests as much
+    as one that always fails, and a single bad row in a good medium costs only requests for that row.
     """
 
-    results: int = 8
+    results: int = 8  # how many of the last results count
     failures_to_open: int = 4
-    window_s: float = 60.0  # older verdicts say nothing about now
-    min_backoff_s: float = 1.0  # the first back-off; each one soon after another is twice as long
+    window_s: float = 60.0  # older results do not count
+    min_backoff_s: float = 1.0  # the first back-off; it doubles while the circuit keeps opening
     max_backoff_s: float = 60.0
-    probes_to_close: int = 2  # good ones, one after the other, that close it
+    probes_to_close: int = 2  # consecutive good probes that close it
 
 
 class Breaker:
-    """One circuit. Closed: everybody is let through. Open: nobody. Half-open: one probe at a time."""
+    """One circuit. Closed: all requests are let through. Open: none. Half-open: one probe at a time."""
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self.limits = limits or BreakerLimits()
@@ -60,7 +60,7 @@ class Breaker:
         return self.state is BreakerState.HALF_OPEN and not self._probing
 
     def record(self, good: bool, now: float) -> None:
-        """Something that went through has ended. What began before the circuit opened is old news."""
+        """One more result. While the circuit is not closed only those of probes count (end_probe)."""
         if self.state is not BreakerState.CLOSED:
             return
         self._results.append((now, good))
@@ -69,7 +69,7 @@ class Breaker:
             self.trip(now)
 
     def trip(self, now: float) -> None:
-        """Open. Does nothing if it is open already."""
+        """Open the circuit; does nothing if it is open."""
         if self.state is BreakerState.OPEN:
             return
         calm = self.state is BreakerState.CLOSED and now - self._closed_at > max(self.limits.window_s, self._backoff_s)
@@ -80,20 +80,20 @@ class Breaker:
         self._results.clear()
 
     def watch(self, now: float) -> None:
-        """Call now and then: an open circuit whose back-off has passed is half-open."""
+        """Call at every turn: an open circuit whose back-off has passed becomes half-open."""
         if self.state is BreakerState.OPEN and now >= self._retry_at:
             self.state = BreakerState.HALF_OPEN
             self._good = 0
             self._probing = False
 
     def begin_probe(self) -> int:
-        """A probe is on its way; `end_probe` wants the number back. Only while `wants_probe`."""
-        assert self.wants_probe, "a probe that nobody asked for"
+        """A probe was sent; returns the number to pass to `end_probe`. Only while `wants_probe`."""
+        assert self.wants_probe, "a probe of a circuit that wants none"
         self._probing = True
         return self.episode
 
     def end_probe(self, episode: int, good: bool, now: float) -> None:
-        """A probe of another episode, or one that was given up before, is ignored."""
+        """A probe of another episode, or one that has ended already, is ignored."""
         if self.state is not BreakerState.HALF_OPEN or episode != self.episode or not self._probing:
             return
         self._probing = False

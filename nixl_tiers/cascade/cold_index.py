@@ -1,4 +1,4 @@
-"""What a storage tier held before the engine came, in a form of its own: millions of rows that cost next to nothing."""
+"""Cold index: rows that a storage tier held at the start, in a compact form: millions of them cost little memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from nixl_tiers.chunk import Key
 
 
 class ColdIndex(Protocol):
-    """Rows that only become fewer: one that is used moves over into the tier's own book, one that is cold is evicted.
+    """Rows that only become fewer: one that is used moves into the TierIndex, the coldest are evicted.
 
-    memory.table.Table is one, in memory shared with a mover; testing.adopted has one for tests.
+    memory.cold_index.SharedColdIndex is one, in memory shared with a mover; tests have PlainColdIndex.
     """
 
     @property
     def named(self) -> bool:
-        """Whether `coldest` tells keys, so that these rows can be written to the tier below before they go."""
+        """Whether `coldest` returns keys, so that they can be written to the tier below before their eviction."""
 
     def __len__(self) -> int: ...
 
@@ -23,10 +23,10 @@ class ColdIndex(Protocol):
         """(slot, tick of last use) of the key's row, or None."""
 
     def remove(self, key: Key) -> tuple[int, int] | None:
-        """As find, and the row is no longer here: its slot is the caller's."""
+        """As find, and remove the row: its slot is the caller's."""
 
     def coldest(self, count: int) -> list[tuple[bytes, int]]:
-        """Remove up to `count` rows, those not used for longest first: (key if `named`, else its digest; slot)."""
+        """Remove up to `count` rows, the least recently used first: (key if `named`, else its digest; slot)."""
 
     def claim(self, taken: bytearray, slots_limit: int) -> None:
         """Mark these rows' slots in a map of one byte a slot. Rows in slots that are marked already, or are not below
@@ -36,4 +36,4 @@ class ColdIndex(Protocol):
         """Unmark the slots of the rows that are still here."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""

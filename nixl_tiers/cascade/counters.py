@@ -1,17 +1,19 @@
-"""What is counted of a tier, the host or a storage tier."""
+"""Counters of one tier, the host or a storage tier."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from nixl_tiers.cascade.breaker import BreakerState
 
 
 @dataclass
 class Counters:
     """Monotonic, in rows unless the name says bytes.
 
-    A row comes into a tier in one of three ways and leaves it in one of seven, so `rows` is what the tier holds. Beside
-    that, `failed` counts moves, `dropped` rows that were never written, `incomplete` those that were written and are
-    not whole, `late` those whose load nobody waited for any longer, `kills` and `deaths` the tier's movers.
+    A row comes into a tier in one of three ways and leaves it in one of seven, so `rows` is what the tier holds.
+    Besides, `failed` counts moves, `dropped` rows that were never written, `incomplete` rows that were written without their
+    first sub-blocks, `late` rows whose load was abandoned, `kills` and `deaths` the tier's movers.
     """
 
     hits: int = 0
@@ -19,17 +21,17 @@ class Counters:
     bytes_read: int = 0  # whole rows that went up from here
     bytes_written: int = 0  # whole rows that came down to here
     # Come in:
-    stored: int = 0  # from above: the engine, or a cascade
+    stored: int = 0  # from above: the engine, or another tier
     promoted: int = 0  # from below
-    found: int = 0  # on the medium: from before the tier was opened, or stored by others
+    found: int = 0  # on the medium: from before the tier was opened, or stored by other engines
     # Go out:
     evictions: int = 0  # for room
-    corrupt: int = 0  # their seals refused them
-    missing: int = 0  # were not there when they were loaded
-    unreadable: int = 0  # of the host: workers could not copy them
-    removed: int = 0  # are not there any more, as the medium tells: too old, taken away by others, without a place
-    relisted: int = 0  # the medium tells of them anew: `found` counts them again
-    reset: int = 0  # the weights are others
+    corrupt: int = 0  # the seal did not verify
+    missing: int = 0  # not there when they were loaded
+    unreadable: int = 0  # host only: workers could not copy them
+    removed: int = 0  # the medium lists them as removed: expired, deleted by others, without a slot
+    relisted: int = 0  # the medium lists them again: `found` counts them again
+    reset: int = 0  # the weights have changed
     failed: int = 0
     incomplete: int = 0
     dropped: int = 0
@@ -43,3 +45,16 @@ class Counters:
         """How many rows the tier holds that a look-up can hit."""
         forgotten = self.corrupt + self.missing + self.unreadable + self.removed + self.relisted + self.reset
         return self.stored + self.promoted + self.found - self.evictions - forgotten
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """A tier's numbers: running totals; rows that can be hit; slots in use, including those being written; whether it
+    serves; the state of its circuit; host rows in quarantine, which its mover may still write to."""
+
+    counters: Counters
+    rows: int
+    used: int
+    up: bool
+    circuit: BreakerState
+    quarantined: int

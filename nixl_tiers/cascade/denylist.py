@@ -1,4 +1,4 @@
-"""Suspects: keys whose last move ended badly, and when they may be tried again."""
+"""Denylist: keys whose last move failed, hung or killed a mover, and when they may be tried again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 
 from nixl_tiers.chunk import Key
 
-REMEMBERED: Final = 4096
+MAX_KEYS: Final = 4096
 
 
-class _Suspect:
+class _Record:
     __slots__ = ("batch", "failures", "retry_at", "suspected")
 
     def __init__(self) -> None:
@@ -22,67 +22,66 @@ class _Suspect:
 
 
 class Denylist:
-    """A negative cache with exponential back-off, of at most REMEMBERED keys; the oldest are forgotten first.
+    """At most MAX_KEYS keys with exponential back-off; the oldest are forgotten first.
 
-    A key that *failed* costs whoever asks for it an error: it is a miss until its back-off has passed. A key that is
-    *accused* was in a job that never ended, or that its mover died of: no request waits for it until it was tried alone
-    and came through, so that one poisonous row cannot take a tier away from all others. Most of those that were in a
-    job with it are innocent: when one of them has come through, it is the turn of the rest.
+    A key whose move *failed* is a miss until its back-off has passed. A *suspect* (poison key) was in a job that hung,
+    or that its mover died of: no request waits for it until it was tried alone and succeeded, lest one bad row
+    takes the tier from all others. Most of its batch are innocent: when one of them succeeds, the others are tried.
     """
 
-    __slots__ = ("_book", "_first_s", "_most_s")
+    __slots__ = ("_first_s", "_keys", "_most_s")
 
     def __init__(self, first_s: float, most_s: float) -> None:
         self._first_s = first_s
         self._most_s = most_s
-        self._book: OrderedDict[Key, _Suspect] = OrderedDict()
+        self._keys: OrderedDict[Key, _Record] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._book)
+        return len(self._keys)
 
     def is_denied(self, key: Key, now: float) -> bool:
-        """Whether nobody may ask for `key` now."""
-        suspect = self._book.get(key) if self._book else None
-        return suspect is not None and (suspect.suspected or suspect.retry_at > now)
+        """Whether `key` is a miss now."""
+        record = self._keys.get(key) if self._keys else None
+        return record is not None and (record.suspected or record.retry_at > now)
 
     def is_suspect(self, key: Key) -> bool:
-        suspect = self._book.get(key) if self._book else None
-        return suspect is not None and suspect.suspected
+        record = self._keys.get(key) if self._keys else None
+        return record is not None and record.suspected
 
     def trial_due(self, key: Key, now: float) -> bool:
-        """Whether an accused key may be tried, alone."""
-        suspect = self._book.get(key) if self._book else None
-        return suspect is not None and suspect.suspected and suspect.retry_at <= now
+        """Whether `key` is a suspect that may be tried now, alone."""
+        record = self._keys.get(key) if self._keys else None
+        return record is not None and record.suspected and record.retry_at <= now
 
     def record_failure(self, key: Key, now: float) -> None:
-        """Its move ended in an error. Whoever says so is alive: the key kills nobody."""
+        """Its move ended in an error. So its mover is alive, and the key is no suspect."""
         self._record(key, now).suspected = False
 
     def suspect(self, keys: Iterable[Key], now: float) -> None:
-        """Their moves did not end in time, or their mover died with them in hand."""
+        """Their moves did not end in time, or their mover died before they ended."""
         batch = list(keys)
         for key in batch:
-            suspect = self._record(key, now)
-            suspect.suspected = True
-            suspect.batch = batch
+            record = self._record(key, now)
+            record.suspected = True
+            record.batch = batch
 
     def clear(self, key: Key) -> Sequence[Key]:
-        """It came through. Returns those that were accused together with it, once, if it was: they may be tried now."""
-        suspect = self._book.pop(key, None) if self._book else None
-        if suspect is None:
+        """Its move succeeded. Returns, once, the keys that were suspected together with it: they may be tried now."""
+        record = self._keys.pop(key, None) if self._keys else None
+        if record is None:
             return ()
-        batch = [*suspect.batch]
-        suspect.batch.clear()
+        batch = [*record.batch]
+        record.batch.clear()
         return batch
 
     def reset(self) -> None:
-        self._book.clear()
+        self._keys.clear()
 
-    def _record(self, key: Key, now: float) -> _Suspect:
-        suspect = self._book.pop(key, None) or _Suspect()
-        suspect.retry_at = now + min(self._most_s, self._first_s * 2.0 ** min(suspect.failures, 30))
-        suspect.failures += 1
-        self._book[key] = suspect
-        if len(self._book) > REMEMBERED:
-            self._book.popitem(last=False)
-        return suspect
+    def _record(self, key: Key, now: float) -> _Record:
+        record = self._keys.pop(key, None) or _Record()
+        record.retry_at = now + min(self._most_s, self._first_s * 2.0 ** min(record.failures, 30))
+        record.failures += 1
+        self._keys[key] = record
+        if len(self._keys) > MAX_KEYS:
+            self._keys.popitem(last=False)
+        return record

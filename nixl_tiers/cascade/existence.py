@@ -1,9 +1,9 @@
-"""Asking a shared medium for keys that nobody here knows: what another engine has stored a moment ago.
+"""Existence checks: asking a shared medium for unknown keys, which another engine may have stored a moment ago.
 
-A request that meets an unknown key waits for the answer, a fraction of a second at most in all its life. First only
-that key is asked for: a prompt that nobody has seen costs one look-up more and one round trip. If it is there, the
-next scan collects the rest of the chain, and all of that is asked for at once. What is absent is remembered for a
-while and costs nothing. A tier that was late, or did not say, is waited for by nobody until it has answered again.
+A request that meets an unknown key waits for the answer, for a fraction of a second in all its life. Only that key is
+checked first: an entirely new prompt costs one more look-up and one round trip. If the key is there, the next scan
+collects the rest of the chain, which is checked at once. Absent keys are remembered for a while (a negative cache) and
+cost nothing. No request waits for a tier that answered late, or about no key, until it has answered again.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ class ExistenceCheck:
 
 @dataclass(eq=False, slots=True)
 class _OpenCheck:
+    """A check that was sent, and the requests that wait for its answer."""
+
     question: ExistenceCheck
     sent_s: float
     requests: list[Request] = field(default_factory=list)
 
 
 class _TierChecks:
-    """What is asked of one tier, and what is known to be absent there."""
+    """The open checks of one tier, and its negative cache."""
 
-    def __init__(self, number: int, storage: TierIndex, limits: Limits) -> None:
-        self.number = number
-        self.tier = storage
+    def __init__(self, tier: TierIndex, limits: Limits) -> None:
+        self.tier = tier
         self.open: dict[int, _OpenCheck] = {}
         self.by_first: dict[Key, _OpenCheck] = {}
         self.slow = False
-        self.try_at_s = 0.0  # not before, while slow
+        self.retry_at_s = 0.0  # while slow: no check before
         self._limits = limits
-        self._absent: dict[Key, float] = {}  # until when; the first to be forgotten comes first
+        self._absent: dict[Key, float] = {}  # key -> until when, the oldest first
 
     @property
     def absent_count(self) -> int:
@@ -55,10 +56,10 @@ class _TierChecks:
         return self._absent.get(key, now) > now
 
     def has_room(self, now: float) -> bool:
-        """Whether one more may be asked now; of a slow tier, one at a time and rarely."""
+        """Whether one more check may be sent now; to a slow tier: one at a time, every retry_s."""
         if not self.tier.readable:
             return False
-        return len(self.open) < self._limits.max_checks if not self.slow else not self.open and now >= self.try_at_s
+        return len(self.open) < self._limits.max_checks if not self.slow else not self.open and now >= self.retry_at_s
 
     def remember_absent(self, absent: Collection[Key], now: float) -> None:
         for key in absent:
@@ -71,15 +72,15 @@ class _TierChecks:
             del self._absent[oldest]
 
     def mark_slow(self, now: float) -> None:
-        """Late, or without a word about any key."""
+        """It answered late, or about no key."""
         self.slow = True
-        self.try_at_s = now + self._limits.retry_s
+        self.retry_at_s = now + self._limits.retry_s
 
     def start(self, check: _OpenCheck) -> None:
         self.open[check.question.id] = self.by_first[check.question.keys[0]] = check
 
     def end(self, check: _OpenCheck) -> None:
-        """Nobody waits for this answer any more."""
+        """The check was answered, or is given up."""
         del self.open[check.question.id]
         if self.by_first.get(check.question.keys[0]) is check:
             del self.by_first[check.question.keys[0]]
@@ -94,15 +95,14 @@ class _TierChecks:
 
 
 class ExistenceChecks:
-    """The probes of all tiers whose medium others store to as well."""
+    """The checks of all tiers whose medium other engines store to."""
 
-    def __init__(self, storage: Sequence[TierIndex], limits: Limits) -> None:
+    def __init__(self, tiers: Sequence[TierIndex], limits: Limits) -> None:
         self._limits = limits
-        self.tiers = {
-            n: _TierChecks(n, s, limits) for n, s in enumerate(storage) if s.spec.shared and limits.check_timeout_s > 0
-        }
-        self._scanning: list[Request] = []  # have met unknown keys in this step
-        self._asking: list[Request] = []  # in an earlier step
+        shared = [tier for tier in tiers if tier.spec.shared and limits.check_timeout_s > 0]
+        self.tiers = {tier.number: _TierChecks(tier, limits) for tier in shared}
+        self._scanning: list[Request] = []  # requests that have met unknown keys in this step
+        self._asking: list[Request] = []  # the same of earlier steps
         self._ready: list[ExistenceCheck] = []
         self._id = 0
 
@@ -111,11 +111,11 @@ class ExistenceChecks:
         return bool(self._asking or self._ready) or any(shared.open for shared in self.tiers.values())
 
     def should_wait(self, key: Key, request: Request, now: float) -> bool:
-        """Whether `request` waits to hear about `key`, which no tier has here; O(1). Notes what is to be asked for."""
+        """Whether `request` waits for a check of `key`, which no tier index has; O(1). Notes the key for that check."""
         if not self.tiers:
             return False
         until_s = request.check_deadline_s
-        if until_s is None:  # counted from when it began to wait, for whatever it was
+        if until_s is None:  # counted from when it began to wait for anything
             since_s = now if request.deadline_s is None else request.deadline_s - self._limits.wait_s
             until_s = since_s + self._limits.check_timeout_s
         if now > until_s:
@@ -124,7 +124,7 @@ class ExistenceChecks:
             return request.check_queued or request.open_checks > 0
         if request.open_checks or not request.first_scan:
             return False
-        # The first key of a chain tells whether the others are worth a look.
+        # If the first key of a chain is absent, the others need no check.
         most = 1 if request.ascending and not request.first_key_found else self._limits.keys_per_check
         if request.check_queued and len(request.unknown) >= most:
             return False
@@ -139,16 +139,16 @@ class ExistenceChecks:
         return True
 
     def known_absent(self, tier: int, key: Key, now: float) -> bool:
-        """Whether the tier's medium has said a moment ago that it does not hold `key`."""
+        """Whether a recent check found `key` absent from the tier's medium."""
         return tier in self.tiers and self.tiers[tier].is_absent(key, now)
 
     def end_step(self) -> None:
-        """This step's scans have met all that they will."""
+        """This step's scans are complete: their checks may be sent."""
         self._asking += self._scanning
         self._scanning.clear()
 
     def plan(self, now: float) -> list[ExistenceCheck]:
-        """What to ask now, within every bound."""
+        """The checks to send now, within every bound."""
         for request in self._asking:
             request.check_queued = False
             if not request.expired:
@@ -159,14 +159,14 @@ class ExistenceChecks:
         return ready
 
     def answered(self, tier: int, number: int, absent: Collection[Key], now: float) -> None:
-        """A probe has ended: what it has found was adopted before this, and `absent` is surely not there."""
+        """A check was answered: what it found was listed before this; `absent` is not there."""
         shared = self.tiers.get(tier)
         check = shared.open.get(number) if shared is not None else None
         if shared is None or check is None:
             return
         shared.end(check)
         shared.remember_absent(absent, now)
-        # A chain without its first key is of no use; the requests that share a probe have that one in common.
+        # A chain without its first key is useless; requests that share a check have the first key in common.
         asked = check.question.keys[:1] if check.question.chain else check.question.keys
         found = any(key in shared.tier for key in asked)
         if now - check.sent_s > self._limits.check_timeout_s or not (found or absent):
@@ -175,11 +175,11 @@ class ExistenceChecks:
             shared.slow = False
         if found:
             for request in check.requests:
-                # Collect what has been found, and ask for what follows it.
+                # Its next scan collects what was found, and checks what follows.
                 request.first_key_found = request.rescan = True
 
     def mark_absent(self, tier: int, key: Key, now: float) -> None:
-        """What is there under this key was no row, or had gone: to ask for it again would find the same again."""
+        """The row was corrupt, or missing after all: another check would find the same object again."""
         if tier in self.tiers:
             self.tiers[tier].remember_absent([key], now)
 
@@ -194,13 +194,13 @@ class ExistenceChecks:
                     shared.end(check)
 
     def lost(self, tier: int) -> None:
-        """Nothing that was asked of this tier will be answered."""
+        """The open checks of this tier will not be answered."""
         if tier in self.tiers:
             for check in list(self.tiers[tier].open.values()):
                 self.tiers[tier].end(check)
 
     def reset(self) -> None:
-        """What is absent from one namespace may stand in another."""
+        """Drop all: keys that are absent from one namespace may be in another."""
         for request in [*self._scanning, *self._asking]:
             request.check_queued = False
         self._scanning.clear()
@@ -212,10 +212,10 @@ class ExistenceChecks:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _open_to(self, request: Request) -> Iterator[_TierChecks]:
-        return (s for s in self.tiers.values() if request.allowed is None or s.number in request.allowed)
+        return (s for s in self.tiers.values() if request.allowed is None or s.tier.number in request.allowed)
 
     def _worth(self, shared: _TierChecks, key: Key, now: float) -> bool:
-        """Whether waiting for this tier's answer may be worth it. Of a slow tier one asks without waiting."""
+        """Whether to wait for a check of this tier. A slow tier is checked without waiting."""
         if not shared.tier.readable or key in shared.tier or shared.is_absent(key, now):
             return False
         if shared.slow:
@@ -242,7 +242,7 @@ class ExistenceChecks:
 
     def _send(self, shared: _TierChecks, keys: list[Key], *, chain: bool, now: float) -> _OpenCheck:
         self._id += 1
-        check = _OpenCheck(ExistenceCheck(self._id, shared.number, keys, chain), now)
+        check = _OpenCheck(ExistenceCheck(self._id, shared.tier.number, keys, chain), now)
         shared.start(check)
         shared.tier.counters.probes += 1
         self._ready.append(check.question)

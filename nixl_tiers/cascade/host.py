@@ -1,4 +1,4 @@
-"""The host tier's book: which row of the region holds which chunk, and who has hands on it."""
+"""The host tier's index: which row of the region holds which chunk, and what pins it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RowState(IntEnum):
 
 
 class Row(msgspec.Struct, gc=False, eq=False):
-    """One chunk in the host region. `worker`, `mover`: open jobs of either kind on its bytes; `calls`: the same of
-    threads that use the store without an engine; `holds`: requests that wait and count on it. `leaving`: chosen for
-    eviction, and to be written below first. `gone`: nobody can find it any more, but somebody's job still has hands
-    on it.
+    """One chunk in the host region. Refcounts: `worker_refs`, `mover_refs`: open jobs of workers and movers on its
+    bytes; `call_refs`: calls of threads that use the store without an engine; `request_pins`: requests that wait and
+    need it. `evicting`: a victim that is written below first. `invalidated`: no look-up finds it any more, and it is
+    free as soon as no job uses it.
 
-    Hidden from Python's garbage collector, which would otherwise walk hundreds of thousands of rows at a time in the
-    scheduler's thread. So a row must never refer to anything that may refer to a row.
+    Hidden from Python's garbage collector, which would otherwise traverse hundreds of thousands of rows at a time in
+    the scheduler's thread. So a row must never refer to anything that may refer to a row.
     """
 
     key: Key
@@ -52,18 +52,18 @@ class Row(msgspec.Struct, gc=False, eq=False):
 
     @property
     def referenced(self) -> bool:
-        """Whether anybody's job reads or writes it."""
+        """Whether a job or a call reads or writes it."""
         return bool(self.worker_refs or self.mover_refs or self.call_refs)
 
 
 class HostTier:
-    """Rows by key. A row is given away only when no job, worker's or mover's, reads or writes it."""
+    """Rows by key. A row is allocated again only when no job of a worker or mover reads or writes it."""
 
     def __init__(self, rows: int, policy: EvictionPolicy) -> None:
         self.rows = rows
         self.index: dict[Key, Row] = {}
-        # For whoever publishes events; bounded, since there may be nobody who takes them.
         self.counters = Counters()
+        # Keys, for a publisher of events; bounded, since there may be none.
         self.evicted: deque[Key] = deque(maxlen=4 * rows)
         self.evicting: dict[Key, Row] = {}
         self.step = 0
@@ -73,7 +73,7 @@ class HostTier:
 
     @property
     def used(self) -> int:
-        """Rows that are not free: found by a key, or still in the hands of a job."""
+        """Rows that are not free: found by a key, or still used by a job."""
         return len(self._slots)
 
     @property
@@ -81,7 +81,7 @@ class HostTier:
         return self._slots.free
 
     def make_room(self, count: int) -> list[Key]:
-        """Evict until `count` rows are free, or until nothing more may go; returns what had to go."""
+        """Evict until `count` rows are free, or all that are left are pinned; returns the victims' keys."""
         missing = count - self._slots.free
         victims: list[Row] = []
         if missing > 0:
@@ -92,7 +92,7 @@ class HostTier:
         return [row.key for row in victims]
 
     def select_victims(self, count: int) -> list[Row]:
-        """The `count` least valuable rows, from now on leaving: still hits, until `leave` is called for them."""
+        """Start the eviction of the `count` least valuable rows: still hits, until `finish_eviction` is called."""
         rows = [self.index[key] for key in self._policy.evict(count, self._is_pinned)]
         for row in rows:
             row.evicting = True
@@ -100,12 +100,12 @@ class HostTier:
         return rows
 
     def finish_eviction(self, row: Row) -> None:
-        """Evict a leaving row; one that somebody still counts on, or wants again, stays."""
+        """Evict a victim now, unless it is pinned or its eviction was cancelled."""
         if row.evicting and not self._is_pinned(row.key):
             self._remove(row)
 
     def cancel_eviction(self, row: Row, tick: int) -> None:
-        """A leaving row is wanted again, or cannot be written below: it takes its turn anew."""
+        """A victim was used again, or cannot be written below: the policy gets it back."""
         if row.evicting:
             row.evicting = False
             del self.evicting[row.key]
@@ -122,7 +122,7 @@ class HostTier:
         return row
 
     def allocate_scratch(self, key: Key, generation: int) -> Row:
-        """A free row for bytes that nobody shall find: `reclaim` takes it back. Call make_room first."""
+        """A row that no look-up finds; `reclaim` frees it. Call make_room first."""
         index = self._slots.allocate()
         assert index is not None, "allocate_scratch without room"
         return Row(key, index, order=0, state=RowState.LOADING, generation=generation, invalidated=True)
@@ -136,7 +136,7 @@ class HostTier:
             self._policy.touch(key, tick)
 
     def invalidate(self, row: Row) -> None:
-        """Nobody finds this row from now on; its place is free once no job has hands on it."""
+        """No look-up finds this row from now on; it is free once no job uses it."""
         if not row.invalidated:
             row.invalidated = True
             del self.index[row.key]
@@ -148,7 +148,7 @@ class HostTier:
         self.reclaim(row)
 
     def reclaim(self, row: Row) -> None:
-        """Call when a job on `row` has ended: frees the place of a forgotten row after its last job."""
+        """Call when a job on `row` has ended: frees an invalidated row after its last job."""
         if row.invalidated and not row.referenced and row.index >= 0:
             self._slots.release(row.index)
             row.index = -1
@@ -162,5 +162,5 @@ class HostTier:
 
     def _is_pinned(self, key: Key) -> bool:
         row = self.index[key]
-        # A row that this step's look-ups called a hit must still be there when the same step prepares the load.
+        # A hit of this step must still be there when the same step prepares its load.
         return bool(row.referenced or row.request_pins or row.state is not RowState.READY or row.step == self.step)

@@ -1,5 +1,4 @@
-"""TierManager: what a scheduler calls. Decides what is stored, promoted, written back and evicted. Pure: no I/O, no
-threads, no clock.
+"""TierManager: what a scheduler calls. Decides what is stored, promoted, written back and evicted; no I/O or clock.
 
 Callers report what happened (a look-up, a finished job, a dead mover) and when (`now`, in seconds of any monotonic
 clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from nixl_tiers.cascade.breaker import BreakerState
-from nixl_tiers.cascade.counters import Counters
+from nixl_tiers.cascade.counters import Counters, TierStats
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.eviction import PolicyName, make_policy
 from nixl_tiers.cascade.existence import ExistenceChecks
@@ -44,19 +43,6 @@ class StorePlan:
     rows: list[int]
     store_seq: int
     evicted: list[Key] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class TierStats:
-    """A tier's numbers: running totals; rows that can be hit; slots in use, including those being written; whether it
-    serves; the state of its circuit; host rows in quarantine, which its mover may still write to."""
-
-    counters: Counters
-    rows: int
-    used: int
-    up: bool
-    circuit: BreakerState
-    quarantined: int
 
 
 class TierManager:
@@ -291,7 +277,7 @@ class TierManager:
         self.finish_request(name)
 
     def demote_all(self) -> None:
-        """Queue every row that a tier written on eviction lacks: the engine shuts down."""
+        """The engine shuts down: queue every row that a tier written on eviction lacks."""
         self._writeback.demote_all()
 
     def backlog(self) -> int:

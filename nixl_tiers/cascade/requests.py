@@ -1,4 +1,4 @@
-"""A request that waits for promotions: what it asked for, what it counts on, how long it may wait."""
+"""A request that waits for promotions: what it asked for, what it has pinned, how long it may wait."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class Request:
         self.name = name
         self.allowed = allowed  # the storage tiers that it may load from; None: all
         self.tick: int | None = None
-        # One for all that it waits for, from its first PENDING until its load is prepared: nothing else arms it again.
+        # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
         self.deadline_s: float | None = None
-        self.pending = False  # it counts on what was asked for or is held on its behalf
-        self.expired = False  # the deadline has passed: nothing is asked for on its behalf any more
-        self.waits_for_listing = False  # it waits for tiers that are still being listed
-        self.load_failed = False  # a load of it failed: it computes everything itself, whatever is stored
-        # Keys queued for promotion on its behalf: True while that may still come true, False once it was declined.
+        self.pending = False  # it waits for promotions, or has rows pinned
+        self.expired = False  # its deadline has passed: nothing is promoted on its behalf any more
+        self.waits_for_listing = False  # also for tiers that are still being listed
+        self.load_failed = False  # one of its loads failed: it computes everything itself
+        # Keys queued for promotion on its behalf: True while they may come, False once the host had no room.
         self.asked: dict[Key, bool] = {}
         self.pinned: dict[Key, Row] = {}
-        self.scan_hits: list[Row] = []  # hits of the scan so far, to be held if the request turns out to wait
+        self.scan_hits: list[Row] = []  # hits of the scan so far, to be pinned if the request turns out to wait
         self.step = -1
         self.position: int | None = None
         self.ascending = True
         self.first_scan = True
         self.stopped = False
-        # What it asks other engines' media for (probes.py): the keys, and how many answers are awaited.
+        # Existence checks (existence.py): the unknown keys, and how many open checks it waits for.
         self.unknown: dict[Key, None] = {}
         self.check_queued = False
         self.open_checks = 0
@@ -70,7 +70,7 @@ class Request:
         return self.pending and not self.expired
 
     def begin(self, step: int, position: int | None) -> None:
-        """Note a look-up at `position` (the key's end token) in `step`; a new step is a new scan."""
+        """A look-up at `position` (the key's end token) in `step`; a new step is a new scan."""
         if step != self.step:
             if self.step >= 0:
                 self.first_scan = not self.pending or self.rescan
@@ -79,12 +79,12 @@ class Request:
             self.stopped = False
             self.scan_hits.clear()
         elif position is None or (self.position is not None and position <= self.position):
-            # A windowed group is scanned from its end: there, stopping early would lose the hit.
+            # A windowed group is scanned from its end: stopping early would lose the hit.
             self.ascending = False
         self.position = position
 
     def pin(self, row: Row) -> None:
-        """Keep `row` from eviction until the request loads it, ends, or gives up."""
+        """Keep `row` from eviction until the request loads it, ends, or expires."""
         if row.key not in self.pinned:
             self.pinned[row.key] = row
             row.request_pins += 1
@@ -95,11 +95,12 @@ class Request:
         row.request_pins -= 1
 
     def rearm(self) -> None:
-        """Its load is prepared: should it come back, because it was preempted, it may wait anew."""
+        """Its load is prepared: if it comes back after a preemption, it may wait again."""
         self.deadline_s = None
         self.expired = False
 
     def release(self) -> None:
+        """It waits no longer: unpin its rows, forget what it asked for."""
         self.pending = False
         for row in self.pinned.values():
             row.request_pins -= 1

@@ -1,4 +1,4 @@
-"""Slots: places for one row each, handed out lowest first so that a medium fills from its start."""
+"""Slots: one row each, allocated lowest first so that a medium fills from its start."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from nixl_tiers.cascade.cold_index import ColdIndex
 
 
 class Slots:
-    """`limit` slots numbered from 0, one byte of memory each. `allocate` gives the lowest free one; the budget holds
-    because nothing else gives."""
+    """`limit` slots numbered from 0, one byte of memory each. The budget holds because a slot is only got from
+    `allocate` (the lowest free one) or `claim`."""
 
     def __init__(self, limit: int) -> None:
         self._map = bytearray()
@@ -25,7 +25,7 @@ class Slots:
 
     @limit.setter
     def limit(self, limit: int) -> None:
-        """Slots beyond a smaller limit are not taken back: that is up to whoever evicts their rows."""
+        """Slots beyond a smaller limit stay allocated until their rows are evicted."""
         self._limit = limit
         self._cover(limit)
 
@@ -47,7 +47,7 @@ class Slots:
         return slot
 
     def claim(self, slot: int) -> bool:
-        """Take this very slot (a row that was there before we came); False if it is taken or beyond the limit."""
+        """Allocate this very slot, for a row that the medium lists; False if it is taken or beyond the limit."""
         if not 0 <= slot < self._limit or self._map[slot]:
             return False
         self._map[slot] = 1
@@ -55,25 +55,25 @@ class Slots:
         return True
 
     def release(self, slot: int) -> None:
-        """Return a slot that was taken."""
-        assert self._map[slot], "a slot that nobody has is given back"
+        """Free a slot."""
+        assert self._map[slot], "a free slot is released"
         self._map[slot] = 0
         self._used -= 1
         self._lowest = min(self._lowest, slot)
 
     def claim_rows(self, rows: ColdIndex) -> None:
-        """Take the slots of all these rows; they become fewer by those whose slots are taken or beyond the limit."""
+        """Allocate the slots of all these rows; those whose slots are taken or beyond the limit are removed."""
         rows.claim(self._map, self._limit)
         self._used += len(rows)
 
     def release_rows(self, rows: ColdIndex) -> None:
-        """Return the slots of all these rows."""
+        """Free the slots of all these rows."""
         rows.release(self._map)
         self._used -= len(rows)
         self._lowest = 0
 
     def adjust_used(self, count: int) -> None:
-        """Take `count` slots without saying which, or return so many where it is negative. This may pass the limit."""
+        """Count `count` more slots as used (fewer if negative) without choosing which. This may pass the limit."""
         self._used += count
 
     def clear(self) -> None:

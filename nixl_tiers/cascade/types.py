@@ -1,4 +1,4 @@
-"""What is said of a storage tier and of the moves of its rows: values that its book, queues and jobs share."""
+"""Values that the parts of the core share: a tier's specification and state, entries, moves and jobs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nixl_tiers.chunk import Key
 
 
 class TierState(Enum):
-    DOWN = "down"  # no mover, or its medium does not answer: every look-up misses, cascades are dropped
-    LISTING = "listing"  # serves what it has already told of; stores wait until all of it is known
+    DOWN = "down"  # no mover, or its medium does not answer: every look-up misses, stores are dropped
+    LISTING = "listing"  # rows that are listed already are hits; stores wait until all are listed
     UP = "up"
 
 
@@ -29,18 +29,18 @@ Write = policies.Write
 
 @dataclass(frozen=True)
 class TierSpec:
-    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, not a count."""
+    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, no mere count."""
 
     name: str
     write: Write
     physical_slots: bool
     policy: PolicyName = "lru"
-    shared: bool = False  # others store to it too, and its medium may be asked for keys that are not known here
+    shared: bool = False  # other engines store to it: its medium may be asked for unknown keys
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """A key's place in a storage tier. `stored` is False while its first write is under way; `evicting`: chosen for
-    eviction, and to be written to the tier below first. Hidden from the garbage collector, as Row is."""
+    """A key's slot in a storage tier. `stored` is False while its first write is under way; `evicting`: a victim that
+    is written to the tier below first. Hidden from the garbage collector, as Row is."""
 
     slot: int
     stored: bool
@@ -59,16 +59,16 @@ class PlannedMove:
 
 @dataclass(slots=True)
 class Job:
-    """One batch of row moves of one direction. Moments are the caller's monotonic clock, in seconds."""
+    """One batch of row moves of one direction. Times are of the caller's monotonic clock, in seconds."""
 
     id: int
     tier: int
     direction: Direction
     moves: list[PlannedMove]
-    nbytes: int  # under way in its direction when it began, its own included
+    nbytes: int  # under way in its direction when it started, its own included
     started_s: float
-    soft_deadline_s: float  # nobody waits for it after that
-    hard_deadline_s: float  # its mover dies then
-    is_trial: bool = False  # of one row, for nobody: to try a suspect, or a tier that failed
-    probe_episode: int | None = None  # of the breaker, if it is that one's probe
+    soft_deadline_s: float  # no request waits for it after that
+    hard_deadline_s: float  # its mover is killed then
+    is_trial: bool = False  # of one row that no request waits for: a suspect, or a breaker's probe
+    probe_episode: int | None = None  # the breaker's number of its probe, if it is one
     abandoned: bool = False

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerLimits, BreakerState
-from nixl_tiers.cascade.denylist import REMEMBERED, Denylist
+from nixl_tiers.cascade.denylist import MAX_KEYS, Denylist
 from nixl_tiers.cascade.throughput import ThroughputEstimate
 
 EVENTS = st.lists(
@@ -122,7 +122,7 @@ def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial()
 
 def test_suspects_are_a_bounded_number() -> None:
     denylist = Denylist(5.0, 12.0)
-    for number in range(REMEMBERED + 10):
+    for number in range(MAX_KEYS + 10):
         denylist.suspect([b"%d" % number], 0.0)
-    assert len(denylist) == REMEMBERED
+    assert len(denylist) == MAX_KEYS
     assert not denylist.is_suspect(b"0")

@@ -9,28 +9,28 @@ from nixl_tiers.chunk import Key
 
 
 class EvictionPolicy(Protocol):
-    """Orders the keys of one tier. `tick` is a logical time: all that one request uses carries one tick.
+    """Orders the keys of one tier. `tick` is a logical time: all uses by one request have one tick.
 
-    The tier keeps the budget: it calls `evict` before it calls `add`. A policy only says who goes.
+    The tier keeps the budget: it calls `evict` before it calls `add`. A policy only selects victims.
     """
 
     def add(self, key: Key, tick: int) -> None:
-        """A key that is not known yet has come. Keys of one tick come in prefix order."""
+        """Insert a new key. Keys of one tick come in prefix order."""
 
     def touch(self, key: Key, tick: int) -> None:
-        """A known key was used. A second use at the tick of the last one is the same request's, and no news."""
+        """A known key was used. A second use at the tick of the last one is by the same request, and does not count."""
 
     def remove(self, key: Key) -> None:
-        """A known key has gone for another reason than eviction."""
+        """A known key was removed for another reason than eviction."""
 
     def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
-        """Choose and forget up to `count` keys, the least valuable first, passing over those that `spare` names.
+        """Remove and return up to `count` victims, the least valuable first, skipping pinned keys.
 
         Returns fewer only where every key that is left is pinned. Amortised, a victim costs a constant number of
-        steps, however many spared keys stand before it.
+        steps, however many pinned keys are before it.
         """
 
     def resize(self, rows: int) -> None:
-        """The tier has room for `rows` keys from now on. Evicts nothing; what is remembered of gone keys shrinks."""
+        """The tier has room for `rows` keys from now on. Evicts nothing; ghost lists shrink."""
 
     def __len__(self) -> int: ...

@@ -18,8 +18,8 @@ class LeafFirstLru:
 
     def __init__(self) -> None:
         self._keys = Batches()
-        # Keys that were spared when their turn came, in the order of their turns. Without this, whatever long job
-        # holds the oldest keys would make every eviction walk over all of them.
+        # Keys that were pinned when they would have been victims, in that order. Without this, a long job that pins the
+        # oldest keys would make every eviction walk over all of them.
         self._aside: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class LeafFirstLru:
             key, _ = self._keys.pop()
             (pinned if is_pinned(key) else victims).append(key)
         if waiting > soon and len(victims) < count:
-            self._review(waiting - soon, count, is_pinned, victims)  # the tier has nothing else: a walk is worth it
+            self._review(waiting - soon, count, is_pinned, victims)  # there are no other keys: walk over all
         for key in pinned:
             self._aside[key] = None
         return victims
@@ -62,7 +62,7 @@ class LeafFirstLru:
         pass
 
     def _review(self, most: int, count: int, is_pinned: Callable[[Key], bool], victims: list[Key]) -> None:
-        """Ask again for up to `most` of the keys set aside, the longest unasked first."""
+        """Check up to `most` of the keys set aside again, the one checked longest ago first."""
         for _ in range(most):
             if len(victims) >= count:
                 break

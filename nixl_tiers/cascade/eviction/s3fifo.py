@@ -1,10 +1,9 @@
 """S3-FIFO: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023.
 
-New keys stand in a small queue, a tenth of the tier. A key that was used there goes on to the main queue; one that
-was not is forgotten soon, so that prefixes which nobody asks for again cost little room. A ghost queue remembers
-the names of what the small queue let go: who comes back while remembered goes to the main queue at once. In
-the main queue, a key whose turn has come is put back at the end as long as it has uses left to spend, of which it
-keeps three at most.
+New keys enter a small queue, a tenth of the tier. A key that was used there moves on to the main queue; one that was
+not is evicted soon, so that prefixes which are never asked for again take little room. A ghost queue remembers the keys
+that the small queue evicted: one that comes back while remembered enters the main queue at once. In the main queue, a
+key at the head is reinserted at the tail as long as it has uses left, of which it keeps three at most.
 
 Two things are adapted to prefixes. A queue's element is the batch of keys that one request brought, and of a batch
 the deepest chunk goes first. And the uses of one request count once, whichever calls they come from.
@@ -62,8 +61,8 @@ class S3Fifo:
 
     def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
         victims: list[Key] = []
-        # Whoever is spared is in somebody's hands and takes a new turn at the end of its queue. It gets there only
-        # after the loop: so every key is asked for once, and a tier full of spared keys is gone through once.
+        # Pinned keys are reinserted at the tail of their queue, after the loop: every key is checked once, and a tier
+        # full of pinned keys is walked over once.
         pinned_small: list[Key] = []
         pinned_main: list[Key] = []
         while len(victims) < count and (self._small or self._main):
