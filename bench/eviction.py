@@ -167,8 +167,8 @@ def move(core: TierManager, now_s: float, clock: Clock) -> None:
         with clock.take("finished", rows):
             for job in jobs:
                 core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
-        for storage in core.tiers:
-            for _ in storage.delete_batches(256):
+        for tier in core.tiers:
+            for _ in tier.delete_batches(256):
                 pass
         if not jobs:
             return

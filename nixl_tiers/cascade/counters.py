@@ -11,8 +11,8 @@ from nixl_tiers.cascade.breaker import BreakerState
 class Counters:
     """Monotonic, in rows unless the name says bytes.
 
-    A row comes into a tier in one of three ways and leaves it in one of seven, so `rows` is what the tier holds.
-    Besides, `failed` counts moves, `dropped` rows that were never written, `incomplete` rows that were written without their
+    A row comes into a tier in one of three ways and leaves it in one of seven, so `rows` is what it holds. Besides,
+    `failed` counts moves, `dropped` rows that were never written, `incomplete` rows that were written without their
     first sub-blocks, `late` rows whose load was abandoned, `kills` and `deaths` the tier's movers.
     """
 

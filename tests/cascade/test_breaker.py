@@ -23,7 +23,7 @@ def opened(limits: BreakerLimits | None = None) -> Breaker:
 
 
 @given(EVENTS)
-def test_whatever_happened_a_circuit_closes_when_the_tier_is_well(events: list[tuple[str, float]]) -> None:
+def test_circuit_closes_after_good_probes_whatever_happened_before(events: list[tuple[str, float]]) -> None:
     breaker, now = Breaker(), 0.0
     for event, seconds in events:
         now += seconds
@@ -44,21 +44,21 @@ def test_whatever_happened_a_circuit_closes_when_the_tier_is_well(events: list[t
     assert breaker.closed
 
 
-def test_one_bad_job_among_good_ones_does_not_open_it() -> None:
+def test_one_failure_in_three_does_not_open_the_circuit() -> None:
     breaker = Breaker()
     for number in range(100):
         breaker.record(number % 3 != 0, float(number))
     assert breaker.closed
 
 
-def test_old_verdicts_do_not_count() -> None:
+def test_results_older_than_the_window_do_not_count() -> None:
     breaker = Breaker()
     for number in range(20):
         breaker.record(False, 30.0 * number)
     assert breaker.closed
 
 
-def test_the_back_off_doubles_up_to_its_ceiling_and_starts_anew_after_a_calm_time() -> None:
+def test_backoff_doubles_up_to_its_maximum_and_resets_after_a_calm_time() -> None:
     breaker, now, seen = opened(), 0.0, []
     for _ in range(8):
         seen.append(breaker.backoff_s)
@@ -73,7 +73,7 @@ def test_the_back_off_doubles_up_to_its_ceiling_and_starts_anew_after_a_calm_tim
     assert breaker.backoff_s == 1
 
 
-def test_one_probe_at_a_time_and_none_of_an_earlier_episode_counts() -> None:
+def test_one_probe_at_a_time_and_stale_probes_are_ignored() -> None:
     breaker = opened()
     breaker.watch(1.0)
     stale = breaker.begin_probe()
@@ -86,14 +86,14 @@ def test_one_probe_at_a_time_and_none_of_an_earlier_episode_counts() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(0, 1000)), max_size=100), st.integers(1, 1 << 30))
-def test_patience_has_a_floor_and_a_ceiling(jobs: list[tuple[int, float]], nbytes: int) -> None:
+def test_timeout_has_a_minimum_and_a_maximum(jobs: list[tuple[int, float]], nbytes: int) -> None:
     estimate = ThroughputEstimate(4e6)
     for size, seconds in jobs:
         estimate.record(size, seconds)
     assert 5.0 <= estimate.timeout_s(nbytes, 5.0, 10.0) <= 10.0
 
 
-def test_patience_follows_the_slower_jobs() -> None:
+def test_timeout_follows_the_slower_jobs() -> None:
     estimate = ThroughputEstimate(4e6)
     for _ in range(18):
         estimate.record(100_000_000, 1.0)
@@ -103,7 +103,7 @@ def test_patience_follows_the_slower_jobs() -> None:
     assert estimate.timeout_s(1_000_000_000, 1.0, 1e9) == 400.0
 
 
-def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial() -> None:
+def test_failed_key_is_denied_for_its_backoff_and_suspect_until_its_trial() -> None:
     denylist = Denylist(5.0, 12.0)
     denylist.record_failure(b"failed", 0.0)
     denylist.suspect([b"accused"], 0.0)
@@ -120,7 +120,7 @@ def test_a_failed_key_is_a_miss_for_a_while_and_an_accused_one_until_its_trial()
     assert not denylist.is_denied(b"accused", 27.0)
 
 
-def test_suspects_are_a_bounded_number() -> None:
+def test_denylist_is_bounded() -> None:
     denylist = Denylist(5.0, 12.0)
     for number in range(MAX_KEYS + 10):
         denylist.suspect([b"%d" % number], 0.0)

@@ -45,16 +45,16 @@ def finish(core: TierManager) -> None:
             core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
 
 
-def dropped(storage: TierIndex) -> set[tuple[int, Key]]:
-    nameless = [pair for batch in storage.cold_delete_batches(2) for pair in batch]
+def dropped(tier: TierIndex) -> set[tuple[int, Key]]:
+    nameless = [pair for batch in tier.cold_delete_batches(2) for pair in batch]
     return {(slot, key_of(digest)) for slot, digest in nameless} | {
-        p for batch in storage.delete_batches(2) for p in batch
+        p for batch in tier.delete_batches(2) for p in batch
     }
 
 
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
 class TestAnyTier:
-    def test_an_adopted_row_is_loaded_from_its_slot_and_stands_in_the_book_from_then_on(self, spec: TierSpec) -> None:
+    def test_cold_row_is_loaded_from_its_slot_and_indexed_from_then_on(self, spec: TierSpec) -> None:
         core = opened(spec)
         assert core.tiers[0].state is TierState.UP
         assert core.where(key(3), 0.0) == spec.name
@@ -69,32 +69,32 @@ class TestAnyTier:
         assert len(core.tiers[0].cold.indexes[0]) == 5
         assert len(core.tiers[0].slots) == 6
 
-    def test_it_is_not_stored_again(self, spec: TierSpec) -> None:
+    def test_cold_row_is_not_stored_again(self, spec: TierSpec) -> None:
         core = opened(spec)
         store(core, 2, 7)
         assert key(7) in core.tiers[0].index
         assert core.tiers[0].counters.bytes_written == 4096
 
-    def test_the_coldest_go_first_and_the_medium_is_told_by_digest(self, spec: TierSpec) -> None:
+    def test_coldest_rows_are_evicted_first_and_deleted_by_digest(self, spec: TierSpec) -> None:
         core = opened(spec, slots=6)
         core.touch([key(0)], "request")
         store(core, 10, 11)
-        storage = core.tiers[0]
-        assert {name for _, name in dropped(storage)} == {key(1), key(2)}
-        assert storage.counters.evictions == 2
-        assert len(storage.slots) == 6
+        tier = core.tiers[0]
+        assert {name for _, name in dropped(tier)} == {key(1), key(2)}
+        assert tier.counters.evictions == 2
+        assert len(tier.slots) == 6
         assert core.where(key(0), 0.0) == spec.name
         store(core, 12, 13, 14, 15)
-        assert storage.cold.indexes == []
-        assert {name for _, name in dropped(storage)} == {key(3), key(4), key(5), key(0)}
+        assert tier.cold.indexes == []
+        assert {name for _, name in dropped(tier)} == {key(3), key(4), key(5), key(0)}
 
-    def test_what_others_took_away_is_found_no_more(self, spec: TierSpec) -> None:
+    def test_row_listed_as_removed_is_a_miss(self, spec: TierSpec) -> None:
         core = opened(spec)
         core.events.listed(0, [(-1, key(4), 0)], last=False)
         assert core.where(key(4), 0.0) is None
         assert len(core.tiers[0].slots) == 5
 
-    def test_another_epoch_finds_nothing_and_closes_them(self, spec: TierSpec) -> None:
+    def test_new_epoch_misses_and_retires_cold_rows(self, spec: TierSpec) -> None:
         core = opened(spec)
         (held,) = core.tiers[0].cold.indexes
         core.reset(keep_tiers=False)
@@ -105,9 +105,7 @@ class TestAnyTier:
         assert core.where(key(1), 0.0) is None
         assert len(core.tiers[0].slots) == 0
 
-    def test_a_tier_that_is_opened_again_serves_what_it_had_told_until_it_has_told_it_again(
-        self, spec: TierSpec
-    ) -> None:
+    def test_reopened_tier_serves_stale_rows_until_they_are_listed_again(self, spec: TierSpec) -> None:
         core = opened(spec, slots=8)
         store(core, 6)
         core.touch([key(0)], "request")
@@ -127,7 +125,7 @@ class TestAnyTier:
         assert len(core.tiers[0].slots) == 7
         assert dropped(core.tiers[0]) == set()
 
-    def test_a_smaller_tier_waits_to_be_told_again(self, spec: TierSpec) -> None:
+    def test_tier_reopened_with_fewer_slots_misses_until_listed_again(self, spec: TierSpec) -> None:
         core = opened(spec)
         core.events.opened(0, 4)
         assert core.where(key(1), 0.0) is None
@@ -137,7 +135,7 @@ class TestAnyTier:
             assert dropped(core.tiers[0]) == {(0, key(0)), (1, key(1))}
 
 
-def test_a_slot_that_the_book_has_given_away_is_not_adopted() -> None:
+def test_cold_row_in_an_allocated_slot_is_ignored() -> None:
     core = TierManager(8, 4096, [PLACES])
     core.events.opened(0, 10)
     core.events.listed(0, [(2, b"other", 1)], last=False)
@@ -146,7 +144,7 @@ def test_a_slot_that_the_book_has_given_away_is_not_adopted() -> None:
     assert len(core.tiers[0].slots) == 10
 
 
-def test_slots_of_adopted_rows_come_free_when_they_are_given_up() -> None:
+def test_slots_of_retired_cold_rows_are_free() -> None:
     core = opened(PLACES, slots=6)
     core.events.opened(0, 6)
     core.events.listed(0, [], last=True)  # it holds nothing any more
@@ -155,7 +153,7 @@ def test_slots_of_adopted_rows_come_free_when_they_are_given_up() -> None:
     assert sorted(entry.slot for entry in core.tiers[0].index.values()) == list(range(6))
 
 
-def test_rows_with_names_are_written_below_before_they_go() -> None:
+def test_cold_rows_with_keys_are_demoted_before_eviction() -> None:
     core = TierManager(8, 4096, [PLACES, TierSpec("s3", Write.ON_EVICT, physical_slots=False)])
     core.events.opened(1, 100)
     core.events.listed(1, [], last=True)
@@ -170,7 +168,7 @@ def test_rows_with_names_are_written_below_before_they_go() -> None:
 
 
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
-def test_a_row_that_was_told_twice_is_written_below_once(spec: TierSpec) -> None:
+def test_row_listed_twice_is_demoted_once(spec: TierSpec) -> None:
     core = TierManager(8, 4096, [spec, TierSpec("below", Write.ON_EVICT, physical_slots=False)])
     core.events.opened(1, 100)
     core.events.listed(1, [], last=True)
@@ -185,11 +183,11 @@ def test_a_row_that_was_told_twice_is_written_below_once(spec: TierSpec) -> None
     assert {name for _, name in dropped(upper)} == {key(0)}
 
 
-def test_a_row_keeps_its_age_when_it_is_only_looked_at() -> None:
+def test_row_opened_for_load_keeps_its_recency() -> None:
     core = opened(PLACES, slots=6)
-    storage = core.tiers[0]
+    tier = core.tiers[0]
     for number in (5, 1, 3):
-        assert storage.open_for_load(key(number), 0.0) is not None
-    storage.make_room(6)
-    order = [name for batch in storage.delete_batches(9) for _, name in batch]
+        assert tier.open_for_load(key(number), 0.0) is not None
+    tier.make_room(6)
+    order = [name for batch in tier.delete_batches(9) for _, name in batch]
     assert order == [key(1), key(3), key(5)]

@@ -75,9 +75,9 @@ class Life:
 
     def check(self) -> None:
         held = {"cpu": len(self.core.host.index)}
-        for storage in self.core.tiers:
-            unwritten = sum(not entry.stored for entry in storage.index.values())
-            held[storage.spec.name] = len(storage.slots) - unwritten
+        for tier in self.core.tiers:
+            unwritten = sum(not entry.stored for entry in tier.index.values())
+            held[tier.spec.name] = len(tier.slots) - unwritten
         for name, book in self.core.counters().items():
             numbers = asdict(book.counters)
             came = numbers["stored"] + numbers["promoted"] + numbers["found"]

@@ -44,7 +44,7 @@ def keys(count: int) -> list[Key]:
 
 
 @pytest.mark.parametrize("writes", [(Write.ON_EVICT,), (Write.OFF, Write.ON_EVICT)])
-def test_what_the_host_evicts_is_in_the_tier_below(writes: tuple[Write, ...]) -> None:
+def test_host_victims_are_written_to_the_tier_below(writes: tuple[Write, ...]) -> None:
     core = manager(8, writes, [100] * len(writes))
     for key in keys(40):
         put(core, key, 0.0)
@@ -54,7 +54,7 @@ def test_what_the_host_evicts_is_in_the_tier_below(writes: tuple[Write, ...]) ->
     assert len(core.tiers[-1].index) <= 40 - 8 + 3  # lazily: what still fits the host was not written
 
 
-def test_nothing_is_written_while_the_host_has_room() -> None:
+def test_nothing_is_written_back_while_the_host_has_room() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(5):
         put(core, key, 0.0)
@@ -63,19 +63,19 @@ def test_nothing_is_written_while_the_host_has_room() -> None:
 
 
 @pytest.mark.parametrize("first", [Write.THROUGH, Write.ON_EVICT])
-def test_what_a_storage_tier_evicts_goes_further_down(first: Write) -> None:
+def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> None:
     core = manager(8, (first, Write.ON_EVICT), (12, 100))
     for key in keys(60):
         put(core, key, 0.0)
         settle(core)
     assert all(core.where(key, 0.0) for key in keys(60))
-    assert [storage.counters.dropped for storage in core.tiers] == [0, 0]
+    assert [tier.counters.dropped for tier in core.tiers] == [0, 0]
     assert len(core.tiers[0].slots) <= 12
     rows = core.host.index.values()
     assert not any(row.request_pins or row.mover_refs for row in rows)
 
 
-def test_a_store_never_waits_for_the_cleaner() -> None:
+def test_store_never_waits_for_writeback() -> None:
     core = manager(4, (Write.ON_EVICT,), (100,))
     for key in keys(20):
         put(core, key, 0.0)  # no mover ever answers
@@ -86,7 +86,7 @@ def test_a_store_never_waits_for_the_cleaner() -> None:
     assert core.tiers[0].counters.dropped == len(lost) > 0
 
 
-def test_rows_that_cannot_be_written_stay_where_they_are() -> None:
+def test_victims_that_cannot_be_written_stay() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(7):
         put(core, key, 0.0)
@@ -97,7 +97,7 @@ def test_rows_that_cannot_be_written_stay_where_they_are() -> None:
     assert not core.host.evicting
 
 
-def test_a_row_that_is_wanted_again_is_not_evicted_when_its_write_ends() -> None:
+def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(8):
         put(core, key, 0.0)
@@ -112,7 +112,7 @@ def test_a_row_that_is_wanted_again_is_not_evicted_when_its_write_ends() -> None
     assert core.where(leaving, 0.0) == "cpu"
 
 
-def test_leaving_the_engine_can_write_all_that_is_dirty() -> None:
+def test_shutdown_can_write_all_dirty_rows() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(6):
         put(core, key, 0.0)
@@ -121,7 +121,7 @@ def test_leaving_the_engine_can_write_all_that_is_dirty() -> None:
     assert set(core.tiers[0].index) == set(keys(6))
 
 
-def test_what_requests_wait_for_comes_up_before_what_leaves() -> None:
+def test_promotions_are_planned_before_demotions() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
     core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
     assert core.lookup(keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
@@ -130,20 +130,20 @@ def test_what_requests_wait_for_comes_up_before_what_leaves() -> None:
     assert [move.key for job in others for move in job.moves] == keys(2), "of five that leave, a quarter of the host"
 
 
-def test_what_cannot_be_written_below_does_not_come_up() -> None:
+def test_victims_are_not_loaded_if_the_tier_below_is_down() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
     core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
     (job,) = core.events.plan(0.0)
     core.events.down(1, 0.0)
     assert core.events.plan(0.0) == []
     core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    storage = core.tiers[0]
-    assert not any((storage.evicting, storage.to_demote, storage.staged))
+    tier = core.tiers[0]
+    assert not any((tier.evicting, tier.to_demote, tier.staged))
     assert not any(row.request_pins for row in core.host.index.values())
     assert core.tiers[1].counters.dropped == 0
 
 
-def test_what_a_tier_evicts_before_it_was_written_below_is_counted() -> None:
+def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (8, 100))
     for key in keys(24):
         put(core, key, 0.0)
@@ -220,7 +220,7 @@ class SlowBelow:
 
 
 @pytest.mark.parametrize("put_s", [0.4, 1e9], ids=["slow", "hanging"])
-def test_demotion_to_a_slow_tier_costs_puts_and_gets_nothing(put_s: float) -> None:
+def test_demotion_to_a_slow_tier_does_not_slow_puts_and_gets(put_s: float) -> None:
     through, on_evict = SlowBelow(Write.THROUGH, put_s), SlowBelow(Write.ON_EVICT, put_s)
     expected, found = through.life(), on_evict.life()
     assert expected[:2] == (2192, 216)
@@ -230,7 +230,7 @@ def test_demotion_to_a_slow_tier_costs_puts_and_gets_nothing(put_s: float) -> No
 
 
 @pytest.mark.parametrize("put_s", [0.01, 2.0, 1e9], ids=["quick", "slow", "hanging"])
-def test_what_comes_up_waits_only_a_moment_for_what_a_slow_tier_takes(put_s: float) -> None:
+def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
     """The host's own rows are written when they go, and a tier that is only read is in good health."""
     life = SlowBelow(Write.ON_EVICT, put_s, file=Write.OFF)
     old = [b"old-%d" % number for number in range(100)]

@@ -88,7 +88,7 @@ operations = st.lists(
 @every_policy
 @given(rows=st.integers(0, 30), steps=operations)
 @settings(max_examples=300, deadline=None)
-def test_no_key_is_lost_doubled_or_taken_from_who_holds_it(
+def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
     name: PolicyName, rows: int, steps: list[tuple[str, Key | frozenset[Key], int]]
 ) -> None:
     policy = make_policy(name, rows)
@@ -139,7 +139,7 @@ def test_no_key_is_lost_doubled_or_taken_from_who_holds_it(
 
 
 @every_policy
-def test_nothing_goes_while_everything_is_held_and_everything_goes_after(name: PolicyName) -> None:
+def test_nothing_is_evicted_while_all_is_pinned_and_all_afterwards(name: PolicyName) -> None:
     policy = make_policy(name, 100)
     keys = chain("held", 100)
     add(policy, keys, 0)
@@ -154,7 +154,7 @@ def test_nothing_goes_while_everything_is_held_and_everything_goes_after(name: P
 
 
 @every_policy
-def test_a_long_job_on_the_oldest_keys_does_not_slow_every_eviction(name: PolicyName) -> None:
+def test_pinned_oldest_keys_do_not_slow_every_eviction(name: PolicyName) -> None:
     policy = make_policy(name, 3000)
     old = chain("old", 1000)
     add(policy, old, 0)
@@ -176,7 +176,7 @@ def test_a_long_job_on_the_oldest_keys_does_not_slow_every_eviction(name: Policy
 
 
 @every_policy
-def test_of_one_prompt_the_deepest_chunk_goes_first(name: PolicyName) -> None:
+def test_deepest_chunk_of_a_prompt_is_evicted_first(name: PolicyName) -> None:
     policy = make_policy(name, 10)
     keys = chain("a", 8)
     add(policy, keys, 0)
@@ -192,7 +192,7 @@ def test_of_one_prompt_the_deepest_chunk_goes_first(name: PolicyName) -> None:
 
 
 @every_policy
-def test_a_prompt_that_was_held_meanwhile_still_goes_leaf_first(name: PolicyName) -> None:
+def test_prompt_that_was_pinned_is_still_evicted_leaf_first(name: PolicyName) -> None:
     policy = make_policy(name, 16)
     held, free = chain("held", 8), chain("free", 8)
     add(policy, held, 0)
@@ -202,7 +202,7 @@ def test_a_prompt_that_was_held_meanwhile_still_goes_leaf_first(name: PolicyName
 
 
 @every_policy
-def test_an_unknown_name_is_refused_in_one_sentence(name: PolicyName) -> None:
+def test_unknown_policy_name_raises(name: PolicyName) -> None:
     with pytest.raises(ValueError, match=f"'{name}ish' is not one of lru, s3fifo, arc"):
         make_policy(f"{name}ish", 10)  # type: ignore[arg-type]
 
@@ -211,7 +211,7 @@ def test_an_unknown_name_is_refused_in_one_sentence(name: PolicyName) -> None:
 
 
 @pytest.mark.parametrize(("name", "kept"), [("lru", False), ("s3fifo", True), ("arc", True)])
-def test_a_scan_of_prompts_that_never_come_back_spares_what_is_used(name: PolicyName, kept: bool) -> None:
+def test_scan_of_one_time_prompts_does_not_evict_used_keys(name: PolicyName, kept: bool) -> None:
     tier = Tier(name, 100)
     popular = chain("system prompt", 20)
     for turn in range(4):
@@ -233,7 +233,7 @@ def test_uses_by_one_request_count_once(name: PolicyName) -> None:
     assert set(policy.evict(10, nobody)) == set(first)
 
 
-def test_lru_takes_the_oldest_request_first_whatever_came_first() -> None:
+def test_lru_evicts_the_oldest_request_first() -> None:
     policy = LeafFirstLru()
     first, second, third = (chain(name, 3) for name in ("first", "second", "third"))
     add(policy, second, 5)
@@ -243,7 +243,7 @@ def test_lru_takes_the_oldest_request_first_whatever_came_first() -> None:
     assert policy.evict(9, nobody) == [*first[::-1], *second[::-1], *third[::-1]]
 
 
-def test_lru_takes_what_was_held_before_what_is_newer() -> None:
+def test_lru_evicts_unpinned_keys_before_newer_ones() -> None:
     policy = LeafFirstLru()
     old, new = chain("old", 3), chain("new", 3)
     add(policy, old, 0)
@@ -254,7 +254,7 @@ def test_lru_takes_what_was_held_before_what_is_newer() -> None:
     assert policy.evict(4, nobody) == [old[2], new[1], new[0], old[1]]
 
 
-def test_s3fifo_keeps_what_was_used_twice_in_the_small_queue_and_what_comes_back() -> None:
+def test_s3fifo_keeps_keys_used_twice_and_ghost_hits() -> None:
     policy = S3Fifo(20)
     keys = chain("k", 4)
     for tick, key in enumerate(keys):
@@ -278,7 +278,7 @@ def test_s3fifo_counts_three_uses_at_most() -> None:
     assert policy._uses[b"used"] == 3
 
 
-def test_arc_gives_room_to_whichever_side_lost_what_is_asked_for_again() -> None:
+def test_arc_target_follows_ghost_hits() -> None:
     policy = Arc(8)
     often, once = chain("often", 4), chain("once", 4)
     add(policy, often, 0)
@@ -293,7 +293,7 @@ def test_arc_gives_room_to_whichever_side_lost_what_is_asked_for_again() -> None
     assert policy.evict(1, nobody) == [once[0]]
 
 
-def test_arc_forgets_ghosts_as_its_first_list_grows() -> None:
+def test_arc_ghosts_shrink_as_its_first_list_grows() -> None:
     policy = Arc(8)
     old, new = chain("old", 8), chain("new", 8)
     add(policy, old, 0)

@@ -11,7 +11,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["leaf", "root", "remove", "pop"]), s
 
 
 @given(steps=STEPS)
-def test_keys_leave_in_the_order_of_batches_and_from_the_leaf(steps: list[tuple[str, int, int]]) -> None:
+def test_keys_are_popped_by_batch_and_leaf_first(steps: list[tuple[str, int, int]]) -> None:
     batches = UpwardBatches()
     model: dict[int, list[bytes]] = {}
     for count, (step, number, pick) in enumerate(steps):

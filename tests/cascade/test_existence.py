@@ -69,7 +69,7 @@ def core() -> Core:
     return Core()
 
 
-def test_a_prompt_that_nobody_has_costs_one_key_and_one_answer(core: Core) -> None:
+def test_unknown_prompt_costs_one_check_of_one_key(core: Core) -> None:
     assert core.scan("r") == [PENDING, MISS]
     (probe,) = core.asked()
     assert (probe.keys, probe.chain) == (CHAIN[:1], True)
@@ -81,7 +81,7 @@ def test_a_prompt_that_nobody_has_costs_one_key_and_one_answer(core: Core) -> No
     assert not core.core.events.busy
 
 
-def test_what_is_there_is_asked_for_as_a_whole_and_promoted(core: Core) -> None:
+def test_existing_chain_is_checked_at_once_and_promoted(core: Core) -> None:
     core.scan("r")
     (first,) = core.asked()
     core.answer(first, 1)
@@ -98,7 +98,7 @@ def test_what_is_there_is_asked_for_as_a_whole_and_promoted(core: Core) -> None:
     assert core.asked() == []
 
 
-def test_what_is_absent_is_not_asked_for_again_for_a_while(core: Core) -> None:
+def test_absent_key_is_not_checked_again_for_a_while(core: Core) -> None:
     core.scan("r")
     core.answer(core.asked()[0], 0)
     core.now = 29.0
@@ -108,7 +108,7 @@ def test_what_is_absent_is_not_asked_for_again_for_a_while(core: Core) -> None:
     assert len(core.asked()) == 1
 
 
-def test_the_memory_of_what_is_absent_is_bounded(core: Core) -> None:
+def test_negative_cache_is_bounded(core: Core) -> None:
     for number in range(5):
         core.scan(f"r{number}", [b"x%d" % number])
         core.answer(core.asked()[0], 0)
@@ -117,7 +117,7 @@ def test_the_memory_of_what_is_absent_is_bounded(core: Core) -> None:
     assert core.scan("r", [b"x0"]) == [PENDING]
 
 
-def test_an_answer_that_is_late_is_waited_for_by_nobody_more(core: Core) -> None:
+def test_no_request_waits_for_a_slow_tier(core: Core) -> None:
     core.scan("r")
     (probe,) = core.asked()
     core.now = 0.2
@@ -139,7 +139,7 @@ def test_an_answer_that_is_late_is_waited_for_by_nobody_more(core: Core) -> None
     assert core.scan("fourth", [b"c"]) == [PENDING]
 
 
-def test_a_late_answer_is_still_good_for_those_who_come_later(core: Core) -> None:
+def test_late_answer_still_serves_later_requests(core: Core) -> None:
     core.scan("r")
     (probe,) = core.asked()
     core.now = 1.0
@@ -149,7 +149,7 @@ def test_a_late_answer_is_still_good_for_those_who_come_later(core: Core) -> Non
     assert core.loading == CHAIN[:1]
 
 
-def test_an_answer_that_never_comes_makes_room_for_others(core: Core) -> None:
+def test_unanswered_check_is_given_up(core: Core) -> None:
     core.scan("r")
     core.asked()
     core.now = 21.0
@@ -160,7 +160,7 @@ def test_an_answer_that_never_comes_makes_room_for_others(core: Core) -> None:
     assert len(core.asked()) == 1
 
 
-def test_probes_are_shared_and_bounded(core: Core) -> None:
+def test_checks_are_shared_and_bounded(core: Core) -> None:
     assert core.scan("a") == [PENDING, MISS]
     assert core.scan("b") == [PENDING, MISS]
     (probe,) = core.asked()
@@ -175,7 +175,7 @@ def test_probes_are_shared_and_bounded(core: Core) -> None:
     assert core.loading == CHAIN[:1]
 
 
-def test_hits_before_the_unknown_are_held_while_it_is_asked_for(core: Core) -> None:
+def test_hits_before_an_unknown_key_are_pinned_during_its_check(core: Core) -> None:
     plan = core.core.prepare_store(CHAIN[:2], "w")
     core.core.complete_store(core.core.rows_being_filled(plan.keys), set())
     core.core.finish_request("w")
@@ -187,7 +187,7 @@ def test_hits_before_the_unknown_are_held_while_it_is_asked_for(core: Core) -> N
     assert core.scan("r", CHAIN[:4]) == [HIT, HIT, MISS]
 
 
-def test_keys_without_an_order_are_asked_for_one_by_one(core: Core) -> None:
+def test_unordered_keys_are_checked_independently(core: Core) -> None:
     assert core.each("r", CHAIN[:3]) == [PENDING] * 3
     (probe,) = core.asked()
     assert (probe.keys, probe.chain) == (CHAIN[:3], False)
@@ -196,7 +196,7 @@ def test_keys_without_an_order_are_asked_for_one_by_one(core: Core) -> None:
     assert core.each("r", CHAIN[:3]) == [MISS, PENDING, MISS]
 
 
-def test_a_tier_that_is_down_is_not_asked(core: Core) -> None:
+def test_tier_that_is_down_is_not_checked(core: Core) -> None:
     core.scan("r")
     core.asked()
     core.core.events.down(0, core.now)
@@ -206,7 +206,7 @@ def test_a_tier_that_is_down_is_not_asked(core: Core) -> None:
     assert core.scan("t") == [PENDING, MISS]
 
 
-def test_a_reset_forgets_what_was_absent_and_what_was_asked(core: Core) -> None:
+def test_reset_clears_the_negative_cache_and_open_checks(core: Core) -> None:
     core.scan("r", [b"a"])
     core.answer(core.asked()[0], 0)
     core.scan("s", [b"b"])
@@ -220,19 +220,19 @@ def test_a_reset_forgets_what_was_absent_and_what_was_asked(core: Core) -> None:
 
 
 @pytest.mark.parametrize("core", [Core(shared=False), Core(limits=Limits(check_timeout_s=0.0))], ids=["private", "off"])
-def test_nobody_is_asked_where_nobody_else_writes_or_it_is_turned_off(core: Core) -> None:
+def test_private_tier_is_not_checked_nor_if_checks_are_off(core: Core) -> None:
     assert core.scan("r") == [MISS]
     assert core.asked() == []
 
 
-def test_a_row_that_is_known_but_cannot_be_loaded_now_is_not_asked_for(core: Core) -> None:
+def test_known_row_that_is_not_loadable_is_not_checked(core: Core) -> None:
     core.core.events.listed(0, [(0, CHAIN[0], 0)], last=False)
     core.core.tiers[0].index[CHAIN[0]].stored = False
     assert core.scan("r") == [MISS]
     assert core.asked() == []
 
 
-def test_a_tier_whose_circuit_is_open_is_neither_asked_nor_waited_for(core: Core) -> None:
+def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: Core) -> None:
     assert core.scan("r") == [PENDING, MISS]
     (probe,) = core.asked()
     core.core.tiers[0].breakers[Direction.LOAD].trip(core.now)
@@ -244,7 +244,7 @@ def test_a_tier_whose_circuit_is_open_is_neither_asked_nor_waited_for(core: Core
     assert not core.loading
 
 
-def test_a_request_asks_only_where_it_may_load_from(core: Core) -> None:
+def test_request_checks_only_its_allowed_tiers(core: Core) -> None:
     core.core.set_allowed_tiers("r", [1])
     assert core.scan("r") == [MISS]
     core.core.set_allowed_tiers("s", [0])
@@ -253,7 +253,7 @@ def test_a_request_asks_only_where_it_may_load_from(core: Core) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING])
-def test_what_was_there_and_no_row_is_not_asked_for_again(core: Core, outcome: Outcome) -> None:
+def test_corrupt_or_missing_row_is_not_checked_again(core: Core, outcome: Outcome) -> None:
     """Its reader may have no right to delete it; so it would be found, loaded and thrown away for every request."""
     core.scan("r", CHAIN[:1])
     core.answer(core.asked()[0], 1)
@@ -266,7 +266,7 @@ def test_what_was_there_and_no_row_is_not_asked_for_again(core: Core, outcome: O
     assert core.scan("t", CHAIN[:1]) == [PENDING]
 
 
-def test_a_tier_that_answers_without_a_word_is_not_waited_for(core: Core) -> None:
+def test_tier_that_answers_about_no_key_is_not_waited_for(core: Core) -> None:
     core.scan("r")
     (probe,) = core.asked()
     core.core.events.existence_checked(0, probe.id, [], core.now)

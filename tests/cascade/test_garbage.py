@@ -16,7 +16,7 @@ CHUNKS = 16  # a request
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_the_collector_does_not_see_rows(policy: PolicyName) -> None:
+def test_garbage_collector_does_not_track_rows(policy: PolicyName) -> None:
     core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
     core.events.opened(0, ROWS)
     core.events.listed(0, [], last=True)

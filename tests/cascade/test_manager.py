@@ -37,7 +37,7 @@ def run(core: TierManager, jobs: Sequence[Job], outcome: Outcome = Outcome.OK) -
 
 
 def only_stored(keys: Sequence[Key], rows: int = 8, tiers: Sequence[str] = ("file",)) -> TierManager:
-    """A core whose storage tiers hold `keys` and whose host holds nothing."""
+    """A core whose tier tiers hold `keys` and whose host holds nothing."""
     core = manager(rows, tiers)
     for tier in range(len(tiers)):
         core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
@@ -54,7 +54,7 @@ def scan(core: TierManager, keys: Sequence[Key], request: str, now: float = 0.0)
     return answers
 
 
-def test_the_deepest_chunk_of_the_oldest_prefix_goes_first() -> None:
+def test_deepest_chunk_of_the_oldest_prefix_is_evicted_first() -> None:
     core = manager(rows=6, tiers=())
     put(core, CHAIN[:3], "old")
     put(core, CHAIN[3:6], "new")
@@ -63,7 +63,7 @@ def test_the_deepest_chunk_of_the_oldest_prefix_goes_first() -> None:
     assert [core.where(key, 0.0) is not None for key in CHAIN] == [True, False, False, True, True, True, True, True]
 
 
-def test_a_used_prefix_outlives_a_newer_one() -> None:
+def test_used_prefix_outlives_a_newer_one() -> None:
     core = manager(rows=6, tiers=())
     put(core, CHAIN[:3], "old")
     put(core, CHAIN[3:6], "new")
@@ -75,7 +75,7 @@ def test_a_used_prefix_outlives_a_newer_one() -> None:
     assert [core.where(key, 0.0) is not None for key in CHAIN[:6]] == [True, True, True, True, False, False]
 
 
-def test_a_full_host_accepts_a_prefix_of_a_store() -> None:
+def test_full_host_accepts_a_prefix_of_a_store() -> None:
     core = manager(rows=4, tiers=())
     first = core.prepare_store(CHAIN[:3], "a")
     assert len(first.keys) == 3
@@ -84,7 +84,7 @@ def test_a_full_host_accepts_a_prefix_of_a_store() -> None:
     assert core.prepare_store(CHAIN[6:8], "c").keys == []
 
 
-def test_the_first_scan_collects_and_later_scans_stop_at_the_first_waiting_key() -> None:
+def test_first_scan_collects_and_later_scans_stop_at_the_first_pending_key() -> None:
     core = only_stored(CHAIN)
     assert scan(core, CHAIN, "r") == [PENDING] * 8
     core.end_step()
@@ -96,7 +96,7 @@ def test_the_first_scan_collects_and_later_scans_stop_at_the_first_waiting_key()
     assert scan(core, CHAIN, "r") == [HIT] * 8
 
 
-def test_a_windowed_group_never_gets_a_miss_while_it_waits() -> None:
+def test_windowed_group_gets_no_miss_while_it_waits() -> None:
     core = only_stored(CHAIN)
     for _ in range(3):
         answers = [core.lookup(CHAIN[i], "r", i, 0.0) for i in reversed(range(8))]
@@ -104,7 +104,7 @@ def test_a_windowed_group_never_gets_a_miss_while_it_waits() -> None:
         core.end_step()
 
 
-def test_a_request_waits_once_and_not_once_a_key() -> None:
+def test_request_has_one_deadline_for_all_keys() -> None:
     core = only_stored(CHAIN)
     assert scan(core, CHAIN, "r", now=0.0)[0] is PENDING
     core.events.plan(0.0)
@@ -114,7 +114,7 @@ def test_a_request_waits_once_and_not_once_a_key() -> None:
     assert scan(core, CHAIN, "r", now=core.limits.wait_s + 0.1) == [MISS]
 
 
-def test_what_a_step_called_a_hit_is_there_when_the_step_loads_it() -> None:
+def test_hit_is_not_evicted_before_its_step_ends() -> None:
     core = only_stored(CHAIN[2:3], rows=2)
     put(core, CHAIN[:1], "oldest")
     put(core, CHAIN[1:2], "newer")
@@ -126,7 +126,7 @@ def test_what_a_step_called_a_hit_is_there_when_the_step_loads_it() -> None:
     assert len(core.prepare_load(CHAIN[:1], "r")) == 1
 
 
-def test_promotions_do_not_evict_what_their_own_request_counts_on() -> None:
+def test_promotions_do_not_evict_rows_pinned_by_their_request() -> None:
     core = only_stored(CHAIN[2:6], rows=4)
     put(core, CHAIN[:2], "first")
     run(core, core.events.plan(0.0))
@@ -136,7 +136,7 @@ def test_promotions_do_not_evict_what_their_own_request_counts_on() -> None:
     assert scan(core, CHAIN[:6], "r") == [HIT, HIT, HIT, HIT, MISS]  # the host has four rows
 
 
-def test_a_hit_tells_the_tier_that_it_came_from_once() -> None:
+def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
     core = only_stored(CHAIN[:1])
     scan(core, CHAIN[:1], "r")
     run(core, core.events.plan(0.0))
@@ -150,7 +150,7 @@ def test_a_hit_tells_the_tier_that_it_came_from_once() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED])
-def test_a_failed_promotion_asks_the_next_tier_and_then_is_a_miss(outcome: Outcome) -> None:
+def test_failed_promotion_falls_back_to_the_next_tier_then_misses(outcome: Outcome) -> None:
     core = only_stored(CHAIN[:1], tiers=("file", "s3"))
     assert scan(core, CHAIN[:1], "r") == [PENDING]
     (first,) = core.events.plan(0.0)
@@ -168,7 +168,7 @@ def test_a_failed_promotion_asks_the_next_tier_and_then_is_a_miss(outcome: Outco
     assert core.where(CHAIN[0], core.limits.retry_s + 1) == expected
 
 
-def test_a_row_has_one_sealer_and_the_second_tier_waits_for_it() -> None:
+def test_row_is_sealed_once_and_the_second_tier_waits() -> None:
     core = manager(tiers=("file", "s3"))
     put(core, CHAIN[:2])
     (first,) = core.events.plan(0.0)
@@ -179,7 +179,7 @@ def test_a_row_has_one_sealer_and_the_second_tier_waits_for_it() -> None:
     assert (second.tier, [move.seal for move in second.moves]) == (1, [False, False])
 
 
-def test_when_the_sealer_fails_the_next_tier_seals() -> None:
+def test_next_tier_seals_if_the_first_store_fails() -> None:
     core = manager(tiers=("file", "s3"))
     put(core, CHAIN[:1])
     run(core, core.events.plan(0.0), Outcome.NO_SPACE)
@@ -187,14 +187,14 @@ def test_when_the_sealer_fails_the_next_tier_seals() -> None:
     assert (second.tier, second.moves[0].seal) == (1, True)
 
 
-def test_cascades_keep_the_order_of_the_prefix_although_completions_are_a_set() -> None:
+def test_write_through_keeps_prefix_order() -> None:
     core = manager()
     plan = core.prepare_store(CHAIN, "r")
     core.complete_store(core.rows_being_filled(set(plan.keys)), set())
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == CHAIN
 
 
-def test_a_row_that_was_promoted_goes_into_the_tiers_above_its_own() -> None:
+def test_promoted_row_is_written_to_the_tiers_above_its_source() -> None:
     core = manager(tiers=("file", "s3"))
     core.events.listed(1, [(0, CHAIN[0], 0)], last=True)
     scan(core, CHAIN[:1], "r")
@@ -205,7 +205,7 @@ def test_a_row_that_was_promoted_goes_into_the_tiers_above_its_own() -> None:
     assert (store.tier, store.direction, store.moves[0].seal) == (0, Direction.STORE, False)
 
 
-def test_a_tier_that_is_down_is_a_miss_at_once_and_loses_nothing() -> None:
+def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
     core = only_stored(CHAIN[:2])
     core.events.down(0, 0.0)
     assert scan(core, CHAIN[:2], "r") == [MISS]
@@ -217,7 +217,7 @@ def test_a_tier_that_is_down_is_a_miss_at_once_and_loses_nothing() -> None:
     assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
 
 
-def test_when_one_of_those_that_were_late_together_comes_through_alone_the_others_are_tried_unasked() -> None:
+def test_trial_success_of_one_suspect_starts_trials_of_its_batch() -> None:
     core = only_stored(CHAIN[:4])
     assert scan(core, CHAIN[:4], "r") == [PENDING] * 4
     jobs = core.events.plan(0.0)
@@ -238,7 +238,7 @@ def test_when_one_of_those_that_were_late_together_comes_through_alone_the_other
     assert scan(core, CHAIN[:4], "again", 13.0) == [PENDING, PENDING, MISS]
 
 
-def test_all_storage_failing_behaves_like_a_host_only_configuration() -> None:
+def test_failing_storage_behaves_like_a_host_only_cascade() -> None:
     bare, failing = manager(rows=4, tiers=()), manager(rows=4, tiers=("file", "s3"))
     for n, keys in enumerate([CHAIN[:3], CHAIN[2:6], CHAIN[:2], CHAIN[5:8], CHAIN[:4]]):
         answers = [scan(core, keys, f"scan{n}") for core in (bare, failing)]
@@ -251,7 +251,7 @@ def test_all_storage_failing_behaves_like_a_host_only_configuration() -> None:
     assert not failing.tiers[0].index
 
 
-def test_results_of_a_job_that_is_not_open_are_ignored() -> None:
+def test_results_of_unknown_jobs_are_ignored() -> None:
     core = manager()
     put(core, CHAIN[:1])
     (job,) = core.events.plan(0.0)
@@ -262,14 +262,14 @@ def test_results_of_a_job_that_is_not_open_are_ignored() -> None:
     assert core.host.index[CHAIN[0]].mover_refs == 0
 
 
-def test_a_smaller_budget_evicts_what_is_too_much() -> None:
+def test_smaller_budget_evicts_the_excess() -> None:
     core = only_stored(CHAIN)
     core.events.opened(0, 3)
     assert len(core.tiers[0].index) == 3
     assert len(core.tiers[0].to_delete) == 5
 
 
-def test_a_root_that_only_the_engine_itself_still_uses_outlives_older_leaves() -> None:
+def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
     core = manager(rows=6, tiers=())
     put(core, CHAIN[:4], "first")
     put(core, CHAIN[4:6], "other")
@@ -285,7 +285,7 @@ def test_a_root_that_only_the_engine_itself_still_uses_outlives_older_leaves() -
     assert core.where(CHAIN[0], 0.0) == "cpu"
 
 
-def test_a_row_that_others_took_away_is_forgotten_unless_it_is_being_read() -> None:
+def test_row_listed_as_removed_is_a_miss_unless_it_is_being_read() -> None:
     core = only_stored(CHAIN[:2])
     scan(core, CHAIN[:1], "r")
     (job,) = core.events.plan(0.0)
@@ -298,7 +298,7 @@ def test_a_row_that_others_took_away_is_forgotten_unless_it_is_being_read() -> N
     assert core.where(CHAIN[1], 0.0) == "file"
 
 
-def test_a_load_that_failed_is_a_miss_and_its_request_finds_nothing_more() -> None:
+def test_request_whose_load_failed_gets_no_more_hits() -> None:
     core = manager(tiers=())
     put(core, CHAIN[:3])
     assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
@@ -314,7 +314,7 @@ def test_a_load_that_failed_is_a_miss_and_its_request_finds_nothing_more() -> No
     assert scan(core, CHAIN[2:3], "r") == [HIT], "a name that comes again is another request"
 
 
-def test_a_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
+def test_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
     core = manager(tiers=())
     put(core, CHAIN[:1])
     for request in ("bad", "good"):
@@ -327,7 +327,7 @@ def test_a_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
     assert core.host.used == 0
 
 
-def test_a_request_that_is_restricted_loads_from_its_tiers_only_and_others_from_all() -> None:
+def test_request_loads_from_its_allowed_tiers_only() -> None:
     core = only_stored(CHAIN[:2], tiers=("file", "s3"))
     core.set_allowed_tiers("far", [1])
     core.set_allowed_tiers("none", [])
@@ -344,24 +344,24 @@ def test_a_request_that_is_restricted_loads_from_its_tiers_only_and_others_from_
     assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT
 
 
-def test_a_tier_that_gives_room_away_while_it_is_open() -> None:
+def test_open_tier_is_resized_without_losing_rows() -> None:
     core = only_stored(CHAIN[:6])
     core.events.resized(0, 4)
     assert scan(core, CHAIN[:6], "r") == [PENDING] * 6  # what stands beyond is there until it is said to be gone
     core.finish_request("r")
-    storage = core.tiers[0]
-    beyond = [key for key in CHAIN[:6] if (entry := storage.index.get(key)) is not None and entry.slot >= 4]
+    tier = core.tiers[0]
+    beyond = [key for key in CHAIN[:6] if (entry := tier.index.get(key)) is not None and entry.slot >= 4]
     assert len(beyond) == 2
     core.events.listed(0, [(-1, key, 0) for key in beyond], last=False)
     put(core, CHAIN[6:8], "new")
     stores = core.events.plan(0.0)
     assert {move.entry.slot for job in stores for move in job.moves} <= set(range(4))
     run(core, stores)
-    assert sum(storage.can_load(key, 0.0) for key in CHAIN) == 4
+    assert sum(tier.can_load(key, 0.0) for key in CHAIN) == 4
     core.events.resized(0, 8)
     put(core, beyond, "again")
     run(core, core.events.plan(0.0))
-    assert sum(storage.can_load(key, 0.0) for key in CHAIN) == 6
+    assert sum(tier.can_load(key, 0.0) for key in CHAIN) == 6
 
 
 # --- one deadline a request ----------------------------------------------------------------------------------------
@@ -381,13 +381,13 @@ def pending_s(
     return now
 
 
-def test_a_row_that_is_being_filled_and_an_unknown_key_hold_nobody_beyond_the_deadline() -> None:
+def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
     core = manager(wait_s=2.0)
     core.prepare_store(CHAIN[:1], "writer")  # whose workers never end
     assert pending_s(core, CHAIN[:2], "reader") <= 2.5
 
 
-def test_keys_that_are_given_up_one_after_the_other_hold_nobody_beyond_the_deadline() -> None:
+def test_no_request_waits_beyond_its_deadline_for_a_tier_that_hangs() -> None:
     """Of a tier that freezes, what was asked for first is given up first; the rest was never begun."""
     core = manager(rows=4, wait_s=2.0)
     core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
@@ -401,7 +401,7 @@ def test_keys_that_are_given_up_one_after_the_other_hold_nobody_beyond_the_deadl
 
 
 @pytest.mark.parametrize("keep_tiers", [True, False])
-def test_resets_arm_no_deadline_again(keep_tiers: bool) -> None:
+def test_reset_does_not_rearm_the_deadline(keep_tiers: bool) -> None:
     core = manager(wait_s=2.0)
     for half_second in range(6):
         core.prepare_store(CHAIN[:1], "writer")  # whose workers never end
@@ -414,7 +414,7 @@ def test_resets_arm_no_deadline_again(keep_tiers: bool) -> None:
     assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
 
 
-def test_a_request_that_was_preempted_after_its_load_may_wait_again() -> None:
+def test_preempted_request_may_wait_again_after_a_load() -> None:
     core = only_stored(CHAIN)
     assert scan(core, CHAIN[:2], "r") == [PENDING, PENDING]
     run(core, core.events.plan(0.0))
@@ -429,7 +429,7 @@ def test_a_request_that_was_preempted_after_its_load_may_wait_again() -> None:
     assert scan(core, CHAIN[2:4], "r", now=late + core.limits.wait_s + 1) == [MISS]
 
 
-def test_a_request_that_gave_up_waits_again_only_after_a_load() -> None:
+def test_expired_request_waits_again_only_after_a_load() -> None:
     core = only_stored(CHAIN)
     put(core, [b"root"])
     late = 2 * core.limits.wait_s
@@ -447,7 +447,7 @@ def test_a_request_that_gave_up_waits_again_only_after_a_load() -> None:
     assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]
 
 
-def test_an_engine_that_never_ends_jobs_of_before_a_reset_loses_no_row() -> None:
+def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
     """vLLM up to 0.32: the first job of after a reset that ends says that all of before it have ended, too."""
     core = manager(rows=12, tiers=())
     for number in range(1000):
@@ -462,7 +462,7 @@ def test_an_engine_that_never_ends_jobs_of_before_a_reset_loses_no_row() -> None
     assert core.host.used == 1
 
 
-def test_the_end_of_a_call_says_nothing_about_others() -> None:
+def test_end_of_a_call_does_not_release_rows_of_others() -> None:
     core = manager(tiers=())
     by_workers = core.prepare_store(CHAIN[:2], "workers")
     by_call = core.prepare_store(CHAIN[2:4], "before", call=True)
@@ -477,7 +477,7 @@ def test_the_end_of_a_call_says_nothing_about_others() -> None:
     assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]
 
 
-def test_a_tier_that_stays_down_after_its_mover_died_keeps_nobody_awake() -> None:
+def test_down_tier_after_mover_death_leaves_the_core_idle() -> None:
     core = manager()
     put(core, CHAIN[:4])
     assert core.events.plan(0.0)

@@ -21,7 +21,7 @@ from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Job, PlannedMove
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
-from tests.support.simulation import Mover, MoverJob, Simulation
+from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
 from tests.support.stateful import CascadeStateMachine
 
 pytestmark = pytest.mark.timeout(900)
@@ -276,25 +276,25 @@ class PlansForThoseWhoDoNotRead(Events):
     """A mover's queue is full, and it is given jobs."""
 
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        full = [storage for storage in self._state.tiers if not storage.send_credits]
-        for storage in full:
-            storage.send_credits = 100
+        full = [tier for tier in self._state.tiers if not tier.send_credits]
+        for tier in full:
+            tier.send_credits = 100
         jobs = super().plan(now)
-        for storage in full:
-            storage.send_credits -= 100
+        for tier in full:
+            tier.send_credits -= 100
         return jobs
 
 
 class StoresOvertakeDeletes(Events):
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
         hidden = [(s, s.to_delete, s.to_delete_cold) for s in self._state.tiers]
-        for storage in self._state.tiers:
-            storage.to_delete, storage.to_delete_cold, storage.send_credits = [], [], storage.send_credits + 6
+        for tier in self._state.tiers:
+            tier.to_delete, tier.to_delete_cold, tier.send_credits = [], [], tier.send_credits + 6
         jobs = super().plan(now)
-        for storage, drops, nameless in hidden:
-            storage.to_delete[:0] = drops
-            storage.to_delete_cold[:0] = nameless
-            storage.send_credits -= 6
+        for tier, drops, nameless in hidden:
+            tier.to_delete[:0] = drops
+            tier.to_delete_cold[:0] = nameless
+            tier.send_credits -= 6
         return jobs
 
 
@@ -367,7 +367,7 @@ def original_of(mutant: type) -> type:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
     if not issubclass(mutant, TierManager):
         monkeypatch.setattr(manager, original_of(mutant).__name__, mutant)
     machine = machine_for(mutant)
@@ -375,8 +375,8 @@ def test_a_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.M
         run_state_machine_as_test(machine, settings=MANY)
 
 
-def test_a_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unchecked(self: Simulation, mover: Mover, work: MoverJob, outcome: Outcome) -> None:
+def test_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(self: Simulation, mover: SimulatedMover, work: SimulatedJob, outcome: Outcome) -> None:
         honest(self, mover, work, outcome)
         if work.done[-1] is Outcome.CORRUPT:
             work.done[-1] = Outcome.OK
@@ -387,7 +387,7 @@ def test_a_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyP
         run_state_machine_as_test(CascadeStateMachine, settings=MANY)
 
 
-def test_the_mutants_replace_what_is_really_called() -> None:
+def test_mutants_override_existing_methods() -> None:
     for mutant in MUTANTS:
         original = original_of(mutant)
         assert original is TierManager or getattr(manager, original.__name__) is original

@@ -1,4 +1,4 @@
-"""Adopted rows in plain Python: what memory.table.Table is in shared memory."""
+"""A cold index in plain Python, in place of memory.cold_index.SharedColdIndex."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _DIGEST = b"digest of "
 
 
 def key_of(digest: bytes) -> Key:
-    """The key that PlainRows meant by `digest`."""
+    """The key of a digest that PlainColdIndex made."""
     assert digest.startswith(_DIGEST), f"{digest!r} is not one of these digests"
     return digest[len(_DIGEST) :]
 
 
 class PlainColdIndex:
-    """cascade.adopted.AdoptedRows over `rows`, (slot, key, tick) each, the coldest first."""
+    """A ColdIndex over `rows`, (slot, key, tick) each, the coldest first."""
 
     def __init__(self, rows: Iterable[tuple[int, Key, int]], named: bool = False) -> None:
         self.named = named

@@ -1,9 +1,9 @@
-"""A world around one TierManager: workers, movers, media, a region and a clock that only moves when told to.
+"""A simulation around one TierManager: workers, movers, media, a region and a clock of its own.
 
-Bytes are stood in for by `Content`: which key's chunk, of which weights. Workers and movers are as nasty as real ones:
-they write garbage before they write the truth, go on writing after a reset, die half-way through a job, and their
-media tear, lose and flip what they hold. The world checks the core's promises itself, at the moment they matter:
-whoever is given a row or a slot must be the only one with hands on it, and whatever is read must be what was stored.
+`Content` stands for bytes: which key's chunk, of which weights. Workers and movers are as faulty as real ones: they
+write garbage before they write the content, go on writing after a reset, die half-way through a job, and their media
+tear, lose and flip bytes. The simulation checks invariants at the moment they matter: a row or slot that is allocated
+has no other user, and what is read is what was stored.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Content(NamedTuple):
 GARBAGE = Content(b"garbage", -1)
 
 
-class BrokenPromise(AssertionError):
-    """The core did what it must never do."""
+class BrokenInvariant(AssertionError):
+    """The core violated an invariant."""
 
 
-def promise(kept: bool, what: str) -> None:
+def require(kept: bool, what: str) -> None:
     if not kept:
-        raise BrokenPromise(what)
+        raise BrokenInvariant(what)
 
 
 def _slots_of(rows: ColdIndex) -> list[int]:
@@ -54,16 +54,16 @@ def _slots_of(rows: ColdIndex) -> list[int]:
 
 
 class Scan(Enum):
-    """In which order a request is looked up, and where that stops."""
+    """In which order a request's keys are looked up, and where that stops."""
 
     PREFIX = "prefix"  # a full-attention group: up to the first miss
     WINDOW = "window"  # a windowed group: from its end
-    EACH = "each"  # a store's get: all keys, none of which stands anywhere
+    EACH = "each"  # a store's get: all keys, without positions
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request's chunks. One that `stays` is not over when it has stored what it could: it may be preempted."""
+    """A request's chunks. One that `stays` is not finished after its store: it may be preempted."""
 
     chain: list[Key]
     scan: Scan
@@ -79,13 +79,13 @@ class WorkerJob:
     rows: list[int]
     epoch: int
     request: str
-    stale: bool = False  # prepared before the last reset: nobody will complete it
+    stale: bool = False  # prepared before the last reset: it is never reported as complete
 
 
 @dataclass
-class Call:
-    """A put or get of a thread that uses the store without an engine. Whatever is reset meanwhile, it goes on with the
-    rows that it was given, and ends them itself."""
+class StoreCall:
+    """A put or get of a thread that uses the store without an engine. It uses its rows until it ends itself, whatever
+    is reset meanwhile."""
 
     name: str
     store: bool
@@ -95,8 +95,8 @@ class Call:
 
 
 @dataclass
-class MoverJob:
-    """A job as it was sent: the mover knows numbers, whatever becomes of the core's objects meanwhile."""
+class SimulatedJob:
+    """A job as it was sent: row and slot numbers do not change with the core's objects."""
 
     job: Job
     epoch: int
@@ -111,7 +111,7 @@ class MoverJob:
 
 @dataclass
 class Answer:
-    """A mover's answer to a probe: what it found, by key, and what it takes for absent."""
+    """A mover's answer to an existence check: the keys that it found, and those that are absent."""
 
     probe: int
     epoch: int
@@ -120,9 +120,9 @@ class Answer:
 
 
 @dataclass
-class Mover:
-    """One mover process and the medium that survives it: by epoch, by place, the key that the journal (or the
-    object's name) tells and the content that stands there. `inbox` holds what it was sent and has not done yet."""
+class SimulatedMover:
+    """One mover process and the medium that survives it: by epoch, by place, the key according to the journal (or the
+    object's name) and the content. `inbox`: what it was sent and has not done yet."""
 
     physical: bool
     slots: int
@@ -130,12 +130,12 @@ class Mover:
     alive: bool = True
     epoch: int = 0
     stuck: bool = False  # alive, and does nothing
-    doomed: bool = False  # killed, and not dead yet: what it has in hand may still be written
-    inbox: deque[MoverJob | list[tuple[int, Key]] | int | ExistenceCheck] = field(default_factory=deque)
-    finished: deque[MoverJob | Answer] = field(default_factory=deque)
-    told_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
-    listing: deque[list[tuple[int, Key, int]] | PlainColdIndex] = field(default_factory=deque)  # to be told yet
-    ghosts: deque[MoverJob] = field(default_factory=deque)  # what a dead one had finished, and never said
+    dying: bool = False  # killed, and not dead yet: it may still write its current row
+    inbox: deque[SimulatedJob | list[tuple[int, Key]] | int | ExistenceCheck] = field(default_factory=deque)
+    finished: deque[SimulatedJob | Answer] = field(default_factory=deque)
+    reported_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
+    listing: deque[list[tuple[int, Key, int]] | PlainColdIndex] = field(default_factory=deque)  # not delivered yet
+    unreported: deque[SimulatedJob] = field(default_factory=deque)  # finished by a dead mover, never reported
 
     def place(self, slot: int, key: Key) -> object:
         return slot if self.physical else key
@@ -146,7 +146,7 @@ class Mover:
 
 
 class Simulation:
-    """Drives one TierManager. Every method is one event; any order of events must keep every promise."""
+    """Drives one TierManager. Every method is one event; the invariants must hold after any order of events."""
 
     def __init__(
         self,
@@ -156,10 +156,10 @@ class Simulation:
         core: Callable[..., TierManager] = TierManager,
         writes: Sequence[Write] = (Write.THROUGH, Write.THROUGH),
         *,
-        told: int | None = None,
+        listed: int | None = None,
     ) -> None:
-        """`told`: of the rows that a tier held before, so many are told one by one; then, when `deliver` comes to it,
-        the others without number, a few at a time. None: all at once."""
+        """`listed`: so many rows that a tier held before are listed one by one; the others in cold indexes of a few, as
+        `deliver` comes to them. None: all at once."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.limits = limits or Limits(
             wait_s=5.0,
@@ -180,30 +180,32 @@ class Simulation:
         self.rows = rows
         self.now = 0.0
         self.epoch = 0
-        self.told = told
+        self.listed = listed
         self._make = core
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too.
         self.specs = [
             TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, shared=i % 2 == 1) for i, write in enumerate(writes)
         ]
-        self.movers = [Mover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)]
+        self.movers = [
+            SimulatedMover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)
+        ]
         self.region = [GARBAGE] * rows
         self.workers: list[WorkerJob] = []
         self.waiting: dict[str, Prompt] = {}
         self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
         self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
-        self.calls: list[Call] = []
+        self.calls: list[StoreCall] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._requests = 0
-        self._barred: set[str] = set()  # requests a load of which has failed: everything is a miss to them
+        self._load_failed: set[str] = set()  # requests a load of which has failed: everything is a miss to them
         self.core = self._start()
 
     # --- the engine --------------------------------------------------------------------------------------------
 
     def request(self, chain: Sequence[Key], scan: Scan = Scan.PREFIX, *, stays: bool = False) -> str:
-        """A new request whose prompt is `chain`; returns its name. It runs at once unless it must wait, and to its end
-        unless it `stays`."""
+        """A new request whose prompt is `chain`; returns its name. It runs at once unless it waits, and finishes unless
+        it `stays`."""
         self._requests += 1
         name = f"request-{self._requests}"
         self._run(name, Prompt(list(chain), scan, stays))
@@ -214,7 +216,7 @@ class Simulation:
         self._run(name, self.waiting.pop(name))
 
     def preempt(self, name: str) -> None:
-        """A running request loses its KV and is looked up anew, unless workers still have hands on its rows."""
+        """A running request loses its KV and is looked up again, unless workers still use its rows."""
         if all(job.request != name for job in self.workers):
             self._run(name, self.running.pop(name))
 
@@ -234,24 +236,22 @@ class Simulation:
         """What the supervisor does: expire, plan, send; kill what is overdue."""
         self.core.expire(self.now)
         for tier in self.core.health.overdue(self.now):
-            self.doom(tier)
-        for storage in self.core.tiers:
-            storage.send_credits = self.room
+            self.send_kill(tier)
+        for index in self.core.tiers:
+            index.send_credits = self.room
         jobs = sorted(self.core.events.plan(self.now), key=lambda job: job.direction is Direction.STORE)
         loads = sum(job.direction is Direction.LOAD for job in jobs)
         self._send_jobs(jobs[:loads])
-        for tier, storage in enumerate(self.core.tiers):
-            for batch in storage.delete_batches(self.limits.deletes_per_batch):
+        for tier, index in enumerate(self.core.tiers):
+            for batch in index.delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, batch)
-            for nameless in storage.cold_delete_batches(self.limits.deletes_per_batch):
+            for nameless in index.cold_delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, [(slot, key_of(digest)) for slot, digest in nameless])
-            for rows in storage.take_retired():
+            for rows in index.take_retired():
                 rows.close()
-            promise(storage.send_credits >= 0, "more is sent than there is room for")
+            require(index.send_credits >= 0, "more is sent than there is room for")
             stores = any(job.tier == tier for job in jobs[loads:])
-            promise(
-                not (stores and (storage.to_delete or storage.to_delete_cold)), "a store overtakes what goes before it"
-            )
+            require(not (stores and (index.to_delete or index.to_delete_cold)), "a store overtakes what goes before it")
         self._send_jobs(jobs[loads:])
         for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
@@ -264,16 +264,16 @@ class Simulation:
                 reads = job.direction is Direction.STORE
                 self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
             self._check_slots(job)
-            self._send(job.tier, MoverJob(job, self.movers[job.tier].epoch))
+            self._send(job.tier, SimulatedJob(job, self.movers[job.tier].epoch))
 
     def reset(self) -> None:
-        """Other weights from now on. What runs goes on running, as strangers; who waits comes back, and has waited."""
+        """Other weights from now on. Open jobs go on; waiting requests come back, with the deadlines they have."""
         self._epochs += 1
         self.epoch = self._epochs
         for job in self.workers:
             job.stale = True
         for mover in self.movers:
-            mover.told_absent.clear()
+            mover.reported_absent.clear()
         self.core.reset(keep_tiers=False)
         for tier in range(len(self.movers)):
             self._send(tier, self.epoch)
@@ -282,11 +282,11 @@ class Simulation:
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
         for mover in self.movers:
-            for queue in (mover.inbox, mover.finished, mover.ghosts, mover.listing):
+            for queue in (mover.inbox, mover.finished, mover.unreported, mover.listing):
                 queue.clear()
-            mover.told_absent.clear()
+            mover.reported_absent.clear()
             mover.alive = True
-            mover.stuck = mover.doomed = False
+            mover.stuck = mover.dying = False
             mover.epoch = 0
         self.epoch = 0
         self.region = [GARBAGE] * self.rows
@@ -314,7 +314,7 @@ class Simulation:
             if job.store:
                 self.region[row] = Content(key, job.epoch) if good else GARBAGE
             else:
-                promise(self.region[row] == Content(key, job.epoch), f"a worker loads {self.region[row]} as {key!r}")
+                require(self.region[row] == Content(key, job.epoch), f"a worker loads {self.region[row]} as {key!r}")
         if job.stale:
             return
         if job.store:
@@ -323,7 +323,7 @@ class Simulation:
         elif good:
             self.core.complete_load(set(job.keys))
         else:
-            self._barred.add(job.request)
+            self._load_failed.add(job.request)
             self.core.fail_load(set(job.keys), job.request)
         self.tick()
 
@@ -333,7 +333,7 @@ class Simulation:
         """A thread begins to put `chain`; `call_ends` ends it."""
         name = self._call()
         plan = self.core.prepare_store(chain, name, call=True)
-        self._call_begins(Call(name, True, plan.keys, plan.rows, self.epoch))
+        self._call_begins(StoreCall(name, True, plan.keys, plan.rows, self.epoch))
 
     def get(self, chain: Sequence[Key]) -> None:
         """A thread begins to get `chain`; it waits (`get_again`), or reads what it has found until `call_ends`."""
@@ -343,12 +343,12 @@ class Simulation:
         self._get(name, self.getting.pop(name))
 
     def call_ends(self, number: int, good: bool = True) -> None:
-        """Or, where not `good`, is interrupted: of a put's rows only the first ones were filled."""
+        """A call ends; if not `good`, it is interrupted: only the first half of a put's rows was filled."""
         call = self.calls.pop(number)
         filled = len(call.rows) if good else len(call.rows) // 2
         for place, (key, row) in enumerate(zip(call.keys, call.rows, strict=True)):
             if not call.store:
-                promise(self.region[row] == Content(key, call.epoch), f"a call reads {self.region[row]} as {key!r}")
+                require(self.region[row] == Content(key, call.epoch), f"a call reads {self.region[row]} as {key!r}")
             elif place < filled:
                 self.region[row] = Content(key, call.epoch)
         self.core.end_call(call.name, set() if good else set(call.keys))
@@ -368,9 +368,9 @@ class Simulation:
         self._since.pop(name, None)
         rows = self.core.prepare_load(found, name, call=True)
         self.core.end_step()
-        self._call_begins(Call(name, False, found, rows, self.epoch))
+        self._call_begins(StoreCall(name, False, found, rows, self.epoch))
 
-    def _call_begins(self, call: Call) -> None:
+    def _call_begins(self, call: StoreCall) -> None:
         for row in call.rows:
             self._check_row(row, writing=call.store)
             if call.store:
@@ -387,9 +387,9 @@ class Simulation:
                 mover.medium.setdefault(epoch, {}).update({key: (key, Content(key, epoch)) for key in chain})
 
     def mover_works(self, tier: int, outcome: Outcome = Outcome.OK) -> None:
-        """The tier's mover does its next bit: one move of a job, a batch of drops, a probe, a change of namespace.
+        """The tier's mover does its next step: one move of a job, a batch of deletes, a check, a change of namespace.
 
-        A probe whose outcome is not OK gets a wrong answer (FAILED: the contrary of the truth), or none (NO_SPACE).
+        A check whose outcome is not OK gets a wrong answer (FAILED: the contrary of the truth), or none (NO_SPACE).
         """
         mover = self.movers[tier]
         if not mover.alive or mover.stuck or not mover.inbox:
@@ -412,16 +412,16 @@ class Simulation:
         else:
             self._move(mover, head, outcome)
             if len(head.done) == len(head.job.moves):
-                (mover.ghosts if mover.doomed else mover.finished).append(head)
+                (mover.unreported if mover.dying else mover.finished).append(head)
                 mover.inbox.popleft()
 
     def deliver(self, tier: int) -> None:
-        """The engine hears of the mover's oldest finished job, or of more rows that it held before."""
+        """The core gets the report of the mover's oldest finished job, or the next part of its listing."""
         mover = self.movers[tier]
-        if mover.doomed:
+        if mover.dying:
             return
         if mover.listing:
-            self._tell(tier)
+            self._list_part(tier)
             self.tick()
         elif mover.finished:
             ended = mover.finished.popleft()
@@ -429,58 +429,58 @@ class Simulation:
                 if ended.epoch == self.epoch:
                     self.core.events.listed(tier, [(0, key, 0) for key in ended.found], last=False)
                 if ended.probe in self.core.checks.tiers[tier].open:  # who is given up on is not listened to
-                    mover.told_absent.update(dict.fromkeys(ended.absent, self.now))
+                    mover.reported_absent.update(dict.fromkeys(ended.absent, self.now))
                 self.core.events.existence_checked(tier, ended.probe, ended.absent, self.now)
             else:
                 if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
                     bad = (Outcome.CORRUPT, Outcome.MISSING)
                     keys = [m.key for m, done in zip(ended.job.moves, ended.done, strict=True) if done in bad]
-                    mover.told_absent.update(dict.fromkeys(keys, self.now))
+                    mover.reported_absent.update(dict.fromkeys(keys, self.now))
                 self.core.events.finished(tier, ended.job.id, ended.done, self.now)
             self.tick()
 
     def kill(self, tier: int) -> None:
-        """The mover dies where it stands, is reaped, and another one opens the same medium."""
-        while self.movers[tier].finished and not self.movers[tier].doomed:
+        """The mover dies in the middle of its job, is reaped, and another one opens the same medium."""
+        while self.movers[tier].finished and not self.movers[tier].dying:
             self.deliver(tier)
-        self._bury(tier)
+        self._reap_and_restart(tier)
 
     def hang(self, tier: int) -> None:
         """The mover does nothing any more, until the medium heals or it is killed."""
         self.movers[tier].stuck = True
 
-    def doom(self, tier: int) -> None:
-        """The mover is killed; until it is reaped, what it has in hand may still be written, and it answers nobody."""
+    def send_kill(self, tier: int) -> None:
+        """The mover is killed; until it is reaped, it may still write its current row, and reports nothing."""
         mover = self.movers[tier]
-        if not mover.doomed:
-            mover.doomed = True
+        if not mover.dying:
+            mover.dying = True
             mover.stuck = False
-            mover.ghosts.extend(job for job in mover.finished if isinstance(job, MoverJob))
+            mover.unreported.extend(job for job in mover.finished if isinstance(job, SimulatedJob))
             mover.finished.clear()
             mover.listing.clear()
             self.core.events.killed(tier, self.now)
 
     def reap(self, tier: int) -> None:
-        if self.movers[tier].doomed:
-            self._bury(tier)
+        if self.movers[tier].dying:
+            self._reap_and_restart(tier)
 
-    def haunt(self, tier: int) -> None:
-        """A result of a dead mover turns up."""
+    def deliver_stale_result(self, tier: int) -> None:
+        """A result of a dead mover arrives."""
         mover = self.movers[tier]
-        if mover.ghosts and not mover.doomed:
-            late = mover.ghosts.popleft()
+        if mover.unreported and not mover.dying:
+            late = mover.unreported.popleft()
             self.core.events.finished(tier, late.job.id, late.done, self.now)
             self.tick()
 
-    def _bury(self, tier: int) -> None:
+    def _reap_and_restart(self, tier: int) -> None:
         mover = self.movers[tier]
         for head in list(mover.inbox)[:1]:
-            if isinstance(head, MoverJob) and len(head.done) < len(head.job.moves):
+            if isinstance(head, SimulatedJob) and len(head.done) < len(head.job.moves):
                 self._move(mover, head, Outcome.FAILED)  # half of a row
         mover.inbox.clear()
         mover.listing.clear()
         mover.alive = True
-        mover.doomed = mover.stuck = False
+        mover.dying = mover.stuck = False
         self.core.events.lost(tier, self.now)
         mover.epoch = self.epoch
         self._announce(tier)
@@ -496,61 +496,62 @@ class Simulation:
         mover = self.movers[tier]
         mover.alive = True
         mover.stuck = False
-        if mover.doomed:
+        if mover.dying:
             return
         if self.core.tiers[tier].state is TierState.DOWN and mover.epoch == self.epoch:
             self._announce(tier)
 
     def rot(self, tier: int, pick: int) -> None:
-        """A bit flips, a file is swapped, an object replaced."""
+        """One row on the medium is corrupted: a bit flip, a swapped file, a replaced object."""
         held = self.movers[tier].here
         if held:
             place = sorted(held, key=repr)[pick % len(held)]
             held[place] = (held[place][0], GARBAGE)
 
     def rot_all(self, tier: int) -> None:
-        """The whole medium goes bad."""
+        """All rows on the medium are corrupted."""
         held = self.movers[tier].here
         held.update({place: (key, GARBAGE) for place, (key, _) in held.items()})
 
-    # --- promises ----------------------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """What must hold after every event."""
         core = self.core
-        promise(core.host.used <= self.rows, "more rows in use than there are")
+        require(core.host.used <= self.rows, "more rows in use than there are")
         indices = [row.index for row in core.host.index.values()]
-        promise(len(set(indices)) == len(indices), "two keys in one row")
+        require(len(set(indices)) == len(indices), "two keys in one row")
         ready = sum(row.state is RowState.READY for row in core.host.index.values())
-        promise(
+        require(
             core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
         )
-        for storage, mover in zip(core.tiers, self.movers, strict=True):
-            held = sum(entry.stored for entry in storage.index.values()) + sum(map(len, storage.cold.indexes))
-            promise(storage.counters.rows == held, f"a tier holds {held} rows, and {storage.counters} say otherwise")
-            slots = [entry.slot for entry in storage.index.values()]
+        for index, mover in zip(core.tiers, self.movers, strict=True):
+            held = sum(entry.stored for entry in index.index.values()) + sum(map(len, index.cold.indexes))
+            require(index.counters.rows == held, f"a tier holds {held} rows, and {index.counters} say otherwise")
+            slots = [entry.slot for entry in index.index.values()]
             if mover.physical:
-                slots += [slot for rows in storage.cold.indexes for slot in _slots_of(rows)]
-            promise(len(set(slots)) == len(slots), "two keys in one slot")
-            used = len(storage.index) + sum(map(len, storage.cold.indexes))
-            promise(used == len(storage.slots) <= max(storage.slots.limit, 0), "slots leak, or above the budget")
-            promise(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
-            promise(not storage.rows_loading < 0 and not storage.rows_storing < 0, "window counts below nothing")
-            staged = [row for row in storage.staged.values() if not row.invalidated]
-            promise(len(staged) <= max(1, self.rows // 4), "demotion takes over the host")
-            promise(all(row.request_pins for row in staged), "a row under demotion may be evicted")
-            for job in storage.jobs.values():
-                patience_s = self.now - job.started_s
-                promise(
-                    mover.doomed or patience_s <= self.limits.hard_deadline_max_s, "a job that never ends kills nobody"
+                slots += [slot for rows in index.cold.indexes for slot in _slots_of(rows)]
+            require(len(set(slots)) == len(slots), "two keys in one slot")
+            used = len(index.index) + sum(map(len, index.cold.indexes))
+            require(used == len(index.slots) <= max(index.slots.limit, 0), "slots leak, or above the budget")
+            require(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
+            require(not index.rows_loading < 0 and not index.rows_storing < 0, "window counts below nothing")
+            staged = [row for row in index.staged.values() if not row.invalidated]
+            require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
+            require(all(row.request_pins for row in staged), "a row under demotion may be evicted")
+            for job in index.jobs.values():
+                waited_s = self.now - job.started_s
+                require(
+                    mover.dying or waited_s <= self.limits.hard_deadline_max_s,
+                    "a mover whose job never ends is not killed",
                 )
                 waits = job.direction is Direction.LOAD and any(not move.row.invalidated for move in job.moves)
-                promise(not waits or patience_s <= self.limits.wait_s, "requests wait for a job that is late")
-                promise(not job.is_trial or len(job.moves) == 1, "a suspect has company")
+                require(not waits or waited_s <= self.limits.wait_s, "requests wait for a job after its soft deadline")
+                require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
         for shared in core.checks.tiers.values():
-            promise(len(shared.open) <= self.limits.max_checks, "too many probes at once")
-            promise(shared.absent_count <= self.limits.absent_keys, "too much is remembered as absent")
+            require(len(shared.open) <= self.limits.max_checks, "too many open checks")
+            require(shared.absent_count <= self.limits.absent_keys, "the negative cache is too large")
 
     def quiesce(self) -> None:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
@@ -565,26 +566,24 @@ class Simulation:
         self.advance(max(self.limits.wait_s + self.limits.pin_s, self.limits.hard_deadline_min_s) + 1)
         self._run_out()
         rows = self.core.host.index.values()
-        promise(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
-        promise(self.core.host.used == len(rows), "a row is lost")
-        promise(not self.core.checks.busy, "a probe never ends")
-        promise(not any(storage.staged for storage in self.core.tiers), "a demotion never ends")
-        promise(
-            not any(s.to_delete or s.to_delete_cold for s in self.core.tiers), "a medium is never told what to forget"
-        )
-        promise(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
+        require(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
+        require(self.core.host.used == len(rows), "a row is lost")
+        require(not self.core.checks.busy, "a check never ends")
+        require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
+        require(not any(s.to_delete or s.to_delete_cold for s in self.core.tiers), "rows to delete are never sent")
+        require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
         self._recover()
 
     def _recover(self) -> None:
-        """All media are well: so must be all circuits, soon, if there is but something to try them with."""
+        """All media work: so all circuits must close soon, once there are rows to probe with."""
         for number in range(20):
-            if all(storage.circuit is BreakerState.CLOSED for storage in self.core.tiers):
+            if all(index.circuit is BreakerState.CLOSED for index in self.core.tiers):
                 return
             self.request([b"recover%d" % number])
             for _ in range(4):
                 self._run_out()
                 self.advance(self.limits.breaker.max_backoff_s / 2)
-        promise(False, "a circuit never closes")
+        require(False, "a circuit never closes")
 
     def _run_out(self) -> None:
         for _ in range(300):
@@ -622,17 +621,17 @@ class Simulation:
         held = [
             (place if isinstance(place, int) else number, key, 0) for number, (place, (key, _)) in enumerate(places)
         ]
-        told = len(held) if self.told is None else self.told
+        listed = len(held) if self.listed is None else self.listed
         below = self.specs[tier + 1 : tier + 2]
         named = any(spec.write is Write.ON_EVICT for spec in below)
-        mover.listing = deque([held[:told]])
-        mover.listing += [PlainColdIndex(held[start : start + 3], named) for start in range(told, len(held), 3)]
+        mover.listing = deque([held[:listed]])
+        mover.listing += [PlainColdIndex(held[start : start + 3], named) for start in range(listed, len(held), 3)]
         mover.listing.append([])
-        while mover.listing and self.told is None:
-            self._tell(tier)
+        while mover.listing and self.listed is None:
+            self._list_part(tier)
         self.check()
 
-    def _tell(self, tier: int) -> None:
+    def _list_part(self, tier: int) -> None:
         listing = self.movers[tier].listing
         piece = listing.popleft()
         if isinstance(piece, PlainColdIndex):
@@ -641,7 +640,7 @@ class Simulation:
             self.core.events.listed(tier, piece, last=not listing)
 
     def _look_up(self, name: str, prompt: Prompt) -> list[Key] | None:
-        """One step's look-ups of a request: what it is going to load, or None if it is put off."""
+        """One step's look-ups of a request: the hits that it is going to load, or None if it must wait."""
         hits: list[Key] = []
         put_off = False
         places = list(enumerate(prompt.chain))
@@ -652,34 +651,34 @@ class Simulation:
             if answer is Lookup.PENDING:
                 put_off = True
                 since = self._since.setdefault(name, self.now)
-                promise(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
-                known = key in self.core.host.index or any(key in storage for storage in self.core.tiers)
+                require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
+                known = key in self.core.host.index or any(key in index for index in self.core.tiers)
                 known |= prompt.scan is Scan.EACH and self._listing()
-                promise(
-                    known or self.now <= since + self.limits.check_timeout_s, "a request waits too long for an answer"
+                require(
+                    known or self.now <= since + self.limits.check_timeout_s, "a request waits too long for a check"
                 )
             elif answer is Lookup.HIT:
                 row = self.core.host.index[key].index
-                promise(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
+                require(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
                 hits.append(key)
             else:
                 given_up = self.now > self._since.get(name, self.now) + self.limits.wait_s
-                patient = prompt.scan is Scan.EACH and not given_up and name not in self._barred
-                promise(not (patient and self._yet_to_be_told(key)), "a miss while a tier is about to tell of the key")
+                patient = prompt.scan is Scan.EACH and not given_up and name not in self._load_failed
+                require(not (patient and self._yet_to_be_listed(key)), "a miss while a tier is about to list the key")
                 if prompt.scan is Scan.PREFIX:
                     break
         return None if put_off else hits
 
     def _listing(self) -> bool:
-        return any(storage.state is TierState.LISTING for storage in self.core.tiers)
+        return any(index.state is TierState.LISTING for index in self.core.tiers)
 
-    def _yet_to_be_told(self, key: Key) -> bool:
-        """Whether a tier that serves is still to tell of `key`. A shared one may have said that it is absent."""
+    def _yet_to_be_listed(self, key: Key) -> bool:
+        """Whether a serving tier is still going to list `key`. For a shared one, a check may have found it absent."""
         return any(
             key in {row[1] for row in piece} if isinstance(piece, list) else piece.find(key) is not None
-            for storage, mover in zip(self.core.tiers, self.movers, strict=True)
-            if storage.readable and storage.state is TierState.LISTING and not storage.spec.shared
-            for piece in (mover.listing if key not in storage else ())
+            for index, mover in zip(self.core.tiers, self.movers, strict=True)
+            if index.readable and index.state is TierState.LISTING and not index.spec.shared
+            for piece in (mover.listing if key not in index else ())
         )
 
     def _run(self, name: str, prompt: Prompt) -> None:
@@ -716,11 +715,13 @@ class Simulation:
 
     def _check_probe(self, probe: ExistenceCheck) -> None:
         mover, limits = self.movers[probe.tier], self.limits
-        promise(0 < len(probe.keys) <= limits.keys_per_check, "a probe without bounds")
-        known = [key for key in probe.keys if self.now < mover.told_absent.get(key, -limits.absent_s) + limits.absent_s]
-        promise(not known, "a key is asked for again that was absent a moment ago")
+        require(0 < len(probe.keys) <= limits.keys_per_check, "an existence check without bounds")
+        known = [
+            key for key in probe.keys if self.now < mover.reported_absent.get(key, -limits.absent_s) + limits.absent_s
+        ]
+        require(not known, "a key is checked again that was absent a moment ago")
 
-    def _answer(self, mover: Mover, probe: ExistenceCheck, honest: bool) -> Answer:
+    def _answer(self, mover: SimulatedMover, probe: ExistenceCheck, honest: bool) -> Answer:
         there = [(key in mover.here) is honest for key in probe.keys]
         if probe.chain:
             reach = there.index(False) if False in there else len(there)
@@ -728,26 +729,28 @@ class Simulation:
         found = [key for key, is_there in zip(probe.keys, there, strict=True) if is_there]
         return Answer(probe.id, mover.epoch, found, [key for key in probe.keys if key not in found])
 
-    def _send(self, tier: int, message: MoverJob | list[tuple[int, Key]] | int | ExistenceCheck) -> None:
-        if not self.movers[tier].doomed:
+    def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | ExistenceCheck) -> None:
+        if not self.movers[tier].dying:
             self.movers[tier].inbox.append(message)
 
-    def _open_moves(self) -> list[tuple[int, MoverJob]]:
-        jobs = [(t, m) for t, mover in enumerate(self.movers) for m in mover.inbox if isinstance(m, MoverJob)]
-        return jobs + [(t, m) for t, mover in enumerate(self.movers) for m in mover.finished if isinstance(m, MoverJob)]
+    def _open_moves(self) -> list[tuple[int, SimulatedJob]]:
+        jobs = [(t, m) for t, mover in enumerate(self.movers) for m in mover.inbox if isinstance(m, SimulatedJob)]
+        return jobs + [
+            (t, m) for t, mover in enumerate(self.movers) for m in mover.finished if isinstance(m, SimulatedJob)
+        ]
 
     def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
-        """Nobody else writes this row; and if we are to write it, nobody else reads it either."""
-        hands: list[WorkerJob | Call] = [*self.workers, *self.calls]
+        """Nothing else writes this row; and if it is to be written, nothing else reads it either."""
+        hands: list[WorkerJob | StoreCall] = [*self.workers, *self.calls]
         for job in hands:
             if row in job.rows:
-                promise(not job.store and not writing, "a row is given away while a worker or a call has hands on it")
+                require(not job.store and not writing, "a row is allocated while a worker or a call uses it")
         for tier, open_job in self._open_moves():
             if (tier, open_job.job.id) == beside:
                 continue
             if row in open_job.rows:
                 reads = open_job.job.direction is Direction.STORE
-                promise(reads and not writing, "a row is given away while a mover has hands on it")
+                require(reads and not writing, "a row is allocated while a mover uses it")
 
     def _check_slots(self, job: Job) -> None:
         if not self.movers[job.tier].physical:
@@ -757,9 +760,9 @@ class Simulation:
             if tier == job.tier and other.job.id != job.id and other.epoch == self.epoch:
                 shared = slots & set(other.slots)
                 both_read = job.direction is other.job.direction is Direction.LOAD
-                promise(not shared or both_read, "a slot is given away while a mover reads or writes it")
+                require(not shared or both_read, "a slot is allocated while a mover reads or writes it")
 
-    def _move(self, mover: Mover, work: MoverJob, outcome: Outcome) -> None:
+    def _move(self, mover: SimulatedMover, work: SimulatedJob, outcome: Outcome) -> None:
         number = len(work.done)
         move, row, slot = work.job.moves[number], work.rows[number], work.slots[number]
         medium = mover.medium.setdefault(work.epoch, {})
@@ -768,7 +771,7 @@ class Simulation:
             content = self.region[row]
             if outcome is Outcome.OK:
                 stale = work.epoch != self.epoch
-                promise(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
+                require(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
                 medium[place] = (move.key, content)
             elif mover.physical and place in medium:
                 # Torn, and the journal still tells the old key; an object is put whole or not at all.

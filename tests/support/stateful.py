@@ -1,4 +1,4 @@
-"""A hypothesis state machine over TierManager in its simulated world: every event may follow every other."""
+"""A hypothesis state machine over a simulated TierManager: every event may follow every other."""
 
 from __future__ import annotations
 
@@ -25,81 +25,81 @@ class CascadeStateMachine(RuleBasedStateMachine):
     """Subclass and set `core` to test another TierManager (a planted bug, say)."""
 
     core: type[TierManager] = TierManager
-    world: Simulation
+    simulation: Simulation
 
-    @initialize(writes=st.sampled_from(WRITES), told=st.sampled_from([None, 0, 2]))
-    def begin(self, writes: tuple[Write, Write], told: int | None) -> None:
-        self.world = Simulation(core=self.core, writes=writes, told=told)
+    @initialize(writes=st.sampled_from(WRITES), listed=st.sampled_from([None, 0, 2]))
+    def begin(self, writes: tuple[Write, Write], listed: int | None) -> None:
+        self.simulation = Simulation(core=self.core, writes=writes, listed=listed)
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY)
     def request(self, prompt: str, scan: Scan = Scan.PREFIX, stays: bool = False) -> None:
-        self.world.request([prompt[: end + 1].encode() for end in range(len(prompt))], scan, stays=stays)
+        self.simulation.request([prompt[: end + 1].encode() for end in range(len(prompt))], scan, stays=stays)
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
     def traffic(self, prompts: list[str]) -> None:
-        """Requests that run to their end, on media that keep up: most of a life is uneventful, and fills the tiers."""
+        """Requests that run to their end, on media that keep up: fills the tiers."""
         for prompt in prompts:
             self.request(prompt)
             self.catch_up()
-            for name in sorted(self.world.waiting):
-                self.world.again(name)
+            for name in sorted(self.simulation.waiting):
+                self.simulation.again(name)
             self.catch_up()
 
     @rule()
     def catch_up(self) -> None:
-        while self.world.workers:
-            self.world.worker_finishes(0)
-        while self.world.calls:
-            self.world.call_ends(0)
+        while self.simulation.workers:
+            self.simulation.worker_finishes(0)
+        while self.simulation.calls:
+            self.simulation.call_ends(0)
         for _ in range(8):
-            for tier in range(len(self.world.movers)):
-                self.world.mover_works(tier)
-                self.world.deliver(tier)
+            for tier in range(len(self.simulation.movers)):
+                self.simulation.mover_works(tier)
+                self.simulation.deliver(tier)
 
     @rule(pick=PICK, abort=st.booleans())
     def come_back(self, pick: int, abort: bool) -> None:
-        names = sorted(self.world.waiting)
+        names = sorted(self.simulation.waiting)
         if names:
             name = names[pick % len(names)]
             if abort and pick % 4 == 0:
-                self.world.abort(name)
+                self.simulation.abort(name)
             else:
-                self.world.again(name)
+                self.simulation.again(name)
 
     @rule(pick=PICK, abort=RARELY)
     def running_request_is_preempted(self, pick: int, abort: bool) -> None:
-        names = sorted(self.world.running)
+        names = sorted(self.simulation.running)
         if names:
             name = names[pick % len(names)]
             if abort:
-                self.world.abort(name)
+                self.simulation.abort(name)
             else:
-                self.world.preempt(name)
+                self.simulation.preempt(name)
 
     @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
     def worker_finishes(self, pick: int, good: bool) -> None:
-        if self.world.workers:
-            self.world.worker_finishes(pick % len(self.world.workers), good)
+        if self.simulation.workers:
+            self.simulation.worker_finishes(pick % len(self.simulation.workers), good)
 
     @rule(prompt=PROMPTS, store=st.booleans())
     def call(self, prompt: str, store: bool) -> None:
         """A thread without an engine begins to put or get the chunks of a prompt."""
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
         if store:
-            self.world.put(chain)
+            self.simulation.put(chain)
         else:
-            self.world.get(chain)
+            self.simulation.get(chain)
 
     @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
     def call_ends(self, pick: int, good: bool) -> None:
-        if self.world.calls:
-            self.world.call_ends(pick % len(self.world.calls), good)
+        if self.simulation.calls:
+            self.simulation.call_ends(pick % len(self.simulation.calls), good)
 
     @rule(pick=PICK)
     def call_comes_back(self, pick: int) -> None:
-        names = sorted(self.world.getting)
+        names = sorted(self.simulation.getting)
         if names:
-            self.world.get_again(names[pick % len(names)])
+            self.simulation.get_again(names[pick % len(names)])
 
     @rule(
         before=st.lists(PROMPTS, min_size=1, max_size=2),
@@ -108,54 +108,54 @@ class CascadeStateMachine(RuleBasedStateMachine):
         good=st.sampled_from([True, True, True, False]),
     )
     def reset_among_calls(self, before: list[str], after: list[str], ends: int, good: bool) -> None:
-        """Calls of before a reset end among those of after it, in any order."""
+        """Calls from before a reset end among later ones, in any order."""
         for prompt in before:
             self.call(prompt, store=True)
-        self.world.reset()
+        self.simulation.reset()
         for prompt in after:
             self.call(prompt, store=True)
         for _ in range(len(after)):
-            self.world.call_ends(ends % len(self.world.calls), good)
+            self.simulation.call_ends(ends % len(self.simulation.calls), good)
         for prompt in after:
             self.call(prompt, store=False)
 
     @rule(tier=TIERS, outcome=OUTCOMES, steps=st.integers(1, 4))
     def mover_works(self, tier: int, outcome: Outcome, steps: int) -> None:
         for _ in range(steps):
-            self.world.mover_works(tier, outcome)
+            self.simulation.mover_works(tier, outcome)
 
     @rule(prompt=PROMPTS, chunks=st.integers(1, 5), stale=RARELY)
     def another_engine_stores(self, prompt: str, chunks: int, stale: bool) -> None:
         """The front of a prompt, or, where `stale`, only its last chunk: the chain has a hole."""
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
-        self.world.other_stores(chain[-1:] if stale else chain[:chunks])
+        self.simulation.other_stores(chain[-1:] if stale else chain[:chunks])
 
     @rule(room=st.sampled_from([0, 1, SOME_ROOM, UNLIMITED]))
     def movers_read(self, room: int) -> None:
-        """So many messages a turn from now on; all others must wait."""
-        self.world.room = room
+        """Movers take so many messages a turn from now on (back-pressure)."""
+        self.simulation.room = room
 
     @rule(tier=TIERS)
     def deliver(self, tier: int) -> None:
-        self.world.deliver(tier)
+        self.simulation.deliver(tier)
 
     @rule()
     def end_step(self) -> None:
-        self.world.end_step()
+        self.simulation.end_step()
 
     @rule(seconds=st.sampled_from([0.1, 0.4, 1.0, 6.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
-        self.world.advance(seconds)
+        self.simulation.advance(seconds)
 
     @rule(tier=TIERS, really=RARELY)
     def mover_dies(self, tier: int, really: bool) -> None:
         if really:
-            self.world.kill(tier)
+            self.simulation.kill(tier)
 
     @rule(tier=TIERS, really=RARELY)
     def mover_hangs(self, tier: int, really: bool) -> None:
         if really:
-            self.world.hang(tier)
+            self.simulation.hang(tier)
 
     @rule(
         tier=TIERS,
@@ -164,93 +164,93 @@ class CascadeStateMachine(RuleBasedStateMachine):
         rots=RARELY,
     )
     def medium_stalls(self, tier: int, prompts: list[str], seconds: float, rots: bool) -> None:
-        """What is asked of it meanwhile does not come, and then perhaps it does."""
-        self.world.hang(tier)
+        """Its jobs do not end for a while, and then perhaps they do."""
+        self.simulation.hang(tier)
         if rots:
-            self.world.rot_all(tier)
+            self.simulation.rot_all(tier)
         for prompt in prompts:
             self.request(prompt)
-        self.world.advance(seconds)
-        for name in sorted(self.world.waiting):
-            self.world.again(name)
-        self.world.heal(tier)
+        self.simulation.advance(seconds)
+        for name in sorted(self.simulation.waiting):
+            self.simulation.again(name)
+        self.simulation.heal(tier)
 
     @rule(tier=TIERS, really=RARELY, steps=st.integers(0, 2))
     def mover_is_killed(self, tier: int, really: bool, steps: int) -> None:
         if really:
-            self.world.doom(tier)
+            self.simulation.send_kill(tier)
             for _ in range(steps):
-                self.world.mover_works(tier)
+                self.simulation.mover_works(tier)
 
     @rule(tier=TIERS)
     def mover_is_reaped(self, tier: int) -> None:
-        self.world.reap(tier)
+        self.simulation.reap(tier)
 
     @rule(tier=TIERS)
-    def dead_mover_speaks(self, tier: int) -> None:
-        self.world.haunt(tier)
+    def stale_result_arrives(self, tier: int) -> None:
+        self.simulation.deliver_stale_result(tier)
 
     @rule(tier=TIERS, before=PROMPTS, after=PROMPTS, steps=st.integers(1, 3))
-    def word_comes_too_late(self, tier: int, before: str, after: str, steps: int) -> None:
-        """What a killed mover had done is heard of when the next one is at work."""
+    def result_arrives_after_restart(self, tier: int, before: str, after: str, steps: int) -> None:
+        """A killed mover's result arrives when the next one is at work."""
         for prompt in (before, after):
             self.request(prompt)
-            while self.world.workers:
-                self.world.worker_finishes(0)
+            while self.simulation.workers:
+                self.simulation.worker_finishes(0)
             if prompt is before:
                 for _ in range(steps):
-                    self.world.mover_works(tier)
-                self.world.doom(tier)
-                self.world.reap(tier)
-        self.world.haunt(tier)
+                    self.simulation.mover_works(tier)
+                self.simulation.send_kill(tier)
+                self.simulation.reap(tier)
+        self.simulation.deliver_stale_result(tier)
 
     @rule(tier=TIERS, really=RARELY)
     def medium_fails(self, tier: int, really: bool) -> None:
         if really:
-            self.world.fail(tier)
+            self.simulation.fail(tier)
 
     @rule(tier=TIERS)
     def medium_heals(self, tier: int) -> None:
-        self.world.heal(tier)
+        self.simulation.heal(tier)
 
     @rule(tier=TIERS, prompt=PROMPTS)
-    def what_rots_is_asked_for(self, tier: int, prompt: str) -> None:
-        """Another engine's row, too, that is found to be bad on its way up: it is asked for again."""
+    def corrupt_row_is_requested(self, tier: int, prompt: str) -> None:
+        """A corrupt row, of another engine too, fails its promotion and is requested again."""
         self.another_engine_stores(prompt, len(prompt), stale=False)
-        self.world.rot_all(tier)
+        self.simulation.rot_all(tier)
         self.request(prompt)
         self.catch_up()
-        for name in sorted(self.world.waiting):
-            self.world.again(name)
+        for name in sorted(self.simulation.waiting):
+            self.simulation.again(name)
         self.request(prompt)
 
     @rule(tier=TIERS, pick=PICK)
-    def medium_rots(self, tier: int, pick: int) -> None:
-        self.world.rot(tier, pick)
+    def medium_corrupts_a_row(self, tier: int, pick: int) -> None:
+        self.simulation.rot(tier, pick)
 
     @rule(really=RARELY)
     def reset(self, really: bool) -> None:
         if really:
-            self.world.reset()
+            self.simulation.reset()
 
     @rule(really=RARELY)
     def engine_crashes(self, really: bool) -> None:
         if really:
-            self.world.crash()
+            self.simulation.crash()
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=2), really=RARELY)
     def engine_comes_back(self, prompts: list[str], really: bool) -> None:
-        """Calls that ask for what the media hold while these are still telling of it."""
+        """Calls that ask for rows while the tiers that hold them are still being listed."""
         if really:
             self.traffic(prompts)
-            self.world.crash()
+            self.simulation.crash()
             for prompt in prompts:
                 self.call(prompt, store=False)
 
     @invariant()
-    def promises(self) -> None:
-        self.world.check()
+    def invariants_hold(self) -> None:
+        self.simulation.check()
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
-            self.world.quiesce()
+            self.simulation.quiesce()
