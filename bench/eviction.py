@@ -1,16 +1,16 @@
-"""Hit rates of the eviction policies on a trace of real conversations, and what the core costs meanwhile.
+"""Hit rates of the eviction policies on a trace of real conversations, and the processor time of the core.
 
     python bench/eviction.py [--trace PATH] [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
 
 Replays a trace (one JSON object a line: `timestamp` in ms, `hash_ids`: the prompt's chain of blocks) through the
 real TierManager, in virtual time and without I/O: each request looks its chain up until a miss, loads what it hit,
 and stores the rest. A request's hits are the leading run of its blocks that were there. Capacities are shares of the
-trace's distinct blocks. "Belady" knows the future: what is needed last goes first, and what is never needed again is
-not even taken in. The second table has a host tier of 1 % over a file tier of 10 %, each with a policy of its own,
-served by movers that are done at once.
+trace's distinct blocks. "Belady" knows the future: the block needed last is evicted first, and a block that is never
+needed again is not admitted. The second table has a host tier of 1 % over a file tier of 10 %, each with its own
+policy, whose movers finish at once.
 
-Exits with 1 where LRU or Belady is further than half a percentage point from the known figures of the Mooncake
-conversation trace (they are checked for that trace only). Writes all numbers to bench-out/eviction.json.
+Exits with 1 if LRU or Belady is further than half a percentage point from the known figures of the Mooncake
+conversation trace (checked for that trace only). Writes all numbers to bench-out/eviction.json.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KNOWN: dict[str, dict[int, float]] = {
     "s3fifo": {1: 7.5, 2: 10.7, 5: 18.7, 10: 24.5, 20: 32.8},
     "belady": {1: 24.6, 2: 31.4, 5: 36.6, 10: 36.6, 20: 36.6},
 }
-# Of S3-FIFO there are as many as there are readings of the paper: its known figures are shown, not held against it.
+# S3-FIFO's figures depend on how the paper is read: they are shown, not checked.
 CHECKED = ("lru", "belady")
 TOLERANCE = 0.5
 
@@ -85,7 +85,7 @@ class Result:
 
     hits: dict[str, float]
     us_per_block: dict[str, float]
-    slowest_ms: float  # the most that one request took, all its calls and waits together
+    slowest_ms: float  # of the slowest request, all its calls together
 
 
 def read(path: Path) -> list[Prompt]:
@@ -93,7 +93,7 @@ def read(path: Path) -> list[Prompt]:
     with path.open() as lines:
         for number, line in enumerate(lines):
             entry = json.loads(line)
-            # As long as vLLM's keys, and new objects each time, as there.
+            # As long as vLLM's keys, and new objects each time, as in vLLM.
             keys = [block.to_bytes(32, "little") + bytes(4) for block in entry["hash_ids"]]
             prompts.append(Prompt(str(number), entry["timestamp"] / 1000, keys))
     return prompts
@@ -112,7 +112,7 @@ def replay(prompts: Sequence[Prompt], rows: int, policy: PolicyName, stored: tup
     gc.collect()
     for prompt in prompts:
         begin = time.thread_time()
-        found = climb(core, prompt, clock)
+        found = look_up(core, prompt, clock)
         for key in found:
             hits[core.source(key)] += 1
         serve(core, prompt, found, clock)
@@ -122,8 +122,8 @@ def replay(prompts: Sequence[Prompt], rows: int, policy: PolicyName, stored: tup
     return Result(shares, clock.us_per_block(), 1e3 * slowest_s)
 
 
-def climb(core: TierManager, prompt: Prompt, clock: Clock) -> list[Key]:
-    """What an engine does until a request may run: scan the prefix, wait for promotions, scan again."""
+def look_up(core: TierManager, prompt: Prompt, clock: Clock) -> list[Key]:
+    """Scan the prefix, wait for promotions, scan again, as an engine does until a request may run."""
     while True:
         hits = 0
         answer = Lookup.MISS
@@ -139,7 +139,7 @@ def climb(core: TierManager, prompt: Prompt, clock: Clock) -> list[Key]:
         if not pending:
             return prompt.keys[:hits]
         core.end_step()
-        move(core, prompt.now_s, clock)
+        run_movers(core, prompt.now_s, clock)
 
 
 def serve(core: TierManager, prompt: Prompt, found: list[Key], clock: Clock) -> None:
@@ -154,11 +154,11 @@ def serve(core: TierManager, prompt: Prompt, found: list[Key], clock: Clock) -> 
         core.finish_request(prompt.name)
         core.end_step()
     if core.tiers:
-        move(core, prompt.now_s, clock)
+        run_movers(core, prompt.now_s, clock)
 
 
-def move(core: TierManager, now_s: float, clock: Clock) -> None:
-    """Movers that are done at once with whatever the core plans."""
+def run_movers(core: TierManager, now_s: float, clock: Clock) -> None:
+    """Movers that finish all planned jobs at once."""
     while True:
         with clock.take("plan", 0):
             jobs = core.events.plan(now_s)
@@ -175,7 +175,7 @@ def move(core: TierManager, now_s: float, clock: Clock) -> None:
 
 
 def belady(prompts: Sequence[Prompt], rows: int) -> float:
-    """Hits in per cent for whoever knows when each block is used next; among equals the deepest block goes first."""
+    """Hits in per cent if the next use of each block is known; among equals the deepest block is evicted first."""
     never = len(prompts)
     next_use: list[list[int]] = [[] for _ in prompts]
     upcoming: dict[Key, int] = {}

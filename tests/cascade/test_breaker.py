@@ -1,4 +1,4 @@
-"""The parts of the core that keep a bad tier away: breaker, pace, denylist."""
+"""Breaker, throughput estimate and denylist."""
 
 from __future__ import annotations
 
@@ -106,18 +106,18 @@ def test_timeout_follows_the_slower_jobs() -> None:
 def test_failed_key_is_denied_for_its_backoff_and_suspect_until_its_trial() -> None:
     denylist = Denylist(5.0, 12.0)
     denylist.record_failure(b"failed", 0.0)
-    denylist.suspect([b"accused"], 0.0)
+    denylist.suspect([b"suspect"], 0.0)
     assert denylist.is_denied(b"failed", 4.0)
     assert not denylist.is_denied(b"failed", 5.0)
-    assert denylist.is_denied(b"accused", 1000.0)
-    assert not denylist.trial_due(b"accused", 4.0)
-    assert denylist.trial_due(b"accused", 5.0)
+    assert denylist.is_denied(b"suspect", 1000.0)
+    assert not denylist.trial_due(b"suspect", 4.0)
+    assert denylist.trial_due(b"suspect", 5.0)
     for at, wait in ((5.0, 10.0), (15.0, 12.0), (27.0, 12.0)):
-        denylist.suspect([b"accused"], at)
-        assert not denylist.trial_due(b"accused", at + wait - 0.1)
-        assert denylist.trial_due(b"accused", at + wait)
-    denylist.clear(b"accused")
-    assert not denylist.is_denied(b"accused", 27.0)
+        denylist.suspect([b"suspect"], at)
+        assert not denylist.trial_due(b"suspect", at + wait - 0.1)
+        assert denylist.trial_due(b"suspect", at + wait)
+    denylist.clear(b"suspect")
+    assert not denylist.is_denied(b"suspect", 27.0)
 
 
 def test_denylist_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""Rows that a tier held before, by the million: found, used, evicted and given up without standing in a dict."""
+"""Cold rows: found, used, evicted and retired without an entry of their own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestAnyTier:
         core = opened(spec)
         assert core.tiers[0].state is TierState.UP
         assert core.where(key(3), 0.0) == spec.name
-        assert not core.tiers[0].index  # asking is not using
+        assert not core.tiers[0].index  # a look-up does not warm it
         assert core.lookup(key(3), "request", 0, 0.0) is Lookup.PENDING
         (job,) = core.events.plan(0.0)
         assert job.direction is Direction.LOAD
@@ -147,7 +147,7 @@ def test_cold_row_in_an_allocated_slot_is_ignored() -> None:
 def test_slots_of_retired_cold_rows_are_free() -> None:
     core = opened(PLACES, slots=6)
     core.events.opened(0, 6)
-    core.events.listed(0, [], last=True)  # it holds nothing any more
+    core.events.listed(0, [], last=True)  # the medium holds nothing any more
     assert len(core.tiers[0].slots) == 0
     store(core, *range(10, 16))
     assert sorted(entry.slot for entry in core.tiers[0].index.values()) == list(range(6))

@@ -1,4 +1,4 @@
-"""What is counted: every counter counts, and what came into a tier is there or has left it for a reason."""
+"""Counters: each one counts, and every row that came into a tier is there or has left it for a counted reason."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROW_BYTES = 4096
 OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "relisted", "reset")
 
 
-class Life:
-    """A host of four rows over a file tier of six and a shared tier of a hundred, whose movers do as they are told."""
+class CountedCascade:
+    """A host of four rows over a file tier of six and a shared tier of a hundred, whose movers work when told to."""
 
     def __init__(self) -> None:
         specs = [
@@ -89,7 +89,7 @@ class Life:
 
 
 def test_every_counter_counts_what_it_says() -> None:
-    life = Life()
+    life = CountedCascade()
     cpu, file, s3 = life["cpu"], life["file"], life["s3"]
 
     life.put(b"a", b"b", b"c", b"d", b"bad", failed=[b"d"])

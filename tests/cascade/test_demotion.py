@@ -1,4 +1,4 @@
-"""Tiers that are written when the tier above evicts: nothing that could be written is lost, and no store waits."""
+"""Write-back: tiers that are written when the tier above evicts. No writable row is lost, no store waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
             return
         for job in jobs:
             core.events.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
-    raise AssertionError("the cleaner never comes to an end")
+    raise AssertionError("write-back never ends")
 
 
 def keys(count: int) -> list[Key]:
@@ -80,7 +80,7 @@ def test_store_never_waits_for_writeback() -> None:
     for key in keys(20):
         put(core, key, 0.0)  # no mover ever answers
         core.events.plan(0.0)
-    # What a mover reads is pinned, the rest is given up, newest wins, and every loss is counted.
+    # Rows that a mover reads are pinned, others are evicted unwritten, the oldest first, and each is counted.
     lost = [key for key in keys(20) if core.where(key, 0.0) is None]
     assert core.where(keys(20)[-1], 0.0) == "cpu"
     assert core.tiers[0].counters.dropped == len(lost) > 0
@@ -102,14 +102,14 @@ def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
     for key in keys(8):
         put(core, key, 0.0)
     jobs = core.events.plan(0.0)
-    leaving = next(iter(core.host.evicting))
-    core.lookup(leaving, "again", 0, 0.0)
-    core.prepare_load([leaving], "again")
-    core.complete_load([leaving])
+    victim = next(iter(core.host.evicting))
+    core.lookup(victim, "again", 0, 0.0)
+    core.prepare_load([victim], "again")
+    core.complete_load([victim])
     core.end_step()
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert core.where(leaving, 0.0) == "cpu"
+    assert core.where(victim, 0.0) == "cpu"
 
 
 def test_shutdown_can_write_all_dirty_rows() -> None:
@@ -158,7 +158,7 @@ def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
     assert core.tiers[1].counters.dropped == len(lost) - len(queued)
 
 
-class SlowBelow:
+class SlowTierBelow:
     """A small host over a file tier of 600 rows, whose evictions go to a server that takes 0.4 s for a PUT.
 
     The file tier takes a millisecond a row. Media never fail; time passes by the millisecond.
@@ -221,7 +221,7 @@ class SlowBelow:
 
 @pytest.mark.parametrize("put_s", [0.4, 1e9], ids=["slow", "hanging"])
 def test_demotion_to_a_slow_tier_does_not_slow_puts_and_gets(put_s: float) -> None:
-    through, on_evict = SlowBelow(Write.THROUGH, put_s), SlowBelow(Write.ON_EVICT, put_s)
+    through, on_evict = SlowTierBelow(Write.THROUGH, put_s), SlowTierBelow(Write.ON_EVICT, put_s)
     expected, found = through.life(), on_evict.life()
     assert expected[:2] == (2192, 216)
     assert found[:2] == expected[:2]
@@ -231,8 +231,8 @@ def test_demotion_to_a_slow_tier_does_not_slow_puts_and_gets(put_s: float) -> No
 
 @pytest.mark.parametrize("put_s", [0.01, 2.0, 1e9], ids=["quick", "slow", "hanging"])
 def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
-    """The host's own rows are written when they go, and a tier that is only read is in good health."""
-    life = SlowBelow(Write.ON_EVICT, put_s, file=Write.OFF)
+    """The host's own rows are written on eviction, and the tier that is only read works well."""
+    life = SlowTierBelow(Write.ON_EVICT, put_s, file=Write.OFF)
     old = [b"old-%d" % number for number in range(100)]
     life.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
     hits, waited_s = 0, 0.0

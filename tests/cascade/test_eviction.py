@@ -1,4 +1,4 @@
-"""Eviction policies: what all of them promise, and what each is chosen for."""
+"""Eviction policies: the invariants of all, and what each is good at."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chain(name: str, length: int) -> list[Key]:
     return [f"{name}-{depth}".encode() for depth in range(length)]
 
 
-def nobody(_key: Key) -> bool:
+def nothing_pinned(_key: Key) -> bool:
     return False
 
 
@@ -69,7 +69,7 @@ class Tier:
         return hits
 
 
-# --- what all promise ----------------------------------------------------------------------------------------------
+# --- invariants of all ----------------------------------------------------------------------------------------------
 
 KEYS = [bytes([number]) for number in range(24)]
 some_key = st.sampled_from(KEYS)
@@ -150,7 +150,7 @@ def test_nothing_is_evicted_while_all_is_pinned_and_all_afterwards(name: PolicyN
     for key in keys[::9]:
         assert policy.evict(1, (set(keys) - {key}).__contains__) == [key]
     assert len(policy) == 88
-    assert sorted(policy.evict(100, nobody)) == sorted(set(keys) - set(keys[::9]))
+    assert sorted(policy.evict(100, nothing_pinned)) == sorted(set(keys) - set(keys[::9]))
 
 
 @every_policy
@@ -180,15 +180,15 @@ def test_deepest_chunk_of_a_prompt_is_evicted_first(name: PolicyName) -> None:
     policy = make_policy(name, 10)
     keys = chain("a", 8)
     add(policy, keys, 0)
-    assert [policy.evict(1, nobody)[0] for _ in range(8)] == keys[::-1]
+    assert [policy.evict(1, nothing_pinned)[0] for _ in range(8)] == keys[::-1]
     # Again as keys that are remembered, and as keys that several requests used.
     add(policy, keys, 1)
-    assert policy.evict(8, nobody) == keys[::-1]
+    assert policy.evict(8, nothing_pinned) == keys[::-1]
     add(policy, keys, 2)
     for tick in (3, 4):
         touch(policy, keys, tick)
-    assert policy.evict(3, nobody) == keys[:4:-1]
-    assert policy.evict(9, nobody) == keys[4::-1]
+    assert policy.evict(3, nothing_pinned) == keys[:4:-1]
+    assert policy.evict(9, nothing_pinned) == keys[4::-1]
 
 
 @every_policy
@@ -198,7 +198,7 @@ def test_prompt_that_was_pinned_is_still_evicted_leaf_first(name: PolicyName) ->
     add(policy, held, 0)
     add(policy, free, 1)
     assert policy.evict(8, set(held).__contains__) == free[::-1]
-    assert policy.evict(8, nobody) == held[::-1]
+    assert policy.evict(8, nothing_pinned) == held[::-1]
 
 
 @every_policy
@@ -230,7 +230,7 @@ def test_uses_by_one_request_count_once(name: PolicyName) -> None:
     add(policy, second, 1)
     for _ in range(5):
         touch(policy, first, 0)
-    assert set(policy.evict(10, nobody)) == set(first)
+    assert set(policy.evict(10, nothing_pinned)) == set(first)
 
 
 def test_lru_evicts_the_oldest_request_first() -> None:
@@ -240,7 +240,7 @@ def test_lru_evicts_the_oldest_request_first() -> None:
     add(policy, third, 7)
     add(policy, first, 2)  # brought back by a restart
     touch(policy, third, 8)
-    assert policy.evict(9, nobody) == [*first[::-1], *second[::-1], *third[::-1]]
+    assert policy.evict(9, nothing_pinned) == [*first[::-1], *second[::-1], *third[::-1]]
 
 
 def test_lru_evicts_unpinned_keys_before_newer_ones() -> None:
@@ -251,7 +251,7 @@ def test_lru_evicts_unpinned_keys_before_newer_ones() -> None:
     assert policy.evict(1, set(old).__contains__) == [new[2]]
     policy.remove(old[0])
     touch(policy, [old[1]], 2)
-    assert policy.evict(4, nobody) == [old[2], new[1], new[0], old[1]]
+    assert policy.evict(4, nothing_pinned) == [old[2], new[1], new[0], old[1]]
 
 
 def test_s3fifo_keeps_keys_used_twice_and_ghost_hits() -> None:
@@ -262,11 +262,11 @@ def test_s3fifo_keeps_keys_used_twice_and_ghost_hits() -> None:
     for tick in (4, 5):
         policy.touch(keys[0], tick)
     policy.touch(keys[1], 6)
-    assert policy.evict(2, nobody) == [keys[1], keys[2]]  # one use is not enough
+    assert policy.evict(2, nothing_pinned) == [keys[1], keys[2]]  # one use is not enough
     policy.add(keys[2], 7)
     assert keys[2] in policy._main
     assert keys[0] in policy._main
-    assert policy.evict(1, nobody) == [keys[2]]  # keys[0] has two uses to spend
+    assert policy.evict(1, nothing_pinned) == [keys[2]]  # keys[0] has two uses to spend
     assert list(policy._ghosts) == [keys[1]]  # the main queue leaves none behind
 
 
@@ -284,20 +284,20 @@ def test_arc_target_follows_ghost_hits() -> None:
     add(policy, often, 0)
     touch(policy, often, 1)
     add(policy, once, 2)
-    assert policy.evict(2, nobody) == [once[3], once[2]]
+    assert policy.evict(2, nothing_pinned) == [once[3], once[2]]
     add(policy, [once[2]], 3)  # T1 was too short: it may have one row now, and two remain in it
     assert policy._recent_rows == 1
-    assert policy.evict(2, nobody) == [once[1], often[3]]
+    assert policy.evict(2, nothing_pinned) == [once[1], often[3]]
     add(policy, [often[3]], 4)  # T2 was
     assert policy._recent_rows == 0
-    assert policy.evict(1, nobody) == [once[0]]
+    assert policy.evict(1, nothing_pinned) == [once[0]]
 
 
 def test_arc_ghosts_shrink_as_its_first_list_grows() -> None:
     policy = Arc(8)
     old, new = chain("old", 8), chain("new", 8)
     add(policy, old, 0)
-    policy.evict(4, nobody)
+    policy.evict(4, nothing_pinned)
     assert list(policy._once_ghosts) == old[:3:-1]
     add(policy, new[:3], 1)
     assert list(policy._once_ghosts) == [old[4]]

@@ -1,4 +1,4 @@
-"""What another engine has stored a moment ago: who asks, who waits, and who no longer does."""
+"""Existence checks: when they are sent, which requests wait for them, and for how long."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LIMITS = Limits(
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 
 
-class Core:
-    """A manager over one shared tier, whose mover answers when a test says so."""
+class CheckedCore:
+    """A manager over one shared tier, whose mover answers when a test calls `answer`."""
 
     def __init__(self, shared: bool = True, limits: Limits = LIMITS) -> None:
         specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, shared=shared)]
@@ -65,11 +65,11 @@ class Core:
 
 
 @pytest.fixture
-def core() -> Core:
-    return Core()
+def core() -> CheckedCore:
+    return CheckedCore()
 
 
-def test_unknown_prompt_costs_one_check_of_one_key(core: Core) -> None:
+def test_unknown_prompt_costs_one_check_of_one_key(core: CheckedCore) -> None:
     assert core.scan("r") == [PENDING, MISS]
     (probe,) = core.asked()
     assert (probe.keys, probe.chain) == (CHAIN[:1], True)
@@ -81,7 +81,7 @@ def test_unknown_prompt_costs_one_check_of_one_key(core: Core) -> None:
     assert not core.core.events.busy
 
 
-def test_existing_chain_is_checked_at_once_and_promoted(core: Core) -> None:
+def test_existing_chain_is_checked_at_once_and_promoted(core: CheckedCore) -> None:
     core.scan("r")
     (first,) = core.asked()
     core.answer(first, 1)
@@ -98,7 +98,7 @@ def test_existing_chain_is_checked_at_once_and_promoted(core: Core) -> None:
     assert core.asked() == []
 
 
-def test_absent_key_is_not_checked_again_for_a_while(core: Core) -> None:
+def test_absent_key_is_not_checked_again_for_a_while(core: CheckedCore) -> None:
     core.scan("r")
     core.answer(core.asked()[0], 0)
     core.now = 29.0
@@ -108,7 +108,7 @@ def test_absent_key_is_not_checked_again_for_a_while(core: Core) -> None:
     assert len(core.asked()) == 1
 
 
-def test_negative_cache_is_bounded(core: Core) -> None:
+def test_negative_cache_is_bounded(core: CheckedCore) -> None:
     for number in range(5):
         core.scan(f"r{number}", [b"x%d" % number])
         core.answer(core.asked()[0], 0)
@@ -117,7 +117,7 @@ def test_negative_cache_is_bounded(core: Core) -> None:
     assert core.scan("r", [b"x0"]) == [PENDING]
 
 
-def test_no_request_waits_for_a_slow_tier(core: Core) -> None:
+def test_no_request_waits_for_a_slow_tier(core: CheckedCore) -> None:
     core.scan("r")
     (probe,) = core.asked()
     core.now = 0.2
@@ -139,7 +139,7 @@ def test_no_request_waits_for_a_slow_tier(core: Core) -> None:
     assert core.scan("fourth", [b"c"]) == [PENDING]
 
 
-def test_late_answer_still_serves_later_requests(core: Core) -> None:
+def test_late_answer_still_serves_later_requests(core: CheckedCore) -> None:
     core.scan("r")
     (probe,) = core.asked()
     core.now = 1.0
@@ -149,7 +149,7 @@ def test_late_answer_still_serves_later_requests(core: Core) -> None:
     assert core.loading == CHAIN[:1]
 
 
-def test_unanswered_check_is_given_up(core: Core) -> None:
+def test_unanswered_check_is_given_up(core: CheckedCore) -> None:
     core.scan("r")
     core.asked()
     core.now = 21.0
@@ -160,7 +160,7 @@ def test_unanswered_check_is_given_up(core: Core) -> None:
     assert len(core.asked()) == 1
 
 
-def test_checks_are_shared_and_bounded(core: Core) -> None:
+def test_checks_are_shared_and_bounded(core: CheckedCore) -> None:
     assert core.scan("a") == [PENDING, MISS]
     assert core.scan("b") == [PENDING, MISS]
     (probe,) = core.asked()
@@ -175,7 +175,7 @@ def test_checks_are_shared_and_bounded(core: Core) -> None:
     assert core.loading == CHAIN[:1]
 
 
-def test_hits_before_an_unknown_key_are_pinned_during_its_check(core: Core) -> None:
+def test_hits_before_an_unknown_key_are_pinned_during_its_check(core: CheckedCore) -> None:
     plan = core.core.prepare_store(CHAIN[:2], "w")
     core.core.complete_store(core.core.rows_being_filled(plan.keys), set())
     core.core.finish_request("w")
@@ -187,7 +187,7 @@ def test_hits_before_an_unknown_key_are_pinned_during_its_check(core: Core) -> N
     assert core.scan("r", CHAIN[:4]) == [HIT, HIT, MISS]
 
 
-def test_unordered_keys_are_checked_independently(core: Core) -> None:
+def test_unordered_keys_are_checked_independently(core: CheckedCore) -> None:
     assert core.each("r", CHAIN[:3]) == [PENDING] * 3
     (probe,) = core.asked()
     assert (probe.keys, probe.chain) == (CHAIN[:3], False)
@@ -196,7 +196,7 @@ def test_unordered_keys_are_checked_independently(core: Core) -> None:
     assert core.each("r", CHAIN[:3]) == [MISS, PENDING, MISS]
 
 
-def test_tier_that_is_down_is_not_checked(core: Core) -> None:
+def test_tier_that_is_down_is_not_checked(core: CheckedCore) -> None:
     core.scan("r")
     core.asked()
     core.core.events.down(0, core.now)
@@ -206,7 +206,7 @@ def test_tier_that_is_down_is_not_checked(core: Core) -> None:
     assert core.scan("t") == [PENDING, MISS]
 
 
-def test_reset_clears_the_negative_cache_and_open_checks(core: Core) -> None:
+def test_reset_clears_the_negative_cache_and_open_checks(core: CheckedCore) -> None:
     core.scan("r", [b"a"])
     core.answer(core.asked()[0], 0)
     core.scan("s", [b"b"])
@@ -219,20 +219,22 @@ def test_reset_clears_the_negative_cache_and_open_checks(core: Core) -> None:
     assert len(core.asked()) == 2
 
 
-@pytest.mark.parametrize("core", [Core(shared=False), Core(limits=Limits(check_timeout_s=0.0))], ids=["private", "off"])
-def test_private_tier_is_not_checked_nor_if_checks_are_off(core: Core) -> None:
+@pytest.mark.parametrize(
+    "core", [CheckedCore(shared=False), CheckedCore(limits=Limits(check_timeout_s=0.0))], ids=["private", "off"]
+)
+def test_private_tier_is_not_checked_nor_if_checks_are_off(core: CheckedCore) -> None:
     assert core.scan("r") == [MISS]
     assert core.asked() == []
 
 
-def test_known_row_that_is_not_loadable_is_not_checked(core: Core) -> None:
+def test_known_row_that_is_not_loadable_is_not_checked(core: CheckedCore) -> None:
     core.core.events.listed(0, [(0, CHAIN[0], 0)], last=False)
     core.core.tiers[0].index[CHAIN[0]].stored = False
     assert core.scan("r") == [MISS]
     assert core.asked() == []
 
 
-def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: Core) -> None:
+def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: CheckedCore) -> None:
     assert core.scan("r") == [PENDING, MISS]
     (probe,) = core.asked()
     core.core.tiers[0].breakers[Direction.LOAD].trip(core.now)
@@ -244,7 +246,7 @@ def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: Core) ->
     assert not core.loading
 
 
-def test_request_checks_only_its_allowed_tiers(core: Core) -> None:
+def test_request_checks_only_its_allowed_tiers(core: CheckedCore) -> None:
     core.core.set_allowed_tiers("r", [1])
     assert core.scan("r") == [MISS]
     core.core.set_allowed_tiers("s", [0])
@@ -253,8 +255,8 @@ def test_request_checks_only_its_allowed_tiers(core: Core) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING])
-def test_corrupt_or_missing_row_is_not_checked_again(core: Core, outcome: Outcome) -> None:
-    """Its reader may have no right to delete it; so it would be found, loaded and thrown away for every request."""
+def test_corrupt_or_missing_row_is_not_checked_again(core: CheckedCore, outcome: Outcome) -> None:
+    """Its reader may not be allowed to delete it; so every request would find, load and discard it again."""
     core.scan("r", CHAIN[:1])
     core.answer(core.asked()[0], 1)
     assert core.scan("r", CHAIN[:1]) == [PENDING]
@@ -266,7 +268,7 @@ def test_corrupt_or_missing_row_is_not_checked_again(core: Core, outcome: Outcom
     assert core.scan("t", CHAIN[:1]) == [PENDING]
 
 
-def test_tier_that_answers_about_no_key_is_not_waited_for(core: Core) -> None:
+def test_tier_that_answers_about_no_key_is_not_waited_for(core: CheckedCore) -> None:
     core.scan("r")
     (probe,) = core.asked()
     core.core.events.existence_checked(0, probe.id, [], core.now)

@@ -1,4 +1,4 @@
-"""Rows must not cost Python's garbage collector anything: a full collection stops the scheduler."""
+"""Rows are not tracked by Python's garbage collector: a full collection stops the scheduler."""
 
 from __future__ import annotations
 

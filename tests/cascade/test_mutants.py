@@ -1,4 +1,4 @@
-"""The state machine is only worth what it catches: each of these planted bugs must break a promise."""
+"""Mutation test of the state machine: each of these planted bugs must violate an invariant."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BudgetOffByOne(Events):
 
 
 class RowReusedAfterReset(TierManager):
-    """The last writer of before the reset is not waited for."""
+    """Rows of workers are free at once after a reset."""
 
     def reset(self, keep_tiers: bool) -> None:
         for row in self.host.index.values():
@@ -52,7 +52,7 @@ class RowReusedAfterReset(TierManager):
 
 
 class CallsRowsFlushed(TierManager):
-    """What ends after a reset gives back the rows of all calls of before it, as it does those of workers."""
+    """A call that ends after a reset releases the rows of all calls from before it, as workers' jobs do."""
 
     def end_call(self, name: str, failed: Collection[Key]) -> None:
         super().end_call(name, failed)
@@ -62,7 +62,7 @@ class CallsRowsFlushed(TierManager):
 
 
 class CallEndsByKey(TierManager):
-    """A call that was begun before a reset ends whoever has the same keys after it."""
+    """A call from before a reset ends the rows that have the same keys after it."""
 
     def end_call(self, name: str, failed: Collection[Key]) -> None:
         rows = self._calls.get(name, [])
@@ -112,21 +112,21 @@ class FailedCopyIsAHit(TierManager):
         super().complete_store(rows, set())
 
 
-class WaitsForEver(Promotion):
+class RequestNeverExpires(Promotion):
     def has_expired(self, request: Request, now: float) -> bool:
         return False
 
 
-class DeadlineArmedAnewByARelease(Promotion):
-    """A request whose answer was that there is nothing begins to wait for something else as if for the first time."""
+class DeadlineRearmedByARelease(Promotion):
+    """A request that was released waits again with a new deadline."""
 
     def release(self, request: Request) -> None:
         super().release(request)
         request.deadline_s = None
 
 
-class DeadlineArmedAnewByARetry(Promotion):
-    """A request whose promotion failed begins to wait for the next tier as if for the first time."""
+class DeadlineRearmedByARetry(Promotion):
+    """A request whose promotion failed waits for the next tier with a new deadline."""
 
     def _retry(self, tier: TierIndex, row: Row, now: float) -> None:
         for request in self._waiting.values():
@@ -142,7 +142,7 @@ class DeadlineIgnoredForRowsBeingFilled(Promotion):
 
 
 class DemotionWithoutBounds(WriteBack):
-    """What comes up to be written further down counts in no window."""
+    """Demotions have no window of their own."""
 
     def plan_demotions(self, tier: TierIndex, now: float) -> list[Job]:
         self._state.demote_window = self._state.load_window = self._state.host.rows
@@ -162,7 +162,7 @@ class EvictionsOfTheHostUncounted(Events):
 
 
 class BadRowCountedTwice(Promotion):
-    """A row that a late load, and then another one, found to be bad has left the tier once."""
+    """A row that a late load and then another one find corrupt is counted twice."""
 
     def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
         before = tier.counters.corrupt
@@ -195,7 +195,7 @@ class OldEpochSurvives(TierManager):
 
 
 class ListedRowHasTwoOwners(Events):
-    """A row that moves over into the book is still among the adopted."""
+    """A row that is indexed is still in the cold index."""
 
     def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
         rows.remove = rows.find  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ class ListedRowHasTwoOwners(Events):
 
 
 class ListedSlotsStayFree(Events):
-    """A slot that holds an adopted row is given to another one."""
+    """A slot that holds a cold row is allocated to another one."""
 
     def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
         rows.claim = lambda taken, slots_limit: None  # type: ignore[method-assign]
@@ -211,21 +211,21 @@ class ListedSlotsStayFree(Events):
 
 
 class OverdueLivesOn(Health):
-    """The deadline at which a mover is killed is off."""
+    """The hard deadline is off."""
 
     def overdue(self, now: float) -> dict[int, str]:
         return {}
 
 
 class LateIsWaitedFor(Health):
-    """The deadline at which a key is given up is off."""
+    """The soft deadline is off."""
 
     def abandon_late_jobs(self, now: float) -> None:
         pass
 
 
 class GenerationIgnored(Events):
-    """A new mover's jobs are told by the same numbers as those of the one before it."""
+    """A new mover's jobs have the same ids as those of the one before it."""
 
     def lost(self, tier: int, now: float) -> None:
         open_jobs = list(self._state.tiers[tier].jobs)
@@ -239,27 +239,27 @@ class CircuitNeverCloses(Health):
 
 
 class ReusedBeforeReap(Events):
-    """A killed mover is taken for a dead one."""
+    """A killed mover is treated as reaped."""
 
     def killed(self, tier: int, now: float) -> None:
         super().killed(tier, now)
         super().lost(tier, now)
 
 
-class AsksForTheAbsentAgain(Events):
+class ChecksAbsentKeysAgain(Events):
     def plan_checks(self, now: float) -> list:  # type: ignore[type-arg]
         for shared in self._checks.tiers.values():
             shared._absent.clear()
         return super().plan_checks(now)
 
 
-class WaitsForLateAnswers(TierManager):
+class WaitsForLateChecks(TierManager):
     def lookup(self, key, name, position, now):  # type: ignore[no-untyped-def]
         self._request(name).check_deadline_s = float("inf")
         return super().lookup(key, name, position, now)
 
 
-class AsksForTheBadAgain(Promotion):
+class ChecksBadRowsAgain(Promotion):
     def load_ended(self, tier, move, outcome, now):  # type: ignore[no-untyped-def]
         self._checks.mark_absent = lambda *_: None  # type: ignore[method-assign]
         super().load_ended(tier, move, outcome, now)
@@ -272,8 +272,8 @@ class ChecksWithoutBounds(Events):
         return super().plan_checks(now)
 
 
-class PlansForThoseWhoDoNotRead(Events):
-    """A mover's queue is full, and it is given jobs."""
+class CreditsIgnored(Events):
+    """A mover without send credits gets jobs."""
 
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
         full = [tier for tier in self._state.tiers if not tier.send_credits]
@@ -298,7 +298,7 @@ class StoresOvertakeDeletes(Events):
         return jobs
 
 
-class MissesWhatAListingMayBring(TierManager):
+class MissesWhileListing(TierManager):
     def wait_for_listing(self, name: str) -> None:
         pass
 
@@ -306,22 +306,22 @@ class MissesWhatAListingMayBring(TierManager):
 MUTANTS = [
     ListedRowHasTwoOwners,
     ListedSlotsStayFree,
-    AsksForTheAbsentAgain,
-    AsksForTheBadAgain,
+    ChecksAbsentKeysAgain,
+    ChecksBadRowsAgain,
     BadRowCountedTwice,
     BudgetOffByOne,
     CallEndsByKey,
     CallsRowsFlushed,
     CircuitNeverCloses,
-    DeadlineArmedAnewByARelease,
-    DeadlineArmedAnewByARetry,
+    DeadlineRearmedByARelease,
+    DeadlineRearmedByARetry,
     DeadlineIgnoredForRowsBeingFilled,
     DemotedRowStaysPinned,
     DemotionWithoutBounds,
     EvictionsOfTheHostUncounted,
     GenerationIgnored,
     LateIsWaitedFor,
-    MissesWhatAListingMayBring,
+    MissesWhileListing,
     OverdueLivesOn,
     ReusedBeforeReap,
     FailedCopyIsAHit,
@@ -330,23 +330,23 @@ MUTANTS = [
     OldEpochSurvives,
     PinForgotten,
     PinsIgnored,
-    PlansForThoseWhoDoNotRead,
+    CreditsIgnored,
     ChecksWithoutBounds,
     ResetUncounted,
     RowFreedWhileMoved,
     RowReusedAfterReset,
     SlotFreedWhileWritten,
     StoresOvertakeDeletes,
-    WaitsForEver,
-    WaitsForLateAnswers,
+    RequestNeverExpires,
+    WaitsForLateChecks,
 ]
 
 
 # The whole machine finds these too, but may take minutes: one that does little else than what shows them.
 _OFTEN = ("request", "traffic", "come_back", "worker_finishes", "mover_works", "deliver", "end_step")
 FOCUS: dict[type, tuple[str, ...]] = {
-    DeadlineArmedAnewByARetry: ("medium_stalls", "time_passes", "running_request_is_preempted", "mover_dies"),
-    MissesWhatAListingMayBring: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),
+    DeadlineRearmedByARetry: ("medium_stalls", "time_passes", "running_request_is_preempted", "mover_dies"),
+    MissesWhileListing: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every promise of the core, under every order of events that hypothesis finds."""
+"""Every invariant of the core, under every order of events that hypothesis finds."""
 
 from __future__ import annotations
 
