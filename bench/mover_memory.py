@@ -33,9 +33,9 @@ def keys(rows: int) -> Iterator[Key]:
 
 def held_objects(rows: int) -> object:
     stock = PrefixQuota(ROW_BYTES, CAPACITY)
-    stock.meet([], rows)
+    stock.begin_listing([], rows)
     for key in keys(rows):
-        stock.adopt(key, "")
+        stock.add_listed(key, "")
     return stock
 
 
@@ -43,9 +43,9 @@ def listed_objects(rows: int) -> object:
     """A listing of a shared prefix at the moment at which it is compared with what is held."""
     listing = [(float(number), key) for number, key in enumerate(keys(rows))]
     stock = PrefixQuota(ROW_BYTES, CAPACITY)
-    stock.meet([], rows)
+    stock.begin_listing([], rows)
     for _, key in listing:
-        stock.adopt(key, "")
+        stock.add_listed(key, "")
     return stock, listing, {key for _, key in listing}
 
 
