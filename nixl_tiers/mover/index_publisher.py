@@ -1,4 +1,4 @@
-"""Sends the coordinator the rows that a tier holds: all of them once it is open, and changes on a shared medium."""
+"""Sends the coordinator the rows that a tier holds: all of them once it is open, then what others and upkeep change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP_S: Final = 0.002  # the longest that one step collects rows for an index
 
 
 class IndexPublisher:
-    """The listings of one opening. `step` never waits for the medium."""
+    """Listings and upkeep of one opening, one at a time. `step` never waits for the medium."""
 
     def __init__(
         self,

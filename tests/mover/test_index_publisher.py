@@ -17,7 +17,7 @@ from nixl_tiers.mover.index_builder import BuiltIndex, IndexBuilder
 from nixl_tiers.mover.index_publisher import IDLE_S, MAX_INDEXES, POLL_S, IndexPublisher
 from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedIndex, ToCoordinator, encode
 from nixl_tiers.mover.send_queue import SendQueue
-from nixl_tiers.tiers.base import Entry
+from nixl_tiers.tiers.base import GONE, Entry
 from tests.mover.stub_tiers import InstantTier
 from tests.support.waiting import until
 
@@ -229,6 +229,23 @@ class TestIndexPublisher:
         assert row_counts(rig.run(1.0)) == [2, -7, "end"]
         tier.batches = [entries(20, 24)]
         assert row_counts(rig.run(6.0)) == [4]
+        rig.close()
+
+    def test_upkeep_follows_the_listing_and_what_it_removes_is_sent(self) -> None:
+        tier = ListingTier(entries(0, 2))
+        rounds: list[float] = []
+
+        def maintain(_: ListingTier) -> Iterator[list[Entry]]:
+            rounds.append(rig.now)
+            yield []
+            yield [Entry(GONE, b"%d" % len(rounds), 0)]
+
+        tier.__class__ = type("Maintained", (ListingTier,), {"maintain": maintain, "maintain_s": 5.0})
+        rig = PublisherRig(tier)
+        assert row_counts(rig.run(4.0)) == [2, "end"]
+        assert rounds == []
+        assert row_counts(rig.run(8.0)) == [1, 1]
+        assert rounds[1] - rounds[0] == pytest.approx(5.0, abs=4 * POLL_S)
         rig.close()
 
     def test_an_index_is_queued_while_the_coordinator_does_not_read(self) -> None:
