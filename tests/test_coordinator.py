@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -124,3 +125,14 @@ def test_a_load_that_fails_late_is_a_miss_and_its_bytes_are_not_used(tmp_path: P
         assert store.stats()["file"]["failed"] == 4
         put(store, keys_of(2000, 2000 + HOST_ROWS // 2))
         assert all(get(store, keys_of(2000, 2000 + HOST_ROWS // 2)))
+
+
+def test_movers_are_told_which_variables_hold_secrets() -> None:
+    s3 = {"type": "s3", "bucket": "kv-cache", "capacity": "1GiB", "access_key_env": "KV_A", "secret_key_env": "KV_B"}
+    inner = {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": s3 | {"prefix": "other"}, "plan": {}}
+    cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
+    config = configuration.load({"tiers": [cpu, s3, inner]})
+    with mock.patch("nixl_tiers.mover_link.Supervisor") as supervisor:
+        Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, HOST_ROWS))._end()
+    configures = supervisor.call_args.args[0]
+    assert [configure.secret_variables for configure in configures] == [["KV_A", "KV_B"]] * 2
