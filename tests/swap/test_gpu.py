@@ -36,7 +36,7 @@ def _gpu() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-class GpuWorld:
+class GpuScenario:
     """A scenario whose engine memory is mirrored by GPU tensors, and whose region is page-aligned shared memory."""
 
     def __init__(self, scenario: CopyScenario) -> None:
@@ -74,7 +74,7 @@ class GpuWorld:
             ours[:] = wanted
 
 
-def round_trips(here: GpuWorld, swap: CudaSwap, rng: np.random.Generator) -> None:
+def round_trips(here: GpuScenario, swap: CudaSwap, rng: np.random.Generator) -> None:
     for group in range(len(here.scenario.layers)):
         for _ in range(2):
             here.store_and_check(swap, group, *here.scenario.transfer(rng))
@@ -85,7 +85,7 @@ def round_trips(here: GpuWorld, swap: CudaSwap, rng: np.random.Generator) -> Non
 @pytest.mark.parametrize("seed", range(300, 312))
 def test_any_geometry(seed: int, strategy: str) -> None:
     rng = np.random.default_rng(seed)
-    here = GpuWorld(random_scenario(rng))
+    here = GpuScenario(random_scenario(rng))
     swap = here.swap(strategy)
     round_trips(here, swap, rng)
     swap.close()
@@ -99,7 +99,7 @@ def test_layouts_of_engines(layout: str, strategy: str) -> None:
     """In chunks of any number of blocks: random ones, and from the middle of a chunk to the middle of another."""
     rng = np.random.default_rng(7)
     for sub_blocks in (1, 3, 4):
-        here = GpuWorld(layout_of(layout, rng, sub_blocks))
+        here = GpuScenario(layout_of(layout, rng, sub_blocks))
         swap = here.swap(strategy)
         assert swap.kernels is not None, "kernels are to be had on every machine that runs this"
         round_trips(here, swap, rng)
@@ -115,7 +115,7 @@ def test_layouts_of_engines(layout: str, strategy: str) -> None:
 def test_many_blocks(strategy: str) -> None:
     """Several halves of the staging buffer, more pairs than a launch holds, batches that are full."""
     rng = np.random.default_rng(11)
-    here = GpuWorld(scenario_of(rng, [[2048] * 16], blocks=5000, rows=320, sub_blocks=16))
+    here = GpuScenario(scenario_of(rng, [[2048] * 16], blocks=5000, rows=320, sub_blocks=16))
     swap = here.swap(strategy)
     here.store_and_check(swap, 0, *here.scenario.transfer(rng, 4500))
     here.load_and_check(swap, 0, *here.scenario.transfer(rng, 4500))
@@ -127,7 +127,7 @@ def test_many_blocks(strategy: str) -> None:
 def test_transfers_run_after_the_compute_before_them(strategy: str, own_stream: bool) -> None:
     """A store behind slow work that writes the very blocks; a load behind slow work that reads them; and work that is
     held behind the load."""
-    here = GpuWorld(scenario_of(np.random.default_rng(2), [[65536] * 4], blocks=64, rows=16, sub_blocks=4))
+    here = GpuScenario(scenario_of(np.random.default_rng(2), [[65536] * 4], blocks=64, rows=16, sub_blocks=4))
     swap = here.swap(strategy)
     blocks = list(range(64))
     with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.default_stream()):
@@ -160,7 +160,7 @@ def test_transfers_run_after_the_compute_before_them(strategy: str, own_stream: 
 def test_both_directions_beside_compute(strategy: str) -> None:
     """Stores and loads in flight at once, on blocks and places of their own, while the GPU is kept busy."""
     rng = np.random.default_rng(5)
-    here = GpuWorld(scenario_of(rng, [[4096] * 8], blocks=512, rows=128, sub_blocks=4))
+    here = GpuScenario(scenario_of(rng, [[4096] * 8], blocks=512, rows=128, sub_blocks=4))
     swap = here.swap(strategy)
     busy = torch.randn((2048, 2048), device="cuda")
     side = torch.cuda.Stream()
@@ -186,7 +186,7 @@ def test_strategies_are_measured_and_cached(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(autotune.ENVIRONMENT, raising=False)
     rng = np.random.default_rng(6)
-    here = GpuWorld(scenario_of(rng, [[8192] * 8], blocks=600, rows=150, sub_blocks=4))
+    here = GpuScenario(scenario_of(rng, [[8192] * 8], blocks=600, rows=150, sub_blocks=4))
     swap = CudaSwap(here.plan)
     assert isinstance(swap._choice, Measured)
     assert set(swap._choice.seconds["load"][0]["16"]) == set(NAMES), "every strategy moved the right bytes"
@@ -199,7 +199,7 @@ def test_strategies_are_measured_and_cached(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_out_of_range_raises_before_a_byte_moves() -> None:
-    here = GpuWorld(scenario_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4))
+    here = GpuScenario(scenario_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4))
     swap = here.swap("copy_engine")
     before = here.region.copy()
     with pytest.raises(ValueError, match="block 8 is out of range"):

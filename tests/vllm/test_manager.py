@@ -29,8 +29,8 @@ ROWS = 4
 STEP = ScheduleEndContext((), ())
 
 
-class Bench:
-    """A manager over a real store with host memory only; the test plays the workers."""
+class ManagerRig:
+    """A manager over a real coordinator with host memory only; the test acts as the workers."""
 
     def __init__(self, groups: tuple[int, ...] = (0,), geometry: Geometry = GEOMETRY, **fields: Any) -> None:
         config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * geometry.row_bytes}], **fields})
@@ -60,141 +60,141 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.manager.shutdown()
+def rig() -> Iterator[ManagerRig]:
+    rig = ManagerRig()
+    yield rig
+    rig.manager.shutdown()
 
 
 def keys_of(count: int, group: int = 0, first: int = 0) -> list[bytes]:
     return [make_offload_key(bytes([first + number]) * 32, group) for number in range(count)]
 
 
-def test_a_chunk_written_by_every_worker_is_a_hit(bench: Bench) -> None:
+def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig) -> None:
     one, two = keys_of(2)
-    context = bench.request("r", one, two)
-    assert bench.manager.lookup(one, context) is LookupResult.MISS
-    assert bench.store(context, one, two) == [one, two]
-    assert bench.manager.lookup(one, context) is LookupResult.HIT
-    assert bench.manager.get_load_source(one, context) is CacheHitSource.HOST
-    spec = bench.manager.prepare_load([two, one], context)
+    context = rig.request("r", one, two)
+    assert rig.manager.lookup(one, context) is LookupResult.MISS
+    assert rig.store(context, one, two) == [one, two]
+    assert rig.manager.lookup(one, context) is LookupResult.HIT
+    assert rig.manager.get_load_source(one, context) is CacheHitSource.HOST
+    spec = rig.manager.prepare_load([two, one], context)
     assert len(set(spec.rows.tolist())) == 2
     assert spec.counts == (2,)
-    again = bench.manager.prepare_load([one, two], context)
+    again = rig.manager.prepare_load([one, two], context)
     assert again.rows.tolist() == spec.rows.tolist()[::-1]
-    bench.manager.complete_load({one, two}, context)
+    rig.manager.complete_load({one, two}, context)
 
 
-def test_a_row_that_one_worker_did_not_write_is_a_miss(bench: Bench) -> None:
+def test_a_row_that_one_worker_did_not_write_is_a_miss(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
-    context = bench.request("r", key)
-    bench.store(context, key, cells=(0,))
-    assert bench.manager.lookup(key, context) is LookupResult.MISS
-    assert bench.events() == []
+    context = rig.request("r", key)
+    rig.store(context, key, cells=(0,))
+    assert rig.manager.lookup(key, context) is LookupResult.MISS
+    assert rig.events() == []
 
 
-def test_a_running_store_is_pending(bench: Bench) -> None:
+def test_a_running_store_is_pending(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
-    context = bench.request("r", key)
-    bench.manager.prepare_store([key], context)
-    assert bench.manager.lookup(key, bench.request("other", key)) in (LookupResult.HIT_PENDING, LookupResult.MISS)
+    context = rig.request("r", key)
+    rig.manager.prepare_store([key], context)
+    assert rig.manager.lookup(key, rig.request("other", key)) in (LookupResult.HIT_PENDING, LookupResult.MISS)
 
 
-def test_a_chunk_that_is_present_is_not_stored_again(bench: Bench) -> None:
+def test_a_chunk_that_is_present_is_not_stored_again(rig: ManagerRig) -> None:
     one, two = keys_of(2)
-    context = bench.request("r", one, two)
-    bench.store(context, one)
-    assert bench.store(context, one, two) == [two]
-    output = bench.manager.prepare_store([one, two], context)
+    context = rig.request("r", one, two)
+    rig.store(context, one)
+    assert rig.store(context, one, two) == [two]
+    output = rig.manager.prepare_store([one, two], context)
     assert output.keys_to_store == []
     assert len(output.store_spec.rows) == 0
 
 
-def test_a_full_host_tier_accepts_a_prefix_and_never_returns_none(bench: Bench) -> None:
+def test_a_full_host_tier_accepts_a_prefix_and_never_returns_none(rig: ManagerRig) -> None:
     keys = keys_of(ROWS + 2)
-    context = bench.request("r", *keys)
-    output = bench.manager.prepare_store(keys, context)
+    context = rig.request("r", *keys)
+    output = rig.manager.prepare_store(keys, context)
     assert output.keys_to_store == keys[:ROWS]
-    full = bench.manager.prepare_store(keys[ROWS:], context)
+    full = rig.manager.prepare_store(keys[ROWS:], context)
     assert full is not None
     assert full.keys_to_store == []
 
 
 def test_groups_keep_vllms_order_and_get_room_by_position() -> None:
-    bench = Bench(groups=(0, 3))
+    rig = ManagerRig(groups=(0, 3))
     first, second = keys_of(3, group=0), keys_of(3, group=3)
-    context = bench.request("r", *first)
+    context = rig.request("r", *first)
     for index, key in enumerate(second):
         context.set_offload_key_position(key, 64 * (index + 1))
-    output = bench.manager.prepare_store([*first, *second], context)
+    output = rig.manager.prepare_store([*first, *second], context)
     assert output.keys_to_store == [*first[:2], *second[:2]]
     assert output.store_spec.counts == (2, 2)
     assert len(set(output.store_spec.rows.tolist())) == ROWS
-    bench.manager.shutdown()
+    rig.manager.shutdown()
 
 
-def test_events_report_stored_and_removed_chunks(bench: Bench) -> None:
+def test_events_report_stored_and_removed_chunks(rig: ManagerRig) -> None:
     old, new = keys_of(ROWS), keys_of(2, first=100)
-    context = bench.request("r", *old)
-    bench.store(context, *old)
-    assert [(removed, sorted(keys)) for removed, keys in bench.events()] == [(False, old)]
-    bench.manager.on_request_finished(context)
+    context = rig.request("r", *old)
+    rig.store(context, *old)
+    assert [(removed, sorted(keys)) for removed, keys in rig.events()] == [(False, old)]
+    rig.manager.on_request_finished(context)
     for _ in range(3):
-        bench.manager.on_schedule_end(STEP)
-    bench.store(bench.request("s", *new), *new)
-    (gone, came) = bench.events()
+        rig.manager.on_schedule_end(STEP)
+    rig.store(rig.request("s", *new), *new)
+    (gone, came) = rig.events()
     assert gone[0] is True
     assert len(gone[1]) == 2
     assert set(gone[1]) < set(old)
     assert (came[0], sorted(came[1])) == (False, new)
-    bench.manager.reset_cache()
-    ((removed, keys),) = bench.events()
+    rig.manager.reset_cache()
+    ((removed, keys),) = rig.events()
     assert removed
     assert set(keys) == (set(old) - set(gone[1])) | set(new)
-    assert bench.events() == []
+    assert rig.events() == []
 
 
-def test_a_reset_forgets_everything(bench: Bench) -> None:
+def test_a_reset_forgets_everything(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
-    context = bench.request("r", key)
-    bench.store(context, key)
-    bench.manager.reset_cache()
-    assert bench.manager.lookup(key, context) is LookupResult.MISS
+    context = rig.request("r", key)
+    rig.store(context, key)
+    rig.manager.reset_cache()
+    assert rig.manager.lookup(key, context) is LookupResult.MISS
 
 
 @pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
 def test_chunks_offered_again_after_a_reset_are_not_stored(on_reset: str) -> None:
     """vLLM would have the chunks of live requests copied out of blocks that others may own by now."""
-    bench = Bench(geometry=Geometry(cells=2, cell_payload=8192), on_reset=on_reset)
+    rig = ManagerRig(geometry=Geometry(cells=2, cell_payload=8192), on_reset=on_reset)
     one, two, three = keys_of(3)
-    old = bench.request("old", one, two, three)
-    assert bench.manager.lookup(one, old) is LookupResult.MISS
-    assert bench.store(old, one) == [one]
-    bench.manager.reset_cache()
-    assert bench.store(old, one, two) == []
-    stale = bench.request("new", one, two, three)  # hits a block of vLLM's own cache, which was not reset
-    assert bench.manager.lookup(two, stale) is LookupResult.MISS
-    bench.manager.on_schedule_end(ScheduleEndContext(["new"], ()))
-    assert bench.store(stale, one, two, three) == ([two, three] if on_reset == "keep" else [])
-    bench.manager.on_request_finished(old)
-    bench.manager.on_request_finished(stale)
-    bench.manager.reset_cache()
-    fresh = bench.request("fresh", one, two)
-    assert bench.manager.lookup(two, fresh) is LookupResult.MISS
-    assert bench.store(fresh, one, two) == [one, two]
-    bench.manager.shutdown()
+    old = rig.request("old", one, two, three)
+    assert rig.manager.lookup(one, old) is LookupResult.MISS
+    assert rig.store(old, one) == [one]
+    rig.manager.reset_cache()
+    assert rig.store(old, one, two) == []
+    stale = rig.request("new", one, two, three)  # hits a block of vLLM's own cache, which was not reset
+    assert rig.manager.lookup(two, stale) is LookupResult.MISS
+    rig.manager.on_schedule_end(ScheduleEndContext(["new"], ()))
+    assert rig.store(stale, one, two, three) == ([two, three] if on_reset == "keep" else [])
+    rig.manager.on_request_finished(old)
+    rig.manager.on_request_finished(stale)
+    rig.manager.reset_cache()
+    fresh = rig.request("fresh", one, two)
+    assert rig.manager.lookup(two, fresh) is LookupResult.MISS
+    assert rig.store(fresh, one, two) == [one, two]
+    rig.manager.shutdown()
 
 
-def test_stats_are_differences_and_no_work_is_ever_pending(bench: Bench) -> None:
+def test_stats_are_differences_and_no_work_is_ever_pending(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
-    context = bench.request("r", key)
-    bench.manager.get_stats()
-    bench.store(context, key)
-    values = bench.manager.get_stats().data["data"]
+    context = rig.request("r", key)
+    rig.manager.get_stats()
+    rig.store(context, key)
+    values = rig.manager.get_stats().data["data"]
     assert values["nixl_tiers:bytes_written"] == {("cpu",): GEOMETRY.row_bytes}
     assert values["nixl_tiers:used_bytes"] == {("cpu",): GEOMETRY.row_bytes}
-    assert bench.manager.get_stats() is None
-    assert bench.manager.has_pending_work() is False
+    assert rig.manager.get_stats() is None
+    assert rig.manager.has_pending_work() is False
 
 
 class ScriptedCoordinator:
@@ -336,77 +336,77 @@ def test_replicas_that_step_together_never_pause() -> None:
     assert coordinator.waits_s == []
 
 
-def test_a_root_that_only_vllms_own_cache_hits_outlives_its_leaves(bench: Bench) -> None:
+def test_a_root_that_only_vllms_own_cache_hits_outlives_its_leaves(rig: ManagerRig) -> None:
     chain = [make_offload_key(bytes([n]) * 32, 0) for n in range(4)]
-    first = bench.request("first", *chain)
-    bench.store(first, *chain)
-    bench.manager.on_request_finished(first)
-    again = bench.request("again", *chain)
+    first = rig.request("first", *chain)
+    rig.store(first, *chain)
+    rig.manager.on_request_finished(first)
+    again = rig.request("again", *chain)
     # The engine has the first two chunks itself, and looks up only what is beyond.
-    assert [bench.manager.lookup(key, again) for key in chain[2:]] == [LookupResult.HIT] * 2
-    bench.manager.prepare_load(chain[2:], again)
-    bench.manager.complete_load(chain[2:], again)
-    bench.manager.on_request_finished(again)
-    bench.manager.on_schedule_end(STEP)
+    assert [rig.manager.lookup(key, again) for key in chain[2:]] == [LookupResult.HIT] * 2
+    rig.manager.prepare_load(chain[2:], again)
+    rig.manager.complete_load(chain[2:], again)
+    rig.manager.on_request_finished(again)
+    rig.manager.on_schedule_end(STEP)
     other = make_offload_key(b"x" * 32, 0)
-    assert bench.store(bench.request("other", other), other) == [other]
-    late = bench.request("late", *chain)
-    assert [bench.manager.lookup(key, late) for key in chain] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
+    assert rig.store(rig.request("other", other), other) == [other]
+    late = rig.request("late", *chain)
+    assert [rig.manager.lookup(key, late) for key in chain] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
 
 
-def test_chunks_of_a_failed_load_are_dropped(bench: Bench) -> None:
+def test_chunks_of_a_failed_load_are_dropped(rig: ManagerRig) -> None:
     one, two = keys_of(2)
-    context = bench.request("r", one, two)
-    bench.store(context, one, two)
-    assert bench.manager.lookup(one, context) is LookupResult.HIT
-    bench.manager.prepare_load([one], context)
-    assert bench.manager.load_failed("r")
-    bench.manager.complete_load({one}, context)
-    bench.manager.on_schedule_end(STEP)
-    assert bench.manager.lookup(two, context) is LookupResult.MISS
-    other = bench.request("other", one, two)
-    assert bench.manager.lookup(one, other) is LookupResult.MISS
-    assert bench.manager.lookup(two, other) is LookupResult.HIT
-    assert (True, [one]) in bench.events()
+    context = rig.request("r", one, two)
+    rig.store(context, one, two)
+    assert rig.manager.lookup(one, context) is LookupResult.HIT
+    rig.manager.prepare_load([one], context)
+    assert rig.manager.load_failed("r")
+    rig.manager.complete_load({one}, context)
+    rig.manager.on_schedule_end(STEP)
+    assert rig.manager.lookup(two, context) is LookupResult.MISS
+    other = rig.request("other", one, two)
+    assert rig.manager.lookup(one, other) is LookupResult.MISS
+    assert rig.manager.lookup(two, other) is LookupResult.HIT
+    assert (True, [one]) in rig.events()
 
 
-def test_a_failed_load_of_another_connector_is_ignored(bench: Bench) -> None:
+def test_a_failed_load_of_another_connector_is_ignored(rig: ManagerRig) -> None:
     """vLLM's MultiConnector reports to each of its connectors the requests that failed in any of them."""
     (key,) = keys_of(1)
-    context = bench.request("r", key)
-    bench.store(context, key)
-    assert not bench.manager.load_failed("r"), "it has no open load here"
-    assert bench.manager.lookup(key, context) is LookupResult.HIT
-    bench.manager.prepare_load([key], context)
-    bench.manager.complete_load({key}, context)
-    assert not bench.manager.load_failed("r")
-    assert bench.manager.lookup(key, context) is LookupResult.HIT
-    assert bench.manager.lookup(key, bench.request("other", key)) is LookupResult.HIT
+    context = rig.request("r", key)
+    rig.store(context, key)
+    assert not rig.manager.load_failed("r"), "it has no open load here"
+    assert rig.manager.lookup(key, context) is LookupResult.HIT
+    rig.manager.prepare_load([key], context)
+    rig.manager.complete_load({key}, context)
+    assert not rig.manager.load_failed("r")
+    assert rig.manager.lookup(key, context) is LookupResult.HIT
+    assert rig.manager.lookup(key, rig.request("other", key)) is LookupResult.HIT
 
 
 @pytest.mark.parametrize("end", ["reset_cache", "on_request_finished"])
-def test_a_failed_load_is_forgotten_with_its_request(bench: Bench, end: str) -> None:
+def test_a_failed_load_is_forgotten_with_its_request(rig: ManagerRig, end: str) -> None:
     (key,) = keys_of(1)
-    context = bench.request("r", key)
-    bench.store(context, key)
-    assert bench.manager.lookup(key, context) is LookupResult.HIT
-    bench.manager.prepare_load([key], context)
-    assert bench.manager.load_failed("r")
+    context = rig.request("r", key)
+    rig.store(context, key)
+    assert rig.manager.lookup(key, context) is LookupResult.HIT
+    rig.manager.prepare_load([key], context)
+    assert rig.manager.load_failed("r")
     if end == "reset_cache":
-        bench.manager.reset_cache()
-        assert not bench.manager.load_failed("r"), "vLLM completes no load of before a reset"
-        assert bench.manager.lookup(key, context) is LookupResult.MISS
-        bench.manager.on_schedule_end(ScheduleEndContext((), ["r"]))
+        rig.manager.reset_cache()
+        assert not rig.manager.load_failed("r"), "vLLM completes no load of before a reset"
+        assert rig.manager.lookup(key, context) is LookupResult.MISS
+        rig.manager.on_schedule_end(ScheduleEndContext((), ["r"]))
     else:
-        bench.manager.complete_load({key}, context)
-        bench.manager.on_request_finished(context)
-        bench.manager.on_schedule_end(STEP)
-        context = bench.request("r", key)
-    assert bench.store(context, key) == [key]
-    assert bench.manager.lookup(key, context) is LookupResult.HIT
-    bench.manager.prepare_load([key], context)
-    bench.manager.complete_load({key}, context)
-    assert bench.manager.lookup(key, context) is LookupResult.HIT
+        rig.manager.complete_load({key}, context)
+        rig.manager.on_request_finished(context)
+        rig.manager.on_schedule_end(STEP)
+        context = rig.request("r", key)
+    assert rig.store(context, key) == [key]
+    assert rig.manager.lookup(key, context) is LookupResult.HIT
+    rig.manager.prepare_load([key], context)
+    rig.manager.complete_load({key}, context)
+    assert rig.manager.lookup(key, context) is LookupResult.HIT
 
 
 def test_reset_and_shutdown_do_not_wait_for_an_unresponsive_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,12 +449,12 @@ def test_reset_and_shutdown_do_not_wait_for_an_unresponsive_server(monkeypatch: 
         assert sum(filter(None, waits)) <= 0.5
 
 
-def test_an_incomplete_chunk_is_counted_as_incomplete_and_not_as_failed(bench: Bench) -> None:
+def test_an_incomplete_chunk_is_counted_as_incomplete_and_not_as_failed(rig: ManagerRig) -> None:
     first, second, third = keys_of(3)
-    context = bench.request("r", first, second, third)
-    spec = bench.manager.prepare_store([first, second, third], context).store_spec
+    context = rig.request("r", first, second, third)
+    spec = rig.manager.prepare_store([first, second, third], context).store_spec
     for cell in (0, 1):
-        bench.region.mark(spec.rows, cell, spec.store_seq, [True, True, cell == 0], whole=np.array([True, False, True]))
-    bench.manager.complete_store({first, second, third}, context)
-    stats = bench.manager._coordinator.counters()["cpu"]
+        rig.region.mark(spec.rows, cell, spec.store_seq, [True, True, cell == 0], whole=np.array([True, False, True]))
+    rig.manager.complete_store({first, second, third}, context)
+    stats = rig.manager._coordinator.counters()["cpu"]
     assert [stats[name] for name in ("stored", "incomplete", "failed", "rows")] == [1, 1, 1, 1]

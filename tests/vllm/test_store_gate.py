@@ -24,7 +24,7 @@ def request(name: str, *, reported: bool = True) -> ReqContext:
     return context
 
 
-class Engine:
+class SimulatedScheduler:
     """vLLM's part: the order in which it calls. `newer`: stores are offered before a step ends, as from 0.33 on."""
 
     def __init__(self, *, kept: bool = False, one_block: bool = True, newer: bool = False) -> None:
@@ -75,14 +75,14 @@ ALL = [0, 1, 2, 3]
 
 
 def test_without_a_reset_everything_is_stored(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     assert engine.begin(request("a")) == ALL
     assert engine.begin(request("b"), 2) == ALL
     assert not engine.gate.shut
 
 
 def test_requests_alive_at_a_reset_store_nothing_until_they_end(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     old = request("old")
     engine.begin(old)
     engine.reset()
@@ -95,7 +95,7 @@ def test_requests_alive_at_a_reset_store_nothing_until_they_end(newer: bool) -> 
 
 
 def test_requests_preempted_by_the_reset_store_after_a_new_lookup(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     old, other = request("old"), request("other")
     engine.begin(old)
     engine.begin(other)
@@ -107,7 +107,7 @@ def test_requests_preempted_by_the_reset_store_after_a_new_lookup(newer: bool) -
 
 
 def test_waiting_requests_without_blocks_leave_the_cache_clean(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     engine.alive.add("waiting")
     engine.reset()
     assert engine.begin(request("new"), 2) == ALL
@@ -115,7 +115,7 @@ def test_waiting_requests_without_blocks_leave_the_cache_clean(newer: bool) -> N
 
 
 def test_chunks_computed_from_stale_blocks_are_not_stored(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     old = request("old")
     engine.begin(old)
     engine.reset()
@@ -126,7 +126,7 @@ def test_chunks_computed_from_stale_blocks_are_not_stored(newer: bool) -> None:
 
 
 def test_with_constant_weights_only_the_hit_itself_is_not_stored(newer: bool) -> None:
-    engine = Engine(kept=True, newer=newer)
+    engine = SimulatedScheduler(kept=True, newer=newer)
     old = request("old")
     engine.begin(old)
     engine.reset()
@@ -137,7 +137,7 @@ def test_with_constant_weights_only_the_hit_itself_is_not_stored(newer: bool) ->
 @pytest.mark.parametrize("reported", [True, False])
 def test_nothing_is_stored_where_a_hit_cannot_be_seen(reported: bool, newer: bool) -> None:
     """A hit of less than a chunk of several blocks; and before 0.31 vLLM reports no positions."""
-    engine = Engine(one_block=not reported, newer=newer)
+    engine = SimulatedScheduler(one_block=not reported, newer=newer)
     engine.begin(request("old"))
     engine.reset()
     assert engine.begin(request("new", reported=reported)) == []
@@ -145,7 +145,7 @@ def test_nothing_is_stored_where_a_hit_cannot_be_seen(reported: bool, newer: boo
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_reset_without_requests_leaves_the_cache_clean(late: bool, newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     old, hit = request("old"), request("hit")
     engine.begin(old)
     engine.reset()
@@ -159,7 +159,7 @@ def test_a_reset_without_requests_leaves_the_cache_clean(late: bool, newer: bool
 
 
 def test_a_request_that_ended_while_loading_still_holds_blocks(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     old = request("old")
     engine.begin(old)
     engine.end(old)
@@ -169,7 +169,7 @@ def test_a_request_that_ended_while_loading_still_holds_blocks(newer: bool) -> N
 
 def test_a_lookup_counts_only_if_the_request_is_scheduled_in_its_step(newer: bool) -> None:
     """vLLM looks for its own blocks in every step, and does not look up what it has itself almost wholly."""
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     engine.begin(request("old"))
     engine.reset()
     late = request("late")
@@ -182,7 +182,7 @@ def test_a_lookup_counts_only_if_the_request_is_scheduled_in_its_step(newer: boo
 
 
 def test_a_preemption_without_a_reset_leaves_the_cache_stale(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     one, two = request("one"), request("two")
     engine.begin(one)
     engine.begin(two)
@@ -195,7 +195,7 @@ def test_a_preemption_without_a_reset_leaves_the_cache_stale(newer: bool) -> Non
 @pytest.mark.parametrize("one_block", [True, False])
 def test_a_reset_that_preempts_leaves_the_cache_clean_despite_waiting_requests(one_block: bool, newer: bool) -> None:
     """A server under load always has requests that wait, for storage or for room, or again since a preemption."""
-    engine = Engine(one_block=one_block, newer=newer)
+    engine = SimulatedScheduler(one_block=one_block, newer=newer)
     old, waiting, waits_again = request("old"), request("waiting"), request("waits again")
     engine.begin(waits_again)
     engine.begin(old)
@@ -209,7 +209,7 @@ def test_a_reset_that_preempts_leaves_the_cache_clean_despite_waiting_requests(o
 
 
 def test_requests_that_only_waited_are_cleared_by_their_next_lookup(newer: bool) -> None:
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     one, two = request("one"), request("two")
     engine.step([(one, 0), (two, 0)])
     engine.reset()
@@ -222,7 +222,7 @@ def test_requests_that_only_waited_are_cleared_by_their_next_lookup(newer: bool)
 @pytest.mark.parametrize("end", ["preempted", "ended"])
 def test_a_request_that_ran_without_a_lookup_leaves_the_cache_stale(end: str, newer: bool) -> None:
     """vLLM does not report resumed requests, and the next step may preempt others for lack of blocks."""
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     old, again = request("old"), request("again")
     engine.begin(again)
     engine.step(preempted=[again])
@@ -244,7 +244,7 @@ def test_a_request_that_ran_without_a_lookup_leaves_the_cache_stale(end: str, ne
 @pytest.mark.parametrize("how", ["loads", "has loaded", "runs"])
 def test_a_request_that_held_blocks_leaves_the_cache_stale(how: str, newer: bool) -> None:
     """A reset that should preempt all fails while a request loads; another one may follow that preempts no request."""
-    engine = Engine(newer=newer)
+    engine = SimulatedScheduler(newer=newer)
     old, holder = request("old"), request("holder")
     engine.begin(old)
     engine.step([(holder, 0)])
@@ -260,7 +260,7 @@ def test_a_request_that_held_blocks_leaves_the_cache_stale(how: str, newer: bool
 
 
 def test_ended_requests_are_forgotten() -> None:
-    engine = Engine()
+    engine = SimulatedScheduler()
     contexts = [request(f"r{number}") for number in range(8)]
     for context in contexts:
         engine.begin(context)

@@ -373,12 +373,12 @@ def test_shutdown_ends_running_copies_before_the_region_is_closed(rank: Rank) ->
 def test_a_worker_without_shutdown_is_collected_with_threads_and_region() -> None:
     rank = Rank([[512]])
     rank.store(rows_of(0, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
-    lanes = [rank.worker._stores._thread, rank.worker._loads._thread]
+    executors = [rank.worker._stores._thread, rank.worker._loads._thread]
     region, worker = rank.region, weakref.ref(rank.worker)
     del rank
     gc.collect()
     deadline = time.monotonic() + 120
-    while worker() is not None or any(lane.is_alive() for lane in lanes):
+    while worker() is not None or any(executor.is_alive() for executor in executors):
         assert time.monotonic() < deadline
         time.sleep(0.01)
         gc.collect()
