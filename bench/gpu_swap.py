@@ -1,13 +1,14 @@
-"""How fast GPU blocks and region rows swap, as shares of one long copy from or to page-locked memory.
+"""Speed of copies between GPU blocks and region rows, as a fraction of one long copy of page-locked memory.
 
     python bench/gpu_swap.py [--quick] [--fragments 2048,16384] [--blocks 16,512] [--ids random|sequential]
                              [--rounds N] [--json FILE] [--plot FILE]
 
-A block's pages lie apart on the GPU, one a layer (16 layers), and together in its row. Beside the package's strategies,
-in the same process and on the same memory: the batch that vLLM hands to the copy engine (a descriptor per layer and
-block, built anew for every transfer), its Triton kernel written again in our words, and a loop of torch copies. Every
-contender's bytes are compared, with destinations poisoned before, before it is timed. A time is the host's, from the
-call to the arrival of the last byte: it holds what is done per transfer on the CPU. Needs neither vLLM nor a network.
+A block's pages are scattered on the GPU, one per layer (16 layers), and contiguous in its row. Compared with this
+package's copy strategies, in the same process and on the same memory: the batch that vLLM hands to the copy engine (a
+descriptor per layer and block, built anew for every transfer), a reimplementation of its Triton kernel, and a loop of
+torch copies. The bytes that each contender copies are verified, with poisoned destinations, before it is timed. Times
+are wall-clock on the host, from the call until the last byte has arrived: they include the CPU's work per transfer.
+Needs neither vLLM nor a network.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from nixl_tiers.swap.plan import CopyPlan, Memory, Segment
 from nixl_tiers.swap.strategies import NAMES
 
 LAYERS = 16
-SUB_BLOCKS = 8  # blocks a row
+SUB_BLOCKS = 8  # blocks per row
 ROOM_BYTES = 2 << 30  # of the region, and of the GPU's blocks
 QUICK_ROOM_BYTES = 1 << 30
 FRAGMENTS = (2048, 4096, 8192, 16384, 28672, 65536, 131072, 524288, 2097152)
@@ -48,7 +49,7 @@ Call = Callable[[], None]
 
 
 class Machine:
-    """The GPU, its blocks and a page-aligned region, both of `room_bytes`; the ceiling, measured on them."""
+    """The GPU with its blocks and a page-aligned region, both of `room_bytes`, on which the ceiling is measured."""
 
     def __init__(self, driver: Driver, room_bytes: int) -> None:
         self.driver = driver
@@ -64,7 +65,7 @@ class Machine:
             self.streams = [driver.stream(urgent=False) for _ in range(2)]
 
     def ceiling(self, nbytes: int) -> dict[str, float]:
-        """GB/s of one long copy of page-locked memory each way, and of both at once (counting both)."""
+        """GB/s of one long copy of page-locked memory in each direction, and of both at once (their sum)."""
         driver, host = self.driver, self.region.ctypes.data
         half = nbytes // 2
         with self.device.current():
@@ -120,7 +121,7 @@ class Case:
         self.rows = [cells + np.uint64(segment.offset) for segment in self.segments]
 
     def check(self, store: Call, load: Call) -> None:
-        """Random bytes down, poison on the GPU, and up again: all of the region's cells and all of the blocks."""
+        """Store random bytes, poison the GPU blocks, load them back; rows and blocks of some layers are compared."""
         driver, machine = self.machine.driver, self.machine
         sample = range(0, LAYERS, max(1, LAYERS // 4))
         pages = {i: np.random.default_rng(i).integers(0, 256, self.blocks * self.fragment, np.uint8) for i in sample}
@@ -152,7 +153,7 @@ class Case:
 
 
 class WrongBytes(Exception):
-    """A contender moved wrong bytes."""
+    """A contender has copied wrong bytes."""
 
 
 def ours(case: Case, swap: CudaSwap) -> dict[str, Call]:
@@ -163,7 +164,7 @@ def ours(case: Case, swap: CudaSwap) -> dict[str, Call]:
 
 
 def vllm_batch(case: Case) -> dict[str, Call]:
-    """What vLLM 0.32 does for every transfer: full descriptors, large batches, no hint about overlap."""
+    """As vLLM 0.32 copies: a descriptor per layer and block, large batches, no overlap hint."""
     machine, driver = case.machine, case.machine.driver
     sizes = np.full(case.blocks * LAYERS, case.fragment, np.uint64)
 
@@ -176,7 +177,7 @@ def vllm_batch(case: Case) -> dict[str, Call]:
         attributes = _CopyAttributes(order=1 if to_host else 3)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         with machine.device.current():
-            step = 32768  # beyond that a driver was seen to crash
+            step = 32768  # a driver has crashed with larger batches
             for start in range(0, len(to), step):
                 part = slice(start, start + step)
                 pointers = (to[part].ctypes.data, source[part].ctypes.data, sizes[part].ctypes.data, len(to[part]))
@@ -189,7 +190,7 @@ def vllm_batch(case: Case) -> dict[str, Call]:
 
 
 def torch_contenders(case: Case) -> dict[str, dict[str, Call]]:
-    """A Triton kernel of 12 programs over full descriptors, and a copy_ per layer and block."""
+    """A Triton kernel of 12 programs over the same descriptors, and a copy_ per layer and block."""
     import torch
 
     pages = [
@@ -209,7 +210,7 @@ def torch_contenders(case: Case) -> dict[str, dict[str, Call]]:
         torch.cuda.synchronize()
 
     found: dict[str, dict[str, Call]] = {}
-    if case.blocks * LAYERS <= 16384:  # a loop of more takes seconds, which no user would accept
+    if case.blocks * LAYERS <= 16384:  # a longer loop takes seconds
         found["torch loop"] = {"store": lambda: loop(True), "load": lambda: loop(False)}
     with suppress(ImportError):
         kernel = triton_kernel()
@@ -228,7 +229,7 @@ def torch_contenders(case: Case) -> dict[str, dict[str, Call]]:
 
 
 def triton_kernel() -> Any:
-    """One program after the other takes a descriptor and copies it in chunks of words."""
+    """Each program copies every n-th descriptor, in chunks of 8-byte words."""
     import triton
     import triton.language as tl
 
@@ -259,7 +260,7 @@ def timed(call: Call) -> float:
 
 
 def measure(case: Case, ceiling: dict[str, float], rounds: int, has_torch: bool) -> dict[str, Any]:
-    """GB/s and share of the ceiling, by contender and direction: medians, in turns."""
+    """GB/s and fraction of the ceiling, by contender and direction: medians of rounds in which contenders alternate."""
     driver = case.machine.driver
     swaps = {
         name: CudaSwap(case.plan, compute_stream=lambda: 0, driver=driver, choice=Fixed((name,))) for name in NAMES
@@ -299,7 +300,7 @@ def measure(case: Case, ceiling: dict[str, float], rounds: int, has_torch: bool)
 
 
 def interference(machine: Machine, quick: bool) -> list[dict[str, Any]]:
-    """How much longer a big matrix product, and a chain of small kernels as in decoding, take beside each strategy."""
+    """Latency of a large matrix product, and of small kernels as in decoding, during copies by each strategy."""
     import torch
 
     case = Case(machine, 8192, 1024, "random")
@@ -315,31 +316,33 @@ def interference(machine: Machine, quick: bool) -> list[dict[str, Any]]:
         for weight in small:
             state = torch.tanh(state @ weight)
 
-    # A stream that nothing else runs on: copies go beside the work instead of after it.
-    apart = machine.streams[0]
+    # Copies run on a stream of their own, concurrently with the work instead of after it.
+    copy_stream = machine.streams[0]
     found = []
     steps = 100 if quick else 400
     for what, step in (("gemm", gemm), ("decode", decode)):
         for name in ("nothing", *NAMES):
             swap = None
             if name != "nothing":
-                swap = CudaSwap(case.plan, compute_stream=lambda: apart, driver=machine.driver, choice=Fixed((name,)))
+                swap = CudaSwap(
+                    case.plan, compute_stream=lambda: copy_stream, driver=machine.driver, choice=Fixed((name,))
+                )
             for direction in ("store", "load") if swap else ("",):
                 move = getattr(swap, direction) if swap else None
-                under_way: list[Any] = []
+                in_flight: list[Any] = []
                 samples = []
                 for turn in range(steps + 10):
-                    while move and len(under_way) < 3:
-                        under_way.append(move(0, case.block_ids, case.places))
+                    while move and len(in_flight) < 3:
+                        in_flight.append(move(0, case.block_ids, case.places))
                     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                     begin.record()
                     step()
                     end.record()
                     end.synchronize()
-                    under_way = [transfer for transfer in under_way if not transfer.done()]
+                    in_flight = [transfer for transfer in in_flight if not transfer.done()]
                     if turn >= 10:
                         samples.append(begin.elapsed_time(end))
-                for transfer in under_way:
+                for transfer in in_flight:
                     transfer.wait()
                 samples.sort()
                 p50, p99 = samples[len(samples) // 2], samples[int(len(samples) * 0.99)]
@@ -366,9 +369,9 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
                 if name in r["speeds"]
             ]
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set(xscale="log", xlabel="KiB of one layer's page", title=direction, ylim=(0, 1.1))
+        axis.set(xscale="log", xlabel="page size of a layer (KiB)", title=direction, ylim=(0, 1.1))
         axis.axhline(1, color="grey", linewidth=0.5)
-    axes[0].set_ylabel("share of one long page-locked copy")
+    axes[0].set_ylabel("fraction of one long page-locked copy")
     axes[1].legend()
     figure.tight_layout()
     figure.savefig(path)
@@ -386,7 +389,7 @@ def sweep(
     quick: bool,
     deadline_s: float,
 ) -> dict[str, Any]:
-    """All cases, the ceiling before them, and what they do to compute. What the deadline cuts off is counted."""
+    """Measure the ceiling, the interference with compute, and all cases. Cases skipped by the deadline are counted."""
     began = time.monotonic()
     machine = Machine(driver, room_bytes)
     ceiling = machine.ceiling(min(1 << 30, room_bytes))
@@ -411,7 +414,7 @@ def sweep(
             )
             print(f"{fragment:8d} B x {n:5d}: {shares}  chosen {result['chosen']}", flush=True)
             for name in result.get("wrong", ()):
-                print(f"    {name} MOVED WRONG BYTES", flush=True)
+                print(f"    {name} COPIED WRONG BYTES", flush=True)
     about = {
         "gpu": driver.device_name(0),
         "driver": driver.version,
@@ -426,9 +429,9 @@ def sweep(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="five minutes at most")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, at most five minutes")
     parser.add_argument("--fragments", help="bytes, comma-separated")
-    parser.add_argument("--blocks", help="numbers, comma-separated")
+    parser.add_argument("--blocks", help="block counts, comma-separated")
     parser.add_argument("--ids", choices=["random", "sequential"], default="random")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--json", type=Path)
@@ -437,7 +440,7 @@ def main() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        print("no CUDA device here: nothing to measure")
+        print("no CUDA device: nothing to measure")
         return
     torch.cuda.init()
     fragments = [int(n) for n in arguments.fragments.split(",")] if arguments.fragments else list(FRAGMENTS)

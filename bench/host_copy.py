@@ -1,12 +1,12 @@
-"""How fast host blocks and region rows swap, as shares of one libc memmove of as many contiguous bytes.
+"""Speed of copies between host blocks and region rows, as a fraction of one libc memmove of as many contiguous bytes.
 
     python -m bench.host_copy [--pages 512,32768] [--layers 32] [--megabytes 512] [--ids random|sequential]
                               [--rounds 5] [--json FILE]
 
-Every page size moves the same bytes: `layers` tensors of pages on one side (private memory, as an engine's), rows that
-hold one block each on the other (a memfd, as the region's). Each round runs every contender once, in a new order, right
-after a memmove in the same direction; its share is the median over the rounds of the two times' ratio, so that
-a machine that does other work as well still gives a fair answer. Every contender's bytes are checked first.
+For every page size the same number of bytes is copied between `layers` tensors of pages (private memory, like vLLM's)
+and rows of one block each (a memfd, like the region's). Each round runs every contender once, in random order, right
+after a memmove in the same direction; the result is the median of the ratios of the two times, which is robust against
+other load on the machine. The bytes that each contender copies are verified first.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ KERNEL_PLAIN = 1  # one memcpy per page
 
 
 class Buffers:
-    """Engine memory and a region of `total_bytes` payload, both touched before anything counts."""
+    """Engine memory and a region of `total_bytes` payload, both touched before anything is timed."""
 
     def __init__(self, total_bytes: int) -> None:
-        # Room for each row's padding and seal: at most two pages per block of at least 16 KiB.
+        # Includes padding and seal of each row: at most two pages per block of at least 16 KiB.
         region_bytes = total_bytes * 3 // 2 + (1 << 20)
         self.fd = os.memfd_create("host_copy")
         os.ftruncate(self.fd, region_bytes)
@@ -48,12 +48,12 @@ class Buffers:
 
 
 def measure(buffers: Buffers, page: int, layers: int, ids: str, rounds: int) -> dict[str, float]:
-    """For one page size: the memmove's median GB/s, and each contender's median share of it."""
+    """For one page size: the median GB/s of memmove, and the median of each contender as a fraction of it."""
     total = buffers.engine.size
     blocks = total // (layers * page)
     geometry = Geometry(cells=1, cell_payload=layers * page)
     if blocks * geometry.row_bytes > buffers.region.size:
-        raise SystemExit(f"{layers} layers of {page} bytes are too little for a row: rows would be mostly padding\n")
+        raise SystemExit(f"{layers} layers of {page} bytes are too small: rows would be mostly padding\n")
     address = buffers.engine.ctypes.data
     segments = [Segment(address + i * blocks * page, page, page, i * page, blocks) for i in range(layers)]
     swap = HostSwap(CopyPlan([segments], geometry, 0, buffers.region.ctypes.data, blocks))
@@ -109,7 +109,7 @@ def seconds(call: Callable[[], None]) -> float:
 
 
 def check(buffers: Buffers, contenders: dict[str, Callable[[], None]], moved: int) -> None:
-    """Every contender must bring back exactly what its store took away: a wrong copy must not look like a fast one."""
+    """Each contender's load must restore exactly what its store copied: a wrong copy must not count as a fast one."""
     wanted = buffers.engine[:moved].copy()
     for kind in {name.partition(" ")[0] for name in contenders}:
         buffers.region[:] = 0xEE
@@ -131,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     buffers = Buffers(arguments.megabytes << 20)
     print(f"{arguments.megabytes} MiB, {arguments.layers} layers, {arguments.ids} blocks, backend {host.backend()}")
-    print(f"{'':26}shares of memmove: swap     memcpy per page     numpy")
+    print(f"{'':26}fractions of memmove: swap     memcpy per page     numpy")
     print("page bytes  memmove GB/s     store      load     store      load     store      load")
     results = []
     for page in map(int, arguments.pages.split(",")):

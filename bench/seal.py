@@ -1,11 +1,11 @@
-"""How fast rows can be hashed, by hash and piece size, and what the seal costs in all: see docs/reference/formats.md.
+"""Hashing speed of rows by hash function and piece size, and the cost of the whole seal: docs/reference/formats.md.
 
     python bench/seal.py [--row-bytes 3145728] [--seconds 0.25] [--rounds 5]
 
-Prints one table in GB/s (10^9 bytes). "cold": each row comes from a region larger than the last-level cache's share
-of one process, as after O_DIRECT; "hot": the same row again, as after a copy; "busy": cold, while another thread of
-the process runs Python and wants the interpreter lock. Candidates take turns, so that a noisy neighbour hits all of
-them alike; the median of the rounds counts. CRC-32C is measured where the package crc32c is installed.
+Prints a table in GB/s (10^9 bytes). "cold": rows are read from a region larger than the last-level cache, as after
+O_DIRECT; "hot": the same row repeatedly, as after a copy; "busy": cold, while another thread of the process runs Python
+and contends for the GIL. Candidates alternate, so that other load on the machine affects all alike; values are medians
+of the rounds. CRC-32C is included if the package crc32c is installed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tree(digest: Digest, piece_bytes: int) -> Callable[[memoryview], bytes]:
 
 
 @contextlib.contextmanager
-def busy_thread(wanted: bool) -> Iterator[None]:
+def busy_thread(enabled: bool) -> Iterator[None]:
     done = threading.Event()
 
     def spin() -> None:
@@ -66,18 +66,18 @@ def busy_thread(wanted: bool) -> Iterator[None]:
             pass
 
     thread = threading.Thread(target=spin)
-    if wanted:
+    if enabled:
         thread.start()
     try:
         yield
     finally:
         done.set()
-        if wanted:
+        if enabled:
             thread.join()
 
 
 def rate(run: Callable[[int], object], row_bytes: int, rows: int, seconds: float) -> float:
-    """GB/s of calling run(0), run(1), ... run(rows - 1), run(0), ... for this long."""
+    """GB/s of calling run(0), run(1), ..., run(rows - 1), run(0), ... for `seconds`."""
     done, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds:
         run(done % rows)
@@ -98,14 +98,14 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="hash and piece sizes of the seal")
     parser.add_argument("--row-bytes", type=int, default=3 << 20, help="payload of a row (default 3 MiB)")
-    parser.add_argument("--seconds", type=float, default=0.25, help="per figure and round")
+    parser.add_argument("--seconds", type=float, default=0.25, help="per value and round")
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
-    geometry = Geometry(1, asked.row_bytes)
+    geometry = Geometry(1, options.row_bytes)
     rows = max(2, COLD_BYTES // geometry.row_bytes)
     region = np.random.default_rng(1).integers(0, 256, (rows, geometry.row_bytes), dtype=np.uint8)
-    payloads = [memoryview(row)[: asked.row_bytes] for row in region]
+    payloads = [memoryview(row)[: options.row_bytes] for row in region]
     sealer = Sealer(geometry, bytes(16), 0)
 
     candidates: dict[tuple[str, str], Callable[[int], object]] = {}
@@ -123,14 +123,14 @@ def main() -> None:
 
     columns = {"cold": (rows, False), "hot": (1, False), "busy": (rows, True)}
     figures: dict[tuple[str, str, str], list[float]] = {}
-    for _ in range(asked.rounds):
+    for _ in range(options.rounds):
         for column, (used, busy) in columns.items():
             with busy_thread(busy):
                 for (name, piece), run in candidates.items():
-                    figure = rate(run, asked.row_bytes, used, asked.seconds)
+                    figure = rate(run, options.row_bytes, used, options.seconds)
                     figures.setdefault((name, piece, column), []).append(figure)
 
-    print(f"{machine()}\nrow of {asked.row_bytes} bytes, median of {asked.rounds} rounds, GB/s\n")
+    print(f"{machine()}\nrow of {options.row_bytes} bytes, median of {options.rounds} rounds, GB/s\n")
     print("| hash | pieces | " + " | ".join(columns) + " |\n| --- | --- |" + " --- |" * len(columns))
     for name, piece in candidates:
         cells = (f"{statistics.median(figures[name, piece, column]):.1f}" for column in columns)

@@ -1,18 +1,18 @@
-"""Real vLLM with tiers beside real vLLM without: what tiers cost where nothing can be found, and bring where it can.
+"""Cost and gain of tiers in real vLLM: engines with and without tiers, on requests that miss and requests that hit.
 
     python -m bench.serving [--rounds 7] [--prompts 8] [--tokens 600] [--json FILE]
 
-Three engines live at the same time, each in a process of its own, and take turns: without a connector, with host and
-file tiers, and with these and an S3 tier whose server takes connections and never answers. Each round asks all of them
-the same, in another order:
+Three engines run at the same time, each in a process of its own, and alternate: without a connector, with cpu and file
+tiers, and with these plus an S3 tier whose server accepts connections but never responds. Each round sends the same
+requests to all of them, in a different order:
 
-- new: prompts that nobody has seen; everything is computed, and stored where there are tiers.
-- decode: prompts shorter than a block, many tokens out; nothing is stored or looked up, so what is left is the cost of
-  having a connector in every step.
-- again: the new prompts once more, after the engine has forgotten them; loaded where there are tiers, computed where
-  there are none.
+- new: prompts not seen before; everything is computed, and stored if there are tiers.
+- decode: prompts shorter than a block, many output tokens; nothing is stored or looked up, so the difference is the
+  cost of a connector in every step.
+- again: the new prompts once more, after a reset of vLLM's prefix cache; loaded if there are tiers, computed if not.
 
-Only ratios of one round mean anything; the table shows their medians. Tokens must be the same (float32).
+Only ratios within a round are comparable; the table shows their medians. All engines must generate the same tokens
+(float32).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VOCABULARY = 3000
 
 
 class Engine:
-    """One engine in a child process, which does nothing between two questions."""
+    """One engine in a child process, idle between requests."""
 
     def __init__(self, tiers: Sequence[dict[str, Any]], tokens: int) -> None:
         self._process = subprocess.Popen(
@@ -48,11 +48,11 @@ class Engine:
         self._read()
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds until all are answered, and the answers' tokens."""
+        """Seconds until all prompts are answered, and the generated tokens."""
         answer = self._call({"prompts": prompts, "max_tokens": max_tokens})
         return answer["seconds"], answer["tokens"]
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         self._call({})
 
     def close(self) -> None:
@@ -60,9 +60,9 @@ class Engine:
         self._process.stdin.close()
         self._process.wait(60)
 
-    def _call(self, question: dict[str, Any]) -> Any:
+    def _call(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
-        print(json.dumps(question), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._read()
 
     def _read(self) -> Any:
@@ -73,7 +73,7 @@ class Engine:
 
 
 def child(tiers: list[dict[str, Any]], tokens: int) -> None:
-    """Answer one question a line; what vLLM prints goes to stderr."""
+    """Answer one request per line; vLLM's own output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import SamplingParams
@@ -89,15 +89,15 @@ def child(tiers: list[dict[str, Any]], tokens: int) -> None:
     )
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        question = json.loads(line)
-        if not question:
+        request = json.loads(line)
+        if not request:
             assert llm.reset_prefix_cache()
             print(json.dumps(None), file=answers, flush=True)
             continue
-        sampling = SamplingParams(temperature=0, max_tokens=question["max_tokens"], ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in question["prompts"]], sampling, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling, use_tqdm=False
         )
         seconds = time.perf_counter() - began
         tokens_out = [list(output.outputs[0].token_ids) for output in outputs]
@@ -106,7 +106,7 @@ def child(tiers: list[dict[str, Any]], tokens: int) -> None:
 
 
 def prompts_of(round_: int, number: int, tokens: int) -> list[list[int]]:
-    """Prompts of which no two share a block, within a round or between rounds."""
+    """Prompts that share no block with each other or with other rounds."""
     return [
         [(7 * i * i + 13 * i + 977 * (round_ * number + n)) % VOCABULARY + 100 for i in range(tokens)]
         for n in range(number)
@@ -119,17 +119,17 @@ def measure(engines: dict[str, Engine], round_: int, number: int, tokens: int) -
     order = sorted(engines, key=lambda name: (list(engines).index(name) + round_) % len(engines))
     seconds: dict[str, dict[str, float]] = {}
     for workload in WORKLOADS:
-        said = []
+        outputs = []
         for name in order:
             if workload == "again":
-                engines[name].forget()
+                engines[name].reset_prefix_cache()
             took, tokens_out = engines[name].ask(
                 short if workload == "decode" else new, 64 if workload == "decode" else 8
             )
             seconds.setdefault(workload, {})[name] = took
-            said.append(tokens_out)
-        if said.count(said[0]) != len(said):
-            raise SystemExit(f'the engines do not say the same to "{workload}" in round {round_}')
+            outputs.append(tokens_out)
+        if outputs.count(outputs[0]) != len(outputs):
+            raise SystemExit(f'the engines generate different tokens for "{workload}" in round {round_}')
     return seconds
 
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=600, help="of a new prompt")
+    parser.add_argument("--tokens", type=int, default=600, help="length of a new prompt")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -163,14 +163,14 @@ def main() -> None:
         }
         engines = {name: Engine(tiers, options.tokens) for name, tiers in kinds.items()}
         try:
-            measure(engines, 0, options.prompts, options.tokens)  # everybody's first steps are slow
+            measure(engines, 0, options.prompts, options.tokens)  # warm-up
             rounds = [measure(engines, n, options.prompts, options.tokens) for n in range(1, options.rounds + 1)]
         finally:
             for engine in engines.values():
                 engine.close()
     if options.json:
         options.json.write_text(json.dumps(rounds, indent=1))
-    print("medians: seconds without tiers; then seconds with / seconds without, lowest and highest round behind it")
+    print("medians: seconds without tiers; then seconds with / seconds without, lowest and highest round in brackets")
     for workload in WORKLOADS:
         base = statistics.median(r[workload][WITHOUT] for r in rounds)
         print(f"{workload:8s} {WITHOUT} {base:7.2f} s", end="")
