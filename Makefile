@@ -1,14 +1,14 @@
-# Every target does its own set-up, in a virtual environment below this directory.
+# Every target does its own setup, in a virtual environment below this directory.
 #
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes the table in docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make docs                       the documentation as HTML, in docs/_build
-#   make fuzz MINUTES=10            other random examples of the property tests; SEED=n has those of before again
-#   make soak MINUTES=10            random load and random faults, every byte checked
+#   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
+#   make soak MINUTES=10            random load and random faults, every byte verified
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
-#   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip does not know it already
+#   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip is not configured with it
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -66,7 +66,7 @@ format: $(VENV)/.ready
 	$(PY) -m ruff format .
 	$(PY) docs/generate.py
 
-# Warnings are errors, and all pages are read anew: warnings about a page that has not changed would not come again.
+# Warnings are errors. All pages are read again, as Sphinx repeats no warning about an unchanged page.
 docs: $(VENV)/.ready
 	$(PY) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --nitpicky docs docs/_build
 
@@ -76,15 +76,15 @@ test: $(VENV)/.ready
 test-all: $(VENV)/.ready
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-# Half an hour, and more on a slow machine.
+# Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready
 	NIXL_TIERS_FAULTS_TABLE=docs/internals/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
 
-# All cells of the stress test, 500 requests each, twice. STRESS_SEED=n has those of before again.
+# All cells of the stress test, 500 requests each, twice. STRESS_SEED=n repeats a run.
 stress: $(VENV)/.ready
 	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
 
-# Other random examples of the state machines and of the formats than `make test` tries, until the time is up.
+# Fresh random examples for the state machines and formats, until the time is up.
 fuzz: $(VENV)/.ready
 	$(PY) tests/fuzz.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 

@@ -1,4 +1,4 @@
-"""What the whole session shares: S3 servers and the fake CUDA driver, each made when the first test asks for it."""
+"""Session fixtures: S3 servers and the fake CUDA driver, each started by the first test that uses it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    # At run time only where a server is wanted: a machine with a GPU may have nothing but torch, and runs `-m gpu`.
+    # Imported at run time only if a server is used: a GPU machine that runs `-m gpu` may have only torch.
     from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer
 
-# The conformance suite's assertions are shown in full, as those of tests are.
+# pytest explains failed assertions of the conformance suite, as it does those of tests.
 pytest.register_assert_rewrite("nixl_tiers.testing.conformance", "nixl_tiers.testing.medium")
 
-# As in a mover, where the AWS library inside NIXL reads them: a dead server is an error soon, not after half a minute.
+# As in a mover, where the AWS SDK inside NIXL reads them: a dead server fails within seconds, not half a minute.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("AWS_RETRY_MODE", "standard")
 os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
 
-# Movers import the tiers of these tests by name, and look for nothing in the working directory.
+# Movers import the tiers of these tests by name, and do not search the working directory.
 _paths = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_paths))
 
@@ -48,14 +48,14 @@ def seaweedfs() -> Iterator[SeaweedServer]:
 
 @pytest.fixture(params=["moto", "seaweedfs"])
 def s3_server(request: pytest.FixtureRequest) -> S3Server:
-    """Each server in turn."""
+    """Each test runs once per server."""
     server: S3Server = request.getfixturevalue(request.param)
     return server
 
 
 @pytest.fixture
 def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Server], None]:
-    """Puts a server's credentials into this process's environment, where the AWS chain finds them."""
+    """Puts a server's credentials into the environment, where the AWS credential chain finds them."""
 
     def use(server: S3Server) -> None:
         for name, value in server.env.items():
@@ -66,22 +66,22 @@ def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Server], None
 
 @pytest.fixture(scope="session")
 def s3_bucket() -> Callable[[S3Server], str]:
-    """The bucket of a server that the tests share: SeaweedFS takes a second for the first write to a new one."""
+    """The bucket shared by all tests of a server: SeaweedFS takes a second for the first write to a new one."""
     return cache(lambda server: server.make_bucket("tiers-shared"))
 
 
 @pytest.fixture
 def s3_prefix() -> str:
-    """A prefix that no other test of this session uses."""
+    """A prefix of this test's own."""
     return f"test-{next(_numbers)}"
 
 
 @pytest.fixture(scope="session")
 def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake CUDA driver, or the reason for skipping."""
+    """The fake CUDA driver; skips the test if there is no C++ compiler."""
     from tests.swap.fake_gpu import build
 
     library = build(tmp_path_factory.mktemp("fake"))
     if library is None:
-        pytest.skip("no C++ compiler here")
+        pytest.skip("no C++ compiler")
     return library

@@ -1,11 +1,11 @@
 """Runs every property test with fresh random examples, for a given time.
 
-    python tests/fuzz.py --minutes 10            prints the seed of every round
+    python tests/fuzz.py --minutes 10            prints the seed of each round
     python tests/fuzz.py --seed 1234 --rounds 1  the same examples again
 
-A round runs the state machine over the core, the models of the eviction policies, and the fuzzers of seal and shared
-table, with one seed for all. The first failure ends it; hypothesis keeps the shrunk example in .hypothesis, so that
-`make test` fails with it until it is mended.
+A round runs the state machine of the core, the models of the eviction policies, and the fuzzers of seal, cold index and
+configuration, all with one seed. It ends with the first failure; hypothesis keeps the shrunk example in .hypothesis, so
+that `make test` fails until it is fixed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ FUZZED = [
 def main(arguments: list[str] | None = None) -> int:
     """0 when the time or the rounds are up, else pytest's status."""
     parser = argparse.ArgumentParser(description="property tests with fresh seeds")
-    parser.add_argument("--minutes", type=float, default=10.0, help="begin no round after this time (default 10)")
-    parser.add_argument("--seed", type=int, help="of the first round; the next ones count up (default: drawn)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="start no round after this time (default 10)")
+    parser.add_argument("--seed", type=int, help="of the first round, counted up by the next ones (default: random)")
     parser.add_argument("--rounds", type=int, help="end after this many rounds")
-    parser.add_argument("tests", nargs="*", help="files of tests, or anything else that pytest takes (default: all)")
+    parser.add_argument(
+        "tests", nargs="*", help="test files or other arguments of pytest (default: all property tests)"
+    )
     options = parser.parse_args(arguments)
     first = secrets.randbits(31) if options.seed is None else options.seed
     deadline = time.monotonic() + 60 * options.minutes
@@ -45,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
         status = subprocess.run([*command, *(options.tests or FUZZED)], cwd=ROOT, check=False).returncode
         if status:
-            print(f"failed; the same again: python tests/fuzz.py --seed {seed} --rounds 1", flush=True)
+            print(f"failed; to repeat: python tests/fuzz.py --seed {seed} --rounds 1", flush=True)
             return status
         done += 1
     print(f"{done} rounds without a failure, seeds {first} to {first + done - 1}", flush=True)

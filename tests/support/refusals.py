@@ -1,4 +1,4 @@
-"""What is said of a configuration that cannot be."""
+"""The error message of an invalid configuration."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nixl_tiers.config.schema import ConfigError
 
 
 def refusal(source: Any) -> str:
+    """Load `source`, which must fail with ConfigError; return its message."""
     with pytest.raises(ConfigError) as caught:
         schema.load(source)
     text = str(caught.value)
