@@ -1,4 +1,4 @@
-"""The cold indexes of one tier: rows that its medium listed and nobody has used since, and the slots they take."""
+"""The cold indexes of one tier: rows that its medium listed and that were not used since, and their slots."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Health:
                 self._writeback.drop_stores(tier)
 
     def abandon_late_jobs(self, now: float) -> None:
-        """Jobs after their soft deadline: their keys are suspects, and rows of loads are quarantined (nobody gets them)
+        """Jobs after their soft deadline: their keys are suspects, and rows of loads are quarantined (not allocated)
         until the mover is done with them, or dead. The mover is left alone."""
         for tier in self._state.tiers:
             for job in tier.jobs.values():
@@ -107,7 +107,7 @@ class Health:
                 self._abandon(tier, job, now)
 
     def mover_died(self, tier: TierIndex, now: float) -> None:
-        """The tier's mover is dead: a failure for both of its circuits, and for the probes in its hands."""
+        """The tier's mover is dead: a failure for both of its circuits, and for its open probes."""
         for breaker in tier.breakers.values():
             breaker.record(False, now)
         for job in tier.jobs.values():
@@ -156,7 +156,7 @@ class Health:
             self._promotion.give_up(tier, move.row, now)
 
     def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
-        """Tell the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
+        """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
         breaker = tier.breakers[job.direction]
         if job.probe_episode is not None:
             breaker.end_probe(job.probe_episode, good, now)

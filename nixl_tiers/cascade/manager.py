@@ -292,10 +292,8 @@ class TierManager:
 
     def reset(self, keep_tiers: bool) -> None:
         """The bytes may no longer match the weights. Rows in use are orphans (invalidated, not yet free), all others
-        are free: those of workers become free at `flushed`, or when a job that began after the reset completes; those
-        of a call when it ends.
-
-        Storage tiers are emptied (of this epoch) unless `keep_tiers`; they come back through `events.opened`.
+        are free. Those of workers become free at `flushed`, or when a job that began after the reset completes; those
+        of a call when it ends. Storage tiers are emptied (of this epoch) unless `keep_tiers`, until `events.opened`.
         """
         self._state.generation += 1
         for request in self._requests.values():  # they go on, and keep their deadlines

@@ -15,7 +15,7 @@ from nixl_tiers.chunk import Key, Outcome
 
 
 class Promotion:
-    """Queues keys for the tiers that hold them, plans their loads, and tells the waiting requests how these ended.
+    """Queues keys for the tiers that hold them, plans their loads, and makes them hits or retries elsewhere.
 
     A key's way: `enqueue` queues it, `plan` starts its load into a host row in state LOADING, and `load_ended` makes
     the row READY, or has its requests ask the next tier. `wait` and `has_expired` keep the request's deadline.
@@ -157,7 +157,7 @@ class Promotion:
         self._host.reclaim(row)
 
     def give_up(self, tier: TierIndex, row: Row, now: float) -> None:
-        """A row's load has failed, or is late: nobody finds the row any more, and its requests ask the next tier."""
+        """A row's load has failed, or is late: invalidate the row; its requests ask the next tier."""
         if row.invalidated:
             return
         self._host.invalidate(row)
@@ -186,7 +186,7 @@ class Promotion:
 
     def _waits_for_writeback(self, now: float) -> bool:
         """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for
-        clean_wait_s, so that a tier below that is slow, or hangs, delays nobody."""
+        clean_wait_s, so that a slow or hanging tier below delays no request much."""
         if self._state.below_host is None or not (self._host.free or self._host.evicting):
             return False
         if self._host.free:

@@ -30,7 +30,7 @@ UNLIMITED: Final = 1 << 62
 class TierIndex:
     """The rows of one storage tier. Slots are allocated and released here only.
 
-    A row is in `index` or in `cold`: rows that nobody has used since the medium listed them, up to millions. They are
+    A row is in `index` or in `cold`: rows not used since the medium listed them, up to millions. They are
     colder than all others, so they are evicted first.
     """
 
@@ -89,7 +89,7 @@ class TierIndex:
 
     @property
     def quarantined(self) -> int:
-        """Host rows that nobody may use since its mover may still write to them."""
+        """Host rows that cannot be allocated since its mover may still write to them."""
         return sum(len(job.moves) for job in self.jobs.values() if job.abandoned and job.direction is Direction.LOAD)
 
     def __contains__(self, key: Key) -> bool:

@@ -17,7 +17,7 @@ OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "relisted", "
 
 
 class CountedCascade:
-    """A host of four rows over a file tier of six and a shared tier of a hundred, whose movers work when told to."""
+    """A host of four rows over a file tier of six and a shared tier of a hundred, with movers that work on demand."""
 
     def __init__(self) -> None:
         specs = [
@@ -78,11 +78,11 @@ class CountedCascade:
         for tier in self.core.tiers:
             unwritten = sum(not entry.stored for entry in tier.index.values())
             held[tier.spec.name] = len(tier.slots) - unwritten
-        for name, book in self.core.counters().items():
-            numbers = asdict(book.counters)
+        for name, stats in self.core.counters().items():
+            numbers = asdict(stats.counters)
             came = numbers["stored"] + numbers["promoted"] + numbers["found"]
-            assert came == book.rows + sum(numbers[reason] for reason in OUT), name
-            assert book.rows == held[name], name
+            assert came == stats.rows + sum(numbers[reason] for reason in OUT), name
+            assert stats.rows == held[name], name
 
     def __getitem__(self, name: str) -> Counters:
         return self.core.counters()[name].counters
@@ -150,7 +150,7 @@ def test_every_counter_counts_what_it_says() -> None:
     assert (s3.kills, s3.deaths, s3.failed) == (1, 2, 1)
     life.ends("get")
 
-    held = {name: book.rows for name, book in life.core.counters().items()}
+    held = {name: stats.rows for name, stats in life.core.counters().items()}
     life.core.reset(keep_tiers=False)
     assert held == {"cpu": cpu.reset, "file": file.reset, "s3": s3.reset}
     life.check()

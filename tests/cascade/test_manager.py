@@ -59,7 +59,7 @@ def test_deepest_chunk_of_the_oldest_prefix_is_evicted_first() -> None:
     put(core, CHAIN[:3], "old")
     put(core, CHAIN[3:6], "new")
     put(core, CHAIN[6:8], "newer")
-    assert core.take_evicted() == []  # prepare_store told of them itself
+    assert core.take_evicted() == []  # prepare_store has returned them
     assert [core.where(key, 0.0) is not None for key in CHAIN] == [True, False, False, True, True, True, True, True]
 
 
@@ -443,7 +443,7 @@ def test_expired_request_waits_again_only_after_a_load() -> None:
     core.complete_load([b"root"])
     core.end_step()
     core.tiers[0].to_store.clear()
-    assert core.events.plan(late + 2) == [], "what it asked for before is nobody's wish any more"
+    assert core.events.plan(late + 2) == [], "what it asked for before is no longer promoted"
     assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]
 
 

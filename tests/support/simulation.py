@@ -468,8 +468,8 @@ class Simulation:
         """A result of a dead mover arrives."""
         mover = self.movers[tier]
         if mover.unreported and not mover.dying:
-            late = mover.unreported.popleft()
-            self.core.events.finished(tier, late.job.id, late.done, self.now)
+            stale = mover.unreported.popleft()
+            self.core.events.finished(tier, stale.job.id, stale.done, self.now)
             self.tick()
 
     def _reap_and_restart(self, tier: int) -> None:
@@ -741,8 +741,8 @@ class Simulation:
 
     def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
         """Nothing else writes this row; and if it is to be written, nothing else reads it either."""
-        hands: list[WorkerJob | StoreCall] = [*self.workers, *self.calls]
-        for job in hands:
+        users: list[WorkerJob | StoreCall] = [*self.workers, *self.calls]
+        for job in users:
             if row in job.rows:
                 require(not job.store and not writing, "a row is allocated while a worker or a call uses it")
         for tier, open_job in self._open_moves():
@@ -774,7 +774,7 @@ class Simulation:
                 require(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
                 medium[place] = (move.key, content)
             elif mover.physical and place in medium:
-                # Torn, and the journal still tells the old key; an object is put whole or not at all.
+                # Torn, and the journal still has the old key; an object is put whole or not at all.
                 medium[place] = (medium[place][0], GARBAGE)
         else:
             content = medium.get(place, (b"", GARBAGE))[1]
