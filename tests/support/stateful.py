@@ -187,11 +187,11 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self.simulation.reap(tier)
 
     @rule(tier=TIERS)
-    def stale_result_arrives(self, tier: int) -> None:
+    def dead_mover_reports(self, tier: int) -> None:
         self.simulation.deliver_stale_result(tier)
 
     @rule(tier=TIERS, before=PROMPTS, after=PROMPTS, steps=st.integers(1, 3))
-    def result_arrives_after_restart(self, tier: int, before: str, after: str, steps: int) -> None:
+    def work_of_dead_mover_arrives(self, tier: int, before: str, after: str, steps: int) -> None:
         """A killed mover's result arrives when the next one is at work."""
         for prompt in (before, after):
             self.request(prompt)
@@ -214,7 +214,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self.simulation.heal(tier)
 
     @rule(tier=TIERS, prompt=PROMPTS)
-    def corrupt_row_is_requested(self, tier: int, prompt: str) -> None:
+    def traffic_hits_corrupt_row(self, tier: int, prompt: str) -> None:
         """A corrupt row, of another engine too, fails its promotion and is requested again."""
         self.another_engine_stores(prompt, len(prompt), stale=False)
         self.simulation.rot_all(tier)
@@ -225,7 +225,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self.request(prompt)
 
     @rule(tier=TIERS, pick=PICK)
-    def medium_corrupts_a_row(self, tier: int, pick: int) -> None:
+    def medium_rots(self, tier: int, pick: int) -> None:
         self.simulation.rot(tier, pick)
 
     @rule(really=RARELY)
