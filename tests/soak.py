@@ -165,9 +165,9 @@ class Soak:
                     os.kill(pid, number)
                     result.faults[number.name] += 1
         elif what == "server":
-            trouble = self._random.choice(S3_FAULTS)
-            result.faults[trouble.kind.value] += 1
-            self._proxy.inject(trouble)
+            fault = self._random.choice(S3_FAULTS)
+            result.faults[fault.kind.value] += 1
+            self._proxy.inject(fault)
         elif what == "disk":
             result.faults["disk faults"] += 1
             self._switch.touch()
