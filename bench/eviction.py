@@ -29,16 +29,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from nixl_tiers.cascade.eviction import PolicyName
 from nixl_tiers.cascade.host import CPU
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import TierSpec, Write
+from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Eviction, Write
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
 OUT = ROOT / "bench-out" / "eviction.json"
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+POLICIES: tuple[Eviction, ...] = get_args(Eviction)
 ROW_BYTES = 4096
 HOST_PERCENT, FILE_PERCENT = 1, 10
 
@@ -99,7 +99,7 @@ def read(path: Path) -> list[Prompt]:
     return prompts
 
 
-def replay(prompts: Sequence[Prompt], rows: int, policy: PolicyName, stored: tuple[int, PolicyName] | None) -> Result:
+def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, stored: tuple[int, Eviction] | None) -> Result:
     """All prompts through a host tier of `rows` rows, over a file tier of `stored` (rows, policy) if that is given."""
     specs = [TierSpec("file", Write.THROUGH, physical_slots=True, policy=stored[1])] if stored else []
     core = TierManager(rows, ROW_BYTES, specs, policy=policy)
@@ -200,7 +200,7 @@ def belady(prompts: Sequence[Prompt], rows: int) -> float:
     return 100 * hits / sum(len(prompt.keys) for prompt in prompts)
 
 
-def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], names: Sequence[PolicyName]) -> dict:
+def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], names: Sequence[Eviction]) -> dict:
     """Prints and returns the first table."""
     known = KNOWN if (distinct, sum(len(p.keys) for p in prompts)) == KNOWN_SIZE else {}
     columns = [*names, "belady"]
@@ -229,7 +229,7 @@ def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], na
     return {"table": table, "off": off, "checked": bool(known)}
 
 
-def two_tiers(prompts: Sequence[Prompt], distinct: int, names: Sequence[PolicyName]) -> list[dict[str, object]]:
+def two_tiers(prompts: Sequence[Prompt], distinct: int, names: Sequence[Eviction]) -> list[dict[str, object]]:
     """Prints and returns the second table."""
     host, file = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
     print(f"\nTwo tiers: host {HOST_PERCENT} % ({host} rows) over file {FILE_PERCENT} % ({file} rows)")

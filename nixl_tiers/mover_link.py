@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.types import Direction, Job, TierState, Write
+from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.chunk import Namespace, Outcome
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
 from nixl_tiers.memory.cold_index import SharedColdIndex
@@ -40,6 +40,7 @@ from nixl_tiers.mover.protocol import (
     sendable,
 )
 from nixl_tiers.mover.supervisor import Supervisor
+from nixl_tiers.policies import Write
 from nixl_tiers.tier_log import TierLog
 from nixl_tiers.tiers.base import Move
 

@@ -9,9 +9,10 @@ from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import MAX_SAMPLED, TierIndex
-from nixl_tiers.cascade.types import Direction, Job, TierState, Write
+from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Write
 
 NEVER_S = float("inf")
 

@@ -15,7 +15,7 @@ from enum import Enum
 from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.counters import Counters, TierStats
 from nixl_tiers.cascade.events import Events
-from nixl_tiers.cascade.eviction import PolicyName, make_policy
+from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.existence import ExistenceChecks
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
@@ -24,9 +24,10 @@ from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import TierSpec, TierState, Write
+from nixl_tiers.cascade.types import TierSpec, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key
+from nixl_tiers.policies import Eviction, Write
 
 
 class Lookup(Enum):
@@ -59,7 +60,7 @@ class TierManager:
         row_bytes: int,
         tiers: Sequence[TierSpec],
         limits: Limits | None = None,
-        policy: PolicyName = "lru",
+        policy: Eviction = "lru",
     ) -> None:
         self.host = HostTier(rows, make_policy(policy, rows))
         self.limits = limits or Limits()

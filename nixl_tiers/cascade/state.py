@@ -8,7 +8,8 @@ from nixl_tiers.cascade.host import HostTier
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import Direction, Job, PlannedMove, Write
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove
+from nixl_tiers.policies import Write
 
 
 class CascadeState:

@@ -7,10 +7,9 @@ from enum import Enum
 
 import msgspec
 
-from nixl_tiers import policies
-from nixl_tiers.cascade.eviction import PolicyName
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.chunk import Key
+from nixl_tiers.policies import Eviction, Write
 
 
 class TierState(Enum):
@@ -24,9 +23,6 @@ class Direction(Enum):
     LOAD = "load"
 
 
-Write = policies.Write
-
-
 @dataclass(frozen=True)
 class TierSpec:
     """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, no mere count."""
@@ -34,7 +30,7 @@ class TierSpec:
     name: str
     write: Write
     physical_slots: bool
-    policy: PolicyName = "lru"
+    policy: Eviction = "lru"
     shared: bool = False  # other engines store to it: its medium may be asked for unknown keys
 
 

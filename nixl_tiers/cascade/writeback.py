@@ -8,8 +8,9 @@ from typing import Final
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState, Write
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Write
 
 MAX_VICTIMS_PER_PASS: Final = 256
 

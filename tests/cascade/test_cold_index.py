@@ -6,8 +6,9 @@ import pytest
 
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import Direction, TierSpec, TierState, Write
+from nixl_tiers.cascade.types import Direction, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Write
 from tests.support.cold_index import PlainColdIndex, key_of
 
 PLACES = TierSpec("file", Write.THROUGH, physical_slots=True)

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import Direction, TierSpec, Write
+from nixl_tiers.cascade.types import Direction, TierSpec
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Write
 from tests.support.cold_index import PlainColdIndex
 
 ROW_BYTES = 4096

@@ -8,8 +8,9 @@ import pytest
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import Job, TierSpec, Write
+from nixl_tiers.cascade.types import Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Write
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:

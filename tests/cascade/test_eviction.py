@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_tiers.cascade.eviction import PolicyName, make_policy
+from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.eviction.arc import Arc
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
 from nixl_tiers.cascade.eviction.lru import LeafFirstLru
 from nixl_tiers.cascade.eviction.s3fifo import S3Fifo
 from nixl_tiers.chunk import Key
+from nixl_tiers.policies import Eviction
 
-NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+NAMES: tuple[Eviction, ...] = get_args(Eviction)
 every_policy = pytest.mark.parametrize("name", NAMES)
 
 
@@ -49,7 +50,7 @@ def check_ghosts(policy: EvictionPolicy, rows: int) -> None:
 class Tier:
     """A tier as the manager drives its policy: `use` a prompt, get its hits."""
 
-    def __init__(self, name: PolicyName, rows: int) -> None:
+    def __init__(self, name: Eviction, rows: int) -> None:
         self.policy = make_policy(name, rows)
         self.rows = rows
         self.keys: set[Key] = set()
@@ -89,7 +90,7 @@ operations = st.lists(
 @given(rows=st.integers(0, 30), steps=operations)
 @settings(max_examples=300, deadline=None)
 def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
-    name: PolicyName, rows: int, steps: list[tuple[str, Key | frozenset[Key], int]]
+    name: Eviction, rows: int, steps: list[tuple[str, Key | frozenset[Key], int]]
 ) -> None:
     policy = make_policy(name, rows)
     known: set[Key] = set()
@@ -139,7 +140,7 @@ def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
 
 
 @every_policy
-def test_nothing_is_evicted_while_all_is_pinned_and_all_afterwards(name: PolicyName) -> None:
+def test_nothing_is_evicted_while_all_is_pinned_and_all_afterwards(name: Eviction) -> None:
     policy = make_policy(name, 100)
     keys = chain("held", 100)
     add(policy, keys, 0)
@@ -154,7 +155,7 @@ def test_nothing_is_evicted_while_all_is_pinned_and_all_afterwards(name: PolicyN
 
 
 @every_policy
-def test_pinned_oldest_keys_do_not_slow_every_eviction(name: PolicyName) -> None:
+def test_pinned_oldest_keys_do_not_slow_every_eviction(name: Eviction) -> None:
     policy = make_policy(name, 3000)
     old = chain("old", 1000)
     add(policy, old, 0)
@@ -176,7 +177,7 @@ def test_pinned_oldest_keys_do_not_slow_every_eviction(name: PolicyName) -> None
 
 
 @every_policy
-def test_deepest_chunk_of_a_prompt_is_evicted_first(name: PolicyName) -> None:
+def test_deepest_chunk_of_a_prompt_is_evicted_first(name: Eviction) -> None:
     policy = make_policy(name, 10)
     keys = chain("a", 8)
     add(policy, keys, 0)
@@ -192,7 +193,7 @@ def test_deepest_chunk_of_a_prompt_is_evicted_first(name: PolicyName) -> None:
 
 
 @every_policy
-def test_prompt_that_was_pinned_is_still_evicted_leaf_first(name: PolicyName) -> None:
+def test_prompt_that_was_pinned_is_still_evicted_leaf_first(name: Eviction) -> None:
     policy = make_policy(name, 16)
     held, free = chain("held", 8), chain("free", 8)
     add(policy, held, 0)
@@ -202,7 +203,7 @@ def test_prompt_that_was_pinned_is_still_evicted_leaf_first(name: PolicyName) ->
 
 
 @every_policy
-def test_unknown_policy_name_raises(name: PolicyName) -> None:
+def test_unknown_policy_name_raises(name: Eviction) -> None:
     with pytest.raises(ValueError, match=f"'{name}ish' is not one of lru, s3fifo, arc"):
         make_policy(f"{name}ish", 10)  # type: ignore[arg-type]
 
@@ -211,7 +212,7 @@ def test_unknown_policy_name_raises(name: PolicyName) -> None:
 
 
 @pytest.mark.parametrize(("name", "kept"), [("lru", False), ("s3fifo", True), ("arc", True)])
-def test_scan_of_one_time_prompts_does_not_evict_used_keys(name: PolicyName, kept: bool) -> None:
+def test_scan_of_one_time_prompts_does_not_evict_used_keys(name: Eviction, kept: bool) -> None:
     tier = Tier(name, 100)
     popular = chain("system prompt", 20)
     for turn in range(4):
@@ -223,7 +224,7 @@ def test_scan_of_one_time_prompts_does_not_evict_used_keys(name: PolicyName, kep
 
 
 @every_policy
-def test_uses_by_one_request_count_once(name: PolicyName) -> None:
+def test_uses_by_one_request_count_once(name: Eviction) -> None:
     policy = make_policy(name, 20)
     first, second = chain("first", 10), chain("second", 10)
     add(policy, first, 0)

@@ -9,8 +9,9 @@ import pytest
 from nixl_tiers.cascade.existence import ExistenceCheck
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import Direction, TierSpec, Write
+from nixl_tiers.cascade.types import Direction, TierSpec
 from nixl_tiers.chunk import Outcome
+from nixl_tiers.policies import Write
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(

@@ -6,17 +6,17 @@ import gc
 
 import pytest
 
-from nixl_tiers.cascade.eviction import PolicyName
 from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.types import TierSpec, Write
+from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Outcome
+from nixl_tiers.policies import Eviction, Write
 
 ROWS = 4096
 CHUNKS = 16  # a request
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_garbage_collector_does_not_track_rows(policy: PolicyName) -> None:
+def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
     core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
     core.events.opened(0, ROWS)
     core.events.listed(0, [], last=True)

@@ -21,8 +21,9 @@ from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.tier_index import UNLIMITED
-from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState, Write
+from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Write
 from tests.support.cold_index import PlainColdIndex, key_of
 
 ROW_BYTES = 4096

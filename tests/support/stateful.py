@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.tier_index import UNLIMITED
-from nixl_tiers.cascade.types import Write
 from nixl_tiers.chunk import Outcome
+from nixl_tiers.policies import Write
 from tests.support.simulation import SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import get_args
 
-from nixl_tiers import policies
 from nixl_tiers.cascade.eviction.arc import Arc
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
 from nixl_tiers.cascade.eviction.lru import LeafFirstLru
 from nixl_tiers.cascade.eviction.s3fifo import S3Fifo
+from nixl_tiers.policies import Eviction
 
-PolicyName = policies.Eviction
 
-
-def make_policy(name: PolicyName, rows: int) -> EvictionPolicy:
+def make_policy(name: Eviction, rows: int) -> EvictionPolicy:
     """The policy of that name for a tier of `rows` rows. Raises ValueError for a name that is none of them."""
     if name == "lru":
         return LeafFirstLru()
@@ -21,4 +19,4 @@ def make_policy(name: PolicyName, rows: int) -> EvictionPolicy:
         return S3Fifo(rows)
     if name == "arc":
         return Arc(rows)
-    raise ValueError(f"policy: {name!r} is not one of {', '.join(get_args(PolicyName))}")
+    raise ValueError(f"policy: {name!r} is not one of {', '.join(get_args(Eviction))}")
