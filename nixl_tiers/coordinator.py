@@ -122,7 +122,7 @@ class Coordinator:
         """Start the movers. Wait up to `timeout_s` for the tiers to judge their configuration, and up to `ready_s`,
         counted from the start too, for them to list what they hold (see wait_ready).
 
-        Raises TierRefusedError if one can never work. One that is down, or slow to answer, starts as a miss and heals.
+        Raises TierRefusedError if one can never work. One that is down is retried; until it is up its rows are misses.
         """
         log.info(
             "nixl_tiers: cpu tier, %s: %d rows of %s; storage tiers: %s; namespace %s",

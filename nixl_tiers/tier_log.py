@@ -113,7 +113,7 @@ class TierLog:
             log.warning("nixl_tiers: the %s tier: %s is no longer denied", self._name, kind)
 
     def mover_lost(self) -> None:
-        """The tier's mover is dead: its successor finds out anew what is denied."""
+        """The tier's mover is dead: the next one finds out again what is denied."""
         self.denials = {}
 
     def down(self, reason: str, now: float) -> None:

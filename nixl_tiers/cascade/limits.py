@@ -11,8 +11,8 @@ from nixl_tiers.cascade.breaker import BreakerLimits
 class Limits:
     """Seconds, rows, and shares of a tier's rows."""
 
-    wait_s: float = 10.0  # a request waits this long for promotions, then recomputes
-    pin_s: float = 30.0  # after that, rows promoted for it are unpinned, even if it never came back
+    wait_s: float = 10.0  # `wait_s` of the configuration: a request waits this long for promotions, then recomputes
+    pin_s: float = 30.0  # `wait_s` and 20 s: after that, rows promoted for it are unpinned, even if it never came back
     # A job's soft deadline is a multiple of the time that the tier's throughput lets expect, at least
     # `soft_deadline_min_s`, at most `wait_s`: its requests recompute then. The hard deadline, after which the mover is
     # killed, is four times as long, with bounds of its own.
@@ -22,7 +22,7 @@ class Limits:
     assumed_bytes_per_s: float = 4e6  # of a tier without samples
     retry_s: float = 5.0  # back-off of a row whose load failed; doubles each time
     retry_max_s: float = 600.0
-    check_timeout_s: float = 0.25  # a request waits so long for existence checks, in all its life
+    check_timeout_s: float = 0.25  # `probe_s` of the configuration: a request waits so long for existence checks
     max_checks: int = 4  # open existence checks of one tier
     keys_per_check: int = 512
     absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner

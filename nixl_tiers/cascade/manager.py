@@ -292,7 +292,7 @@ class TierManager:
     # --- resets and time ---------------------------------------------------------------------------------------
 
     def reset(self, keep_tiers: bool) -> None:
-        """The bytes may no longer match the weights. Rows in use are orphans (invalidated, not yet free), all others
+        """The bytes may no longer match the weights. Rows in use are quarantined (invalid, not yet free), all others
         are free. Those of workers become free at `flushed`, or when a job that began after the reset completes; those
         of a call when it ends. Storage tiers are emptied (of this epoch) unless `keep_tiers`, until `events.opened`.
         """

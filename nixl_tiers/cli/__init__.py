@@ -12,8 +12,8 @@ from nixl_tiers.config.schema import ConfigError
 
 BAD_INPUT: Final = 2
 _CODES: Final = (
-    "Exit code: 0 if it is sound, with or without warnings; 2 if it is refused, with one sentence on stderr. Nothing "
-    "is created, and neither a server nor a bucket is asked."
+    "Exit code: 0 if it is valid, with or without warnings; 2 if it is refused, with one sentence on stderr. Nothing "
+    "is created, and no server is contacted."
 )
 
 

@@ -60,4 +60,4 @@ def _measured() -> Iterator[str]:
         try:
             yield from (f"  {line}" for line in autotune.lines(measured))
         except (AttributeError, KeyError, TypeError, ValueError):
-            yield "  it cannot be read, and is measured anew at the next start"
+            yield "  it cannot be read, and is measured again at the next start"

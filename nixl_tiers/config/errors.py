@@ -69,7 +69,7 @@ def refuse_secrets(raw: Mapping[str, Any], pointers: Collection[str]) -> None:
             isinstance(value, str) and _SECRET_VALUE.search(value)
         ):
             raise ConfigError(
-                f"{place}: a secret must not stand in the configuration; use the AWS credential chain, profile, "
+                f"{place}: a secret must not be in the configuration; use the AWS credential chain, profile, "
                 "credentials_file, or access_key_env and secret_key_env"
             )
 

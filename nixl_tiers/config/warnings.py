@@ -65,8 +65,8 @@ def _s3_before_file(config: TiersConfig) -> Iterator[str]:
         if isinstance(tier, S3Config) and files and files[-1] > i:
             behind = next(j for j in files if j > i)
             yield (
-                f"tiers[{i}]: this s3 tier is asked before the file tier tiers[{behind}]; tiers are asked in the order "
-                "in which they stand, so put the nearer one first"
+                f"tiers[{i}]: this s3 tier is searched before the file tier tiers[{behind}]; tiers are searched in the "
+                "order of the list, so put the nearer one first"
             )
 
 

@@ -150,7 +150,7 @@ def lines(measured: Measured) -> Iterator[str]:
 
 
 def identity(device: Device, plan: CopyPlan, kernels: Kernels | None) -> dict[str, Any]:
-    """What a measurement depends on: another GPU, driver, link, kernel or geometry is measured anew."""
+    """What a measurement depends on: another GPU, driver, link, kernel or geometry is measured again."""
     driver, geometry = device.driver, plan.geometry
     address = driver.pci_address(device.ordinal)
     return {
@@ -245,7 +245,7 @@ class _Trial:
         return sorted({min(MIN_BLOCKS, self._blocks), self._blocks})
 
     def measure(self, name: str, sizes: list[int]) -> list[tuple[str, int, float]]:
-        """(direction, blocks, seconds) of one strategy, its bytes checked first; none if the copy engine stands in.
+        """(direction, blocks, seconds) of one strategy, its bytes checked first; none if the copy engine replaces it.
 
         The seconds are the best of a few rounds.
         """

@@ -153,7 +153,7 @@ class CopyStream:
             try:
                 strategy = self._make(name)
             except CudaError as error:
-                log.warning("nixl_tiers: the copy engine stands in for %s: %s", name, error)
+                log.warning("nixl_tiers: the copy engine replaces %s: %s", name, error)
             strategy = strategy or self.strategy("copy_engine", group)
             self._strategies[name] = strategy
         return strategy if strategy.supports(group) else self.strategy("copy_engine", group)

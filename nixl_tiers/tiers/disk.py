@@ -69,7 +69,7 @@ def prepare_path(config: FileConfig, mount: MountGuard, log_once: LogOnce) -> No
 
 
 def open_error(error: OSError) -> TierDown | TierRefused:
-    """What to raise when a tier's directory cannot be opened: TierRefused for an error that retrying does not mend."""
+    """What to raise when a tier's directory cannot be opened: TierRefused for an error that retrying does not fix."""
     if isinstance(error, TierRefused):
         return error
     return TierRefused(f"path: {describe(error)}") if error.errno in _PERMANENT else TierDown(describe(error))

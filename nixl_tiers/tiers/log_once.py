@@ -29,4 +29,4 @@ class LogOnce:
                 self._logged[kind] = logged_at, count + 1
                 return
             self._logged[kind] = now, 0
-        self._logger.warning("%s%s", text, f" (and {count} times since this was last said)" if count else "")
+        self._logger.warning("%s%s", text, f" (and {count} times since this was last logged)" if count else "")

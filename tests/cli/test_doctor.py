@@ -45,4 +45,4 @@ def test_cached_measurements_are_shown(
     said = capsys.readouterr().out
     assert "measured on A GPU, driver 13000 (choice-1.json):" in said
     assert "  store, group 0, 16 blocks: staged (staged 1 us, copy_engine 2 us)" in said
-    assert "it cannot be read, and is measured anew" in said
+    assert "it cannot be read, and is measured again" in said

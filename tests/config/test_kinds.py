@@ -102,7 +102,7 @@ def test_capabilities_have_safe_defaults() -> None:
         (TAPE | {"password_env": "a" * 40}, "password_env: must be the name of an environment variable"),
         (TAPE | {"token_file": "hunter2"}, 'token_file: must be an absolute path, and "hunter2" is relative'),
         ({"type": "tape_of_tests:KeyConfig", "api_key": "hunter2"},
-         "api_key: a secret must not stand in the configuration"),
+         "api_key: a secret must not be in the configuration"),
     ],
 )  # fmt: skip
 def test_error_is_one_sentence_that_names_the_field(tier: dict[str, Any], sentence: str) -> None:

@@ -377,7 +377,7 @@ def test_a_strategy_without_memory_falls_back_to_the_copy_engine(
     fake.fail("cuMemAlloc_v2", OUT_OF_MEMORY, after=2)  # two tables, then the buffer of stores
     swap = swap_of(fake, scenario, "staged")
     move_all(scenario, swap, rng)
-    assert "the copy engine stands in for staged: cuMemAlloc_v2 failed" in caplog.text
+    assert "the copy engine replaces staged: cuMemAlloc_v2 failed" in caplog.text
     swap.close()
 
 

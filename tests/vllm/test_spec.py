@@ -50,7 +50,7 @@ Build = Callable[..., Any]
         ),
         (
             {"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB", "secret_key": "hunter2"}]},
-            "a secret must not stand in the configuration",
+            "a secret must not be in the configuration",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """The directory of a tier with row files: what is done to one row's file, and the threads that do it.
 
-Rows are `<path>/<namespace>/<2 hex>/<key>.row`; unfinished ones stand in `<path>/.incoming`.
+Rows are `<path>/<namespace>/<2 hex>/<key>.row`; unfinished ones are in `<path>/.incoming`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ FULL_S: Final = 0.5  # how long reservations are refused after no room could be 
 
 
 class RowPath(NamedTuple):
-    """Where a row's file stands below the tier's path: `<namespace>/<fan-out directory>/<name>`."""
+    """Where a row's file is below the tier's path: `<namespace>/<fan-out directory>/<name>`."""
 
     namespace: str
     fanout: str

@@ -60,7 +60,7 @@ _RUNNING_ROWS: Final = (16, 64)
 
 
 class RowFileTier(StorageTier):
-    """Rows as files of their own below `<path>/<namespace>`. Slots are a count: any key may stand with any slot."""
+    """Rows as files of their own below `<path>/<namespace>`. Slots are a count: any slot goes with any key."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class RowFileTier(StorageTier):
         if old:
             return Outcome.MISSING
         if verdict is not Verdict.OK:
-            self._log_once.report("corrupt", f"{file.path} is not the row that it should be ({verdict.name})")
+            self._log_once.report("corrupt", f"{file.path} is not the expected row ({verdict.name})")
             return Outcome.CORRUPT
         return Outcome.OK
 
@@ -328,7 +328,7 @@ class RowFileTier(StorageTier):
             self._forget(move)
 
     def _forget(self, move: Move) -> None:
-        """The core forgets the row too: what stands under its name from now on is not ours to delete."""
+        """The core forgets the row too: a file of that name from now on is another engine's."""
         self._served.known.discard(move.key)
 
     def _end_deletes(self) -> None:

@@ -42,7 +42,7 @@ CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 BACKOFF_S: Final = (1.0, 30.0)
 
-# The answer to HEAD has no body, so the HTTP status stands in for the error code.
+# The answer to HEAD has no body, so the HTTP status serves as the error code.
 _MEANINGS: Final = {
     "400": "does not accept the request, as with expired credentials or a wrong region (HTTP 400)",
     "401": "refuses these credentials (HTTP 401)",
@@ -374,10 +374,10 @@ class S3Control:
                 return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {self._address}')
             return self._down(_MEANINGS.get(code, f"answers with an error ({code})"))
         if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-            return self._down("shows a certificate that is not trusted here (see ca_file)")
+            return self._down("has a certificate that is not trusted (see ca_file)")
         if isinstance(error, SSLError):
             plain = any(sign in str(error).upper().replace(" ", "_") for sign in _PLAIN_HTTP)
-            return self._down("speaks http, not https (see endpoint)" if plain else "agrees on no TLS (see endpoint)")
+            return self._down("speaks http, not https (see endpoint)" if plain else "has no usable TLS (see endpoint)")
         if isinstance(error, (BotoConnectionError, HTTPClientError, OSError)):
             return self._down(f"does not answer ({type(error).__name__})")
         return self._down(f"cannot be used ({type(error).__name__})")

@@ -1,4 +1,4 @@
-"""The journal of a shard: which key stands in which slot, written behind by a thread.
+"""The journal of a shard: which key is in which slot, written behind by a thread.
 
 It is not trusted when a row is loaded: the seal decides. The journal only saves reading every seal at open. So it may
 lag by a tenth of a second, which a crash loses, and a damaged one is replaced by an empty one. It knows whether that
@@ -61,7 +61,7 @@ class Journal:
         self.tags = np.zeros(slots, dtype=np.uint32)
         """By slot: a hash of the key that it holds; 0: none. For the caller's thread, complete after `list_rows`."""
         self.sealed_at = np.zeros(slots, dtype=np.uint32)
-        """By slot: when the bytes that stand there were sealed, in Unix seconds; 0 if no row was written there since it
+        """By slot: when the bytes in it were sealed, in Unix seconds; 0 if no row was written there since it
         was erased. Also of slots that hold no row any more. For the caller's thread, complete after `list_rows`."""
         self._clamping: tuple[int, int] | None = None  # (latest time allowed in the file, last slot that was clamped)
         self._file = JournalFile(directory, slots)

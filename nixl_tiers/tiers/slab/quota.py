@@ -1,6 +1,6 @@
 """The quota of one path: all namespaces that were ever stored below it, one capacity, one lock.
 
-Below the path stand the lock file and one directory per namespace, named by its digest in hexadecimal; in it one
+Below the path are the lock file and one directory per namespace, named by its digest in hexadecimal; in it one
 directory per shard, 0 and up: movers that serve the same namespace at the same time each have a shard of their own. A
 running mover holds the lock of its shard, which the kernel releases however the mover ends. The next mover takes the
 lowest free shard, and so finds its predecessor's rows. Room is made by deleting shards that no process holds, least

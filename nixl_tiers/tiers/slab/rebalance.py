@@ -60,7 +60,7 @@ class Rebalancer:
                 trying.result()
                 self.slots = layout.slots
         if not self._shard.journal.complete:
-            return  # what stands in the tail is not known yet
+            return  # what is in the tail is not known yet
         if (request_ns := self._quota.last_request_ns()) != self._request_ns:
             self._request_ns = request_ns
             reading = self._allocator.submit(self._requested_slots)

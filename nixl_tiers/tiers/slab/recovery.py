@@ -1,4 +1,4 @@
-"""Recovery by seals: which key stands in which slot, for slots that the journal does not know.
+"""Recovery by seals: which key is in which slot, for slots that the journal does not know.
 
 Only the seal block at the end of each row is read, and only that is trusted here: a load verifies the row all the same.
 """

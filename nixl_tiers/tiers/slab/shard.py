@@ -62,7 +62,7 @@ class Shard:
         if not directory.description:
             layout = detect_layout(directory.folder, sealer, slots)
             if layout is not None:
-                logger.warning("%s had lost its description: it is recovered from the seals", self.path)
+                logger.warning("%s has lost its description, which is recovered from the seals", self.path)
                 # Its slot numbers may be those of another layout.
                 _unlink_all(directory.folder, "manifest.*")
             elif not quota.make_room(journal_bytes(slots)):
@@ -176,7 +176,7 @@ class Shard:
             erased = erasing.result()
             if erased is not None:
                 rows, young = erased
-                # The slot may hold bytes of a row that was deleted, and its key stand in another slot.
+                # The slot may hold bytes of a row that was deleted, and its key be in another slot.
                 gone = [Entry(GONE, row.key, 0) for row in rows if self.journal.holds(row.slot, row.key)]
                 for slot in self.erasing.difference(row.slot for row in young):
                     self.journal.mark_erased(slot)
@@ -224,7 +224,7 @@ class Shard:
 
     def log_corrupt(self, slot: int, verdict: str) -> None:
         """A row did not verify."""
-        self._log_once.report("corrupt", f"{self.path}: slot {slot} is not the row that it should be ({verdict})")
+        self._log_once.report("corrupt", f"{self.path}: slot {slot} is not the expected row ({verdict})")
 
     def _check(self) -> str:
         """On the health monitor's thread: a problem of any of the files, or ""."""

@@ -1,6 +1,6 @@
 """Slab files: the slots of one shard, in files of about 1 GiB that grow by extents when slots are first used.
 
-Slot s stands in slab s // slots_per_slab at (s % slots_per_slab) * row_bytes. What a file's size covers is allocated,
+Slot s is in slab s // slots_per_slab at (s % slots_per_slab) * row_bytes. What a file's size covers is allocated,
 nothing beyond it is.
 """
 
