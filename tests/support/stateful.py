@@ -252,5 +252,5 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self.simulation.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "simulation"):
             self.simulation.quiesce()
