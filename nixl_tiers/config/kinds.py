@@ -30,21 +30,20 @@ def class_of(kind: object) -> type[CpuConfig | StorageConfig]:
     if isinstance(kind, str) and kind in BUILT_IN:
         return BUILT_IN[kind]
     named = shown(kind)
+    found: object = None
     try:
         if isinstance(kind, str) and _OBJECT.fullmatch(kind):
             named = f'"{kind}"'
             found = import_object(kind)
         elif isinstance(kind, str) and (registered := tuple(entry_points(group=GROUP, name=kind))):
             found = registered[0].load()
-        else:
-            raise ValueError(
-                f'must be "cpu", "file" or "s3", not {named}; the type of a third-party tier is '
-                f'"package.module:Class", or a name that an installed package registers under {GROUP}'
-            )
-    except ValueError:
-        raise
     except Exception as error:  # noqa: BLE001 - importing runs any code
         raise ValueError(f"{named} cannot be imported ({in_one_line(error)})") from None
+    if found is None:
+        raise ValueError(
+            f'must be "cpu", "file" or "s3", not {named}; the type of a third-party tier is '
+            f'"package.module:Class", or a name that an installed package registers under {GROUP}'
+        )
     if not isinstance(found, type) or not issubclass(found, StorageConfig):
         raise ValueError(f"{named} is not a class that derives from {StorageConfig.__module__}.StorageConfig")
     return found

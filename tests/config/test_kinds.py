@@ -44,6 +44,7 @@ TAPE = {"type": "tape_of_tests:TapeConfig", "capacity": "1TiB", "drive": 3}
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tape_of_tests.py").write_text(MODULE)
     (tmp_path / "broken_of_tests.py").write_text("raise ZeroDivisionError('two\\nlines')\n")
+    (tmp_path / "misconfigured_of_tests.py").write_text("raise ValueError('two\\nlines')\n")
     about = tmp_path / "tape-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tape\nVersion: 1\n")
@@ -85,6 +86,8 @@ def test_capabilities_have_safe_defaults() -> None:
          'type: "nowhere.to.be:Found" cannot be imported (ModuleNotFoundError: No module named \'nowhere\')'),
         ({"type": "broken_of_tests:X"},
          'type: "broken_of_tests:X" cannot be imported (ZeroDivisionError: two lines)'),
+        ({"type": "misconfigured_of_tests:X"},
+         'type: "misconfigured_of_tests:X" cannot be imported (ValueError: two lines)'),
         ({"type": "tape_of_tests:Nothing"}, 'type: "tape_of_tests:Nothing" cannot be imported (AttributeError: '),
         ({"type": "gone"}, 'type: "gone" cannot be imported (AttributeError: '),
         ({"type": "tape_of_tests:NoConfig"},
