@@ -22,16 +22,26 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nixl-tiers", description="KV cache beyond GPU memory.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    config = commands.add_parser("config", help="check a configuration and say what it means", epilog=_CODES)
+    config = commands.add_parser(
+        "config",
+        help="check a configuration and say what it means",
+        description="Check a configuration, and print every field with its value and warnings about likely mistakes.",
+        epilog=_CODES,
+    )
     config.add_argument(
         "file", help="a .json, .yaml or .yml file, or JSON text; may be what --kv-transfer-config takes"
     )
 
-    demo = commands.add_parser("demo", help="a real vLLM server, and a hit from every tier")
+    demo = commands.add_parser(
+        "demo",
+        help="a real vLLM server, and a hit from every tier",
+        description="Start a vLLM server on a small model and time one prompt: computed, then a hit from every tier.",
+    )
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go (default: demo-out)")
     demo.add_argument("--prompt-tokens", type=int, default=6032, help="length of the prompt (default: 6032)")
 
-    commands.add_parser("doctor", help="what this machine has for copies between GPU and host")
+    doctor = "what this machine has for copies between GPU and host"
+    commands.add_parser("doctor", help=doctor, description=f"Show {doctor}.")
 
     return parser
 

@@ -41,8 +41,8 @@ WriteField = Annotated[
     Write,
     BeforeValidator(fields.write_policy),
     Field(
-        description="`through`: every chunk is written; `on_evict`: when the tier above evicts it (write-back); "
-        "`off`: read only"
+        description="`through`: every chunk is written (write-through); `on_evict`: when the tier above evicts "
+        "it (write-back); `off`: read only"
     ),
 ]
 Age = Annotated[
