@@ -163,9 +163,12 @@ class RowFileTier(StorageTier):
         yield from self._in_batches(served, (Entry(GONE, key, 0) for key in lost))
 
     def maintain(self) -> Iterator[list[Entry]]:
-        """Begin to delete what is too old, when it is time: the next listing finds out what is gone."""
+        """Begin to delete what is too old, when it is time: the next listing finds out what is gone. A reader deletes
+        nothing."""
         age_s, now = self._config.max_age, self._directory.server_time.now_s()
-        if age_s is not None and self._sweeping.done() and abs(now - self._swept_at_s) >= sweep_s(age_s):
+        if age_s is None or self._config.write == "off" or not self._sweeping.done():
+            return iter(())
+        if abs(now - self._swept_at_s) >= sweep_s(age_s):
             self._swept_at_s = now
             self._sweeping = self._sweeper.submit(self._evictor.expire, now, age_s)
         return iter(())

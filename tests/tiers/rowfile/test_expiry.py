@@ -59,8 +59,7 @@ def open_tier(
 def listing(tier: RowFileTier) -> list[Entry]:
     """The entries of a listing, and of the one after the sweep."""
     entries = [entry for batch in tier.list_rows() for entry in batch]
-    if tier.maintain_s is not None:
-        assert list(tier.maintain()) == []
+    assert list(tier.maintain()) == []
     assert wait_until(tier._sweeping.done)
     return entries + [entry for batch in tier.list_rows() for entry in batch]
 
