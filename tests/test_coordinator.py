@@ -127,7 +127,7 @@ def test_a_load_that_fails_late_is_a_miss_and_its_bytes_are_not_used(tmp_path: P
         assert all(get(store, keys_of(2000, 2000 + HOST_ROWS // 2)))
 
 
-def test_movers_are_told_which_variables_hold_secrets() -> None:
+def test_movers_receive_the_names_of_variables_that_hold_secrets() -> None:
     s3 = {"type": "s3", "bucket": "kv-cache", "capacity": "1GiB", "access_key_env": "KV_A", "secret_key_env": "KV_B"}
     inner = {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": s3 | {"prefix": "other"}, "plan": {}}
     cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}

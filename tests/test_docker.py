@@ -1,4 +1,4 @@
-"""The files in docker/: what they start is what the documents say, as far as it can be seen without Docker."""
+"""The files in docker/: they start what the documents describe, as far as can be tested without Docker."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def client_of(ports: dict[str, int], secret_key: str) -> Any:
     )
 
 
-def test_there_is_the_bucket_for_whoever_has_the_keys(running: dict[str, int]) -> None:
+def test_bucket_exists_and_needs_the_keys(running: dict[str, int]) -> None:
     client = client_of(running, SECRET_KEY)
 
     def there() -> bool:

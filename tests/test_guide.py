@@ -72,20 +72,20 @@ def test_defaults_in_the_readme_are_those_of_the_schema() -> None:
             assert field.default in (None, "")
 
 
-def test_every_field_stands_in_the_readme_or_the_guide() -> None:
+def test_every_field_is_in_the_readme_or_the_guide() -> None:
     listed = set(re.findall(r"[`{ ](\w+)[`:]", "\n".join(page.read_text() for page in PAGES)))
     for model in (CpuConfig, *MODELS.values()):
         assert set(model.model_fields) <= listed
 
 
 def quotes() -> Iterator[str]:
-    """The pieces between the `...` of all that stands as code in the first column of tables in troubleshooting."""
+    """The pieces between the `...` of all that is code in the first column of tables in troubleshooting."""
     for cell in re.findall(r"^\| (.*?) \|", (GUIDE / "troubleshooting.md").read_text(), re.MULTILINE):
         for quote in re.findall(r"`([^`]+)`", cell):
             yield from filter(None, (piece.strip() for piece in quote.split("...")))
 
 
-def test_every_line_that_troubleshooting_quotes_stands_in_the_code() -> None:
+def test_every_line_that_troubleshooting_quotes_is_in_the_code() -> None:
     trees = [ast.parse(path.read_text()) for path in (ROOT / "nixl_tiers").rglob("*.py")]
     texts = [
         node.value
@@ -94,8 +94,8 @@ def test_every_line_that_troubleshooting_quotes_stands_in_the_code() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     fields = [field for model in (CpuConfig, *MODELS.values()) for field in model.model_fields]
-    said = "\n".join([*texts, *fields, *map(os.strerror, errno.errorcode)])
+    known = "\n".join([*texts, *fields, *map(os.strerror, errno.errorcode)])
     found = list(quotes())
     assert len(found) > 80
     # A metric is declared without what Prometheus adds to it.
-    assert [quote for quote in found if re.sub(r"_total(\{.*\})?$", "", quote) not in said] == []
+    assert [quote for quote in found if re.sub(r"_total(\{.*\})?$", "", quote) not in known] == []

@@ -18,7 +18,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict, missing_of
 from nixl_tiers.tiers.base import Entry, Move, StorageTier, TierDown
 
-PATIENCE_S: Final = 120.0
+TIMEOUT_S: Final = 120.0
 CAPACITY_BYTES: Final = 48 << 20
 NAMESPACE: Final = bytes(range(16))
 _POLL_S: Final = 0.0003  # as a mover does
@@ -139,7 +139,7 @@ class Rig:
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:
         """Serve a namespace, as soon as the tier is not down; returns the rows that it lists, by slot."""
         self.namespace, self.epoch = namespace, epoch
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 self.slots = self.tier.open(namespace, epoch)
@@ -154,7 +154,7 @@ class Rig:
 
     def list_rows(self) -> dict[int, Key]:
         entries: list[Entry] = []
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         for batch in self.tier.list_rows():
             entries += batch
             if not batch:
@@ -226,13 +226,13 @@ class Rig:
         self.until(lambda: not self._flying and not self.tier.busy, "the tier to be idle")
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Poll until `condition` holds. Raises AssertionError naming `what` after PATIENCE_S."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Poll until `condition` holds. Raises AssertionError naming `what` after TIMEOUT_S."""
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             self._poll()
             if condition():
                 return
-            assert time.monotonic() < deadline, f"still waiting for {what} after {PATIENCE_S:g} s"
+            assert time.monotonic() < deadline, f"still waiting for {what} after {TIMEOUT_S:g} s"
             time.sleep(_POLL_S)
 
     def take_row(self) -> int:

@@ -21,9 +21,9 @@ def test_missing_gpu_is_reported(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "open_driver", no_driver)
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "copies in host memory: " in said
-    assert "GPU: there is no CUDA driver here: it was hidden\n" in said
+    output = capsys.readouterr().out
+    assert "copies in host memory: " in output
+    assert "GPU: there is no CUDA driver here: it was hidden\n" in output
 
 
 def test_cached_measurements_are_shown(
@@ -42,7 +42,7 @@ def test_cached_measurements_are_shown(
     (folder / "choice-2.json").write_text("{")
     (folder / "choice-3.json").write_text('{"seconds": 7}')
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "measured on A GPU, driver 13000 (choice-1.json):" in said
-    assert "  store, group 0, 16 blocks: staged (staged 1 us, copy_engine 2 us)" in said
-    assert "it cannot be read, and is measured again" in said
+    output = capsys.readouterr().out
+    assert "measured on A GPU, driver 13000 (choice-1.json):" in output
+    assert "  store, group 0, 16 blocks: staged (staged 1 us, copy_engine 2 us)" in output
+    assert "it cannot be read, and is measured again" in output

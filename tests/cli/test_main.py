@@ -47,7 +47,7 @@ def test_every_set_field_is_shown(
     for name in ("KV_ACCESS", "KV_SECRET", "KV_SESSION"):
         monkeypatch.setenv(name, "x")
     (tmp_path / "ca").write_text("")
-    told: dict[str, dict[str, object]] = {
+    fields: dict[str, dict[str, object]] = {
         "cpu": {"type": "cpu", "capacity": "64GiB", "eviction": "arc"},
         "file": {
             "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "files", "backend": "posix",
@@ -64,10 +64,10 @@ def test_every_set_field_is_shown(
         "model_id": "llama@3", "salt": "pepper", "lora_storage": True, "on_reset": "keep", "wait_s": "2m",
         "probe_s": "300ms", "flush_on_exit_s": "17s", "ready_s": "7s", "replicas": 5,
     }  # fmt: skip
-    shown = _shown(told, top, capsys)
+    shown = _shown(fields, top, capsys)
     others = {"64GiB": "64 GiB (68719476736 bytes)", "1TiB": "1 TiB (1099511627776 bytes)"}
     others |= {"10TiB": "10 TiB (10995116277760 bytes)", "True": "true", "None": "none"}
-    for kind, block in {**told, "all": top}.items():
+    for kind, block in {**fields, "all": top}.items():
         for name in block.keys() - {"type"}:
             expected = others.get(str(block[name]), str(block[name]))
             assert shown[kind][name].split(": ")[0] == expected.split(": ")[0], name
@@ -107,9 +107,9 @@ def _shown(
 def test_warnings_come_last_and_exit_code_is_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {{type: file, path: {tmp_path}, capacity: 1Ti}}]")
     assert cli.main(["config", str(file)]) == 0
-    told = capsys.readouterr()
-    assert told.out.splitlines()[-1].startswith("warning: tiers[0].capacity: 64 B holds no chunk")
-    assert told.err == ""
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1].startswith("warning: tiers[0].capacity: 64 B holds no chunk")
+    assert output.err == ""
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_invalid_configuration_is_refused_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
 ) -> None:
     assert cli.main(["config", str(write(tmp_path, text))]) == cli.BAD_INPUT
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert sentence in told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert sentence in output.err
 
 
 @pytest.mark.parametrize("write_policy", Write)

@@ -375,7 +375,7 @@ def test_path_that_is_not_a_directory_is_refused(tmp_path: Path, create: bool) -
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="root may write everywhere")
 def test_unwritable_directory_is_refused(tmp_path: Path) -> None:
-    # Root ignores permission bits, so it meets a file system that nobody can write to.
+    # Root ignores permission bits, so it gets a file system where no directory can be created.
     path = Path("/proc/sys/kv") if os.geteuid() == 0 else tmp_path / "locked"
     if os.geteuid() != 0:
         path.mkdir(mode=0o500)

@@ -65,9 +65,9 @@ def test_plausible_configuration_has_no_warning(tiers: tuple[dict[str, Any], ...
     ],
 )  # fmt: skip
 def test_mistakes_are_warned_about(tiers: tuple[dict[str, Any], ...], starts: list[str]) -> None:
-    told = warned(*tiers)
-    assert len(told) == len(starts), told
-    for line, start in zip(told, starts, strict=True):
+    lines = warned(*tiers)
+    assert len(lines) == len(starts), lines
+    for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start)
         assert "\n" not in line
 
@@ -90,12 +90,12 @@ def test_mistakes_are_warned_about(tiers: tuple[dict[str, Any], ...], starts: li
 @pytest.mark.parametrize("prefix", ["nixl-tiers", "nixl-tiers/deeper"])
 def test_same_bucket_by_two_endpoints_is_warned_about(one: str | None, other: str, prefix: str) -> None:
     for first, second in ((one, other), (other, one)):
-        told = warned(CPU, S3 | {"endpoint": first}, S3 | {"endpoint": second, "prefix": prefix})
+        lines = warned(CPU, S3 | {"endpoint": first}, S3 | {"endpoint": second, "prefix": prefix})
         assert (
-            sum(line.startswith("tiers[2].endpoint: is another name for the server of tiers[1]") for line in told) == 1
+            sum(line.startswith("tiers[2].endpoint: is another name for the server of tiers[1]") for line in lines) == 1
         )
         assert warned(CPU, S3 | {"endpoint": first}, S3 | {"endpoint": second, "prefix": "other"}) == [
-            line for line in told if "names the bucket" in line
+            line for line in lines if "names the bucket" in line
         ]
 
 
@@ -116,7 +116,7 @@ def test_memory_path_is_found_through_links_and_before_it_exists(
 ) -> None:
     (tmp_path / "link").symlink_to("/dev/shm")
     assert here(FILE | {"path": str(tmp_path / "link" / "kv")}) == [f"tiers[1].path: {tmp_path}/link/kv is {MEMORY}"]
-    assert here(FILE | {"path": "/dev/shm/kv"}) == [], "that is told by the path alone"
+    assert here(FILE | {"path": "/dev/shm/kv"}) == [], "known by the path alone"
     status = tmp_path.stat()
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     place = tmp_path / "not" / "yet"
@@ -167,12 +167,12 @@ def test_missing_profile_is_warned_about(
 
 
 def test_user_without_home_has_no_profile(monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]) -> None:
-    def nobody(_: int) -> None:
+    def no_user(_: int) -> None:
         raise KeyError("as for a user that only its container knows")
 
     for variable in ("HOME", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setattr("pwd.getpwuid", no_user)
     sentence = 'tiers[1].profile: there is no profile "kv" in ~/.aws/config nor ~/.aws/credentials'
     assert here(S3 | {"profile": "kv"}) == [sentence]
 

@@ -1,4 +1,4 @@
-/* Preloaded into a mover: injects faults into its disk I/O and its clock, as a control page says.
+/* Preloaded into a mover: injects faults into its disk I/O and its clock, as a control page specifies.
  *
  * Only files below FAULT_PATH are affected. The page is shared with the test, which may change it at any time.
  * NIXL's Linux AIO is intercepted where results are fetched: the I/O was done, but is reported as failed, or late. */

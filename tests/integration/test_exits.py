@@ -193,7 +193,7 @@ CASES = [
 
 @pytest.fixture
 def black_hole() -> Iterator[str]:
-    """An endpoint that takes connections and never says a word."""
+    """An endpoint that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 

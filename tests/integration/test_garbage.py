@@ -48,7 +48,7 @@ from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 60_000)
 ROWS = 16
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 FINISHED = encode(Finished(1, bytes(64), 0.1))
 NOISE = random.Random(1).randbytes
 FROM_MOVERS = {
@@ -106,9 +106,9 @@ def test_a_mover_that_sends_an_invalid_packet_is_replaced(store: TieredStore, tm
     for number, name in enumerate(names, 1):
         (tmp_path / "packet").write_bytes(FROM_MOVERS[name])
         (tmp_path / "packet").rename(tmp_path / "packets" / "packet")
-        until(lambda number=number: stats(store)["kills"] == number, f"the end of a mover that said {name}", PATIENCE_S)
+        until(lambda number=number: stats(store)["kills"] == number, f"the end of a mover that sent {name}", TIMEOUT_S)
         lives_on(store, keys, deaths=number)
-    until(lambda: ResourceCount.take().fds <= fds, "descriptors to be closed", PATIENCE_S)
+    until(lambda: ResourceCount.take().fds <= fds, "descriptors to be closed", TIMEOUT_S)
 
 
 @pytest.mark.parametrize("names", some(TO_MOVERS))
@@ -118,7 +118,7 @@ def test_a_mover_that_gets_an_invalid_packet_exits_and_is_replaced(store: Tiered
         mover = store.coordinator._link.supervisor._movers[0]
         assert mover is not None
         mover.socket.send(TO_MOVERS[name])
-        until(lambda number=number: stats(store)["deaths"] == number, f"its end, after {name}", PATIENCE_S)
+        until(lambda number=number: stats(store)["deaths"] == number, f"its end, after {name}", TIMEOUT_S)
         lives_on(store, keys, deaths=number)
     assert stats(store)["kills"] == 0
 
@@ -128,10 +128,10 @@ def stats(store: TieredStore) -> dict[str, float]:
 
 
 def stored(store: TieredStore) -> list[bytes]:
-    until(lambda: stats(store)["up"], "the tier", PATIENCE_S)
+    until(lambda: stats(store)["up"], "the tier", TIMEOUT_S)
     keys = [b"key-%d" % n for n in range(2 * ROWS)]
     assert put(store, keys) == len(keys)
-    assert store.flush(PATIENCE_S)
+    assert store.flush(TIMEOUT_S)
     return keys
 
 
@@ -144,7 +144,7 @@ def lives_on(store: TieredStore, keys: list[bytes], deaths: int) -> None:
         return sum(hits) > ROWS
 
     assert not get(store, keys)[1]
-    until(comes_back, "more than the host holds", PATIENCE_S)
+    until(comes_back, "more than the host holds", TIMEOUT_S)
     assert stats(store)["deaths"] == deaths
 
 
@@ -180,10 +180,10 @@ def test_no_message_of_a_mover_loses_a_row_or_gives_it_two_owners(events: list[A
     try:
         for number, event in enumerate(events):
             if not isinstance(event, tuple):
-                hear(coordinator, event)
+                receive(coordinator, event)
             elif event[0] == "open":
-                hear(coordinator, Opened(0, 64))
-                hear(coordinator, Listed(0, [], last=True))
+                receive(coordinator, Opened(0, 64))
+                receive(coordinator, Listed(0, [], last=True))
             else:
                 what, first, count = event
                 act(
@@ -197,7 +197,7 @@ def test_no_message_of_a_mover_loses_a_row_or_gives_it_two_owners(events: list[A
         region.close()
 
 
-def hear(coordinator: Coordinator, message: ToCoordinator) -> None:
+def receive(coordinator: Coordinator, message: ToCoordinator) -> None:
     """As the supervisor does: what does not decode, or cannot be applied, is the end of its mover."""
     try:
         coordinator._link.on_message(0, decode_to_coordinator(encode(message)))

@@ -40,7 +40,7 @@ SIZE = 16 << 10
 ROW = 20 << 10  # with its seal
 HOST_ROWS, MOST_ROWS, KEYS = 30, 60, 150  # so that the load never stops storing, loading and evicting
 STEPS = 40  # of the load, at most before a kill
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 FILES_BYTES = MARGIN_BYTES + (FANOUT + 3) * PAGE + MOST_ROWS * (ROW + NAME_BYTES)
 OFFERED = MOST_ROWS - MOST_ROWS // 16  # of a full directory of files: the rest is left to what is to be stored
 Tier = dict[str, Any]
@@ -76,16 +76,16 @@ def check(store: nixl_tiers.TieredStore, tier: Tier, held: int) -> int:
     """Check a store that was just opened on a medium that holds so many rows; returns how many its storage tier has.
     -1: the number on the medium is not known from outside."""
     name = name_of(tier)
-    until(lambda: store.stats()[name]["up"] == 1.0, "the tier", timeout_s=PATIENCE_S)
+    until(lambda: store.stats()[name]["up"] == 1.0, "the tier", timeout_s=TIMEOUT_S)
     rows = int(store.stats()[name]["rows"])
     assert held < 0 or rows == (min(held, OFFERED) if tier.get("layout") == "files" else held)
     # Nothing is stored meanwhile; on a busy machine a load may come too late, and is tried again.
     what = f"each of {rows} rows that are accounted for to be a hit"
-    until(lambda: hits_of(store, list(range(KEYS))) == rows, what, timeout_s=PATIENCE_S)
+    until(lambda: hits_of(store, list(range(KEYS))) == rows, what, timeout_s=TIMEOUT_S)
     assert store.stats()[name]["corrupt"] == 0
     if tier.get("layout") == "files":
         written = Path(tier["path"]) / INCOMING
-        until(lambda: not list(written.iterdir()), "what was being written to be swept", timeout_s=PATIENCE_S)
+        until(lambda: not list(written.iterdir()), "what was being written to be swept", timeout_s=TIMEOUT_S)
     return rows
 
 
@@ -114,15 +114,15 @@ def live(tier: Tier, env: dict[str, str], held: int, seed: int, talk: Connection
         raise
 
 
-def hear(talk: Connection, topic: str, wanted: Callable[[int], bool] = lambda _: True) -> int:
-    """The next thing of its kind that the engine says, passing over others. AssertionError with its complaint."""
-    deadline = time.monotonic() + 3 * PATIENCE_S  # it has its own
-    while time.monotonic() < deadline and talk.poll(3 * PATIENCE_S):
-        said, value = talk.recv()
-        assert said != "error", value
-        if said == topic and wanted(value):
+def receive(talk: Connection, topic: str, wanted: Callable[[int], bool] = lambda _: True) -> int:
+    """The value of the next message of this topic from the engine. AssertionError if it reports an error."""
+    deadline = time.monotonic() + 3 * TIMEOUT_S  # it has its own
+    while time.monotonic() < deadline and talk.poll(3 * TIMEOUT_S):
+        got, value = talk.recv()
+        assert got != "error", value
+        if got == topic and wanted(value):
             return int(value)
-    raise AssertionError(f"the engine says nothing of its {topic}")
+    raise AssertionError(f"no {topic} from the engine")
 
 
 class Medium:
@@ -133,9 +133,9 @@ class Medium:
         self._server = server
 
     def settle(self) -> None:
-        """Wait until the server has answered what the dead have asked of it."""
+        """Wait until the server has answered the requests of killed processes."""
         if self._server is not None:
-            until(lambda: not self._hung_up(), "the server to end what was asked of it", timeout_s=PATIENCE_S)
+            until(lambda: not self._hung_up(), "the server to end its requests", timeout_s=TIMEOUT_S)
 
     def _hung_up(self) -> bool:
         """Whether a connection to the server was closed by its client, and not by the server yet."""
@@ -191,25 +191,25 @@ def test_after_a_kill_at_any_moment_rows_are_intact_and_accounted_for(medium: Me
         coordinator.start()
         theirs.close()
         try:
-            rows.append(hear(ours, "rows"))
+            rows.append(receive(ours, "rows"))
             moment = draw.randrange(STEPS)
-            hear(ours, "step", lambda step, moment=moment: step >= moment)
+            receive(ours, "step", lambda step, moment=moment: step >= moment)
             time.sleep(draw.uniform(0.0, 0.05))  # no step's beginning or end
             killed = set(processes_with_mark(mark)) if victim != "engine" else set()
             for mover in killed:
                 with suppress(ProcessLookupError):
                     os.kill(mover, signal.SIGKILL)
             if victim == "mover":  # the engine goes on with another one, and with true hits
-                hear(ours, "mover", lambda mover, killed=killed: mover not in killed)
-                moment = hear(ours, "step") + draw.randrange(STEPS)
-                hear(ours, "step", lambda step, moment=moment: step >= moment)
+                receive(ours, "mover", lambda mover, killed=killed: mover not in killed)
+                moment = receive(ours, "step") + draw.randrange(STEPS)
+                receive(ours, "step", lambda step, moment=moment: step >= moment)
         finally:
             movers = ProcessWatch(processes_with_mark(mark))
             coordinator.kill()
             coordinator.join()
             ours.close()
-        assert movers.wait_for_exit(PATIENCE_S), "an orphaned mover stays"
-        until(lambda: not processes_with_mark(mark), f"{processes_with_mark(mark)} to end", timeout_s=PATIENCE_S)
+        assert movers.wait_for_exit(TIMEOUT_S), "an orphaned mover stays"
+        until(lambda: not processes_with_mark(mark), f"{processes_with_mark(mark)} to end", timeout_s=TIMEOUT_S)
         medium.settle()
         assert medium.nbytes() <= tier["capacity"]
     with open_store(tier) as store:

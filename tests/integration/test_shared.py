@@ -30,7 +30,7 @@ def test_another_engine_hits_stored_rows_unless_the_salt_differs(tmp_path: Path)
         check(b, keys, rows)
         assert b.stats()["file"]["hits"] >= 80
         assert b.stats()["file"]["corrupt"] == 0
-        # And back, and what has gone is a miss for everybody.
+        # And back, and what was deleted is a miss for both.
         more, more_rows = chunks(10, 64 * KIB, seed=1)
         assert b.put(more, more_rows) == 10
         assert b.flush(300)

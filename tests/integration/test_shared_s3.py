@@ -14,7 +14,7 @@ from tests.integration.test_round_trips import KIB, MIB, check, chunks
 from tests.support.waiting import until, until_up
 
 # Movers look again every 30 s, and upload only what a listing after their start has left room for.
-PATIENCE_S = 400.0
+TIMEOUT_S = 400.0
 
 
 def test_another_engine_hits_stored_rows_unless_the_salt_differs(
@@ -51,13 +51,13 @@ def test_another_engine_hits_stored_rows_unless_the_salt_differs(
             a.put(fresh, its_row)
             return a.flush(10) and a.stats()["s3"]["rows"] > 0
 
-        until(uploads, "the account of the prefix", timeout_s=PATIENCE_S)
+        until(uploads, "the account of the prefix", timeout_s=TIMEOUT_S)
         held = int(a.stats()["s3"]["rows"])
         assert a.put(keys, rows) == 24
         assert a.flush(300)
         assert a.stats()["s3"]["rows"] == held + 24
         # Nothing waits for a listing: existence checks find unknown keys. A busy server may be too late the first time.
-        until(lambda: all(b.get(keys, np.zeros_like(rows))), "what the other has stored", timeout_s=PATIENCE_S)
+        until(lambda: all(b.get(keys, np.zeros_like(rows))), "what the other has stored", timeout_s=TIMEOUT_S)
         check(b, keys, rows)
         assert b.stats()["s3"]["probes"] > 0
         assert b.stats()["s3"]["corrupt"] == 0

@@ -98,10 +98,10 @@ def test_rows_are_hits_after_a_restart_and_the_implementation_stays_in_the_mover
 ) -> None:
     ended = run(site, tmp_path, "-c", PROGRAM, file)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["stats"]["hits"] >= 24, "host memory holds 8 at most"
-    assert told["stats"]["corrupt"] == told["stats"]["failed"] == 0
-    modules = set(told["modules"])
+    report = json.loads(ended.stdout.splitlines()[-1])
+    assert report["stats"]["hits"] >= 24, "host memory holds 8 at most"
+    assert report["stats"]["corrupt"] == report["stats"]["failed"] == 0
+    modules = set(report["modules"])
     assert "shelf_tier.config" in modules
     assert not {"shelf_tier.tier", "boto3", "botocore", "nixl", "nixl_tiers.tiers.nixl_agent"} & modules
 

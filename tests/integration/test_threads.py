@@ -19,7 +19,7 @@ from tests.support.waiting import until_up
 
 SIZE = 4 << 10
 ROWS = 32
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ class HeldUp:
 
     def put(self, key: bytes) -> Future[int]:
         future = self._others.submit(put, self._store, key)
-        assert self._filled.acquire(timeout=PATIENCE_S)
+        assert self._filled.acquire(timeout=TIMEOUT_S)
         return future
 
     def marked(self, region: HostRegion, rows: Any, *arguments: Any) -> None:
         if bytes(region.rows_view[rows[0], :4]) == b"slow":
             self._filled.release()
-            assert self.go_on.wait(PATIENCE_S)
+            assert self.go_on.wait(TIMEOUT_S)
         mark(region, rows, *arguments)
 
 
@@ -89,7 +89,7 @@ def test_a_row_being_filled_is_not_reused_after_a_reset(store: nixl_tiers.Tiered
     assert put(store, b"the first to end after the reset") == 1
     assert host_rows_in_use(store) == 2, "the row that is still being filled was given back"
     held_up.go_on.set()
-    assert before.result(PATIENCE_S) == 0  # it cannot be found when put returns
+    assert before.result(TIMEOUT_S) == 0  # it cannot be found when put returns
     assert not holds(store, b"slow")
     assert holds(store, b"the first to end after the reset")
     assert host_rows_in_use(store) == 1
@@ -103,10 +103,10 @@ def test_a_put_before_a_reset_does_not_end_a_later_put_of_the_same_key(
     first, held_up.go_on = held_up.go_on, threading.Event()
     after = held_up.put(b"slow")
     first.set()
-    assert before.result(PATIENCE_S) == 0
+    assert before.result(TIMEOUT_S) == 0
     assert host_rows_in_use(store) == 1, "the row that the second put fills was given back by the first one's end"
     held_up.go_on.set()
-    assert after.result(PATIENCE_S) == 1
+    assert after.result(TIMEOUT_S) == 1
     assert holds(store, b"slow")
     assert host_rows_in_use(store) == 1
 
@@ -140,7 +140,7 @@ def test_concurrent_resets_puts_and_gets_give_no_wrong_byte_and_leak_no_row(
                 put(store, key)
     finally:
         done.set()
-    assert sum(thread.result(PATIENCE_S) for thread in threads) > 0
+    assert sum(thread.result(TIMEOUT_S) for thread in threads) > 0
     store.reset()
     assert host_rows_in_use(store) == 0
     keys = [b"after-%d" % n for n in range(ROWS)]
@@ -166,10 +166,10 @@ def test_of_two_concurrent_resets_the_last_one_is_sent_last(
         until_up(store)
         monkeypatch.setattr(Supervisor, "reopen", held_up)
         resets = [others.submit(store.reset)]
-        assert first.wait(PATIENCE_S)
+        assert first.wait(TIMEOUT_S)
         resets.append(others.submit(lambda: (store.reset(), second_done.set())))
         for reset in resets:
-            reset.result(PATIENCE_S)
+            reset.result(TIMEOUT_S)
         until_up(store)
 
 

@@ -14,28 +14,28 @@ from nixl_tiers.memory.region import RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
 
 
-def say(*words: object) -> None:
+def send(*words: object) -> None:
     print(*words, flush=True)
 
 
 def main() -> None:
     name, cells, cell_payload, sub_blocks, rows, processes, timeout_s = sys.argv[1:]
-    say("ready")
+    send("ready")
     sys.stdin.readline()
     try:
         geometry = Geometry(int(cells), int(cell_payload), int(sub_blocks))
         region = rendezvous(name, geometry, int(rows), int(processes), float(timeout_s))
     except RegionError as error:
-        say("refused", error)
+        send("refused", error)
         return
-    say("joined", region.identity.hex())
+    send("joined", region.identity.hex())
     for line in sys.stdin:
         match line.split():
             case ["write", row, byte]:
                 region.rows_view[int(row)] = int(byte)
-                say("done")
+                send("done")
             case ["read", row]:
-                say(*sorted(set(region.rows_view[int(row)].tolist())))
+                send(*sorted(set(region.rows_view[int(row)].tolist())))
             case ["fork"]:
                 child = os.fork()
                 if not child:
@@ -43,7 +43,7 @@ def main() -> None:
                     os.close(1)
                     time.sleep(60)
                     os._exit(0)
-                say(child)
+                send(child)
 
 
 main()

@@ -245,7 +245,7 @@ def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:
     assert made.written([0, 1], 5).tolist() == [True, True]
     assert made.missing([0, 1]).tolist() == [2, 0]
     made.mark([0, 1], 1, 5, True, np.array([MAX_MISSING, MAX_MISSING + 1]))
-    assert made.written([0, 1], 5).tolist() == [True, False], "what cannot be said is a failure"
+    assert made.written([0, 1], 5).tolist() == [True, False], "more than MAX_MISSING cannot be recorded: a failure"
     assert made.missing([0]).tolist() == [MAX_MISSING]
     assert made.missing(np.array([], np.int64)).tolist() == []
 

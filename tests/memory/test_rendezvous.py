@@ -27,7 +27,7 @@ from nixl_tiers.memory.rendezvous import address_of, rendezvous
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=4)
 ROWS = 6
-NOBODY = 65534
+NOBODY_UID = 65534
 TIMEOUT_S = 120.0
 
 
@@ -70,20 +70,20 @@ class PeerProcess:
         assert self.process.stdin
         print(line, file=self.process.stdin, flush=True)
 
-    def hear(self) -> str:
+    def read(self) -> str:
         assert self.process.stdout
         return self.process.stdout.readline().strip()
 
     def ask(self, line: str) -> str:
         self.send(line)
-        return self.hear()
+        return self.read()
 
     def start(self) -> None:
-        assert self.hear() == "ready"
+        assert self.read() == "ready"
         self.send("join")
 
     def joined(self) -> str:
-        verb, _, identity = self.hear().partition(" ")
+        verb, _, identity = self.read().partition(" ")
         assert verb == "joined", identity
         return identity
 
@@ -287,7 +287,7 @@ def test_a_refused_process_reports_the_reason(name: str, peer_process: StartPeer
     made = rendezvous(name, GEOMETRY, ROWS, 2)
     other = peer_process(name, 2, rows=ROWS + 1)
     other.start()
-    assert other.hear().startswith("refused region ")
+    assert other.read().startswith("refused region ")
     made.close()
 
 
@@ -313,11 +313,11 @@ def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str, monkeypat
     request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
     silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     silent.connect("\0" + address_of(name))
-    for says in (b"", b"nonsense", request_bytes[:-1], request_bytes):
+    for sent in (b"", b"nonsense", request_bytes[:-1], request_bytes):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as odd:
             odd.connect("\0" + address_of(name))
-            odd.send(says)
-            if says == request_bytes:  # takes the region, and dies before it says so
+            odd.send(sent)
+            if sent == request_bytes:  # takes the region, and dies before it confirms
                 _, fds, _, _ = socket.recv_fds(odd, 100, 1)
                 os.close(fds[0])
     other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
@@ -388,14 +388,14 @@ def test_a_rendezvous_needs_at_least_one_process(name: str) -> None:
         rendezvous(name, GEOMETRY, ROWS, 0)
 
 
-BE_NOBODY = f"import os, socket, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+DROP_PRIVILEGES = f"import os, socket, sys; os.setgroups([]); os.setgid({NOBODY_UID}); os.setuid({NOBODY_UID})\n"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process of another user")
 
 
 @needs_root
 def test_another_user_does_not_get_the_region(name: str) -> None:
     made = rendezvous(name, GEOMETRY, ROWS, 2)
-    program = BE_NOBODY + (
+    program = DROP_PRIVILEGES + (
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect('\\0' + sys.argv[1])\n"
         "try: s.send(bytes.fromhex(sys.argv[2])); print(socket.recv_fds(s, 100, 1)[:2])\n"
         "except OSError as error: print('hung up')"
@@ -412,7 +412,7 @@ def test_another_user_does_not_get_the_region(name: str) -> None:
 
 @needs_root
 def test_another_users_region_is_refused(name: str) -> None:
-    program = BE_NOBODY + (
+    program = DROP_PRIVILEGES + (
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('\\0' + sys.argv[1]); s.listen()\n"
         "print('bound', flush=True); sys.stdin.readline()"
     )
@@ -421,6 +421,6 @@ def test_another_users_region_is_refused(name: str) -> None:
     ) as squatter:
         assert squatter.stdout
         assert squatter.stdout.readline() == "bound\n"
-        with pytest.raises(RegionError, match=rf"process {squatter.pid} of another user \(uid {NOBODY}\)"):
+        with pytest.raises(RegionError, match=rf"process {squatter.pid} of another user \(uid {NOBODY_UID}\)"):
             rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
         squatter.kill()

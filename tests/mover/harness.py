@@ -35,7 +35,7 @@ from nixl_tiers.mover.protocol import (
 )
 from nixl_tiers.tiers.base import Entry, Move
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 NAMESPACE = bytes(range(16))
 
 
@@ -84,7 +84,7 @@ class MoverProcess:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.wait(TIMEOUT_S)
         assert self.process.stderr is not None
         self.process.stderr.close()
         self.socket.close()
@@ -94,12 +94,12 @@ class MoverProcess:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def send(self, message: ToMover) -> None:
-        self.socket.settimeout(PATIENCE_S)
+        self.socket.settimeout(TIMEOUT_S)
         self.socket.send(encode(message))
 
-    def expect(self, wanted: Callable[[ToCoordinator], bool], patience_s: float = PATIENCE_S) -> ToCoordinator:
+    def expect(self, wanted: Callable[[ToCoordinator], bool], timeout_s: float = TIMEOUT_S) -> ToCoordinator:
         """The first message that is `wanted`; others are kept for later calls, heartbeats are only counted."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         for place, message in enumerate(self._unread):
             if wanted(message):
                 return self._unread.pop(place)
@@ -179,11 +179,11 @@ class MoverProcess:
 
     def stop(self) -> None:
         self.send(Stop())
-        assert self.process.wait(PATIENCE_S) == 0
+        assert self.process.wait(TIMEOUT_S) == 0
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(PATIENCE_S)
+        self.process.wait(TIMEOUT_S)
 
     def log(self) -> str:
         """What it wrote to stderr; call it only after the mover has exited."""
@@ -202,8 +202,8 @@ def files_tier(path: Path, capacity: int) -> dict[str, object]:
 LAYOUTS = {"slabs": file_tier, "files": files_tier}
 
 
-def wait_until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + patience_s
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
             return True

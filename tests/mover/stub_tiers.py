@@ -204,8 +204,8 @@ class HangsWithInterpreterLock(InstantTier):
 
 
 class PrefilledTier(InstantTier):
-    """Holds `rows` rows, row n in slot n, and `more` that it lists later. Appends the rows that it is told to delete to
-    the file `dropped`."""
+    """Holds `rows` rows, row n in slot n, and `more` that it lists later. Appends rows that it is to delete to the file
+    `dropped`."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
         return self.config.slots

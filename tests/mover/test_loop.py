@@ -125,7 +125,7 @@ def test_a_coordinator_that_does_not_read_loses_no_result(tmp_path: Path) -> Non
 
         sender = threading.Thread(target=send)
         sender.start()
-        # Back-pressure: the mover reads no more than it can answer, so while nobody reads, the sender comes to a halt.
+        # Back-pressure: the mover reads no more than it can answer, so the sender blocks while none is read.
         assert wait_until(lambda: mover._jobs > 0 and _sender_halted(mover))
         jobs = mover._jobs
         assert jobs < enough

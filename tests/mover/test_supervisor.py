@@ -42,7 +42,7 @@ GEOMETRY = Geometry(1, 60_000)
 
 
 class Recorder:
-    """A handler that records its calls, and raises for as many messages as `raises` says."""
+    """A handler that records its calls, and raises for the next `raises` messages."""
 
     def __init__(self) -> None:
         self.received: list[ToCoordinator] = []

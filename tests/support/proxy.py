@@ -32,7 +32,7 @@ _GONE: Final = (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError,
 class FaultKind(StrEnum):
     """What goes wrong."""
 
-    REFUSED = "refused"  # connections are refused, and open ones reset: every request, whatever the fault's filters say
+    REFUSED = "refused"  # connections are refused, open ones reset; applies to every request, whatever the filters
     BLACK_HOLE = "black hole"  # connections are accepted, and no byte passes any more in either direction
     THROTTLE = "throttle"  # `bytes_per_s` in each direction
     RESET = "reset"  # RST in the middle of a body, or instead of a response without one

@@ -1,9 +1,9 @@
 /* A CUDA driver without a GPU: the calls that nixl_tiers.swap.driver makes, on host memory.
  *
- * Streams are queues whose work is done as late as CUDA allows, and in any order that CUDA allows: only when somebody waits
- * or (sometimes) asks, a random stream that may go on does one thing, copies of a batch in random order. Kernels are the
+ * Streams are queues whose work is done as late as CUDA allows, and in any order that CUDA allows: only when a caller
+ * waits or (sometimes) asks, a random stream that may go on does one thing, copies of a batch in random order. Kernels are the
  * real ones, compiled for a CPU. What a real driver would answer with an error is an error here, and what it would let pass
- * and nobody should do is counted as a violation. Freed memory is poisoned and never used again.
+ * and no caller should do is counted as a violation. Freed memory is poisoned and never used again.
  */
 #define SWAP_HOST_DEVICE "host_device.h"
 #include "../../csrc/swap.cu"
@@ -191,7 +191,7 @@ void fake_reset(unsigned seed, int version) {
     kernels.clear();
     add_kernels<480>("nixl_tiers_stage_480", nixl_tiers_stage_480, "nixl_tiers_ring_480", nixl_tiers_ring_480);
     add_kernels<3968>("nixl_tiers_stage_3968", nixl_tiers_stage_3968, "nixl_tiers_ring_3968", nixl_tiers_ring_3968);
-    now = new machine; /* the one before stays: somebody may still hold its handles */
+    now = new machine; /* the one before stays: its handles may still be in use */
     now->rng.seed(seed);
     now->version = version;
     now->streams.push_back(new stream);

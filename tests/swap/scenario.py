@@ -18,7 +18,7 @@ GUARD = 192  # bytes of engine memory before the first and after the last page t
 
 @dataclass
 class CopyScenario:
-    """`memory[i]` holds the pages of one tensor between two guards; `layers[g]` says (tensor, first byte, stride,
+    """`memory[i]` holds the pages of one tensor between two guards; `layers[g]` gives (tensor, first byte, stride,
     bytes, offset in the sub-block) for each segment of group g, in the oracle's own terms."""
 
     geometry: Geometry

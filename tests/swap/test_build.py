@@ -41,8 +41,8 @@ def build(folder: Path, *arguments: str, **environment: str) -> subprocess.Compl
 
 
 def backend(folder: Path) -> tuple[str, Path]:
-    said = subprocess.run([sys.executable, "-c", BACKEND], cwd=folder, capture_output=True, text=True, check=True)
-    name, _, path = said.stdout.strip().partition(" ")
+    ended = subprocess.run([sys.executable, "-c", BACKEND], cwd=folder, capture_output=True, text=True, check=True)
+    name, _, path = ended.stdout.strip().partition(" ")
     return name, Path(path)
 
 

@@ -106,7 +106,7 @@ def test_a_store_and_a_load_round_trip(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "blocks", "places", "says"),
+    ("group", "blocks", "places", "message"),
     [
         (0, [0, 12], [0, 1], "block 12 is out of range: there are 12"),
         (0, [0, -1], [0, 1], "block -1 is out of range"),
@@ -120,14 +120,14 @@ def test_a_store_and_a_load_round_trip(kernel: str) -> None:
     ],
 )
 def test_out_of_range_raises_before_a_byte_moves(
-    kernel: str, group: int, blocks: list[int], places: list[int], says: str
+    kernel: str, group: int, blocks: list[int], places: list[int], message: str
 ) -> None:
     rng = np.random.default_rng(5)
     scenario = scenario_of(rng, [[512] * 3], blocks=12, rows=5, sub_blocks=4)
     region, memory = scenario.region.copy(), [tensor.copy() for tensor in scenario.memory]
     swap = HostSwap(scenario.plan)
     for call in (swap.store, swap.load):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             call(group, blocks, places)
     assert_same(scenario.region, region, "region")
     for tensor, before in zip(scenario.memory, memory, strict=True):

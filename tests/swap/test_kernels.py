@@ -131,10 +131,10 @@ def test_nvcc_compiles_the_kernels_without_spilling(tmp_path: Path, arch: str) -
         pytest.skip("no nvcc here")
     flags = ["--cubin", "-std=c++17", f"-arch={arch}", "-Werror=all-warnings", "-Xptxas=-v"]
     source = str(ROOT / "csrc" / "swap.cu")
-    said = subprocess.run(
+    output = subprocess.run(
         [nvcc, *flags, "-o", str(tmp_path / "swap.cubin"), source], check=True, capture_output=True, text=True
     ).stderr
-    assert said.count("0 bytes spill stores, 0 bytes spill loads") == 2 * len(CAPACITIES)
+    assert output.count("0 bytes spill stores, 0 bytes spill loads") == 2 * len(CAPACITIES)
 
 
 @pytest.fixture(scope="module")

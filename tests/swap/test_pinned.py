@@ -79,7 +79,7 @@ def test_rows_pinned_by_others_are_not_unpinned(
 def test_partly_pinned_rows_do_not_count_as_pinned(
     pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The driver says "already" for a part too; a batch would refuse the rest, at every transfer."""
+    """The driver reports "already registered" for a part too; a batch would refuse the rest, at every transfer."""
     fake, plan, make = pin
     row, device = plan.geometry.row_bytes, Device(fake.driver, 0)
     for first, nbytes in ((0, 4096), (2 * row, row), (0, ROWS * row - 4096)):

@@ -23,7 +23,7 @@ def test_places_number_the_blocks_of_chunks_from_the_middle_of_the_first_to_the_
 
 
 @pytest.mark.parametrize(
-    ("rows", "first", "count", "says"),
+    ("rows", "first", "count", "message"),
     [
         ([0, 1], 0, 9, "9 blocks from block 0 do not fit into 2 rows"),
         ([0, 1], 2, 7, "7 blocks from block 2 do not fit"),
@@ -36,8 +36,8 @@ def test_places_number_the_blocks_of_chunks_from_the_middle_of_the_first_to_the_
         ([[0]], 0, 1, "flat array of integers"),
     ],
 )
-def test_places_outside_are_refused(rows: list[int], first: int, count: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_places_outside_are_refused(rows: list[int], first: int, count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         plan_of(Segment(0, 3000, 3000, 0)).places(rows, first, count)
 
 
@@ -89,7 +89,7 @@ def test_segments_that_differ_are_not_merged(second: Segment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("segments", "says"),
+    ("segments", "message"),
     [
         ([Segment(0, 3000, 2000, 0), Segment(0, 3000, 1001, 1999)], "segment at offset 1999: it overlaps"),
         ([Segment(0, 3000, 2000, 1001)], "ends at 3001, beyond the sub-block of 3000"),
@@ -99,8 +99,8 @@ def test_segments_that_differ_are_not_merged(second: Segment) -> None:
         ([Segment(0, 3000, 3000, 0, 0)], "it has 0 blocks"),
     ],
 )
-def test_impossible_segments_are_refused(segments: list[Segment], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_impossible_segments_are_refused(segments: list[Segment], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         plan_of(*segments)
 
 

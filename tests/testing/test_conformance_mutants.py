@@ -167,7 +167,7 @@ class Mutated(Memory):
 
 @pytest.mark.parametrize("kind", SUITE, ids=lambda kind: kind.__name__)
 def test_a_bug_is_caught(kind: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nixl_tiers.testing.medium.PATIENCE_S", 0.2)
+    monkeypatch.setattr("nixl_tiers.testing.medium.TIMEOUT_S", 0.2)
 
     def run(tier: type[MemoryTier]) -> None:
         with Rig(Mutated(kind=tier), SMALL, 40) as rig:

@@ -148,7 +148,7 @@ def test_a_switch_turns_faults_on_and_off(tmp_path: Path) -> None:
         assert set(rig.load(keys(4))) == {Outcome.OK}
 
 
-def test_a_seed_tells_all() -> None:
+def test_a_seed_determines_which_moves_fault() -> None:
     rules = (Rule(Fault.BIT_FLIP, chance=0.5), Rule(Fault.UNAVAILABLE, Way.LOAD, chance=0.5))
     moves = [(way, b"key-%d" % number, turn) for way in Way for number in range(20) for turn in range(3)]
     plan = FaultPlan(rules, seed=1)

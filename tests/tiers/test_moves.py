@@ -18,7 +18,7 @@ def moves(*rows: int) -> list[Move]:
 
 
 class Medium:
-    """Moves are as far along as a test says."""
+    """Moves progress only when a test lets them."""
 
     def __init__(self, *, limit: int = 2, unit_rows: int = 1) -> None:
         self.gates: dict[int, Future[Outcome | None]] = {}  # by row, of what has started

@@ -66,8 +66,8 @@ def main() -> int:
         sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, detokenize=False)
         (answer,) = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
         chosen = answer.outputs[0]
-        said = [step[token].logprob for token, step in zip(chosen.token_ids, chosen.logprobs, strict=True)]
-        return list(chosen.token_ids), said, answer.num_cached_tokens
+        logprobs = [step[token].logprob for token, step in zip(chosen.token_ids, chosen.logprobs, strict=True)]
+        return list(chosen.token_ids), logprobs, answer.num_cached_tokens
 
     def start(name: str, tokens: list[int]) -> None:
         """Add a request; step until its prompt is computed, and its windows have left the prompt but for the end."""
@@ -85,8 +85,8 @@ def main() -> int:
         engine.step()
     assert llm.reset_prefix_cache(), "what follows comes from host memory"
     after = ask(short)
-    for name, (tokens, said, cached) in (("before", before), ("after", after)):
-        print(f"{name}: {cached} tokens cached, tokens {tokens}, log-probabilities {[round(x, 4) for x in said]}")
+    for name, (tokens, logprobs, cached) in (("before", before), ("after", after)):
+        print(f"{name}: {cached} tokens cached, tokens {tokens}, log-probabilities {[round(x, 4) for x in logprobs]}")
     off = max(abs(a - b) for a, b in zip(before[1], after[1], strict=True))
     wrong = before[0] != after[0] or off > 1e-3
     print("WRONG" if wrong else "the same")

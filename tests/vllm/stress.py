@@ -6,9 +6,9 @@ Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": argume
 "aborts", "resets": how likely before a step, "storm": resets in the end}. Result: counts, how many host rows are lost,
 and what is wrong of which request.
 
-Requests are short, go on where others began, and have far too little KV space, so that they preempt one another. What
-a finished one said is checked by an engine without tiers, which sees prompt and answer at once, alone: each token must
-be the likeliest one after those before it, or within 1e-4 of it (a tie: with another batch, sums are made in another
+Requests are short, extend prefixes of others, and have far too little KV space, so that they preempt one another. The
+answer of each is checked by an engine without tiers, which gets prompt and answer at once, alone: each token must be
+the likeliest one after those before it, or within 1e-4 of it (a tie: with another batch, sums are made in another
 order). Its log-probability must be the same, too, which shows wrong KV that changes no token.
 """
 
@@ -132,7 +132,7 @@ def loading(scheduler: Any) -> bool:
 
 
 def storm(engine: Any, resets: int) -> None:
-    """Resets while a request's copies are under way, which vLLM up to 0.32 never says the end of."""
+    """Resets while a request's copies are in flight; vLLM up to 0.32 never reports their end."""
     from vllm import SamplingParams
 
     scheduler = engine.engine_core.engine_core.scheduler
@@ -161,8 +161,8 @@ def check(judge: Any, answers: dict[str, Any]) -> dict[str, Any]:
         known = judged.prompt_logprobs[len(prompt) :]
         right = [step[token].logprob for step, token in zip(known, tokens, strict=True)]
         behind = [max(entry.logprob for entry in step.values()) - p for step, p in zip(known, right, strict=True)]
-        said = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
-        differs = max(abs(p - q) for p, q in zip(right, said, strict=True))
+        logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+        differs = max(abs(p - q) for p, q in zip(right, logprobs, strict=True))
         if max(behind) > TIE or differs > SAME:
             wrong.append({"request": name, "prompt": len(prompt), "behind": max(behind), "differs": differs})
         else:

@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 PROMPT = [(17 * i) % 3000 + 100 for i in range(1100)]
 
 
@@ -55,9 +55,9 @@ def end(server: VllmServer, sent: signal.Signals) -> tuple[int, float, float]:
     begun = time.monotonic()
     # All of a container is killed at once; movers, in sessions of their own, are left to see it for themselves.
     (os.killpg if sent is signal.SIGKILL else os.kill)(process.pid, sent)
-    code = process.wait(PATIENCE_S)
+    code = process.wait(TIMEOUT_S)
     first_s = time.monotonic() - begun
-    assert everyone.wait_for_exit(PATIENCE_S), server.log_tail()
+    assert everyone.wait_for_exit(TIMEOUT_S), server.log_tail()
     return code, first_s, time.monotonic() - begun
 
 
@@ -82,10 +82,10 @@ def test_a_server_whose_s3_does_not_answer_exits_in_time(
             server.poke()
             return server.metrics().total("nixl_tiers:up", tier="s3") == 1
 
-        until(is_up, "the s3 tier", timeout_s=PATIENCE_S)
+        until(is_up, "the s3 tier", timeout_s=TIMEOUT_S)
         proxy.inject(ProxyFault(FaultKind.BLACK_HOLE))
         server.ask(PROMPT, 4)
-        until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "an upload to be swallowed", timeout_s=PATIENCE_S)
+        until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "an upload to be swallowed", timeout_s=TIMEOUT_S)
         assert server._process is not None
         assert any("nixl_tiers/mover" in line for line in process_tree(server._process.pid).values())
         code, on_s, on_all_s = end(server, sent)

@@ -22,7 +22,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 WAIT_S = 120.0  # of a request for storage: what an operation that waited for it would need, and more than any needs
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 PROMPT = [(17 * i) % 3000 + 100 for i in range(600)]
 FILLERS = [[(19 * i + 701 * n) % 3000 + 101 for i in range(600)] for n in range(1, 4)]
 CHUNKS = 4  # of each of them; the host has room for eight
@@ -85,9 +85,9 @@ def leave_in_s3(server: VllmServer) -> tuple[int, ...]:
         server.poke()
         return server.metrics().total(f"nixl_tiers:{name}", tier="s3")
 
-    until(lambda: now("breaker") == 0, "S3 to be in use", PATIENCE_S)
+    until(lambda: now("breaker") == 0, "S3 to be in use", TIMEOUT_S)
     answer = server.ask(PROMPT, 4)
-    until(lambda: now("rows") >= CHUNKS, "S3 to hold the prompt", PATIENCE_S)
+    until(lambda: now("rows") >= CHUNKS, "S3 to hold the prompt", TIMEOUT_S)
     for filler in FILLERS:
         server.ask(filler, 1)
     assert server.reset_prefix_cache()
@@ -104,7 +104,7 @@ def test_pausing_and_sleeping_wait_for_no_storage(server: VllmServer, proxy: Fau
         until(
             lambda before=struck: proxy.injected[FaultKind.BLACK_HOLE] > before,
             "a promotion to be under way",
-            PATIENCE_S,
+            TIMEOUT_S,
         )
         took = []
         for path in (pause, resume):
@@ -116,7 +116,7 @@ def test_pausing_and_sleeping_wait_for_no_storage(server: VllmServer, proxy: Fau
         print(f"{pause}: {took[0]:.3f} s, {resume}: {took[1]:.3f} s")
         assert sum(took) < WAIT_S / 2
         proxy.clear()
-        asking.join(WAIT_S + PATIENCE_S)
+        asking.join(WAIT_S + TIMEOUT_S)
         assert not asking.is_alive()
         if asking.answer is not None and len(asking.answer.token_ids) == len(cold):
             assert asking.answer.token_ids == cold

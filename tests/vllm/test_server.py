@@ -71,8 +71,8 @@ def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: Vll
 
     log = server._log.read_text()
     # Of each tier one line, in vLLM's format, and nothing else while all is well.
-    said = re.findall(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] nixl_tiers: (\w+ tier|the \w+ tier)", log)
-    assert said == ["cpu tier", "the file tier"]
+    lines = re.findall(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] nixl_tiers: (\w+ tier|the \w+ tier)", log)
+    assert lines == ["cpu tier", "the file tier"]
     assert f"the file tier ({tmp_path / 'kv'}, 256 MiB) is up, 0 rows found" in log
     assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
 

@@ -243,7 +243,7 @@ def test_a_store_that_cannot_be_marked_is_not_a_failed_load(
 
 
 class Slow:
-    """A swap on a device: starts copies, and ends them when the test says so."""
+    """A swap on a device: starts copies, and ends them when the test does."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

@@ -151,7 +151,7 @@ def test_no_failure_of_a_store_is_reported_to_vllm(
 def test_the_numa_node_of_the_region_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accepted: bool
 ) -> None:
-    """Many containers may not place memory, and nothing else would say why copies are slow."""
+    """Many containers may not place memory, and nothing else would show why copies are slow."""
     asked = []
     monkeypatch.setattr(worker_module, "prefer", lambda *how: asked.append(how) or accepted)
     region = HostRegion.create(Geometry(1, 4096), 2)

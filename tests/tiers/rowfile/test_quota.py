@@ -15,7 +15,7 @@ from nixl_tiers.mover.protocol import Delete, Heartbeat, Open, Refused
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
 from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
 from tests.support.disks import assert_never_exceeds, disk_bytes, tmpfs, volume_bytes
-from tests.tiers.rowfile.test_shared import mover_on, row_of, told
+from tests.tiers.rowfile.test_shared import listed_next, mover_on, row_of
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -133,7 +133,7 @@ def test_reader_deletes_nothing(tmp_path: Path) -> None:
         mover.open()
         (newest, *_) = reversed(mover.listed_rows())
         mover.send(Delete([(newest.slot, newest.key)]))
-        told(mover, 1)  # the next listing finds it again
+        listed_next(mover, 1)  # the next listing finds it again
         assert set(mover.load(range(BATCH))) == {Outcome.OK}
     assert len(list(tmp_path.rglob("*.row"))) == slots
 

@@ -36,7 +36,7 @@ def row_of(path: Path, number: int) -> Path:
     return path / NAMESPACE.hex() / f"{object_name(key_of(number))}.row"
 
 
-def told(mover: MoverProcess, count: int) -> list[Entry]:
+def listed_next(mover: MoverProcess, count: int) -> list[Entry]:
     """The next `count` entries of listings after the first."""
     entries: list[Entry] = []
     while len(entries) < count:
@@ -73,19 +73,19 @@ def test_two_movers_see_each_others_stores_and_deletions(tmp_path: Path) -> None
             mover.open()
             assert mover.listed_rows() == []
         assert set(first.store(range(20))) == {Outcome.OK}
-        assert numbers_of(told(second, 20)) == list(range(20))
+        assert numbers_of(listed_next(second, 20)) == list(range(20))
         assert set(second.load(range(20))) == {Outcome.OK}
         assert set(second.store(range(20, 30))) == {Outcome.OK}
-        assert numbers_of(told(first, 10)) == list(range(20, 30))  # but not its own rows
+        assert numbers_of(listed_next(first, 10)) == list(range(20, 30))  # but not its own rows
         assert set(first.load(range(30))) == {Outcome.OK}
         first.send(Delete([(3, key_of(3)), (25, key_of(25))]))
-        gone = told(second, 2)
+        gone = listed_next(second, 2)
         assert numbers_of(gone) == [3, 25]
         assert {entry.slot for entry in gone} == {GONE}
         assert second.load([3, 4]) == [Outcome.MISSING, Outcome.OK]
         # Either may store it again.
         assert second.store([3]) == [Outcome.OK]
-        assert numbers_of(told(first, 1)) == [3]
+        assert numbers_of(listed_next(first, 1)) == [3]
         assert first.load([3]) == [Outcome.OK]
 
 
@@ -105,7 +105,7 @@ def test_delete_leaves_rows_that_another_engine_has_used_since(tmp_path: Path) -
         assert wait_until(lambda: not row_of(tmp_path, 2).exists() and not row_of(tmp_path, 3).exists())
         assert second.load([0, 1, 2]) == [Outcome.OK, Outcome.OK, Outcome.MISSING]
         # Rows that it deleted but that are still there are listed again.
-        assert numbers_of(told(first, 2)) == [0, 1]
+        assert numbers_of(listed_next(first, 2)) == [0, 1]
 
 
 def test_two_movers_may_store_the_same_row_at_once(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class TestCredentials:
         self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         # The chain's variables must not override the file that the configuration names.
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of another user")
         path = tmp_path / "credentials"
         with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
             driver.fails_to_open(TierDown, "no credentials")
@@ -163,7 +163,7 @@ class TestCredentials:
         path = tmp_path / "credentials"
         path.write_text(_credentials_file(ACCESS_KEY, "kv"))
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of another user")
         with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
             driver.open()
         with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:

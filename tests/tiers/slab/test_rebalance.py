@@ -35,11 +35,11 @@ class Core:
         self.held = {int(entry.key[4:]): entry.slot for entry in mover.listed_rows()}
         self._next = max(self.held, default=-1) + 1
 
-    def listen(self, patience_s: float = 0.001) -> None:
+    def listen(self, timeout_s: float = 0.001) -> None:
         """Handle what the mover has reported."""
         while True:
             try:
-                message = self.mover.expect(lambda m: isinstance(m, (Slots, Listed)), patience_s)
+                message = self.mover.expect(lambda m: isinstance(m, (Slots, Listed)), timeout_s)
             except TimeoutError:
                 return
             if isinstance(message, Slots):
