@@ -151,8 +151,9 @@ class StorageTier(ABC):
     def maintain(self) -> Iterator[list[Entry]]:
         """One round of upkeep: delete what is too old, share out room, whatever a medium needs from time to time.
 
-        Runs step by step, as `list_rows` does and never beside it: after the first listing, and again `maintain_s`
-        seconds after it ended. Yields the keys that it took away as entries of slot GONE; an empty batch: not done yet.
+        Runs step by step, as `list_rows` does and never beside it: `maintain_s` seconds after the first listing, and
+        after each round, has ended. Yields the keys that it took away as entries of slot GONE; an empty batch: not done
+        yet.
         """
         return iter(())
 
