@@ -50,7 +50,7 @@ def listed_objects(rows: int) -> object:
 
 
 def row_files(rows: int) -> object:
-    """The quota, and the keys that the core was told of. No two rows share a number that is read from disk."""
+    """The quota, and the keys that were listed to the core. No two rows share a number that is read from disk."""
     quota, known = DirQuota(CAPACITY, ROW_BYTES), set()
     for number, key in enumerate(keys(rows)):
         path = RowPath.of("0" * 32, key)

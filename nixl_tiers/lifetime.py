@@ -25,7 +25,7 @@ def finalize_once(owner: object, close: Callable[[], object]) -> weakref.finaliz
 class ForkedLock:
     """Replaces a lock in a forked child, because what it guards belongs to the parent.
 
-    Another thread of the parent may have held the lock at the fork, so that waiting for it could take for ever.
+    Another thread of the parent may have held the lock at the fork, so that waiting for it could deadlock.
     """
 
     def __init__(self, pid: int) -> None:

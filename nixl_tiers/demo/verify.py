@@ -49,7 +49,7 @@ class Run(NamedTuple):
     read_bytes: dict[str, int]
 
     def record(self) -> dict[str, Any]:
-        """The run as it stands in demo.json."""
+        """The run as it is written to demo.json."""
         return {
             "source": self.source,
             "ttft_s": round(self.answer.ttft_s, 4),

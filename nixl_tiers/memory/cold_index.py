@@ -154,8 +154,8 @@ class ColdIndexBuilder:
 class SharedColdIndex:
     """The scheduler's side: find, remove, evict. Nothing is ever added. One thread at a time, and one process only.
 
-    The content of the memfd is checked only as far as memory safety needs it: a row that is not what the index says
-    fails its seal when it is loaded.
+    The content of the memfd is checked only as far as memory safety needs it: a row that differs from its index entry
+    fails verification when it is loaded.
     """
 
     def __init__(self, fd: int, layout: _Layout, salt: int) -> None:

@@ -1,7 +1,7 @@
 """The seal: a checksum trailer at a row's end, which names the row's key and proves its bytes.
 
 Format: docs/reference/formats.md. Nothing else is trusted about a row that is read back: a row with a wrong seal is a
-miss, whatever the journal, the index or a listing said.
+miss, regardless of journal, index and listing.
 """
 
 from __future__ import annotations

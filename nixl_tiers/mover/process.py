@@ -107,7 +107,7 @@ def _exit(mover: Mover, *, orphaned: bool) -> None:
     watchdog.limit_exit(ORPHAN_EXIT_S if orphaned else STOP_EXIT_S)
     if orphaned:
         mover.send_queue.close()
-        # Nobody reads the results, but rows that are written now are there after a restart.
+        # The results are not read any more, but rows that are written now are found after a restart.
         deadline = time.monotonic() + ORPHAN_EXIT_S / 5
         while mover.busy and time.monotonic() < deadline:
             time.sleep(POLL_S)

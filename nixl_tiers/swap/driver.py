@@ -21,10 +21,10 @@ BATCH_COPIES: Final = 4096  # a batch of 51,828 was seen to crash driver 580
 NOT_READY: Final = 600
 ALREADY_REGISTERED: Final = 712
 
-_BATCH_VERSION: Final = 12080  # the first that has batches; this number also says which arguments they take
+_BATCH_VERSION: Final = 12080  # the first that has batches; this number also selects which arguments they take
 _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
 _OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-_NON_BLOCKING: Final = 1  # no order with the legacy default stream but what events say
+_NON_BLOCKING: Final = 1  # no order with the legacy default stream except by events
 _BLOCKING: Final = 1  # a thread that waits for an event sleeps, instead of spinning for as long as a copy takes
 _NO_TIMING: Final = 2
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

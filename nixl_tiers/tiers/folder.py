@@ -39,7 +39,7 @@ class Folder:
 
     @classmethod
     def base(cls, path: Path, uid: int | None = None) -> Folder:
-        """The path of a tier, whoever owns it. `uid` as it was found before; None: find it now."""
+        """The path of a tier, regardless of its owner. `uid` as it was found before; None: find it now."""
         descriptor = os.open(path, _DIRECTORY)
         try:
             return cls(path, descriptor, _uid_of_files(path, descriptor) if uid is None else uid, public=True)

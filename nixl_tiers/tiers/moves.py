@@ -39,7 +39,7 @@ def transferred(transfer: Transfer) -> Steps[bool]:
 
 
 class _Batch:
-    """What one call of `store` or `load` asked for. A move that never ends keeps it from being reported."""
+    """The moves of one call of `store` or `load`. It is reported once all have ended."""
 
     def __init__(self, batch_id: int, moves: int, report: Callable[[FinishedBatch], None]) -> None:
         self._id = batch_id

@@ -1,9 +1,9 @@
 /* A CUDA driver without a GPU: the calls that nixl_tiers.swap.driver makes, on host memory.
  *
  * Streams are queues whose work is done as late as CUDA allows, and in any order that CUDA allows: only when a caller
- * waits or (sometimes) asks, a random stream that may go on does one thing, copies of a batch in random order. Kernels are the
- * real ones, compiled for a CPU. What a real driver would answer with an error is an error here, and what it would let pass
- * and no caller should do is counted as a violation. Freed memory is poisoned and never used again.
+ * waits or (sometimes) asks, a random stream that may go on does one thing, copies of a batch in random order. Kernels
+ * are the real ones, compiled for a CPU. What a real driver would answer with an error is an error here, and what it
+ * would let pass and no caller should do is counted as a violation. Freed memory is poisoned and never used again.
  */
 #define SWAP_HOST_DEVICE "host_device.h"
 #include "../../csrc/swap.cu"

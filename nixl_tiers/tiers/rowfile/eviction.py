@@ -27,7 +27,7 @@ class _Eviction(Enum):
     """What became of a victim."""
 
     DELETED = "deleted"
-    USED = "used"  # by somebody, since it was chosen
+    USED = "used"  # since it was selected
     MISSING = "missing"  # another process has deleted it
     FAILED = "failed"
 

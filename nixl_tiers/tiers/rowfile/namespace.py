@@ -28,7 +28,7 @@ class NamespaceRows:
     quota: DirQuota
     is_hidden: Callable[[int], bool]
     known: set[Key] = field(default_factory=set)
-    """Keys that the core was told of, or has stored, and has not deleted."""
+    """Keys that were listed to the core or stored by it, and that it has not deleted."""
     known_before: set[Key] = field(default_factory=set)
     """Keys that the core knew before the medium went away, until the first listing after that."""
     storing: Counter[Key] = field(default_factory=Counter)

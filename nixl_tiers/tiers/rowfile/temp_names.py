@@ -45,7 +45,7 @@ class TempNames:
 
 
 def _pid_namespace() -> str:
-    """Tells the process IDs of this machine and container from those of others."""
+    """An identifier of the machine and container within which process IDs are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return boot + os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path

@@ -70,7 +70,7 @@ class RowFileTier(StorageTier):
         clock: Callable[[], float] = time.time,
         server_time: ServerTime | None = None,
     ) -> None:
-        """`region` stays the caller's; `clock` tells the time of day, in Unix seconds, for seals; ages go by the file
+        """`region` stays the caller's; `clock` returns Unix seconds, for seals; ages go by the file
         server's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
         self._config = config
         self._clock = clock

@@ -29,7 +29,7 @@ from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, sessi
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.encryption import encryption_problem
 from nixl_tiers.tiers.s3.listing import WRITE_TEST_NAME, Listing
-from nixl_tiers.tiers.s3.tls import speaks_tls_only, trusted_certificates
+from nixl_tiers.tiers.s3.tls import accepts_tls_only, trusted_certificates
 
 logger = logging.getLogger(__name__)
 
@@ -366,7 +366,7 @@ class S3Control:
     def _tier_error(self, error: Exception) -> Exception:
         if isinstance(error, (TierDown, TierRefused)):
             return error
-        if speaks_tls_only(self._tier, error):
+        if accepts_tls_only(self._tier, error):
             return self._down("speaks https, not http (see endpoint)")
         if isinstance(error, ClientError):
             code = str(error.response.get("Error", {}).get("Code", "unknown"))

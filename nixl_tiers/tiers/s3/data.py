@@ -156,7 +156,7 @@ def _parameters(config: S3Config, credentials: Credentials, aws_region: str, thr
         "region": aws_region,
         "access_key": credentials.access_key,
         "secret_key": credentials.secret_key,
-        # Private servers speak path-style addresses; AWS wants the bucket in the host name, where it can stand there.
+        # Private servers expect path-style addresses; AWS wants the bucket in the host name, where that is possible.
         "use_virtual_addressing": "true" if config.endpoint is None and "." not in config.bucket else "false",
         "req_checksum": "required",
         "resp_checksum": "required",

@@ -74,8 +74,8 @@ class Usage:
 class UploadQuota:
     """How much this mover may upload now. The mover's loop acquires; the janitor's thread refreshes it by the record.
 
-    Ended uploads count until a listing that began after them has counted them: they are `unstamped` until the server is
-    asked for its time, `stamping` during that request, and then `stamped` with that time.
+    Ended uploads count until a listing that began after them has counted them: they are `unstamped` until the server's
+    time is requested, `stamping` during that request, and then `stamped` with that time.
     """
 
     def __init__(self, capacity_bytes: int, row_bytes: int) -> None:

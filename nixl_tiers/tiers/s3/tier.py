@@ -9,8 +9,8 @@ Two weaknesses of NIXL's object backend are handled here (both were reproduced):
 A private prefix: the quota counts every row below it, of any namespace. Space counts as free when the server has
 confirmed the deletes, so the bucket never holds more than the capacity.
 
-A shared prefix: rows that others store are found by periodic listings and existence checks. Rows that this tier is told
-to delete only leave its index, since others may use them: the janitor (janitor.py) deletes, and grants uploads.
+A shared prefix: rows that others store are found by periodic listings and existence checks. Rows that the core
+deletes only leave its index, since others may use them: the janitor (janitor.py) deletes, and grants uploads.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def trusted_certificates(tier: S3Config) -> str | None:
     return next((str(path) for path in candidates if path and Path(path).is_file()), str(where()))
 
 
-def speaks_tls_only(tier: S3Config, error: Exception) -> bool:
-    """Whether `error`, from an endpoint configured as http, comes from a server that speaks https only.
+def accepts_tls_only(tier: S3Config, error: Exception) -> bool:
+    """Whether `error`, from an endpoint configured as http, comes from a server that accepts https only.
 
     Tries a TLS handshake, which may take TLS_S.
     """

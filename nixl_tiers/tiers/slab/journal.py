@@ -79,7 +79,7 @@ class Journal:
             self._change(slot, Put(key, tick, int(self.sealed_at[slot])))
 
     def holds(self, slot: int, key: bytes) -> bool:
-        """Whether the slot holds the key, as far as changes and listed rows say."""
+        """Whether the slot holds the key according to changes and listed rows."""
         return bool(self.tags[slot] == _tag(key))
 
     def mark_garbage(self, slot: int, sealed_at: int) -> None:
@@ -114,7 +114,7 @@ class Journal:
             if isinstance(last, Put):
                 if last.key == key:  # else the slot holds another key by now
                     self._change(slot, Put(NO_KEY, 0, last.sealed_at))
-            elif not isinstance(last, Remove | Overwrite):  # else what the file says is older than `last`
+            elif not isinstance(last, Remove | Overwrite):  # else the file's record is older than `last`
                 self._change(slot, Remove(key))
 
     def start_overwrite(self, slot: int) -> None:
@@ -129,8 +129,8 @@ class Journal:
             self._lock.notify()
 
     def may_overwrite(self, slots: Iterable[int]) -> bool:
-        """Whether the file no longer says what these slots held before `start_overwrite`. That takes a commit; if the
-        file cannot be written, it is not waited for.
+        """Whether the file no longer records the content of these slots before `start_overwrite`. That takes a commit;
+        if the file cannot be written, it is not waited for.
 
         A row that is written earlier would be lost to a crash: the file would have another key for its slot.
         """

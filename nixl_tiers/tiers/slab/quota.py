@@ -37,13 +37,13 @@ _JOURNAL: Final = "manifest."
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _SHARD: Final = re.compile(r"0|[1-9]\d{0,2}")
 
-_REQUEST_S: Final = 30.0  # how long after a request nobody grows beyond its fair share
+_REQUEST_S: Final = 30.0  # how long after a request no shard grows beyond its fair share
 _MAX_SHARDS: Final = 1000
 _ROUNDING_BYTES: Final = 64 << 10  # that a file system adds to an extent by itself (extent trees, directories)
 
 
 class ShardDir:
-    """The directory of a shard, locked by this process. `description`: what namespace.json says, empty if it is new."""
+    """The directory of a shard, locked by this process. `description`: namespace.json's content, empty if it is new."""
 
     def __init__(self, folder: Folder, lock: int, description: dict[str, Any]) -> None:
         """Takes over the folder and the descriptor of its lock file."""

@@ -43,7 +43,7 @@ class SlabTier(StorageTier):
     def __init__(
         self, config: FileConfig, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
     ) -> None:
-        """`region` stays the caller's; `clock` tells the time of day, in Unix seconds. Raises TierRefused if the wanted
+        """`region` stays the caller's; `clock` returns Unix seconds. Raises TierRefused if the wanted
         NIXL backend cannot be had here."""
         self._config = config
         self._clock = clock
@@ -178,7 +178,7 @@ class SlabTier(StorageTier):
     def _close_shard(self) -> None:
         shard, self._open, self._rebalancer = self._open, None, None
         if shard is not None:
-            self._allocator.submit(lambda: None).result()  # what it is at is about this shard
+            self._allocator.submit(lambda: None).result()  # wait for its current task, which uses this shard
             shard.close()
 
     # --- moving rows ------------------------------------------------------------------------------------------------
