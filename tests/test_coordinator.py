@@ -112,7 +112,7 @@ def test_a_stalled_load_is_a_miss_in_time_and_its_mover_is_replaced(tmp_path: Pa
         assert store.coordinator.mover_pids[0] == pid, "the request must not have waited for the mover's end"
         until(lambda: store.coordinator.mover_pids[0] not in {pid, None}, "another mover")
         until_up(store)
-        until(lambda: store.locate(keys[1:]) == ["file"] * 3, "the rows to be adopted")
+        until(lambda: store.locate(keys[1:]) == ["file"] * 3, "the rows to be listed")
         until(lambda: all(get(store, keys[1:])), "them to be hits")
 
 

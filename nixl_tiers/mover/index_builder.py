@@ -2,7 +2,7 @@
 indexes.
 
 One by one, four million rows would cost the coordinator's interpreter half a minute. In a cold index
-(memory/cold_index.py) they cost it next to nothing, but then only the mover knows their keys: `keys` looks them up.
+(memory/cold_index.py) they cost it very little, but then only the mover knows their keys: `keys` looks them up.
 """
 
 from __future__ import annotations

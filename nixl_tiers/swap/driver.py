@@ -372,7 +372,7 @@ class Device:
         """Make the context the calling thread's for a while.
 
         Raises CudaError where it cannot be had: the GPU failed, or the driver has left because the process ends.
-        Nothing can be given back then, nor need it be.
+        Nothing can be released then, and nothing needs to be.
         """
         self.driver.push(self._context)
         try:

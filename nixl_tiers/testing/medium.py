@@ -236,7 +236,7 @@ class Rig:
             time.sleep(_POLL_S)
 
     def take_row(self) -> int:
-        """A region row for the next move; it is given back when the move has been reported."""
+        """A region row for the next move; it is released when the move has been reported."""
         row = self._free.pop(0)  # the longest unused: a late write to it has had time to show
         assert (self.region.rows_view[row] == _REST).all(), "a row was written to after its batch was reported"
         return row

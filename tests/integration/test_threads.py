@@ -87,7 +87,7 @@ def test_a_row_being_filled_is_not_reused_after_a_reset(store: nixl_tiers.Tiered
     before = held_up.put(b"slow")
     store.reset()
     assert put(store, b"the first to end after the reset") == 1
-    assert host_rows_in_use(store) == 2, "the row that is still being filled was given back"
+    assert host_rows_in_use(store) == 2, "the row that is still being filled was released"
     held_up.go_on.set()
     assert before.result(TIMEOUT_S) == 0  # it cannot be found when put returns
     assert not holds(store, b"slow")
@@ -104,7 +104,7 @@ def test_a_put_before_a_reset_does_not_end_a_later_put_of_the_same_key(
     after = held_up.put(b"slow")
     first.set()
     assert before.result(TIMEOUT_S) == 0
-    assert host_rows_in_use(store) == 1, "the row that the second put fills was given back by the first one's end"
+    assert host_rows_in_use(store) == 1, "the row that the second put fills was released by the first one's end"
     held_up.go_on.set()
     assert after.result(TIMEOUT_S) == 1
     assert holds(store, b"slow")

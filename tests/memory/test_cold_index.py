@@ -377,13 +377,13 @@ class TestRefusals:
         for wrong in (good[:-4096], good + bytes(4096)):
             assert f"has {len(wrong)} bytes" in self.refused(memfd(wrong))
 
-    @pytest.mark.parametrize(("field", "value", "complaint"), IMPOSSIBLE)
-    def test_a_header_of_impossible_values(self, good: bytearray, field: int, value: int, complaint: str) -> None:
+    @pytest.mark.parametrize(("field", "value", "message"), IMPOSSIBLE)
+    def test_a_header_of_impossible_values(self, good: bytearray, field: int, value: int, message: str) -> None:
         values = list(module._HEADER.unpack_from(good))
         values[field] = value
         header = module._HEADER.pack(*values)
         good[: len(header) + 8] = header + CHECK.pack(module.xxh3_64_intdigest(header))
-        assert complaint in self.refused(memfd(good))
+        assert message in self.refused(memfd(good))
 
     def test_rows_of_other_shapes_or_types(self) -> None:
         builder = ColdIndexBuilder()

@@ -223,7 +223,7 @@ def test_messages_are_read_before_the_heartbeat_timeout_is_judged(
         assert supervisor.pids == pids
 
 
-def test_time_in_which_the_process_did_not_run_counts_for_next_to_nothing() -> None:
+def test_time_while_the_process_did_not_run_barely_counts() -> None:
     moments = [0.0, 1.0, 3601.0, 3602.0, 7200.0]
     clock = RunningClock(iter(moments).__next__)
     assert [clock() for _ in moments[1:]] == pytest.approx([1.0, 1.0 + COUNTED_S, 2.0 + COUNTED_S, 2.0 + 2 * COUNTED_S])

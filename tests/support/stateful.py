@@ -192,7 +192,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, before=PROMPTS, after=PROMPTS, steps=st.integers(1, 3))
     def work_of_dead_mover_arrives(self, tier: int, before: str, after: str, steps: int) -> None:
-        """A killed mover's result arrives when the next one is at work."""
+        """A killed mover's result arrives when the next one is running."""
         for prompt in (before, after):
             self.request(prompt)
             while self.simulation.workers:

@@ -94,7 +94,7 @@ class FakeGpu:
         self._library.fake_finish()
 
     def live(self) -> dict[str, int]:
-        """What is left of each kind that a program must give back."""
+        """What is left of each kind of resource that a program must release."""
         return {kind: int(self._library.fake_live(kind.encode())) for kind in KINDS}
 
     def check(self) -> None:
@@ -104,5 +104,5 @@ class FakeGpu:
 
 
 def leftovers(fake: FakeGpu) -> Iterator[str]:
-    """What was not given back."""
+    """Resources that were not released."""
     return (f"{n} {kind}" for kind, n in fake.live().items() if n)

@@ -153,7 +153,7 @@ def test_nothing_starts_while_the_medium_is_down_and_what_waits_can_be_given_up(
     assert medium.ended == [(1, Outcome.OK), (2, Outcome.FAILED), (3, Outcome.FAILED)]
 
 
-def test_others_start_before_a_unit_goes_on_that_makes_way() -> None:
+def test_make_way_lets_others_start_before_the_unit_continues() -> None:
     order: list[str] = []
     gates: list[Future[None]] = []
 

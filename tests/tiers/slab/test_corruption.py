@@ -143,9 +143,9 @@ def test_lost_journal_is_recovered_from_the_seals(stored: Path, damage: str) -> 
     for life in range(2):
         with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
             mover.open()
-            adopted = mover.listed_rows()
-            assert [(entry.slot, entry.key) for entry in adopted] == [(n, key_of(n)) for n in range(ROWS)]
-            assert len({entry.tick for entry in adopted}) == ROWS
+            listed = mover.listed_rows()
+            assert [(entry.slot, entry.key) for entry in listed] == [(n, key_of(n)) for n in range(ROWS)]
+            assert len({entry.tick for entry in listed}) == ROWS
             assert set(mover.load(range(ROWS))) == {Outcome.OK}
             mover.stop()
             assert ("by their seals" in mover.log()) is not bool(life)  # then the journal has them

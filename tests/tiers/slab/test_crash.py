@@ -67,11 +67,11 @@ def test_rows_missing_in_the_journal_after_a_kill_are_recovered(tmp_path: Path) 
     for life in range(6):
         with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
             mover.open()
-            adopted = {entry.slot: entry.key for entry in mover.listed_rows()}
+            listed = {entry.slot: entry.key for entry in mover.listed_rows()}
             numbers = range(1000 * life, 1000 * life + SLOTS)
             if life:
                 before = range(1000 * (life - 1), 1000 * (life - 1) + SLOTS)
-                assert adopted == {slot: key_of(number) for slot, number in enumerate(before)}
+                assert listed == {slot: key_of(number) for slot, number in enumerate(before)}
                 assert set(mover.load(before, range(SLOTS))) == {Outcome.OK}
             assert set(mover.store(numbers, range(SLOTS))) == {Outcome.OK}
             mover.kill()
