@@ -50,7 +50,13 @@ def state():
     return len(os.listdir("/proc/self/fd")), threading.active_count(), children()
 
 def children():
-    return [p for t in os.listdir("/proc/self/task") for p in open(f"/proc/self/task/{t}/children").read().split()]
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            found += open(f"/proc/self/task/{thread}/children").read().split()
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # the thread has just ended
+    return found
 
 CHILD = '''
 import os, signal, sys
