@@ -33,6 +33,7 @@ MANY = settings(
     derandomize=True,
     database=None,
     phases=[Phase.generate],
+    report_multiple_bugs=False,  # the first violation is enough
     suppress_health_check=list(HealthCheck),
 )
 
