@@ -83,11 +83,14 @@ class Unit:
         if ended:
             self._batch.end(ended)
 
-    def advance(self, steps: Steps[None] | None = None) -> bool:
-        """Run the next step, with `steps` the first one of these. False: there are no more."""
-        if steps is not None:
-            self.tries += 1
-            self._steps = steps
+    def begin(self, steps: Steps[None]) -> bool:
+        """Run the first of these steps. False: there are no more."""
+        self.tries += 1
+        self._steps = steps
+        return self.advance()
+
+    def advance(self) -> bool:
+        """Run the next step. False: there are no more."""
         assert self._steps is not None
         condition = next(self._steps, None)
         self._condition = condition or bool
@@ -140,7 +143,7 @@ class MoveQueue:
             unit = self.waiting.popleft()
             if unit.moves:
                 self.running.append(unit)
-                if not unit.advance(self._run(unit)):
+                if not unit.begin(self._run(unit)):
                     self._ended(unit)
 
     def poll(self) -> int:
