@@ -74,7 +74,13 @@ class Coordinator:
         self._names = config.names
         geometry = region.geometry
         specs = [
-            TierSpec(name, tier.write, tier.physical_slots, tier.eviction, tier.existence_checks)
+            TierSpec(
+                name,
+                tier.write,
+                physical_slots=tier.physical_slots,
+                policy=tier.eviction,
+                existence_checks=tier.existence_checks,
+            )
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
         limits = limits or replace(

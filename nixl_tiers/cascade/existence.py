@@ -99,7 +99,7 @@ class ExistenceChecks:
 
     def __init__(self, tiers: Sequence[TierIndex], limits: Limits) -> None:
         self._limits = limits
-        shared = [tier for tier in tiers if tier.spec.shared and limits.check_timeout_s > 0]
+        shared = [tier for tier in tiers if tier.spec.existence_checks and limits.check_timeout_s > 0]
         self.tiers = {tier.number: _TierChecks(tier, limits) for tier in shared}
         self._scanning: list[Request] = []  # requests that have met unknown keys in this step
         self._asking: list[Request] = []  # the same of earlier steps

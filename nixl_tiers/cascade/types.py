@@ -31,7 +31,7 @@ class TierSpec:
     write: Write
     physical_slots: bool
     policy: Eviction = "lru"
-    shared: bool = False  # capability `existence_checks`: other engines store to it, unknown keys can be checked
+    existence_checks: bool = False  # other engines store to it, and unknown keys can be checked
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):

@@ -23,7 +23,7 @@ class CountedCascade:
     def __init__(self) -> None:
         specs = [
             TierSpec("file", Write.THROUGH, physical_slots=True),
-            TierSpec("s3", Write.ON_EVICT, physical_slots=False, shared=True),
+            TierSpec("s3", Write.ON_EVICT, physical_slots=False, existence_checks=True),
         ]
         self.core = TierManager(4, ROW_BYTES, specs, Limits(reserve_share=0.01))
         self.now = 0.0

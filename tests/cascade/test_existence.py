@@ -30,7 +30,7 @@ class CheckedCore:
     """A manager over one shared tier, whose mover answers when a test calls `answer`."""
 
     def __init__(self, shared: bool = True, limits: Limits = LIMITS) -> None:
-        specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, shared=shared)]
+        specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, existence_checks=shared)]
         self.core = TierManager(64, 4096, specs, limits)
         self.core.events.opened(0, 100)
         self.core.events.listed(0, [], last=True)

@@ -186,7 +186,8 @@ class Simulation:
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too.
         self.specs = [
-            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, shared=i % 2 == 1) for i, write in enumerate(writes)
+            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, existence_checks=i % 2 == 1)
+            for i, write in enumerate(writes)
         ]
         self.movers = [
             SimulatedMover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)
@@ -384,7 +385,7 @@ class Simulation:
     def other_stores(self, chain: Sequence[Key], epoch: int = 0) -> None:
         """Another engine, with the weights of `epoch`, writes these chunks to the media that are shared."""
         for spec, mover in zip(self.specs, self.movers, strict=True):
-            if spec.shared:
+            if spec.existence_checks:
                 mover.medium.setdefault(epoch, {}).update({key: (key, Content(key, epoch)) for key in chain})
 
     def mover_works(self, tier: int, outcome: Outcome = Outcome.OK) -> None:
@@ -678,7 +679,7 @@ class Simulation:
         return any(
             key in {row[1] for row in piece} if isinstance(piece, list) else piece.find(key) is not None
             for index, mover in zip(self.core.tiers, self.movers, strict=True)
-            if index.readable and index.state is TierState.LISTING and not index.spec.shared
+            if index.readable and index.state is TierState.LISTING and not index.spec.existence_checks
             for piece in (mover.listing if key not in index else ())
         )
 
