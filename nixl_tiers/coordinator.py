@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.limits import PIN_MARGIN_S, Limits
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
 from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Key, Namespace, check_key
@@ -84,7 +84,7 @@ class Coordinator:
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
         limits = limits or replace(
-            Limits(), wait_s=config.wait_s, pin_s=config.wait_s + 20, check_timeout_s=config.probe_s
+            Limits(), wait_s=config.wait_s, pin_s=config.wait_s + PIN_MARGIN_S, check_timeout_s=config.probe_s
         )
         self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
         self._lock = threading.RLock()

@@ -1,9 +1,10 @@
-"""The policies of a tier that a configuration names: when it is written to, and what it evicts first."""
+"""Words and defaults of the configuration that the core uses too: when a tier is written to, what it evicts first, how
+long a request waits."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 
 class Write(StrEnum):
@@ -15,3 +16,6 @@ class Write(StrEnum):
 
 
 Eviction = Literal["lru", "s3fifo", "arc"]
+
+DEFAULT_WAIT_S: Final = 10.0  # for promotions
+DEFAULT_PROBE_S: Final = 0.25  # for existence checks

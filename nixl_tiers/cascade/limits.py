@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from nixl_tiers.cascade.breaker import BreakerLimits
+from nixl_tiers.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S
+
+PIN_MARGIN_S: Final = 20.0  # beyond `wait_s`: what a scheduler may take to load what was promoted
 
 
 @dataclass(frozen=True)
 class Limits:
     """Seconds, rows, and shares of a tier's rows."""
 
-    wait_s: float = 10.0  # `wait_s` of the configuration: a request waits this long for promotions, then recomputes
-    pin_s: float = 30.0  # `wait_s` and 20 s: after that, rows promoted for it are unpinned, even if it never came back
+    wait_s: float = DEFAULT_WAIT_S  # of the configuration: a request waits so long for promotions, then recomputes
+    pin_s: float = DEFAULT_WAIT_S + PIN_MARGIN_S  # rows promoted for a request that never comes back are unpinned then
     # A job's soft deadline is a multiple of the time that the tier's throughput lets expect, at least
     # `soft_deadline_min_s`, at most `wait_s`: its requests recompute then. The hard deadline, after which the mover is
     # killed, is four times as long, with bounds of its own.
@@ -22,7 +26,7 @@ class Limits:
     assumed_bytes_per_s: float = 4e6  # of a tier without samples
     retry_s: float = 5.0  # back-off of a row whose load failed; doubles each time
     retry_max_s: float = 600.0
-    check_timeout_s: float = 0.25  # `probe_s` of the configuration: a request waits so long for existence checks
+    check_timeout_s: float = DEFAULT_PROBE_S  # `probe_s` of the configuration: a request waits so long for checks
     max_checks: int = 4  # open existence checks of one tier
     keys_per_check: int = 512
     absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner

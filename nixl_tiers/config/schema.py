@@ -40,7 +40,7 @@ from nixl_tiers.config.tier import (
     unset,
     when_unset,
 )
-from nixl_tiers.policies import Eviction, Write
+from nixl_tiers.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Write
 
 __all__ = [
     "MAX_CAPACITY_BYTES",
@@ -101,11 +101,11 @@ class TiersConfig(Model):
         "it stays valid",
     )
     wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = Field(
-        10.0,
+        DEFAULT_WAIT_S,
         description="the longest that a request waits for chunks to be promoted (prefetched) from storage",
     )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
-        0.25,
+        DEFAULT_PROBE_S,
         description="the longest that a request waits for existence checks on a shared prefix, of chunks "
         "that another engine may have stored; 0: no checks",
     )
