@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Final, NoReturn, Self
 
 import numpy as np
@@ -70,6 +73,16 @@ class Medium(ABC):
     def held_bytes(self) -> int:
         """What the tier takes on the medium now, over all namespaces."""
         _lacking("count bytes")
+
+
+def folder_bytes(path: Path) -> int:
+    """Sizes of all files below `path`, in bytes, while a tier works there: files that vanish meanwhile do not count."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += (Path(folder) / name).lstat().st_size
+    return total
 
 
 def _lacking(what: str) -> NoReturn:

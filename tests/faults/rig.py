@@ -20,6 +20,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import FaultPlan
+from tests.support.disks import disk_bytes
 from tests.support.leaks import ResourceCount, children, reclaim_all_host_rows
 from tests.support.load import LoadGenerator, get, put
 from tests.support.waiting import until
@@ -241,7 +242,7 @@ class FaultRig:
         assert 0 <= stats["rows"] * self.store.coordinator.region.geometry.row_bytes <= self.tier.capacity
         path = getattr(self.tier, "path", None)
         if path is not None:
-            assert sum(file.stat().st_blocks * 512 for file in _files(path)) <= self.tier.capacity
+            assert disk_bytes(Path(path)) <= self.tier.capacity
 
     def _check_no_leaks(self, before: ResourceCount) -> None:
         until(lambda: before.covers(ResourceCount.take()), f"what {before} does not cover to go", TIMEOUT_S)
@@ -257,10 +258,6 @@ class FaultRig:
         finally:
             store.close()
             self._plan = plan
-
-
-def _files(path: Path) -> list[Path]:
-    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 KILLS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}

@@ -29,6 +29,7 @@ from nixl_tiers.chunk import PAGE
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
+from tests.support.disks import disk_bytes
 from tests.support.leaks import MARK, ProcessWatch, processes_with_mark, shared_memory_names
 from tests.support.waiting import until
 
@@ -156,7 +157,7 @@ class Medium:
     def nbytes(self) -> int:
         if self._server is not None:
             return self.rows() * ROW
-        return sum(file.stat().st_blocks * 512 for file in Path(self.tier["path"]).rglob("*"))
+        return disk_bytes(Path(self.tier["path"]))
 
 
 @pytest.fixture(params=MEDIA)

@@ -20,6 +20,7 @@ from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import StorageTier
 from nixl_tiers.tiers.s3.tier import S3Tier
 from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.support.disks import disk_bytes
 
 
 @dataclass
@@ -88,12 +89,7 @@ class SlabFiles(Medium):
         return int(count)
 
     def held_bytes(self) -> int:
-        return sum(
-            path.lstat().st_blocks * 512
-            for folder, _, names in os.walk(self.path)
-            for name in (".", *names)
-            if (path := Path(folder) / name).exists()
-        )
+        return disk_bytes(self.path)
 
     def _place(self, namespace: bytes, slot: int) -> tuple[Path, int, int]:
         """File, offset and size of a slot."""

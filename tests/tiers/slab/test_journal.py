@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.testing.medium import folder_bytes
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
@@ -147,7 +148,7 @@ def test_journal_stays_within_journal_bytes(tmp_path: Path) -> None:
 
     def look() -> None:
         while not ended.wait(0.001):
-            most[0] = max(most[0], sum(file.stat().st_size for file in tmp_path.iterdir()))
+            most[0] = max(most[0], folder_bytes(tmp_path))
 
     thread = threading.Thread(target=look)
     thread.start()
