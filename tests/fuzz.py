@@ -24,6 +24,7 @@ FUZZED = [
     "tests/cascade/test_eviction_batches.py",
     "tests/memory/test_seal.py",
     "tests/memory/test_cold_index.py",
+    "tests/memory/test_row_table.py",
     "tests/config/test_schema.py",
 ]
 

@@ -1,0 +1,420 @@
+"""Row tables: what they find, remove and evict, against a dict; what they refuse; how small they are."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nixl_tiers
+from nixl_tiers.chunk import MAX_KEY_BYTES
+from nixl_tiers.memory import row_table as module
+from nixl_tiers.memory.key_hash import KeyHash
+from nixl_tiers.memory.memfd import CHECK
+from nixl_tiers.memory.row_table import Rows, RowTable, RowTableError
+from tests.memory.descriptors import descriptors, is_open
+
+HASH = KeyHash.of(536870923, 0x9E3779B1)
+
+
+class Row(NamedTuple):
+    key: bytes
+    slot: int
+    tick: int
+
+
+def rows_of(rows: Sequence[Row], batch: int = 1 << 20) -> Rows:
+    result = Rows()
+    for part in (rows[at : at + batch] for at in range(0, len(rows), batch)):
+        result.add([row.key for row in part], [row.slot for row in part], [row.tick for row in part])
+    return result
+
+
+def built(rows: Sequence[Row], tables: Sequence[RowTable] = (), slots_limit: int | None = None) -> RowTable:
+    return RowTable.build(rows_of(rows), tables, key_hash=HASH, slots_limit=slots_limit)
+
+
+def attached(rows: Sequence[Row], slots_limit: int | None = None) -> RowTable:
+    return RowTable.attach(RowTable.build_shared(rows_of(rows), key_hash=HASH, slots_limit=slots_limit)[0])
+
+
+def claimed(table: RowTable, taken: bytearray, step: int = 1 << 20) -> int:
+    table.prepare_slots()
+    count = sum(table.claim(taken, start, start + step) for start in range(0, max(1, table.slots_end), step))
+    table.drop_unclaimed()
+    return count
+
+
+def many(count: int) -> list[Row]:
+    """Rows whose order of use is neither that of their slots nor that in which they are added."""
+    return [Row(b"key %d" % n, n * 7 % count, n * 11 % count // 2) for n in range(count)]
+
+
+def image(fd: int) -> bytearray:
+    return bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
+
+
+def memfd(contents: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, contents)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+# Keys of several lengths, of which some can be found across two neighbours of one bucket.
+KEYS = [*(b"%d" % n for n in range(30)), b"\1" * 3, b"\1" * 2, b"\1", b"\0", b"\0\0", b"\2\1\1", b"k" * MAX_KEY_BYTES]
+ROWS = st.lists(st.builds(Row, st.sampled_from(KEYS), st.integers(0, 50), st.integers(0, 5)), max_size=60)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("find"), st.tuples(st.sampled_from(KEYS))),
+        st.tuples(st.just("remove"), st.tuples(st.sampled_from(KEYS))),
+        st.tuples(st.just("coldest"), st.tuples(st.integers(0, 8), st.none() | st.integers(0, 5))),
+        st.tuples(st.just("coldest_tick"), st.just(())),
+    ),
+    max_size=40,
+)
+
+
+class Model:
+    """The same in a dict, from key to (slot, tick), the coldest first."""
+
+    def __init__(self, rows: Sequence[Row], slots_limit: int | None = None) -> None:
+        keys: set[bytes] = set()
+        slots: set[int] = set()
+        kept: list[Row] = []
+        for number in sorted(range(len(rows)), key=lambda number: (rows[number].tick, number), reverse=True):
+            row = rows[number]
+            if (slots_limit is None or row.slot < slots_limit) and row.key not in keys:
+                keys.add(row.key)
+                if slots_limit is None or row.slot not in slots:
+                    slots.add(row.slot)
+                    kept.append(row)
+        self.rows = {row.key: (row.slot, row.tick) for row in reversed(kept)}
+
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        return self.rows.get(key)
+
+    def remove(self, key: bytes) -> tuple[int, int] | None:
+        return self.rows.pop(key, None)
+
+    def coldest_tick(self) -> int | None:
+        return next((tick for _, tick in self.rows.values()), None)
+
+    def coldest(self, count: int, before: int | None = None) -> list[tuple[bytes, int]]:
+        cold = (key for key, (_, tick) in self.rows.items() if before is None or tick <= before)
+        return [(key, self.rows.pop(key)[0]) for key in list(itertools.islice(cold, count))]
+
+    def claim(self, taken: bytearray) -> None:
+        for key, (slot, _) in list(self.rows.items()):
+            if slot >= len(taken) or taken[slot]:
+                del self.rows[key]
+            else:
+                taken[slot] = 1
+
+
+def one_bucket(key_hash: KeyHash, key: bytes) -> tuple[bytes, int]:
+    return bytes([len(key)]) + key, 7
+
+
+def one_bucket_for_many(key_hash: KeyHash, records: object) -> object:
+    return np.full(len(records), 7, np.uint32)  # type: ignore[arg-type]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=ROWS,
+    more=ROWS,
+    steps=STEPS,
+    slots_limit=st.none() | st.integers(0, 60),
+    claim=st.tuples(st.booleans(), st.lists(st.booleans(), max_size=70), st.integers(1, 80)),
+)
+def test_it_behaves_like_a_dict_in_order_of_use(
+    rows: list[Row],
+    more: list[Row],
+    steps: list[tuple[str, tuple[int, ...]]],
+    slots_limit: int | None,
+    claim: tuple[bool, list[bool], int],
+) -> None:
+    """`more`: rows that another table is built of, with what is left of the first one. `claim`: whether all hashes
+    are equal; the map of slots into which the other table comes, and how many of them at a time."""
+
+    def apply(table: RowTable, model: Model) -> None:
+        for name, arguments in steps:
+            assert getattr(table, name)(*arguments) == getattr(model, name)(*arguments), (name, arguments)
+            assert len(table) == len(model.rows)
+        assert [table.find(key) for key in KEYS] == [model.find(key) for key in KEYS]
+        assert sorted(table.keys()) == sorted(model.rows)
+
+    collide, taken, step = claim
+    patches = [mock.patch.multiple(module, _REFILL=4, _PIECE=7, _KEYS_AT_ONCE=5)]
+    if collide:
+        patches += [mock.patch.multiple(KeyHash, of_key=one_bucket, of_records=one_bucket_for_many)]
+    HASH.last = b"", (b"", 0)
+    for patch in patches:
+        patch.start()
+    try:
+        model = Model(rows, slots_limit)
+        fd, left_out = RowTable.build_shared(rows_of(rows, 25), key_hash=HASH, slots_limit=slots_limit)
+        kept = {(key, slot) for key, (slot, _) in model.rows.items()}
+        assert {(key, slot) for slot, key in left_out} >= {(row.key, row.slot) for row in rows} - kept
+        assert len(left_out) == len(rows) - len(kept)
+        with RowTable.attach(fd) as first:
+            apply(first, model)
+            left = [Row(key, *entry) for key, entry in model.rows.items()]
+            merged_model = Model(left + more)
+            with built(more, [first]) as merged:
+                apply(merged, merged_model)
+                assert [first.find(key) for key in KEYS] == [model.find(key) for key in KEYS]
+            model = Model(left + more, slots_limit=60)
+            with built(more, [first], slots_limit=60) as merged:
+                slot_map, expected = bytearray(taken), bytearray(taken)
+                before = sum(expected)
+                model.claim(expected)
+                assert claimed(merged, slot_map, step) == len(merged) == sum(expected) - before
+                assert slot_map == expected
+                assert [merged.find(key) for key in KEYS] == [model.find(key) for key in KEYS]
+                merged.prepare_slots()
+                released = sum(merged.release(slot_map, start, start + step) for start in range(0, 80, step))
+                assert released == len(merged)
+                assert slot_map == bytearray(taken)
+                assert merged.coldest(100) == model.coldest(100)
+                assert len(merged) == 0
+                assert merged.coldest(1) == []
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def test_thousands_of_rows_are_found_and_evicted_in_order_of_use() -> None:
+    rows = many(20_000)
+    with attached(rows, len(rows)) as table:
+        assert all(table.find(row.key) == (row.slot, row.tick) for row in rows)
+        assert not any(table.find(b"no " + row.key) for row in rows)
+        used = set(rows[1::3])
+        assert all(table.remove(row.key) == (row.slot, row.tick) for row in used)
+        assert not any(table.remove(row.key) for row in used)
+        left = sorted((row for row in rows if row not in used), key=lambda row: row.tick)
+        assert len(table) == len(left)
+        victims = table.coldest(5_000)
+        assert victims == [(row.key, row.slot) for row in left[:5_000]]
+        assert not any(table.find(row.key) for row in left[:5_000])
+        assert all(table.find(row.key) for row in left[5_000:])
+
+
+def test_three_tables_and_new_rows_become_one() -> None:
+    rows = many(9_000)
+    tables = [built(rows[start::4]) for start in range(3)]
+    for table in tables:
+        table.coldest(100)
+    gone = {row.key for start in range(3) for row in sorted(rows[start::4], key=lambda row: row.tick)[:100]}
+    with built(rows[3::4], tables) as merged:
+        assert len(merged) == 9_000 - 300
+        for row in rows:
+            assert merged.find(row.key) == (None if row.key in gone else (row.slot, row.tick))
+    assert sum(map(len, tables)) == 6_750 - 300
+
+
+def test_one_row_left_of_many_is_still_the_coldest() -> None:
+    rows = many(20_000)
+    with attached(rows, len(rows)) as table:
+        last = max(rows, key=lambda row: row.tick)
+        for row in rows:
+            if row != last:
+                table.remove(row.key)
+        assert len(table) == 1
+        assert table.coldest_tick() == last.tick
+        assert table.coldest(2) == [(last.key, last.slot)]
+
+
+@pytest.mark.parametrize("slots_limit", [None, 0, 1, 1000])
+def test_an_empty_table(slots_limit: int | None) -> None:
+    with attached([], slots_limit) as table, built([], slots_limit=slots_limit) as other:
+        for each in (table, other):
+            assert len(each) == 0
+            assert each.find(b"key") is None
+            assert each.remove(b"key") is None
+            assert each.coldest(3) == []
+            assert claimed(each, bytearray(10)) == 0
+
+
+def test_the_whole_key_is_compared() -> None:
+    long = b"k" * (MAX_KEY_BYTES - 1)
+    keys = [long + b"a", long + b"b", long, b"k", b"\0", b"\0\0"]
+    with attached([Row(key, slot, 0) for slot, key in enumerate(keys)], len(keys)) as table:
+        assert [table.find(key) for key in keys] == [(slot, 0) for slot in range(len(keys))]
+        assert table.find(long + b"c") is None
+        assert table.coldest(9) == [(key, slot) for slot, key in enumerate(keys)]
+
+
+def test_slots_and_ticks_use_all_of_their_range() -> None:
+    rows = [Row(b"new", 0, 1 << 40), Row(b"old", 0xFFFFFFFE, -1), Row(b"no place", 0xFFFFFFFF, 5)]
+    with attached(rows) as table:
+        assert table.find(b"new") == (0, 0xFFFFFFFF)
+        assert [slot for _, slot in table.coldest(2)] == [0xFFFFFFFE, 0]
+        assert len(table) == 0
+
+
+class TestKeyHash:
+    def test_many_hashes_are_those_of_each_key(self) -> None:
+        keys = [os.urandom(1 + n % MAX_KEY_BYTES) for n in range(500)]
+        for key_hash in (HASH, KeyHash.random()):
+            records = np.zeros((len(keys), 1 + MAX_KEY_BYTES), np.uint8)
+            for record, key in zip(records, keys, strict=True):
+                record[: 1 + len(key)] = np.frombuffer(bytes([len(key)]) + key, np.uint8)
+            assert key_hash.of_records(records).tolist() == [key_hash.of_key(key)[1] for key in keys]
+
+    def test_buckets_cannot_be_chosen_through_keys(self) -> None:
+        keys = [b"key %d" % n for n in range(1000)]
+        orders = [sorted(keys, key=lambda key: each.of_key(key)[1]) for each in (KeyHash.random(), KeyHash.random())]
+        assert orders[0] != orders[1]
+
+    @pytest.mark.parametrize("structure", [b"%d", b"\0\0\0\0%d", b"%024d" + bytes(12), b"%d" + b"\xff" * 60])
+    def test_keys_of_any_structure_spread_over_the_buckets(self, structure: bytes) -> None:
+        keys = [structure % n for n in range(4096)]
+        key_hash = KeyHash.random()
+        buckets = np.bincount([key_hash.of_key(key)[1] >> 22 for key in keys], minlength=1024)
+        assert buckets.max() <= 40  # four on average
+
+    def test_parameters_that_no_hash_has_are_refused(self) -> None:
+        for prime, multiplier in ((536870924, 1), (536870922, 1), (3, 1), (1 << 31, 1), (536870923, 2), (536870923, 0)):
+            with pytest.raises(ValueError, match="are not the parameters"):
+                KeyHash.of(prime, multiplier)
+
+    def test_equal_parameters_are_one_object(self) -> None:
+        key_hash = KeyHash.random()
+        assert KeyHash.of(key_hash.prime, key_hash.multiplier) is key_hash
+
+
+@pytest.mark.parametrize("rows", [100_000, (1 << 17) + 1])
+def test_a_row_takes_at_most_53_bytes_with_its_slot(rows: int) -> None:
+    keys = np.random.default_rng(1).integers(0, 256, (rows, 36), np.uint8)
+    fd, _ = RowTable.build_shared(
+        rows_of([Row(key.tobytes(), n, n) for n, key in enumerate(keys)]), key_hash=HASH, slots_limit=rows
+    )
+    taken = os.fstat(fd).st_blocks * 512
+    os.close(fd)
+    assert taken + rows <= 53 * rows  # the engine's map of slots takes a byte a row
+
+
+def test_a_table_built_by_another_process_and_sent_over_a_socket() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    script = (
+        "import socket, sys\n"
+        "from nixl_tiers.memory.key_hash import KeyHash\n"
+        "from nixl_tiers.memory.row_table import Rows, RowTable\n"
+        "rows = Rows()\n"
+        "rows.add([b'a', b'b'], [4, 2], [9, 8])\n"
+        "fd, _ = RowTable.build_shared(rows, key_hash=KeyHash.random())\n"
+        "socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b'index'], [fd])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(nixl_tiers.__file__).parents[1])}
+    with ours, theirs:
+        arguments = [sys.executable, "-c", script, str(theirs.fileno())]
+        subprocess.run(arguments, pass_fds=[theirs.fileno()], env=environment, check=True, timeout=300)
+        _, (fd,), _, _ = socket.recv_fds(ours, 16, 1)
+    with RowTable.attach(fd) as table:
+        assert (table.find(b"a"), table.find(b"b")) == ((4, 9), (2, 8))
+        slots = bytearray(5)
+        assert claimed(table, slots) == 2
+        assert slots == b"\0\0\1\0\1"
+        assert table.coldest(5) == [(b"b", 2), (b"a", 4)]
+
+
+@pytest.mark.parametrize("make", [built, attached])
+def test_close_releases_everything(make: Callable[[Sequence[Row]], RowTable]) -> None:
+    before = descriptors()
+    table = make(many(100))
+    table.coldest(1)
+    claimed(table, bytearray(100))
+    table.close()
+    table.close()
+    assert descriptors() == before
+    assert "nixl_tiers_rows" not in Path("/proc/self/maps").read_text()
+    assert len(table) == 0
+    assert table.find(b"key 1") is None
+    assert table.coldest(1) == []
+    assert table.coldest_tick() is None
+
+
+IMPOSSIBLE = [
+    (1, 2, "version 2"),
+    (2, 1 << 40, "header"),
+    (3, 51, "header"),
+    (4, 0, "header"),
+    (4, 60, "header"),
+    (5, 1 << 60, "header"),
+    (5, 1, "header"),
+    (6, 12, "parameters"),
+    (7, 12, "parameters"),
+]
+
+
+class TestRefusals:
+    @staticmethod
+    def refused(fd: int) -> str:
+        with pytest.raises(RowTableError) as refusal:
+            RowTable.attach(fd)
+        assert not is_open(fd)
+        assert "\n" not in str(refusal.value)
+        return str(refusal.value)
+
+    @pytest.fixture
+    def good(self) -> bytearray:
+        fd, _ = RowTable.build_shared(rows_of(many(50)), key_hash=HASH, slots_limit=50)
+        raw = image(fd)
+        os.close(fd)
+        return raw
+
+    def test_the_copy_of_a_good_one_is_not_refused(self, good: bytearray) -> None:
+        with RowTable.attach(memfd(good)) as table:
+            assert len(table) == 50
+
+    def test_what_is_no_memfd(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            assert "not a memfd" in self.refused(os.dup(file.fileno()))
+
+    def test_a_size_that_may_change(self, good: bytearray) -> None:
+        for seals in (0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK):
+            assert "not sealed" in self.refused(memfd(good, seals))
+
+    def test_something_else(self) -> None:
+        for contents in (b"", b"nixlrows", b"nixlregn" + bytes(8192), bytes(4096)):
+            assert "is not a row table" in self.refused(memfd(contents))
+
+    def test_a_header_with_any_bit_flipped(self, good: bytearray) -> None:
+        for bit in range((module._HEADER.size + CHECK.size) * 8):
+            good[bit // 8] ^= 1 << bit % 8
+            self.refused(memfd(good))
+            good[bit // 8] ^= 1 << bit % 8
+
+    def test_another_size_than_the_header_says(self, good: bytearray) -> None:
+        for wrong in (good[:-4096], good + bytes(4096)):
+            assert f"has {len(wrong)} bytes" in self.refused(memfd(wrong))
+
+    @pytest.mark.parametrize(("field", "value", "message"), IMPOSSIBLE)
+    def test_a_header_of_impossible_values(self, good: bytearray, field: int, value: int, message: str) -> None:
+        values = list(module._HEADER.unpack_from(good))
+        values[field] = value
+        header = module._HEADER.pack(*values)
+        good[: len(header) + 8] = header + CHECK.pack(module.xxh3_64_intdigest(header))
+        assert message in self.refused(memfd(good))
+
+    def test_no_memory_for_it(self) -> None:
+        with mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")):
+            before = descriptors()
+            with pytest.raises(RowTableError, match="No space left"):
+                RowTable.build_shared(Rows(), key_hash=HASH)
+            assert descriptors() == before
