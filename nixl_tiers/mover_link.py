@@ -39,7 +39,7 @@ from nixl_tiers.mover.protocol import (
     ToMover,
     sendable,
 )
-from nixl_tiers.mover.supervisor import Supervisor
+from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
 from nixl_tiers.policies import Write
 from nixl_tiers.tier_log import TierLog
 from nixl_tiers.tiers.base import Move
@@ -193,7 +193,7 @@ class MoverLink:
 
     def on_tick(
         self, received_s: float, send_credits: Sequence[int]
-    ) -> tuple[list[tuple[int, ToMover]], dict[int, str], bool]:
+    ) -> tuple[list[tuple[int, ToMover]], dict[int, str], float]:
         with self.changed:
             now = self._clock()
             self._core.expire(received_s)
@@ -216,10 +216,11 @@ class MoverLink:
             for status, index in zip(self.tiers, self._core.tiers, strict=True):
                 status.log.watch(index.breakers, now)
             closing = [rows for index in self._core.tiers for rows in index.take_retired()]
-            result = messages, self._core.health.overdue(received_s), self._core.events.busy
+            overdue = self._core.health.overdue(received_s)
+            busy, unfinished = self._core.events.busy, self._core.events.unfinished
         for rows in closing:
             rows.close()
-        return result
+        return messages, overdue, 0.0 if unfinished else TICK_S if busy else IDLE_S
 
     # --- inside ------------------------------------------------------------------------------------------------
 

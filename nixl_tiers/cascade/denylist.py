@@ -57,10 +57,13 @@ class Denylist:
         """Its move ended in an error. So its mover is alive, and the key is no suspect."""
         self._record(key, now).suspected = False
 
-    def suspect(self, keys: Iterable[Key], now: float) -> None:
-        """Their moves did not end in time, or their mover died before they ended."""
-        batch = list(keys)
-        for key in batch:
+    def suspect(self, keys: Iterable[Key], now: float, batch: list[Key] | None = None) -> None:
+        """Their moves did not end in time, or their mover died before they ended. `batch`: keys of before that were
+        suspected together with them; `keys` are added to it."""
+        keys = list(keys)
+        batch = [] if batch is None else batch
+        batch += keys
+        for key in keys:
             record = self._record(key, now)
             record.suspected = True
             record.batch = batch

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from nixl_tiers.cascade.cold_index import ColdIndex
 from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
-from nixl_tiers.cascade.health import NEVER_S, Health
+from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
@@ -75,6 +75,7 @@ class Events:
     def down(self, tier: int, now: float) -> None:
         """The tier's medium does not answer. Its rows are misses until it is opened again."""
         index = self._state.tiers[tier]
+        self._state.begin_slice()
         index.state = TierState.DOWN
         index.clear_deletes()
         self._checks.lost(tier)
@@ -87,23 +88,22 @@ class Events:
         """The tier's mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`."""
         index = self._state.tiers[tier]
         index.counters.kills += 1
-        self._health.suspect_open_jobs(index, now)
         self.down(tier, now)
         self._health.mover_killed(index, now)
+        self.work(now)
 
     def lost(self, tier: int, now: float) -> None:
         """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed."""
         index = self._state.tiers[tier]
         index.counters.deaths += 1
-        if any(job.hard_deadline_s != NEVER_S for job in index.jobs.values()):  # it was not killed
-            self._health.suspect_open_jobs(index, now)
         self.down(tier, now)
         self._health.mover_died(index, now)
-        jobs = list(index.jobs.values())
-        index.jobs.clear()
-        for job in jobs:
-            self._end_moves(index, job, [Outcome.FAILED] * len(job.moves), now)
-        index.clear_deletes()  # the next mover lists what is there
+        self.work(now)
+
+    def work(self, now: float) -> None:
+        """One slice of the work that concerns many rows or requests; what is left is done at the next turns."""
+        self._state.begin_slice()
+        self._work(now)
 
     # --- jobs --------------------------------------------------------------------------------------------------
 
@@ -115,22 +115,41 @@ class Events:
             or self._checks.busy
             or any(
                 tier.jobs
+                or tier.dead
                 or tier.to_delete
                 or tier.to_delete_cold
-                or (tier.readable and (tier.to_load or tier.trials or tier.to_demote))
-                or (tier.writable and (tier.to_store or self._writeback.rows_to_clean(tier) > 0))
+                or tier.to_load
+                or tier.to_demote
+                or (tier.readable and tier.trials)
+                or (tier.to_store and (tier.writable or tier.refuses_stores))
+                or (tier.writable and self._writeback.rows_to_clean(tier) > 0)
                 for tier in self._state.tiers
             )
         )
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last turn (`TierManager.expire`, `plan`) left work that can be done at once."""
+        return self._state.unfinished
+
+    def expire(self, now: float) -> None:
+        """Apply the deadlines of jobs, and do a slice of what is left to do."""
+        self._state.begin_slice()
+        self._health.watch(now)
+        self._work(now)
+        self._state.unfinished = self._state.slice_used_up
+
     def plan(self, now: float) -> list[Job]:
-        """The jobs to start now, within every bound; promotions before demotions, and both before stores.
+        """The jobs to start now, within every bound and one slice; promotions before demotions, and both before stores.
 
         Loads may be sent before the keys to delete (`TierIndex.delete_batches`); stores must be sent after them.
         """
         jobs: list[Job] = []
+        self._state.begin_slice()
         self._writeback.clean()
         for tier in self._state.tiers:
+            if tier.dead:
+                continue  # its suspects are not known yet
             if tier.readable and tier.to_load:
                 jobs.extend(self._promotion.plan(tier, now))
             if tier.readable and tier.to_demote:
@@ -139,6 +158,7 @@ class Events:
                 jobs.extend(self._writeback.plan_stores(tier, now))
             if (tier.trials or not (tier.readable and tier.writable)) and tier.store_credits > 0:
                 jobs.extend(self._health.plan_trials(tier, now))
+        self._state.unfinished |= self._state.slice_used_up
         return jobs
 
     def plan_checks(self, now: float) -> list[ExistenceCheck]:
@@ -165,18 +185,30 @@ class Events:
         places = range(len(job.moves))
         if len(outcomes) != len(places) or any(place not in places for place, _ in partial):
             raise ValueError(f"an end of job {job_id} that does not fit its {len(places)} moves")
+        self._state.begin_slice()
         del index.jobs[job_id]
         for place, missing in partial:
             job.moves[place].row.missing = missing
         self._health.job_ended(index, job, outcomes, now)
         self._end_moves(index, job, outcomes, now)
+        self._promotion.retry(now)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
+    def _work(self, now: float) -> None:
+        for tier in self._state.tiers:
+            while (job := self._health.next_to_end(tier, now)) is not None:
+                self._end_moves(tier, job, [Outcome.FAILED] * len(job.moves), now)
+                if tier.state is TierState.DOWN:
+                    tier.clear_deletes()  # the next mover lists what is there
+        self._promotion.retry(now)
+
     def _end_moves(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+        self._state.job_ended(tier, job)
         if job.direction is Direction.STORE:
             for move, outcome in zip(job.moves, outcomes, strict=True):
                 self._writeback.store_ended(tier, move, outcome)
+            self._writeback.unpark(job.moves)
         else:
             for move, outcome in zip(job.moves, outcomes, strict=True):
                 self._promotion.load_ended(tier, move, outcome, now)

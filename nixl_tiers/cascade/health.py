@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
@@ -9,12 +10,10 @@ from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import MAX_SAMPLED, TierIndex
-from nixl_tiers.cascade.types import Direction, Job, TierState
+from nixl_tiers.cascade.types import DeadJobs, Direction, Job, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-
-NEVER_S = float("inf")
 
 
 class Health:
@@ -32,14 +31,15 @@ class Health:
     # --- deadlines ---------------------------------------------------------------------------------------------
 
     def watch(self, now: float) -> None:
-        """Call at every turn: abandons late jobs, and drops what is queued for a tier whose circuit has opened."""
+        """Call at every turn: abandons late jobs, and drops what is queued for a tier that is down or whose circuit has
+        opened, as much as the slice has room for."""
         self.abandon_late_jobs(now)
         for tier in self._state.tiers:
             for breaker in tier.breakers.values():
                 breaker.watch(now)
             if (tier.to_load or tier.to_demote) and not tier.readable:
                 self._promotion.requeue(tier, now)
-            if tier.to_store and not tier.breakers[Direction.STORE].closed:
+            if (tier.to_store or tier.parked) and tier.refuses_stores:
                 self._writeback.drop_stores(tier)
 
     def abandon_late_jobs(self, now: float) -> None:
@@ -48,6 +48,8 @@ class Health:
         for tier in self._state.tiers:
             for job in tier.jobs.values():
                 if not job.abandoned and now > job.soft_deadline_s:
+                    if not self._state.take(len(job.moves)):
+                        return
                     if job.direction is Direction.LOAD:
                         tier.denylist.suspect((move.key for move in job.moves), now)
                     self._abandon(tier, job, now)
@@ -86,34 +88,44 @@ class Health:
         if not full or job.probe_episode is not None:
             self._record(tier, job, 2 * failed < len(outcomes), now)
 
-    def suspect_open_jobs(self, tier: TierIndex, now: float) -> None:
-        """The tier's mover hangs or has died with jobs open: suspect the keys that most likely made it so. These are of
-        overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
-        jobs = list(tier.jobs.values())
-        suspects = (
-            [job for job in jobs if job.hard_deadline_s < now]
-            or [job for job in jobs if job.is_trial]
-            or [job for job in jobs if job.abandoned]
-            or jobs
-        )
-        tier.denylist.suspect((move.key for job in suspects for move in job.moves), now)
-
     def mover_killed(self, tier: TierIndex, now: float) -> None:
         """The tier's mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
         for breaker in tier.breakers.values():
             breaker.trip(now)
-        for job in tier.jobs.values():
-            job.hard_deadline_s = NEVER_S
-            if not job.abandoned:
-                self._abandon(tier, job, now)
+        self._bury(tier, now, reaped=False)
 
     def mover_died(self, tier: TierIndex, now: float) -> None:
         """The tier's mover is dead: a failure for both of its circuits, and for its open probes."""
         for breaker in tier.breakers.values():
             breaker.record(False, now)
         for job in tier.jobs.values():
-            if job.probe_episode is not None:
+            if job.is_trial and job.probe_episode is not None:
                 tier.breakers[job.direction].end_probe(job.probe_episode, False, now)
+        for dead in tier.dead:
+            dead.reaped = True
+        self._bury(tier, now, reaped=True)
+
+    def next_to_end(self, tier: TierIndex, now: float) -> Job | None:
+        """Work off the tier's dead jobs while the slice has room. Returns one that has ended, for the caller to end its
+        moves; None if there is none, or no room."""
+        while tier.dead and not (dead := tier.dead[0]).idle:
+            if dead.to_suspect:
+                if not self._state.take(len(dead.to_suspect[0].moves)):
+                    return None
+                suspect = dead.to_suspect.popleft()
+                tier.denylist.suspect((move.key for move in suspect.moves), dead.since_s, dead.batch)
+            elif dead.to_abandon:
+                if not self._state.take(len(dead.to_abandon[0].moves)):
+                    return None
+                if not (job := dead.to_abandon.popleft()).abandoned:
+                    self._abandon(tier, job, now)
+            elif not dead.to_end:
+                tier.dead.popleft()
+            elif self._state.take(len(dead.to_end[0].moves)):
+                return dead.to_end.popleft()
+            else:
+                return None
+        return None
 
     # --- trials ------------------------------------------------------------------------------------------------
 
@@ -121,7 +133,7 @@ class Health:
         """A load of one suspect that was asked for, or a probe of each half-open circuit: no request waits for it."""
         jobs: list[Job] = []
         loads, stores = tier.breakers[Direction.LOAD], tier.breakers[Direction.STORE]
-        if tier.readable and not tier.trial_running:
+        if tier.readable and not tier.trials_running:
             while tier.trials and not jobs:
                 key, _ = tier.trials.popitem(last=False)
                 entry = tier.open_for_trial(key)
@@ -145,16 +157,32 @@ class Health:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
+    def _bury(self, tier: TierIndex, now: float, *, reaped: bool) -> None:
+        """The tier's open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
+        overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
+        if not tier.jobs:
+            return
+        jobs, tier.jobs = tier.jobs, {}
+        suspects = (
+            deque(job for job in jobs.values() if job.hard_deadline_s < now)
+            or deque(job for job in jobs.values() if job.is_trial)
+            or deque(job for job in jobs.values() if job.abandoned)
+            or deque(jobs.values())
+        )
+        to_abandon = () if reaped else jobs.values()
+        tier.dead.append(DeadJobs(suspects, deque(to_abandon), deque(jobs.values()), now, reaped))
+
     def _abandon(self, tier: TierIndex, job: Job, now: float) -> None:
         job.abandoned = True
         self._record(tier, job, False, now)
         if job.direction is Direction.STORE:
             return  # its rows are hits as before, and pinned
+        tier.quarantined += len(job.moves)
         tier.counters.late += len(job.moves)
         for move in job.moves:
             if tier.index.get(move.key) is move.entry:
                 tier.cancel_eviction(move.key, self._state.tick)
-            self._promotion.give_up(tier, move.row, now)
+            self._promotion.give_up(tier, move.row)
 
     def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
         """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""

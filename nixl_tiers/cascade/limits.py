@@ -37,6 +37,7 @@ class Limits:
     quarantine_share: float = 0.75  # of the load window: how many rows may be stuck before the mover is killed
     reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need
     moves_per_job: int = 64
+    rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
     job_bytes: int = 16 << 20  # small jobs keep a window full: a row is free, or a hit, when its own job ends
     breaker: BreakerLimits = field(default_factory=BreakerLimits)

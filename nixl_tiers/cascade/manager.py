@@ -327,7 +327,7 @@ class TierManager:
 
     def expire(self, now: float) -> None:
         """Apply timeouts: of jobs, of existence checks, and of rows that were promoted for nothing."""
-        self.health.watch(now)
+        self.events.expire(now)
         self.checks.expire(now)
         self._promotion.expire(now)
 

@@ -27,12 +27,14 @@ class Promotion:
         self._checks = checks
         self._writeback = writeback
         self._waiting: dict[str, Request] = {}  # requests that wait, or for which rows were promoted and pinned
+        self._loading_for: dict[int, list[Request]] = {}  # by Row.order, of rows in state LOADING
+        self._retries: deque[tuple[Row, list[Request]]] = deque()  # rows that failed, and who waited for them
         self._host_full_since_s: float | None = None  # when promotions began to wait for a write-back
 
     @property
     def busy(self) -> bool:
         """Whether a request waits, or has pinned rows."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._retries)
 
     # --- for requests ------------------------------------------------------------------------------------------
 
@@ -103,13 +105,15 @@ class Promotion:
         most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
         if self._waits_for_writeback(now):
             most = min(most, self._host.free)
-        while tier.to_load and len(wanted) < most:
+        while tier.to_load and len(wanted) < most and self._state.take():
             request, key = tier.to_load.popleft()
             if not (request.waiting and request.asked.get(key)):
                 continue  # it has loaded, expired or ended since it asked
             row = self._host.index.get(key)
             if row is not None:
                 request.pin(row)
+                if row.state is RowState.LOADING:
+                    self._loading_for.setdefault(row.order, []).append(request)
             elif tier.open_for_load(key, now) is not None:
                 wanted.setdefault(key, []).append(request)
             else:
@@ -125,10 +129,11 @@ class Promotion:
             tick = self._state.tick_of(requests[0])
             row = self._host.insert(key, RowState.LOADING, tick, self._state.generation)
             row.source = tier.spec.name
+            self._loading_for[row.order] = requests
             for request in requests:
                 request.pin(row)
             moves.append(tier.start_load(row))
-        return self._state.start_jobs(tier, Direction.LOAD, moves, now)
+        return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_load), most - len(wanted)))
 
     def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
         """A mover is done with this load: its row is a hit, or its requests ask the next tier."""
@@ -153,36 +158,50 @@ class Promotion:
                 tier.counters.corrupt += outcome is Outcome.CORRUPT
                 tier.counters.missing += outcome is Outcome.MISSING
                 self._checks.mark_absent(tier.number, move.key, now)
-            self.give_up(tier, row, now)
+            self.give_up(tier, row)
+        self._loading_for.pop(row.order, None)
         self._host.reclaim(row)
 
-    def give_up(self, tier: TierIndex, row: Row, now: float) -> None:
+    def give_up(self, tier: TierIndex, row: Row) -> None:
         """A row's load has failed, or is late: invalidate the row; its requests ask the next tier."""
         if row.invalidated:
             return
         self._host.invalidate(row)
-        self._retry(tier, row, now)
+        self._retry(tier, row)
 
     def requeue(self, tier: TierIndex, now: float) -> None:
-        """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier."""
+        """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier; as
+        many as the slice has room for."""
         tier.trials.clear()
         self._writeback.drop_demotions(tier)
-        queue, tier.to_load = tier.to_load, deque()
-        for request, key in queue:
+        while tier.to_load and self._state.take():
+            request, key = tier.to_load.popleft()
             if request.waiting and request.asked.get(key):
                 self.enqueue(key, request, now)
 
+    def retry(self, now: float) -> None:
+        """Have the requests that waited for rows which failed ask the next tier, as many as the slice has room for."""
+        while self._retries:
+            row, requests = self._retries[0]
+            while requests:
+                if not self._state.take():
+                    return
+                request = requests.pop()
+                if request.pinned.get(row.key) is row:
+                    request.unpin(row)
+                    request.asked.pop(row.key, None)
+                    self.enqueue(row.key, request, now)
+            self._retries.popleft()
+
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _retry(self, tier: TierIndex, row: Row, now: float) -> None:
+    def _retry(self, tier: TierIndex, row: Row) -> None:
         key = row.key
         if tier.staged.get(key) is row:
             del tier.staged[key]
-        for request in self._waiting.values():
-            if request.pinned.get(key) is row:
-                request.unpin(row)
-                request.asked.pop(key, None)
-                self.enqueue(key, request, now)
+        if requests := self._loading_for.pop(row.order, None):
+            requests.reverse()
+            self._retries.append((row, requests))
 
     def _waits_for_writeback(self, now: float) -> bool:
         """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for

@@ -26,6 +26,8 @@ class CascadeState:
         self.generation = 0  # resets so far: rows of an older one are only waited for
         self.tick = 0  # logical clock of use: one tick a request
         self.last_job_id = 0
+        self.unfinished = False  # whether the last turn left work that could be done at once
+        self._slice_left = limits.rows_per_slice
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
         tier_count = max(1, len(self.tiers))
         self.load_window = max(few, int(host.rows * limits.load_share) // tier_count)
@@ -47,6 +49,21 @@ class CascadeState:
                     self._below[above.number] = tier
             if tier.spec.write is not Write.OFF:
                 above = tier
+
+    def begin_slice(self) -> None:
+        """What follows holds the lock for as long as about `rows_per_slice` rows take; the next turn goes on."""
+        self._slice_left = self.limits.rows_per_slice
+
+    def take(self, rows: int = 1) -> bool:
+        """Whether the slice has room for more work, on so many rows. The last of it may exceed the slice."""
+        if self._slice_left <= 0:
+            return False
+        self._slice_left -= rows
+        return True
+
+    @property
+    def slice_used_up(self) -> bool:
+        return self._slice_left <= 0
 
     def below(self, tier: TierIndex) -> TierIndex | None:
         """The tier that is written when `tier` evicts, if there is one."""
@@ -74,10 +91,13 @@ class CascadeState:
                 below.counters.dropped += key not in below
         return min(count, self.host.free)
 
-    def start_jobs(self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:
-        """Jobs of at most rows_per_job rows each, with their deadlines; call after the tier counts `moves`."""
+    def start_jobs(
+        self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0
+    ) -> list[Job]:
+        """Jobs of at most rows_per_job rows each, with their deadlines; call after the tier counts `moves`. `soon`: how
+        many more rows the next slices start, beside which these jobs run."""
         limits, throughput = self.limits, tier.throughput[direction]
-        nbytes = self.row_bytes * (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing)
+        nbytes = self.row_bytes * (soon + (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing))
         soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
         hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
         jobs = []
@@ -94,4 +114,11 @@ class CascadeState:
         jobs = self.start_jobs(tier, direction, moves, now)
         for job in jobs:
             job.is_trial = True
+            tier.trials_running += 1
         return jobs
+
+    def job_ended(self, tier: TierIndex, job: Job) -> None:
+        """The mover is done with this job, or is dead: it holds nothing back any more."""
+        tier.trials_running -= job.is_trial
+        if job.abandoned and job.direction is Direction.LOAD:
+            tier.quarantined -= len(job.moves)

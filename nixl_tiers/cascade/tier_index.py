@@ -19,7 +19,7 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.cascade.throughput import ThroughputEstimate
-from nixl_tiers.cascade.types import Direction, Entry, Job, PlannedMove, TierSpec, TierState
+from nixl_tiers.cascade.types import DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
 from nixl_tiers.chunk import Key
 
 MAX_SAMPLED: Final = 64
@@ -43,7 +43,11 @@ class TierIndex:
     policy: EvictionPolicy = field(init=False)
     slots: Slots = field(default_factory=lambda: Slots(0))
     jobs: dict[int, Job] = field(default_factory=dict)
+    dead: deque[DeadJobs] = field(default_factory=deque)  # of movers that were killed or have died, the oldest first
+    trials_running: int = 0  # open jobs that are trials of a suspect, or probes
+    quarantined: int = 0  # host rows that cannot be allocated since its mover may still write to them
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first in, first out
+    parked: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
     staged: dict[Key, Row] = field(default_factory=dict)  # their host rows until they are written there
@@ -76,6 +80,11 @@ class TierIndex:
         return self.state is TierState.UP and self.breakers[Direction.STORE].closed
 
     @property
+    def refuses_stores(self) -> bool:
+        """Whether what is queued to be written is dropped."""
+        return self.state is TierState.DOWN or not self.breakers[Direction.STORE].closed
+
+    @property
     def circuit(self) -> BreakerState:
         """The worse of both breakers. A tier that is down is an open circuit, whatever opened it."""
         if self.state is TierState.DOWN:
@@ -83,14 +92,9 @@ class TierIndex:
         return max(breaker.state for breaker in self.breakers.values())
 
     @property
-    def trial_running(self) -> bool:
-        """Whether a trial of a suspect, or a probe, is under way."""
-        return any(job.is_trial for job in self.jobs.values())
-
-    @property
-    def quarantined(self) -> int:
-        """Host rows that cannot be allocated since its mover may still write to them."""
-        return sum(len(job.moves) for job in self.jobs.values() if job.abandoned and job.direction is Direction.LOAD)
+    def rows_to_write(self) -> int:
+        """Rows queued for or being written to this tier."""
+        return len(self.to_store) + len(self.parked) + self.rows_storing
 
     def __contains__(self, key: Key) -> bool:
         return key in self.index or key in self.cold
@@ -267,6 +271,7 @@ class TierIndex:
         """Drop all that is queued for this tier; its victims stay."""
         self.to_load.clear()
         self.to_store.clear()
+        self.parked.clear()
         self.to_demote.clear()
         self.staged.clear()
         for key in list(self.evicting):
@@ -281,6 +286,7 @@ class TierIndex:
         self.policy = make_policy(self.spec.policy, 0)
         self.evicting.clear()
         self.to_store.clear()
+        self.parked.clear()
         self.to_load.clear()
         self.to_demote.clear()
         self.staged.clear()

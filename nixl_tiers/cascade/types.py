@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -68,3 +69,21 @@ class Job:
     is_trial: bool = False  # of one row that no request waits for: a suspect, or a breaker's probe
     probe_episode: int | None = None  # the breaker's number of its probe, if it is one
     abandoned: bool = False
+
+
+@dataclass(slots=True)
+class DeadJobs:
+    """Open jobs of a mover that was killed or has died, which are worked off in slices: first their suspects enter the
+    denylist, then requests cease to wait for them, then, once their mover is reaped, their rows are free."""
+
+    to_suspect: deque[Job]
+    to_abandon: deque[Job]
+    to_end: deque[Job]
+    since_s: float
+    reaped: bool
+    batch: list[Key] = field(default_factory=list)  # all suspects: shared by their records in the denylist
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing can be done now: its mover may still write to the rows."""
+        return not (self.to_suspect or self.to_abandon or self.reaped)

@@ -65,11 +65,11 @@ class WriteBack:
 
     def backlog(self) -> int:
         """Rows queued for or being written to the tier that is furthest behind."""
-        return max((len(tier.to_store) + tier.rows_storing for tier in self._state.tiers), default=0)
+        return max((tier.rows_to_write for tier in self._state.tiers), default=0)
 
     def pressure(self) -> int:
         """The backlog of the tiers that are writable now: waiting for any other does not help."""
-        return max((len(t.to_store) + t.rows_storing for t in self._state.tiers if t.writable), default=0)
+        return max((tier.rows_to_write for tier in self._state.tiers if tier.writable), default=0)
 
     # --- jobs --------------------------------------------------------------------------------------------------
 
@@ -77,9 +77,8 @@ class WriteBack:
         """Store jobs for the rows at the front of the tier's queue, as many as its window and its mover take."""
         rows: list[tuple[Row, int]] = []
         suspect: list[tuple[Row, int]] = []
-        sealing: dict[Key, int] = {}
         most = min(self._state.store_window - tier.rows_storing, tier.store_credits * self._state.rows_per_job)
-        while tier.to_store and len(rows) < most:
+        while tier.to_store and len(rows) < most and self._state.take():
             key, tick = tier.to_store.popitem(last=False)
             row = self._host.index.get(key)
             if key in tier:
@@ -87,18 +86,16 @@ class WriteBack:
             elif row is None or row.state is not RowState.READY:
                 self._drop(tier, key)
             elif tier.denylist.is_suspect(key):
-                if not suspect and not tier.trial_running and tier.denylist.trial_due(key, now):
+                if not suspect and not tier.trials_running and tier.denylist.trial_due(key, now):
                     suspect = [(row, tick)]
                 else:
                     self._drop(tier, key)
             elif row.sealing:
-                sealing[key] = tick  # another tier's mover seals it right now: one sealer at a time
+                tier.parked[key] = tick  # one sealer at a time
             else:
                 rows.append((row, tick))
-        for key, tick in reversed(sealing.items()):
-            tier.to_store[key] = tick
-            tier.to_store.move_to_end(key, last=False)
-        jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows), now)
+        soon = min(len(tier.to_store), most - len(rows))
+        jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows), now, soon)
         if suspect:
             jobs += self._state.start_trials(tier, Direction.STORE, self.start_stores(tier, suspect), now)
         return jobs
@@ -132,7 +129,7 @@ class WriteBack:
         if self._state.below_host is not None:
             most = min(most, self._host.free)  # not at the cost of the host's own unwritten rows
         victims: list[Key] = []
-        while tier.to_demote and len(victims) < most:
+        while tier.to_demote and len(victims) < most and self._state.take():
             key = tier.to_demote.popleft()
             if key not in tier.evicting or self._needs_no_load(tier, target, key):
                 continue
@@ -176,6 +173,14 @@ class WriteBack:
                 self._drop(tier, move.key)
         self._host.reclaim(row)
 
+    def unpark(self, moves: Sequence[PlannedMove]) -> None:
+        """These stores have ended, and the sealing of their rows: they are next in the queues of the other tiers."""
+        for tier in self._state.tiers:
+            for move in reversed(moves if tier.parked else ()):
+                if (tick := tier.parked.pop(move.key, None)) is not None:
+                    tier.to_store.setdefault(move.key, tick)
+                    tier.to_store.move_to_end(move.key, last=False)
+
     def demotion_loaded(self, tier: TierIndex, key: Key) -> None:
         """A victim of `tier` has come up: queue it for the tier below."""
         target = self._state.below(tier)
@@ -185,13 +190,16 @@ class WriteBack:
             self._finish_demotion(tier, key, written=False)
 
     def drop_stores(self, tier: TierIndex) -> None:
-        """Nothing can be written to this tier now: drop its queue."""
-        while tier.to_store:
+        """Nothing can be written to this tier now: drop its queue, as much as the slice has room for."""
+        while tier.to_store and self._state.take():
             self._drop(tier, tier.to_store.popitem()[0])
+        while tier.parked and self._state.take():
+            self._drop(tier, tier.parked.popitem()[0])
 
     def drop_demotions(self, tier: TierIndex) -> None:
-        """The tier's victims cannot be brought up, or not be written below, now: they stay."""
-        while tier.to_demote:
+        """The tier's victims cannot be brought up, or not be written below, now: they stay. As many as the
+        slice has room for."""
+        while tier.to_demote and self._state.take():
             tier.cancel_eviction(tier.to_demote.popleft(), self._state.tick)
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -258,4 +266,7 @@ class WriteBack:
         """Count what `tier` had to evict before it was written to the tier below."""
         below = self._state.below(tier)
         if below is not None:
-            below.counters.dropped += sum(key not in below and key not in below.to_store for key in evicted)
+            waiting = (below.to_store, below.parked)
+            below.counters.dropped += sum(
+                key not in below and not any(key in keys for keys in waiting) for key in evicted
+            )

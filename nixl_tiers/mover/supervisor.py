@@ -37,6 +37,7 @@ from nixl_tiers.mover.protocol import (
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05  # how often deadlines are checked while there is work
+IDLE_S: Final = HEARTBEAT_S  # and while there is none
 UNREAPED_S: Final = 5.0  # a killed process that is still there after this is stuck in the kernel
 REAP_TIMEOUT_S: Final = 1.0  # how long `close` waits for movers that it had to kill, at most
 
@@ -63,11 +64,12 @@ class Handler(Protocol):
 
     def on_tick(
         self, received_s: float, send_credits: Sequence[int]
-    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
+    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], float]:
         """All messages that movers had sent by `received_s` have been handled: later deadlines must not be judged yet.
         `send_credits`: how many messages each mover takes now; one that is sent many more is killed.
 
-        Returns (messages to send now, tiers whose movers must be killed and why, whether deadlines are running)."""
+        Returns (messages to send now, tiers whose movers must be killed and why, how many seconds the next call may
+        wait if nothing happens: 0 if work is left that was put off to keep this call short)."""
 
 
 class Supervisor:
@@ -169,20 +171,20 @@ class Supervisor:
     # --- the supervisor's thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        busy = True
+        wait_s = 0.0
         while not (self._stopping and not any(self._movers)):
             self.turns += 1
             try:
-                self._wait(busy)
+                self._wait(wait_s)
                 now = self._clock()
                 # Before deadlines are judged: messages may have come while this thread, or this process, did not run.
                 for tier, mover in enumerate(self._movers):
                     if mover is not None:
                         self._receive(tier, mover)
-                busy = self._step(now)
+                wait_s = self._step(now)
             except Exception as error:  # noqa: BLE001 (whatever it is: without this thread all tiers are lost)
                 self._log_once("the supervisor", error)
-                busy = False
+                wait_s = IDLE_S
                 time.sleep(TICK_S)  # it may be raised again at once
         self._release()
 
@@ -193,16 +195,16 @@ class Supervisor:
             if fd >= 0:
                 os.close(fd)
 
-    def _wait(self, busy: bool) -> None:
+    def _wait(self, wait_s: float) -> None:
         now = self._clock()
-        waits = [TICK_S] if busy else [HEARTBEAT_S]
+        waits = [wait_s]
         waits += [max(0.0, at - now) for at in self._spawn_at.values()]
         for key, _ in self._selector.select(min(waits)):
             if key.fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
 
-    def _step(self, now: float) -> bool:
+    def _step(self, now: float) -> float:
         """Messages that movers had sent by `now` have been handled."""
         for tier, at in list(self._spawn_at.items()):
             if at <= now:
@@ -218,7 +220,7 @@ class Supervisor:
                 self._to_open.remove(tier)
                 self._send(tier, mover, self._open)
         send_credits = [mover.send_credits if mover is not None else 0 for mover in self._movers]
-        messages, overdue, busy = self._handler.on_tick(now, send_credits)
+        messages, overdue, wait_s = self._handler.on_tick(now, send_credits)
         for tier, message in messages:
             mover = self._movers[tier]
             if mover is not None:
@@ -226,7 +228,7 @@ class Supervisor:
         for tier, mover in enumerate(self._movers):
             if mover is not None:
                 self._flush_or_kill(tier, mover, overdue.get(tier), now)
-        return busy
+        return wait_s
 
     def _flush_or_kill(self, tier: int, mover: Child, why: str | None, now: float) -> None:
         """Kill it if it must be killed (`why`, or a timeout), else send what its socket takes."""

@@ -129,11 +129,12 @@ class DeadlineRearmedByARelease(Promotion):
 class DeadlineRearmedByARetry(Promotion):
     """A request whose promotion failed waits for the next tier with a new deadline."""
 
-    def _retry(self, tier: TierIndex, row: Row, now: float) -> None:
-        for request in self._waiting.values():
-            if request.pinned.get(row.key) is row:
-                request.deadline_s = now + self._state.limits.wait_s
-        super()._retry(tier, row, now)
+    def retry(self, now: float) -> None:
+        for row, requests in self._retries:
+            for request in requests:
+                if request.pinned.get(row.key) is row:
+                    request.deadline_s = now + self._state.limits.wait_s
+        super().retry(now)
 
 
 class DeadlineIgnoredForRowsBeingFilled(Promotion):
@@ -229,7 +230,8 @@ class GenerationIgnored(Events):
     """A new mover's jobs have the same ids as those of the one before it."""
 
     def lost(self, tier: int, now: float) -> None:
-        open_jobs = list(self._state.tiers[tier].jobs)
+        index = self._state.tiers[tier]
+        open_jobs = [*index.jobs, *(job.id for dead in index.dead for job in dead.to_end)]
         super().lost(tier, now)
         self._state.last_job_id = min(open_jobs, default=self._state.last_job_id + 1) - 1
 

@@ -34,7 +34,7 @@ from nixl_tiers.mover.protocol import (
     ToMover,
     encode,
 )
-from nixl_tiers.mover.supervisor import Supervisor
+from nixl_tiers.mover.supervisor import IDLE_S, Supervisor
 from tests.mover.harness import NAMESPACE
 from tests.support.waiting import until
 
@@ -79,9 +79,9 @@ class Recorder:
 
     def on_tick(
         self, received_s: float, send_credits: Sequence[int]
-    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], bool]:
+    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], float]:
         send, self.send = self.send, []
-        return send, {}, False
+        return send, {}, IDLE_S
 
     def opened(self) -> int:
         return sum(isinstance(message, Opened) for message in self.received)

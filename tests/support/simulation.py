@@ -27,6 +27,7 @@ from nixl_tiers.policies import Write
 from tests.support.cold_index import PlainColdIndex, key_of
 
 ROW_BYTES = 4096
+MANY_TURNS = 1000
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
 
 
@@ -162,6 +163,7 @@ class Simulation:
         """`listed`: so many rows that a tier held before are listed one by one; the others in cold indexes of a few, as
         `deliver` comes to them. None: all at once."""
         self.room = UNLIMITED  # messages that a mover takes a turn
+        self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
         self.limits = limits or Limits(
             wait_s=5.0,
             pin_s=10.0,
@@ -170,6 +172,7 @@ class Simulation:
             hard_deadline_max_s=20.0,
             retry_s=3.0,
             moves_per_job=3,
+            rows_per_slice=3,
             deletes_per_batch=3,
             check_timeout_s=0.5,
             max_checks=2,
@@ -235,7 +238,15 @@ class Simulation:
         self.tick()
 
     def tick(self) -> None:
-        """What the supervisor does: expire, plan, send; kill what is overdue."""
+        """What the supervisor does, as often as it has time for: at once again where work is left."""
+        for _ in range(self.turns):
+            self._turn()
+            if not self.core.events.unfinished:
+                return
+        require(self.turns < MANY_TURNS, "work is left for ever")
+
+    def _turn(self) -> None:
+        """Expire, plan, send; kill what is overdue."""
         self.core.expire(self.now)
         for tier in self.core.health.overdue(self.now):
             self.send_kill(tier)
@@ -548,7 +559,8 @@ class Simulation:
                     "a mover whose job never ends is not killed",
                 )
                 waits = job.direction is Direction.LOAD and any(not move.row.invalidated for move in job.moves)
-                require(not waits or waited_s <= self.limits.wait_s, "requests wait for a job after its soft deadline")
+                patient = not waits or core.events.unfinished
+                require(patient or waited_s <= self.limits.wait_s, "requests wait for a job after its soft deadline")
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
         for shared in core.checks.tiers.values():
@@ -558,6 +570,7 @@ class Simulation:
     def quiesce(self) -> None:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
         self.room = max(self.room, SOME_ROOM)
+        self.turns = MANY_TURNS
         for tier in range(len(self.movers)):
             self.heal(tier)
             self.reap(tier)
@@ -574,6 +587,7 @@ class Simulation:
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
         require(not any(s.to_delete or s.to_delete_cold for s in self.core.tiers), "rows to delete are never sent")
         require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
+        require(not any(s.dead or s.trials_running or s.quarantined for s in self.core.tiers), "a dead job never ends")
         self._recover()
 
     def _recover(self) -> None:
@@ -655,7 +669,9 @@ class Simulation:
                 since = self._since.setdefault(name, self.now)
                 require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
                 known = key in self.core.host.index or any(key in index for index in self.core.tiers)
+                known |= any(queued == key for index in self.core.tiers for _, queued in index.to_load)
                 known |= prompt.scan is Scan.EACH and self._listing()
+                known |= self.core.events.unfinished
                 require(
                     known or self.now <= since + self.limits.check_timeout_s, "a request waits too long for a check"
                 )

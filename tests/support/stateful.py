@@ -9,7 +9,7 @@ from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.tier_index import UNLIMITED
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.policies import Write
-from tests.support.simulation import SOME_ROOM, Scan, Simulation
+from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)
 PICK = st.integers(0, 31)
@@ -134,6 +134,11 @@ class CascadeStateMachine(RuleBasedStateMachine):
     def movers_read(self, room: int) -> None:
         """Movers take so many messages a turn from now on (back-pressure)."""
         self.simulation.room = room
+
+    @rule(turns=st.sampled_from([1, 2, MANY_TURNS]))
+    def supervisor_turns(self, turns: int) -> None:
+        """So many slices of work are done from now on before another event comes."""
+        self.simulation.turns = turns
 
     @rule(tier=TIERS)
     def deliver(self, tier: int) -> None:

@@ -1,0 +1,330 @@
+"""How long the core keeps the coordinator's lock, at scale: the longest call of each kind, in ms of thread CPU time.
+
+    python bench/locks.py
+
+Builds a host tier of 100,000 rows over a file tier and an S3 tier, with 1,000 requests that wait and 10,000 rows under
+way, and no movers: the same calls as the coordinator makes, one lock hold each. A kind of work that is done in slices
+is repeated until nothing is left, as the supervisor does; the longest slice counts. Prints a table.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.types import Job, TierSpec
+from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Eviction, Write
+
+ROWS: Final = 100_000
+TIER_ROWS: Final = 200_000  # as Python objects; more do not change these figures
+SLOTS: Final = 10_000_000
+REQUESTS: Final = 1_000
+CHAIN: Final = 4_000
+ROW_BYTES: Final = 65_536
+MOST_TURNS: Final = 20_000
+
+
+def key_of(number: int) -> Key:
+    return b"%036d" % number
+
+
+class Bench:
+    """One core, and the longest call of each kind so far."""
+
+    def __init__(self, write: Write = Write.THROUGH, policy: Eviction = "lru") -> None:
+        specs = [
+            TierSpec("file", Write.THROUGH, physical_slots=True),
+            TierSpec("s3", write, physical_slots=False, existence_checks=True),
+        ]
+        limits = replace(Limits(), wait_s=60.0)
+        self.core = TierManager(ROWS, ROW_BYTES, specs, limits, policy)
+        self.longest: dict[str, float] = {}
+        self.now = 0.0
+        for tier in range(len(specs)):
+            self.core.events.opened(tier, SLOTS)
+            self.core.events.listed(tier, [], last=True)
+
+    def list_rows(self, tier: int, count: int) -> None:
+        entries = [(number, key_of(number), 0) for number in range(count)]
+        self.core.events.listed(tier, entries, last=True)
+
+    def timed(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        began_s = time.thread_time()
+        result = call(*arguments)
+        took_ms = 1e3 * (time.thread_time() - began_s)
+        self.longest[what] = max(self.longest.get(what, 0.0), took_ms)
+        return result
+
+    def turn(self, what: str) -> list[Job]:
+        """One turn of the supervisor: what it does with the lock held."""
+        for tier in self.core.tiers:
+            tier.send_credits = 1 << 20
+
+        def hold() -> list[Job]:
+            self.core.expire(self.now)
+            jobs = self.core.events.plan(self.now)
+            for tier in self.core.tiers:
+                tier.delete_batches(self.core.limits.deletes_per_batch)
+            self.core.health.overdue(self.now)
+            return jobs
+
+        return self.timed(what, hold)
+
+    def drain(self, what: str) -> list[Job]:
+        """Turns until there is nothing left to do at once."""
+        jobs: list[Job] = []
+        for _ in range(MOST_TURNS):
+            new = self.turn(what)
+            jobs += new
+            if not (new or getattr(self.core.events, "unfinished", False)):
+                return jobs
+        raise RuntimeError(f"{what}: work is left for ever")
+
+    def fill(self, count: int, *, first: int = 1 << 40, name: str = "filler") -> list[Key]:
+        """Host rows that are ready."""
+        keys = [key_of(first + number) for number in range(count)]
+        for start in range(0, count, 1000):
+            part = keys[start : start + 1000]
+            self.core.prepare_store(part, f"{name}-{start}")
+            self.core.complete_store(self.core.rows_being_filled(part), ())
+            self.core.finish_request(f"{name}-{start}")
+        return keys
+
+    def written(self, jobs: Sequence[Job], outcome: Outcome = Outcome.OK, what: str = "finished") -> None:
+        for job in jobs:
+            outcomes = [outcome] * len(job.moves)
+            self.timed(what, self.core.events.finished, job.tier, job.id, outcomes, self.now)
+
+    def settle(self) -> None:
+        """Write all that is queued."""
+        while jobs := self.drain("plan"):
+            self.written(jobs)
+
+    def requests_wait(self, keys: Sequence[Key], requests: int = REQUESTS, name: str = "request") -> list[Job]:
+        """Requests look up these keys, and wait; returns the jobs that come of it."""
+        for number in range(requests):
+            for position, key in enumerate(keys):
+                self.core.lookup(key, f"{name}-{number}", position, self.now)
+        self.core.end_step()
+        return self.drain("plan")
+
+
+def _killed(longest: dict[str, float], *, kill: bool) -> None:
+    bench = Bench()
+    bench.list_rows(0, TIER_ROWS)
+    bench.list_rows(1, TIER_ROWS)
+    shared = [key_of(number) for number in range(40)]
+    bench.requests_wait(shared)
+    for number in range(10):
+        keys = [key_of(1000 * (number + 1) + place) for place in range(1000)]
+        bench.requests_wait(keys, 1, f"long-{number}")
+    under_way = bench.core.tiers[0].rows_loading
+    assert under_way > 4_900, under_way
+    if kill:
+        bench.timed("killed", bench.core.events.killed, 0, bench.now)
+        bench.drain("killed")
+    bench.timed("lost", bench.core.events.lost, 0, bench.now)
+    bench.drain("lost")
+    _merge(longest, bench, "killed", "lost", "plan")
+
+
+def _late(longest: dict[str, float]) -> None:
+    bench = Bench()
+    bench.list_rows(0, TIER_ROWS)
+    bench.list_rows(1, TIER_ROWS)
+    bench.requests_wait([key_of(number) for number in range(40)])
+    bench.requests_wait([key_of(1000 + number) for number in range(CHAIN)], 2, "long")
+    bench.now += 61.0
+    bench.drain("late jobs")
+    _merge(longest, bench, "late jobs")
+
+
+def _failed(longest: dict[str, float]) -> None:
+    """A job fails whose rows all requests wait for."""
+    bench = Bench()
+    bench.list_rows(0, TIER_ROWS)
+    bench.list_rows(1, TIER_ROWS)
+    jobs = bench.requests_wait([key_of(number) for number in range(64)])
+    bench.written(jobs, Outcome.FAILED, "a failed job")
+    bench.drain("after a failed job")
+    _merge(longest, bench, "a failed job", "after a failed job")
+
+
+def _pinned(longest: dict[str, float], policy: Eviction) -> None:
+    bench = Bench(policy=policy)
+    keys = bench.fill(ROWS)
+    bench.settle()
+    for start in range(0, ROWS // 2, 1000):  # the oldest are in use
+        bench.core.prepare_load(_hits(bench, keys[start : start + 1000], f"user-{start}"), f"user-{start}")
+    for number in range(20):
+        new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
+        bench.timed(f"make_room, pinned ({policy})", bench.core.prepare_store, new, f"new-{number}")
+    _merge(longest, bench, f"make_room, pinned ({policy})")
+
+
+def _pinned_by_waiting(longest: dict[str, float], policy: Eviction) -> None:
+    """Requests that wait pin the oldest half of the host."""
+    bench = Bench(policy=policy)
+    bench.list_rows(0, TIER_ROWS)
+    keys = bench.fill(ROWS - 10_000)
+    bench.settle()
+    for number in range(50):
+        chain = [*keys[1000 * number : 1000 * (number + 1)], key_of(number)]
+        for position, key in enumerate(chain):
+            bench.core.lookup(key, f"waiting-{number}", position, bench.now)
+    bench.core.end_step()
+    for number in range(700):
+        new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
+        bench.timed(f"make_room, waited for ({policy})", bench.core.prepare_store, new, f"new-{number}")
+    _merge(longest, bench, f"make_room, waited for ({policy})")
+
+
+def _evicting(longest: dict[str, float]) -> None:
+    bench = Bench(Write.ON_EVICT)
+    bench.fill(ROWS)
+    bench.settle()
+    target = bench.core.tiers[1]
+    target.send_credits = 0
+    for _ in range(200):
+        bench.core.complete_store((), ())  # selects victims ahead of need
+    for number in range(20):
+        new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
+        bench.timed("make_room, evicting", bench.core.prepare_store, new, f"new-{number}")
+    _merge(longest, bench, "make_room, evicting")
+
+
+def _hits(bench: Bench, keys: Sequence[Key], name: str) -> list[Key]:
+    hits = [key for key in keys if bench.core.lookup(key, name, None, bench.now) is Lookup.HIT]
+    assert len(hits) == len(keys)
+    return hits
+
+
+def _reset(longest: dict[str, float]) -> None:
+    bench = Bench()
+    bench.list_rows(0, TIER_ROWS)
+    bench.list_rows(1, TIER_ROWS)
+    keys = bench.fill(ROWS - 20_000)
+    bench.settle()
+    for start in range(0, 10_000, 1000):
+        bench.core.prepare_load(_hits(bench, keys[start : start + 1000], f"user-{start}"), f"user-{start}")
+    for number in range(REQUESTS):
+        chain = [*keys[20_000 + 40 * number : 20_000 + 40 * (number + 1)], key_of(number)]
+        for position, key in enumerate(chain):
+            bench.core.lookup(key, f"waiting-{number}", position, bench.now)
+    bench.core.end_step()
+    bench.drain("plan")
+    garbage = bench.timed("reset", bench.core.reset, False)
+    bench.drain("after a reset")
+    del garbage
+    new = [key_of((1 << 41) + place) for place in range(16)]
+    bench.timed("prepare_store after a reset", bench.core.prepare_store, new, "new")
+    bench.timed("flushed", bench.core.flushed)
+    bench.drain("flushed")
+    _merge(longest, bench, "reset", "after a reset", "prepare_store after a reset", "flushed")
+
+
+def _down(longest: dict[str, float]) -> None:
+    bench = Bench(Write.ON_EVICT)
+    bench.list_rows(0, TIER_ROWS)
+    bench.fill(ROWS)
+    for number in range(100):
+        for position in range(CHAIN):
+            bench.core.lookup(key_of(position), f"request-{number}", position, bench.now)
+    bench.timed("down", bench.core.events.down, 0, bench.now)
+    bench.drain("down")
+    _merge(longest, bench, "down")
+
+
+def _demote_all(longest: dict[str, float]) -> None:
+    bench = Bench(Write.ON_EVICT)
+    bench.fill(ROWS)
+    bench.settle()
+    core = bench.core
+    demote: Any = core.demote_all
+    left = bench.timed("demote_all", demote)
+    while left:
+        left = bench.timed("demote_all", demote, left)
+    _merge(longest, bench, "demote_all")
+
+
+def _scan(longest: dict[str, float]) -> None:
+    """A request waits for the last of 4,000 chunks."""
+    bench = Bench()
+    bench.list_rows(0, TIER_ROWS)
+    chain = [*bench.fill(CHAIN), key_of(0)]
+    bench.settle()
+
+    def scan(stop: bool) -> None:
+        for position, key in enumerate(chain):
+            answer = bench.core.lookup(key, "request", position, bench.now)
+            if stop and answer is Lookup.MISS:
+                break
+
+    scan(stop=False)
+    for _ in range(10):
+        bench.core.end_step()
+        bench.drain("plan")
+        bench.timed("a waiting request's scan", scan, True)
+    _merge(longest, bench, "a waiting request's scan")
+
+
+def _ends(longest: dict[str, float]) -> None:
+    """Many requests that wait pass their deadlines in one turn."""
+    bench = Bench()
+    bench.list_rows(0, TIER_ROWS)
+    keys = bench.fill(40_000)
+    bench.settle()
+    for number in range(REQUESTS):
+        for position, key in enumerate([*keys[40 * number : 40 * number + 40], key_of(number)]):
+            bench.core.lookup(key, f"request-{number}", position, bench.now)
+    bench.core.end_step()
+    bench.drain("plan")
+    bench.now += 1000.0
+    bench.core.tiers[0].jobs.clear()
+    bench.drain("expire")
+    _merge(longest, bench, "expire")
+
+
+def _merge(longest: dict[str, float], bench: Bench, *what: str) -> None:
+    for name in what:
+        if name in bench.longest:
+            longest[name] = max(longest.get(name, 0.0), bench.longest[name])
+
+
+def longest_holds() -> dict[str, float]:
+    """By kind of call: its longest lock hold in ms of thread CPU time."""
+    longest: dict[str, float] = {}
+    gc.collect()
+    gc.disable()  # a collection of the bench's own objects is not the core's time
+    try:
+        _killed(longest, kill=True)
+        _killed(longest, kill=False)
+        _late(longest)
+        _failed(longest)
+        for policy in ("lru", "s3fifo", "arc"):
+            _pinned(longest, policy)  # type: ignore[arg-type]
+            _pinned_by_waiting(longest, policy)  # type: ignore[arg-type]
+        _evicting(longest)
+        _reset(longest)
+        _down(longest)
+        _demote_all(longest)
+        _scan(longest)
+        _ends(longest)
+    finally:
+        gc.enable()
+    return longest
+
+
+def main() -> None:
+    for name, took_ms in longest_holds().items():
+        print(f"{name:40} {took_ms:8.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
