@@ -182,6 +182,8 @@ class Coordinator:
                 self.demote_all()
                 self._wait_for(lambda: self.backlog() == 0, max(0.0, until_s - time.monotonic()))
         finally:
+            with self._lock:
+                self._link.flush_recent_uses()
             self._end.detach()
             _end(self._link.supervisor, self.region, timeout_s)
 

@@ -19,6 +19,7 @@ from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, ti
 from nixl_tiers.memory.cold_index import SharedColdIndex
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
+    MAX_TOUCHED,
     CheckExistence,
     Configure,
     Delete,
@@ -37,6 +38,7 @@ from nixl_tiers.mover.protocol import (
     Store,
     ToCoordinator,
     ToMover,
+    Touch,
     sendable,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
@@ -44,6 +46,8 @@ from nixl_tiers.policies import Write
 from nixl_tiers.tier_log import TierLog
 from nixl_tiers.tiers.base import Move
 
+TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
+USES_A_PART: Final = 256
 MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this engine's own capacity
 
 
@@ -58,6 +62,7 @@ class TierStatus:
         self.refusal = ""  # why the tier can never work as configured
         self.used_bytes = 0
         self.listed_rows = 0
+        self.touch_at_s = 0.0  # when the next packet of recent uses may be sent
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -92,6 +97,7 @@ class MoverLink:
         self._core = core
         self._row_bytes = region.geometry.row_bytes
         self._clock = clock
+        self._touch_s = TOUCH_S
         self.supervisor = Supervisor(_configures(config.storage, region), config.names, region.fd, self, clock)
 
     def start(self) -> None:
@@ -105,6 +111,13 @@ class MoverLink:
             tier.answered = False
         if self.tiers:
             self.supervisor.reopen(self._open_message())
+
+    def flush_recent_uses(self) -> None:
+        """The movers are about to be stopped: the next tick sends all recent uses, in as many packets as they take.
+        Call it with the lock held."""
+        self._touch_s = 0.0
+        for tier in self.tiers:
+            tier.touch_at_s = 0.0
 
     @property
     def ready(self) -> bool:
@@ -220,9 +233,26 @@ class MoverLink:
             busy, unfinished = self._core.events.busy, self._core.events.unfinished
         for rows in closing:
             rows.close()
+        messages += self._touches(now)
         return messages, overdue, 0.0 if unfinished else TICK_S if busy else IDLE_S
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _touches(self, now: float) -> list[tuple[int, ToMover]]:
+        """The rows used lately, in at most one packet a tier every `_touch_s`. Takes the lock for a part at a time."""
+        messages: list[tuple[int, ToMover]] = []
+        for tier, (status, index) in enumerate(zip(self.tiers, self._core.tiers, strict=True)):
+            while now >= status.touch_at_s and index.send_credits > 0:
+                used: list[tuple[int, int]] = []
+                for _ in range(MAX_TOUCHED // USES_A_PART):
+                    with self.changed:
+                        used += index.take_recent_uses(USES_A_PART)
+                if not used:
+                    break
+                messages.append((tier, Touch(used)))
+                index.send_credits -= 1
+                status.touch_at_s = now + self._touch_s
+        return messages
 
     def _sendable(self, job: Job, now: float) -> Store | Load | None:
         """The message for a job; None if it is too large for any mover to accept, which fails this job only."""

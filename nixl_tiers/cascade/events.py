@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 from nixl_tiers.cascade.cold_index import ColdIndex
 from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
@@ -13,6 +14,8 @@ from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
+
+MAX_LISTED_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not use up the numbers of a journal
 
 
 class Events:
@@ -51,7 +54,7 @@ class Events:
         index = self._state.tiers[tier]
         for slot, key, tick in entries:
             index.add_listed(slot, key, tick)
-            self._state.tick = max(self._state.tick, tick + 1)
+            self._listed_tick(index, tick)
         if last:
             index.cold.retire_stale()
             if index.state is TierState.LISTING:
@@ -60,8 +63,9 @@ class Events:
     def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
         """The same for many rows, the most recent of which was used at tick `newest`; the core owns `rows` from now on.
         Remove `known_keys` from it before: they would take two slots of the budget."""
-        self._state.tiers[tier].add_cold(rows)
-        self._state.tick = max(self._state.tick, newest + 1)
+        index = self._state.tiers[tier]
+        index.add_cold(rows)
+        self._listed_tick(index, newest)
 
     def known_keys(self, tier: int) -> list[Key]:
         """Keys of the tier that a cold index may list again, since the tier was opened again."""
@@ -202,6 +206,12 @@ class Events:
                 if tier.state is TierState.DOWN:
                     tier.clear_deletes()  # the next mover lists what is there
         self._promotion.retry(now)
+
+    def _listed_tick(self, index: TierIndex, tick: int) -> None:
+        """Ticks go on from the newest that any process has given, so that recency survives restarts."""
+        tick = min(tick, MAX_LISTED_TICK)
+        index.newest_listed = max(index.newest_listed, tick)
+        self._state.tick = max(self._state.tick, tick + 1)
 
     def _end_moves(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         self._state.job_ended(tier, job)

@@ -16,6 +16,7 @@ from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.recent_uses import RecentUses
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.cascade.throughput import ThroughputEstimate
@@ -54,6 +55,8 @@ class TierIndex:
     to_delete: list[tuple[int, Key]] = field(default_factory=list)
     to_delete_cold: list[tuple[int, bytes]] = field(default_factory=list)  # (slot, digest of the key)
     trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that were asked for
+    recent_uses: RecentUses = field(default_factory=RecentUses)  # of rows in physical slots, for the journal
+    newest_listed: int = 0  # the highest tick that the medium listed: all uses in this process are later
     last_refused: Key | None = None  # the last key asked for while its circuit was not closed
     evicting: set[Key] = field(default_factory=set)  # victims, hits until their eviction is finished
     send_credits: int = UNLIMITED  # how many more messages its mover takes now
@@ -211,6 +214,14 @@ class TierIndex:
             self.cancel_eviction(key, tick)
         else:
             self.policy.touch(key, tick)
+        if self.spec.physical_slots:
+            self.recent_uses.add(key, tick)
+
+    def take_recent_uses(self, count: int) -> list[tuple[int, int]]:
+        """(slot, tick) of up to `count` rows used since this was last called, for the medium's journal."""
+        if self.state is not TierState.UP:
+            return []  # its slots may not be those of the index
+        return [(slot, max(tick, self.newest_listed)) for slot, tick in self.recent_uses.take(count, self.index)]
 
     def select_victims(self, count: int) -> list[Key]:
         """Start the eviction of the `count` least valuable rows: still hits, until `evict` is called for them."""
@@ -291,6 +302,8 @@ class TierIndex:
         self.to_demote.clear()
         self.staged.clear()
         self.clear_deletes()
+        self.recent_uses.clear()
+        self.newest_listed = 0
         self.trials.clear()
         self.denylist.reset()
         self.last_refused = None

@@ -104,7 +104,8 @@ class WriteBack:
         """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped."""
         self._count_unwritten(tier, tier.make_room(len(rows)))
         moves: list[PlannedMove] = []
-        for row, tick in rows:
+        for row, last_used in rows:
+            tick = max(last_used, tier.newest_listed)  # it may be of a request that began before the listing ended
             entry = tier.reserve(row.key, tick)
             if entry is None:
                 self._drop(tier, row.key)

@@ -43,6 +43,7 @@ from nixl_tiers.mover.protocol import (
     Stop,
     Store,
     ToMover,
+    Touch,
     decode_to_mover,
 )
 from nixl_tiers.mover.send_queue import SendQueue
@@ -156,6 +157,9 @@ class Mover:
                     self.send_queue.send(ExistenceChecked(message.check_id, []))
             elif isinstance(message, Delete) and self._served is not None:
                 self._tier.delete(message.entries)
+            elif isinstance(message, Touch) and self._served is not None:
+                slots, ticks = zip(*message.entries, strict=True)
+                self._tier.touch(slots, ticks)
             elif isinstance(message, DeleteCold) and self._publisher is not None:
                 self._tier.delete(self._publisher.keys(message.entries))
 

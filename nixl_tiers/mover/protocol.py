@@ -14,6 +14,7 @@ from nixl_tiers.tiers.base import Count, Entry, Move, RowKey, Tick
 
 MAX_PACKET: Final = 64 << 10
 MAX_MOVES: Final = 256
+MAX_TOUCHED: Final = 4096  # of 15 bytes at most
 HEARTBEAT_S: Final = 1.0
 MAX_DENIALS: Final = 8
 MAX_KIND_CHARS: Final = 64
@@ -62,6 +63,12 @@ class Delete(msgspec.Struct, tag="delete", frozen=True):
     """Coordinator -> mover: delete the rows (slot, key); not answered."""
 
     entries: list[tuple[int, bytes]]
+
+
+class Touch(msgspec.Struct, tag="touch", frozen=True):
+    """Coordinator -> mover: rows that were used, as (slot, tick); not answered."""
+
+    entries: Annotated[list[tuple[Count, Tick]], msgspec.Meta(min_length=1, max_length=MAX_TOUCHED)]
 
 
 class DeleteCold(msgspec.Struct, tag="delete_cold", frozen=True):
@@ -157,7 +164,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     listed: _Bytes = 0  # rows that the first listing has found so far
 
 
-ToMover = Configure | Open | Store | Load | Delete | DeleteCold | CheckExistence | Stop
+ToMover = Configure | Open | Store | Load | Delete | DeleteCold | Touch | CheckExistence | Stop
 ToCoordinator = Opened | Slots | Down | Refused | Listed | ListedIndex | ExistenceChecked | Finished | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode

@@ -207,6 +207,17 @@ class StorageTierTests:
         for _ in range(3):
             self._expect(rig, rig.reopen(), expected)
 
+    def test_touched_row_is_listed_last(self, rig: Rig) -> None:
+        self._needs_rows_kept(rig)
+        rig.store(keys(4))
+        rig.delete({3: keys(4)[3]})
+        rig.tier.touch([1, 3, 1 << 20], [100, 101, 102])  # only one of them holds a row
+        rig.settle()
+        self._wait_for_rows(rig, 3)
+        found = rig.reopen()
+        self._expect(rig, found, keys(3))
+        assert not rig.medium.keeps_recency or list(found) == [0, 2, 1]
+
     def test_other_namespace_sees_nothing(self, rig: Rig) -> None:
         rig.store(keys(8))
         for found in (rig.open(OTHER_NAMESPACE), rig.reopen(OTHER_NAMESPACE)):

@@ -194,6 +194,9 @@ class FaultyTier(StorageTier):
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         self._inner.delete(entries)
 
+    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
+        self._inner.touch(slots, ticks)
+
     @property
     def busy(self) -> bool:
         return bool(self._batches) or self._inner.busy

@@ -43,6 +43,8 @@ class Medium(ABC):
     """A slot is a place: list_rows names the slot a row was stored into. False: a row is found by its key alone."""
     erases: ClassVar[bool] = True
     """A deleted row is gone from the medium soon. False: it is only forgotten, until its slot is stored into."""
+    keeps_recency: ClassVar[bool] = False
+    """Rows that were touched are listed as used at that tick after a restart."""
     exact: ClassVar[bool] = True
     """used_bytes becomes equal to held_bytes. False: it may be more, for journals and preallocated space."""
 

@@ -87,6 +87,11 @@ class MemoryTier(StorageTier):
             if stored is not None and stored.key == key:  # the slot may have gone to another key by now
                 del self._rows[slot]
 
+    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
+        for slot, tick in zip(slots, ticks, strict=True):
+            if slot in self._rows:
+                self._rows[slot].tick = tick
+
     @property
     def busy(self) -> bool:
         return bool(self._ended)

@@ -115,6 +115,11 @@ class StorageTier(ABC):
         """Delete these (slot, key) pairs, or forget them where other processes may use the rows. The slots may be
         stored into from the next call on. A pair that no longer holds changes nothing."""
 
+    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:  # noqa: B027 (optional)
+        """The rows in these slots were used at these ticks, last or in a tier above: `list_rows` orders rows by tick
+        after a restart. Called at most once a second, and only where slots are places (`physical_slots`). A slot that
+        holds no row stays without."""
+
     @property
     @abstractmethod
     def busy(self) -> bool:

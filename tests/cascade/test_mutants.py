@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partialmethod
 
 import pytest
@@ -306,6 +306,24 @@ class MissesWhileListing(TierManager):
         pass
 
 
+class UseForgottenWhileStored(TierIndex):
+    """Uses of rows that are still being stored are dropped when others are sent."""
+
+    def take_recent_uses(self, count: int) -> list[tuple[int, int]]:
+        for key, entry in self.index.items():
+            if not entry.stored:
+                self.recent_uses._ticks.pop(key, None)
+        return super().take_recent_uses(count)
+
+
+class StoredOlderThanListed(WriteBack):
+    """A row of a request that began before the listing ended is stored with the request's tick."""
+
+    def start_stores(self, tier: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+        tier.newest_listed = 0
+        return super().start_stores(tier, rows)
+
+
 MUTANTS = [
     ListedRowHasTwoOwners,
     ListedSlotsStayFree,
@@ -326,6 +344,8 @@ MUTANTS = [
     LateIsWaitedFor,
     MissesWhileListing,
     OverdueLivesOn,
+    StoredOlderThanListed,
+    UseForgottenWhileStored,
     ReusedBeforeReap,
     FailedCopyIsAHit,
     FailedLoadIsAHit,

@@ -290,8 +290,9 @@ def test_it_exits_at_start_if_the_parent_is_dead() -> None:
 
 def test_a_full_batch_of_entries_fits_a_packet() -> None:
     from nixl_tiers.chunk import MAX_KEY_BYTES
-    from nixl_tiers.mover.protocol import MAX_PACKET, encode
+    from nixl_tiers.mover.protocol import MAX_PACKET, MAX_TOUCHED, Touch, encode
     from nixl_tiers.tiers.base import MAX_ENTRIES
 
     entries = [Entry(2**40, bytes(MAX_KEY_BYTES), 2**60)] * MAX_ENTRIES
     assert len(encode(Listed(2**60, entries, last=False))) <= MAX_PACKET
+    assert len(encode(Touch([(2**32 - 1, 2**62)] * MAX_TOUCHED))) <= MAX_PACKET

@@ -28,6 +28,7 @@ from tests.support.cold_index import PlainColdIndex, key_of
 
 ROW_BYTES = 4096
 MANY_TURNS = 1000
+USES_S = 1.0  # between two messages of recent uses
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
 
 
@@ -112,6 +113,13 @@ class SimulatedJob:
 
 
 @dataclass
+class Uses:
+    """Rows of physical slots that were used lately, as they were sent: (slot, its key then, tick)."""
+
+    rows: list[tuple[int, Key, int]]
+
+
+@dataclass
 class Answer:
     """A mover's answer to an existence check: the keys that it found, and those that are absent."""
 
@@ -129,11 +137,14 @@ class SimulatedMover:
     physical: bool
     slots: int
     medium: dict[int, dict[object, tuple[Key, Content]]] = field(default_factory=dict)
+    ticks: dict[tuple[int, object], int] = field(default_factory=dict)  # (epoch, place) -> its row's, by the journal
+    newest: int = 0  # tick of the last listing
+    used: dict[Key, int] = field(default_factory=dict)  # the last use of rows that no message of may have been lost
     alive: bool = True
     epoch: int = 0
     stuck: bool = False  # alive, and does nothing
     dying: bool = False  # killed, and not dead yet: it may still write its current row
-    inbox: deque[SimulatedJob | list[tuple[int, Key]] | int | ExistenceCheck] = field(default_factory=deque)
+    inbox: deque[SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck] = field(default_factory=deque)
     finished: deque[SimulatedJob | Answer] = field(default_factory=deque)
     reported_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
     listing: deque[list[tuple[int, Key, int]] | PlainColdIndex] = field(default_factory=deque)  # not delivered yet
@@ -203,6 +214,7 @@ class Simulation:
         self.calls: list[StoreCall] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._requests = 0
+        self._uses_due_s = 0.0
         self._load_failed: set[str] = set()  # requests a load of which has failed: everything is a miss to them
         self.core = self._start()
 
@@ -266,6 +278,14 @@ class Simulation:
             stores = any(job.tier == tier for job in jobs[loads:])
             require(not (stores and (index.to_delete or index.to_delete_cold)), "a store overtakes what goes before it")
         self._send_jobs(jobs[loads:])
+        for tier, index in enumerate(self.core.tiers):
+            due = self.now >= self._uses_due_s and index.send_credits > 0
+            if due and (used := index.take_recent_uses(4)):
+                keys = {entry.slot: key for key, entry in index.index.items()}
+                require(self.movers[tier].physical, "a tier without places is sent slots")
+                self._send(tier, Uses([(slot, keys[slot], tick) for slot, tick in used]))
+        if self.now >= self._uses_due_s:
+            self._uses_due_s = self.now + USES_S
         for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
             self._send(probe.tier, probe)
@@ -287,6 +307,7 @@ class Simulation:
             job.stale = True
         for mover in self.movers:
             mover.reported_absent.clear()
+            mover.used.clear()
         self.core.reset(keep_tiers=False)
         for tier in range(len(self.movers)):
             self._send(tier, self.epoch)
@@ -298,6 +319,7 @@ class Simulation:
             for queue in (mover.inbox, mover.finished, mover.unreported, mover.listing):
                 queue.clear()
             mover.reported_absent.clear()
+            mover.used.clear()
             mover.alive = True
             mover.stuck = mover.dying = False
             mover.epoch = 0
@@ -380,6 +402,7 @@ class Simulation:
             return
         self._since.pop(name, None)
         rows = self.core.prepare_load(found, name, call=True)
+        self._used(found, name)
         self.core.end_step()
         self._call_begins(StoreCall(name, False, found, rows, self.epoch))
 
@@ -418,6 +441,11 @@ class Simulation:
                 place = mover.place(slot, key)
                 if place in mover.here and mover.here[place][0] == key:
                     del mover.here[place]
+        elif isinstance(head, Uses):
+            mover.inbox.popleft()
+            for slot, key, tick in head.rows:
+                require(mover.here.get(slot, (key,))[0] == key, "a use is recorded for another row")
+                mover.ticks[mover.epoch, slot] = max(tick, mover.ticks.get((mover.epoch, slot), 0))
         elif isinstance(head, ExistenceCheck):
             mover.inbox.popleft()
             if outcome is not Outcome.NO_SPACE:
@@ -492,6 +520,7 @@ class Simulation:
                 self._move(mover, head, Outcome.FAILED)  # half of a row
         mover.inbox.clear()
         mover.listing.clear()
+        mover.used.clear()
         mover.alive = True
         mover.dying = mover.stuck = False
         self.core.events.lost(tier, self.now)
@@ -552,6 +581,7 @@ class Simulation:
             staged = [row for row in index.staged.values() if not row.invalidated]
             require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
             require(all(row.request_pins for row in staged), "a row under demotion may be evicted")
+            mover.used = {key: tick for key, tick in mover.used.items() if key in index.index}
             for job in index.jobs.values():
                 waited_s = self.now - job.started_s
                 require(
@@ -586,6 +616,10 @@ class Simulation:
         require(not self.core.checks.busy, "a check never ends")
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
         require(not any(s.to_delete or s.to_delete_cold for s in self.core.tiers), "rows to delete are never sent")
+        for index, mover in zip(self.core.tiers, self.movers, strict=True):
+            for key, tick in mover.used.items():
+                recorded = mover.ticks.get((mover.epoch, index.index[key].slot), 0) >= tick
+                require(recorded or key in index.recent_uses, "a use is never recorded")
         require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
         require(not any(s.dead or s.trials_running or s.quarantined for s in self.core.tiers), "a dead job never ends")
         self._recover()
@@ -633,10 +667,12 @@ class Simulation:
         if mover.epoch != self.epoch:
             return
         self.core.events.opened(tier, mover.slots)
-        places = sorted(mover.here.items(), key=repr)
+        places = sorted(mover.here.items(), key=lambda item: (mover.ticks.get((mover.epoch, item[0]), 0), repr(item)))
         held = [
-            (place if isinstance(place, int) else number, key, 0) for number, (place, (key, _)) in enumerate(places)
+            (place if isinstance(place, int) else number, key, mover.ticks.get((mover.epoch, place), 0))
+            for number, (place, (key, _)) in enumerate(places)
         ]
+        mover.newest = max((tick for _, _, tick in held), default=0)
         listed = len(held) if self.listed is None else self.listed
         below = self.specs[tier + 1 : tier + 2]
         named = any(spec.write is Write.ON_EVICT for spec in below)
@@ -651,7 +687,7 @@ class Simulation:
         listing = self.movers[tier].listing
         piece = listing.popleft()
         if isinstance(piece, PlainColdIndex):
-            self.core.events.index_listed(tier, piece, newest=0)
+            self.core.events.index_listed(tier, piece, newest=self.movers[tier].newest)
         else:
             self.core.events.listed(tier, piece, last=not listing)
 
@@ -710,6 +746,7 @@ class Simulation:
                 self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
             self.tick()
             rows = self.core.prepare_load(hits, name)
+            self._used(hits, name)
             self._since.pop(name, None)
             for row in rows:
                 self._check_row(row, writing=False)
@@ -726,6 +763,14 @@ class Simulation:
         else:
             self._finish(name)
         self.tick()
+
+    def _used(self, keys: Sequence[Key], name: str) -> None:
+        tick = self.core._requests[name].tick
+        assert tick is not None
+        for index, mover in zip(self.core.tiers, self.movers, strict=True):
+            for key in keys if mover.physical else ():
+                if key in index.index:
+                    mover.used[key] = max(tick, mover.used.get(key, 0))
 
     def _finish(self, name: str) -> None:
         self._since.pop(name, None)
@@ -747,7 +792,7 @@ class Simulation:
         found = [key for key, is_there in zip(probe.keys, there, strict=True) if is_there]
         return Answer(probe.id, mover.epoch, found, [key for key in probe.keys if key not in found])
 
-    def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | ExistenceCheck) -> None:
+    def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck) -> None:
         if not self.movers[tier].dying:
             self.movers[tier].inbox.append(message)
 
@@ -791,6 +836,9 @@ class Simulation:
                 stale = work.epoch != self.epoch
                 require(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
                 medium[place] = (move.key, content)
+                if mover.physical:
+                    mover.ticks[work.epoch, place] = move.tick
+                    require(stale or move.tick >= mover.newest, "a row stored now is older than one that was listed")
             elif mover.physical and place in medium:
                 # Torn, and the journal still has the old key; an object is put whole or not at all.
                 medium[place] = (medium[place][0], GARBAGE)

@@ -55,6 +55,11 @@ class DeletesTheSlot(MemoryTier):
             self._rows.pop(slot, None)
 
 
+class NeverTouches(MemoryTier):
+    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
+        pass
+
+
 class NeverDeletes(MemoryTier):
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         pass
@@ -142,6 +147,7 @@ SUITE: dict[type[MemoryTier], Test] = {
     DeletesTheSlot: lambda suite, _, rig: suite.test_late_delete_does_not_take_the_new_row(rig),
     NeverDeletes: lambda suite, _, rig: suite.test_deleted_row_is_gone_and_its_neighbours_are_not(rig),
     ForgetsARow: lambda suite, _, rig: suite.test_restart_keeps_every_row_and_no_other(rig),
+    NeverTouches: lambda suite, _, rig: suite.test_touched_row_is_listed_last(rig),
     ListsTheNewestFirst: lambda suite, _, rig: suite.test_restart_keeps_every_row_and_no_other(rig),
     ShowsEveryNamespace: lambda suite, _, rig: suite.test_other_namespace_sees_nothing(rig),
     OneOutcomeTooMany: lambda suite, _, rig: suite.test_one_row_at_a_time(rig),

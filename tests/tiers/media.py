@@ -26,6 +26,7 @@ from tests.support.disks import disk_bytes
 @dataclass
 class Memory(Medium):
     rows: MemoryMedium = field(default_factory=MemoryMedium)
+    keeps_recency: ClassVar[bool] = True
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
         return MemoryTier(MemoryConfig(type="memory", capacity=capacity_bytes), geometry, region, self.rows)
@@ -55,6 +56,7 @@ class SlabFiles(Medium):
 
     path: Path
     erases: ClassVar[bool] = False
+    keeps_recency: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:

@@ -11,7 +11,7 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -136,15 +136,16 @@ class Journal:
         """
         return self._failing or not any(isinstance(self._pending.get(slot), Remove | Overwrite) for slot in slots)
 
-    def touch(self, slot: int, key: bytes, tick: int) -> None:
-        """The key in the slot was used at `tick`."""
+    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
+        """The rows in these slots were used at these ticks. Slots that hold no row are left out."""
         with self._lock:
-            last = self._pending.get(slot)
-            if isinstance(last, Put):
-                if last.key == key:
-                    self._change(slot, Put(key, max(tick, last.tick), last.sealed_at))
-            elif not isinstance(last, Remove | Overwrite):
-                self._change(slot, Touch(key, tick))
+            for slot, tick in zip(slots, ticks, strict=True):
+                last = self._pending.get(slot)
+                if isinstance(last, Put):
+                    if last.key:
+                        self._change(slot, last._replace(tick=max(tick, last.tick)))
+                elif not isinstance(last, Remove | Overwrite):
+                    self._change(slot, Touch(tick))
 
     # --- rows at open -----------------------------------------------------------------------------------------------
 

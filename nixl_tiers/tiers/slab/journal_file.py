@@ -65,9 +65,8 @@ class Overwrite(NamedTuple):
 
 
 class Touch(NamedTuple):
-    """The key, if the slot still holds it, was used at `tick`."""
+    """The row, if the slot holds one, was used at `tick`."""
 
-    key: bytes
     tick: int
 
 
@@ -199,7 +198,9 @@ class JournalFile:
         if isinstance(change, Put):
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (slot, *change))
         elif isinstance(change, Touch):
-            self._db.execute("UPDATE rows SET tick = ? WHERE slot = ? AND key = ?", (change.tick, slot, change.key))
+            self._db.execute(
+                "UPDATE rows SET tick = max(tick, ?) WHERE slot = ? AND key <> ?", (change.tick, slot, NO_KEY)
+            )
         elif isinstance(change, Overwrite):
             self._db.execute("DELETE FROM rows WHERE slot = ?", (slot,))
         else:

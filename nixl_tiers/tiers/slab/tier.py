@@ -152,6 +152,9 @@ class SlabTier(StorageTier):
         for slot, key in entries:
             self._served.journal.remove(slot, key)
 
+    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
+        self._served.journal.touch(slots, ticks)
+
     @property
     def busy(self) -> bool:
         return self._moves.busy or (self._open is not None and bool(self._open.health.problem))
@@ -257,8 +260,6 @@ class SlabTier(StorageTier):
         if served.has_expired(move.slot, served.sealer.sealed_at(row)):
             served.journal.remove(move.slot, move.key)  # its bytes stay, for the next sweep
             return Outcome.MISSING
-        if move.tick:
-            served.journal.touch(move.slot, move.key, move.tick)
         return Outcome.OK
 
     def _stored(self, move: Move, good: bool) -> Outcome:

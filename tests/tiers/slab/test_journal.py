@@ -41,8 +41,7 @@ def test_newest_change_of_a_slot_counts(tmp_path: Path) -> None:
     journal.put(3, b"d", 4, NOW)
     journal.remove(3, b"not d")
     journal.put(4, b"e", 5, NOW)
-    journal.touch(4, b"e", 9)
-    journal.touch(3, b"not d", 9)
+    journal.touch([4, 2], [9, 9])
     journal.close()
     assert reopened(tmp_path) == {1: (b"b", 2), 3: (b"d", 4), 4: (b"e", 9)}
 
@@ -58,8 +57,7 @@ def test_changes_apply_to_rows_already_in_the_file(tmp_path: Path) -> None:
     journal.start_overwrite(2)
     journal.start_overwrite(3)
     journal.put(3, b"new", 50, NOW)
-    journal.touch(4, b"k4", 60)
-    journal.touch(5, b"other", 61)
+    journal.touch([4, 5, 2], [60, 1, 61])
     journal.put(6, b"brief", 70, NOW)
     journal.remove(6, b"brief")  # and the older row of that slot does not come back
     journal.close()

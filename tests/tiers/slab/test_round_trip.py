@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.mover.protocol import Delete
+from nixl_tiers.mover.protocol import Delete, Touch
 from nixl_tiers.tiers.base import Entry
 from tests.mover.harness import MoverProcess, file_tier, key_of
 from tests.support.disks import disk_bytes
@@ -65,13 +65,10 @@ def test_deleted_and_overwritten_rows_are_not_listed(tmp_path: Path) -> None:
 
 
 def test_recently_used_row_is_listed_later(tmp_path: Path) -> None:
-    from nixl_tiers.mover.protocol import Load
-    from nixl_tiers.tiers.base import Move
-
     with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
         mover.open()
         mover.store(range(4))
-        mover.finished(mover.begin(Load, [Move(7, 1, key_of(1), tick=100)]))
+        mover.send(Touch([(1, 100), (6, 101), (1 << 20, 102)]))  # there is no row in slot 6, and no slot 2^20
         mover.stop()
     with MoverProcess(file_tier(tmp_path, 16 << 20), SIZES["64KiB"], 8) as mover:
         mover.open()
