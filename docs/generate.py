@@ -36,6 +36,7 @@ MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileCo
 # By the schema's own validators, and by pydantic's plain types.
 TYPES: Final[Mapping[object, str]] = {
     fields.parse_size: "size",
+    fields.parse_min_free: "size or percentage",
     fields.parse_age: "age",
     fields.parse_seconds: "time",
     fields.absolute: "absolute path",

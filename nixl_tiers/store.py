@@ -52,6 +52,7 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     configuration.check_rows(checked, geometry.row_bytes)
     configuration.check_paths(checked)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
+    checked = checked.shared_by(checked.replicas or 1)
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes)
     region.prefault()
     try:

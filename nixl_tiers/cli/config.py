@@ -69,7 +69,7 @@ def _shown(name: str, value: Any, field: FieldInfo) -> str:
         return schema.unset(field) or "none"
     if isinstance(value, bool):
         return str(value).lower()
-    if name == "capacity":
+    if name in ("capacity", "min_free") and isinstance(value, int):
         return f"{schema.format_size(value)} ({value} bytes)"
     if name == "max_age" or name.endswith("_s"):
         return schema.format_seconds(value)

@@ -27,6 +27,7 @@ _UNITS: Final = {"": 1, "b": 1} | {
     for ending in ("b", "")
 }
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_PERCENT: Final = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 _ENVIRONMENT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
@@ -51,6 +52,31 @@ def parse_size(value: object) -> int:
     if size > MAX_CAPACITY_BYTES:
         raise ValueError(f"{shown(value)} is more than 1 EiB, which no tier can have")
     return size
+
+
+def parse_min_free(value: object) -> int | str | None:
+    """Check a share of a file system: bytes (see `parse_size`; 0 is allowed), or a percentage such as "5%"; None stays
+    None.
+
+    Raises ValueError.
+    """
+    if value is None or (value == 0 and not isinstance(value, bool)):
+        return None if value is None else 0
+    if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):
+        if float(match[1]) >= 100:
+            raise ValueError(f"{shown(value)} must be less than 100 %, or nothing could be stored")
+        return f"{match[1]}%"
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise ValueError(f'{shown(value)} is neither a size such as "50GiB" nor a percentage such as "5%"') from None
+
+
+def min_free_bytes(setting: int | str | None, size_bytes: int) -> int:
+    """What a checked `min_free` is on a file system of `size_bytes`."""
+    if isinstance(setting, str):
+        return int(size_bytes * Fraction(setting.removesuffix("%")) / 100)
+    return min(size_bytes // 20, 50 << 30) if setting is None else setting
 
 
 def format_size(size_bytes: int) -> str:

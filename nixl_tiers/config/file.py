@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig
+from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
 from nixl_tiers.mounts import nearest, not_mounted
 
 
@@ -24,6 +25,18 @@ class FileConfig(StorageConfig):
         "slabs",
         description="`slabs`: fastest, for a disk of this node; `files`: one file a chunk, for a "
         "directory that several engines share",
+    )
+    replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
+        None,
+        description="how many engines may use `path` at once with `layout: slabs`; each has an equal part of the "
+        "`capacity`",
+        json_schema_extra=when_unset("`replicas` of the top level, else taken from vLLM, else 1"),
+    )
+    min_free: Annotated[int | str | None, BeforeValidator(fields.parse_min_free)] = Field(
+        None,
+        description="what must stay free on the file system: below it the tier takes no more of it, and serves what it "
+        "holds",
+        json_schema_extra=when_unset("5 % of the file system, at most 50 GiB"),
     )
     require_mount: bool = Field(
         False,
@@ -39,10 +52,21 @@ class FileConfig(StorageConfig):
 
     on_disk: ClassVar[bool] = True
 
+    @model_validator(mode="after")
+    def _agree(self) -> FileConfig:
+        if self.replicas is not None and self.layout == "files":
+            raise ValueError("replicas has no use with layout: files, where all engines share all rows")
+        return self
+
     @property
     def implementation(self) -> str:
         slabs = self.layout == "slabs"
         return "nixl_tiers.tiers.slab.tier:SlabTier" if slabs else "nixl_tiers.tiers.rowfile.tier:RowFileTier"
+
+    @property
+    def undivided(self) -> bool:
+        """Whether one engine takes the whole path, because nothing says how many share it."""
+        return self.layout == "slabs" and self.replicas is None
 
     @property
     def place(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import secrets
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.chunk import PAGE
-from nixl_tiers.config.fields import format_size
+from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mounts import not_mounted
@@ -167,6 +168,47 @@ class MountGuard:
         """A sentence if the mount has gone, or "". May wait for the medium."""
         gone = self._mount_point is not None and not os.path.ismount(str(self._mount_point))
         return f"{self._mount_point} is not mounted any more" if gone else ""
+
+
+class FreeSpace:
+    """What may still be taken of a file system, so that `min_free` stays free. Belongs on a thread that may wait."""
+
+    def __init__(self, path: Path, min_free: int | str | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`min_free`: as configured. `clock`: seconds."""
+        self._path = path
+        self._min_free = min_free
+        self._clock = clock
+        self._measured_at_s = -math.inf
+        self._spare_bytes: float = 0
+        self._least_bytes = 0
+        self.problem = ""
+        """The last answer of `lacks`."""
+
+    def lacks(self, nbytes: int) -> str:
+        """One sentence if `nbytes` more would leave less than `min_free`; else "", and they count as taken. The file
+        system is asked at most once a second, and after `measure_again`. Raises OSError."""
+        if self._clock() - self._measured_at_s >= CHECK_INTERVAL_S:
+            self._measure()
+        self.problem = ""
+        if nbytes > 0 and self._spare_bytes < nbytes:
+            least = format_size(self._least_bytes)
+            self.problem = f"no more is stored at {self._path}: min_free keeps {least} of its file system free"
+        else:
+            self._spare_bytes -= nbytes
+        return self.problem
+
+    def measure_again(self) -> None:
+        """Files were deleted: ask the file system anew at the next call."""
+        self._measured_at_s = -math.inf
+
+    def _measure(self) -> None:
+        status = os.statvfs(self._path)
+        size = status.f_blocks * status.f_frsize
+        self._measured_at_s = self._clock()
+        self._least_bytes = min_free_bytes(self._min_free, size)
+        # Some network file systems report no size.
+        counts = size > 0 and self._least_bytes > 0
+        self._spare_bytes = status.f_bavail * status.f_frsize - self._least_bytes if counts else math.inf
 
 
 # --- allocation and direct I/O ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
-from nixl_tiers.config.schema import ConfigError, TiersConfig
+from nixl_tiers.config.schema import ConfigError, FileConfig, TiersConfig
 from nixl_tiers.config.source import without_vllm
 from nixl_tiers.memory.region import HostRegion, RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
@@ -48,9 +48,11 @@ class NixlTiersSpec(OffloadingSpec):
         super().__init__(config)
         log_as_vllm()
         refuse_layout(config)
-        self.tiers = parse(config)
+        tiers = parse(config)
+        replicas = replicas_of(config, tiers)
+        self.tiers = tiers.shared_by(replicas)
         self.geometry = geometry_of(config)
-        self.rows = rows_of(self.tiers, self.geometry, replicas_of(config, self.tiers))
+        self.rows = rows_of(self.tiers, self.geometry, replicas)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -128,7 +130,8 @@ def geometry_of(config: OffloadingConfig) -> Geometry:
 
 
 def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
-    """How many engines of this node share the cpu tier's capacity: from the configuration, else from vLLM.
+    """How many engines of this node share the capacity of the cpu tier and of file tiers: from the configuration, else
+    from vLLM.
 
     vLLM reports the number of replicas on all nodes together, which keeps the budget but may leave some of it unused.
     For models without experts, whose replicas it runs as separate engines, it reports nothing.
@@ -138,10 +141,14 @@ def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
     reported = compat.replicas(config)
     index = int(getattr(config.parallel, "data_parallel_index", 0))
     if reported == 1 and index > 0:
+        undivided = [
+            f"tiers[{i}].path" for i, tier in enumerate(tiers.tiers) if isinstance(tier, FileConfig) and tier.undivided
+        ]
         log.warning(
             "nixl_tiers: this engine is data-parallel replica %d, and vLLM does not say how many share this node: "
-            "set replicas, or each of them takes the cpu tier's whole capacity",
+            "set replicas, or each of them takes the cpu tier's whole capacity%s",
             index,
+            f", and only one of them can use {' and '.join(undivided)}" if undivided else "",
         )
     return reported
 

@@ -51,7 +51,7 @@ def test_every_set_field_is_shown(
         "cpu": {"type": "cpu", "capacity": "64GiB", "eviction": "arc"},
         "file": {
             "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "files", "backend": "posix",
-            "write": "on_evict", "eviction": "s3fifo", "max_age": "7d",
+            "write": "on_evict", "eviction": "s3fifo", "max_age": "7d", "min_free": "7%",
         },
         "s3": {
             "type": "s3", "bucket": "kv-cache", "prefix": "p/q", "endpoint": "https://h:9000", "region": "eu-west-9",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nixl_tiers import mounts
 from nixl_tiers.config import schema
+from nixl_tiers.config.fields import min_free_bytes
 from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, TiersConfig
 from tests.support.refusals import refusal
 
@@ -112,6 +113,29 @@ def test_ages_are_parsed(tier: dict[str, Any], text: object, seconds: float | No
 
 
 @pytest.mark.parametrize(
+    ("value", "of_100_gib", "of_10_tib"),
+    [
+        (None, 5 << 30, 50 << 30), (0, 0, 0), ("0%", 0, 0), ("10%", 10 << 30, 1 << 40), (" 2.5 % ", 5 << 29, 1 << 38),
+        ("1GiB", 1 << 30, 1 << 30), (4096, 4096, 4096),
+    ],
+)  # fmt: skip
+def test_min_free_is_a_size_or_a_percentage_of_the_file_system(value: object, of_100_gib: int, of_10_tib: int) -> None:
+    read = schema.load(with_tier(FILE, min_free=value)).storage[0]
+    assert isinstance(read, FileConfig)
+    assert schema.tier_from_dict(json.loads(json.dumps(schema.tier_to_dict(read)))) == read
+    assert [min_free_bytes(read.min_free, size) for size in (100 << 30, 10 << 40)] == [of_100_gib, of_10_tib]
+
+
+def test_file_tiers_without_replicas_are_divided_like_the_cpu_tier() -> None:
+    files = [FILE, FILE | {"path": "/mnt/b", "replicas": 3}, FILE | {"path": "/mnt/c", "layout": "files"}]
+    read = schema.load({"tiers": [CPU, *files, S3]})
+    assert [tier.undivided for tier in read.storage if isinstance(tier, FileConfig)] == [True, False, False]
+    shared = read.shared_by(8).storage
+    assert [tier.replicas for tier in shared if isinstance(tier, FileConfig)] == [8, 3, None]
+    assert shared[3] == read.storage[3]
+
+
+@pytest.mark.parametrize(
     "age", [0, -1, 0.5, "0s", "0.5s", "101y", "40000d", 1e12, float("inf"), float("nan"), True, "week", "7 days", "",
             "-7d", "7D", "1e3s", "nan", [], {}, "\uff17d"],
 )  # fmt: skip
@@ -173,6 +197,12 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "gds"'),
         (with_tier(FILE, layout="rows"), 'tiers[1].layout: must be "slabs" or "files", not "rows"'),
+        (with_tier(FILE, replicas=0), "tiers[1].replicas: must be at least 1"),
+        (with_tier(FILE, replicas=2, layout="files"), "tiers[1]: replicas has no use with layout: files"),
+        (with_tier(FILE, min_free="100%"), 'tiers[1].min_free: "100%" must be less than 100 %'),
+        (with_tier(FILE, min_free="5 percent"), 'tiers[1].min_free: "5 percent" is neither a size such as "50GiB" nor'),
+        (with_tier(FILE, min_free=-1), "tiers[1].min_free: -1 is neither a size"),
+        (with_tier(FILE, min_free=False), "tiers[1].min_free: "),
         (with_tier(FILE, write="back"), 'tiers[1].write: must be "through", "on_evict" or "off", not "back"'),
         (with_tier(S3, bucket="a"), 'tiers[1].bucket: "a" is not a bucket name'),
         (with_tier(S3, bucket="a/b/c"), "tiers[1].bucket: "),

@@ -48,10 +48,12 @@ def use(store: nixl_tiers.TieredStore, nbytes: int, seed: int, tier: str = "file
     ids=str,
 )
 def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout: str, engines: int) -> None:
-    """One engine, or two replicas on one path at once. Slabs have one account; engines with row files count what they
-    write and look for what the others have written, so together they may be ahead of each other by a known share."""
+    """One engine, or two replicas on one path at once. Slabs have a part for each; engines with row files count what
+    they write and look for what the others have written, so together they may be ahead of each other by a known share.
+    """
     ahead = 0 if layout == "slabs" or engines == 1 else engines * max(SCAN_ROWS * SIZE, BUDGET // SCAN_SHARE)
-    setting = config({**file_tier(tmp_path / "kv", BUDGET), "layout": layout}, host=HOST)
+    parts = {"replicas": engines} if layout == "slabs" else {}
+    setting = config({**file_tier(tmp_path / "kv", BUDGET), "layout": layout, **parts}, host=HOST)
     taken: Callable[[Path], int] = disk_bytes
     written = 0
     with ExitStack() as around:

@@ -20,6 +20,7 @@ from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import StorageTier
 from nixl_tiers.tiers.s3.tier import S3Tier
 from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import shard_dir
 from tests.support.disks import disk_bytes
 
 
@@ -85,7 +86,7 @@ class SlabFiles(Medium):
         self.cut(namespace, slot, key, 0)
 
     def held_rows(self, namespace: bytes) -> int:
-        journal = self.path / namespace.hex() / "0" / "manifest.sqlite"
+        journal = shard_dir(self.path, namespace) / "manifest.sqlite"
         with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as database:
             (count,) = database.execute("SELECT count(*) FROM rows WHERE key <> x''").fetchone()
         return int(count)
@@ -95,7 +96,7 @@ class SlabFiles(Medium):
 
     def _place(self, namespace: bytes, slot: int) -> tuple[Path, int, int]:
         """File, offset and size of a slot."""
-        directory = self.path / namespace.hex() / "0"
+        directory = shard_dir(self.path, namespace)
         about = json.loads((directory / "namespace.json").read_bytes())
         slab, place = divmod(slot, about["slots_per_slab"])
         return directory / f"slab-{slab:05d}.kv", place * about["row_bytes"], about["row_bytes"]

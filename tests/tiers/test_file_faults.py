@@ -12,7 +12,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
-from tests.mover.harness import LAYOUTS, NAMESPACE, MoverProcess, wait_until
+from tests.mover.harness import LAYOUTS, NAMESPACE, MoverProcess, shard_dir, wait_until
 from tests.support.disks import disk_bytes
 
 GEOMETRY = Geometry(1, 120_000)
@@ -68,7 +68,7 @@ def test_deleted_directory_is_made_again(tmp_path: Path, layout: str) -> None:
 
 
 def _root(place: Path, layout: str) -> Path:
-    return place if layout == "files" else place / NAMESPACE.hex() / "0"
+    return place if layout == "files" else shard_dir(place).parent
 
 
 def test_tier_is_down_until_a_missing_parent_is_back(tmp_path: Path, layout: str) -> None:
@@ -89,7 +89,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "slab deleted": (lambda home: (home / "slab-00000.kv").unlink(), "slab-00000.kv has been deleted", False),
     "slab replaced": (lambda home: _copy_over(home / "slab-00000.kv"), "slab-00000.kv has been replaced", True),
     "journal deleted": (lambda home: _delete(home, "manifest.*"), "manifest.sqlite has been deleted", True),
-    "lock deleted": (lambda home: _delete(home, ".lock"), ".lock has been deleted", True),
+    "lock deleted": (lambda home: _delete(home.parent, ".lock"), ".lock has been deleted", True),
     "description deleted": (lambda home: _delete(home, "namespace.json"), "namespace.json has been deleted", True),
 }
 
@@ -98,7 +98,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 def test_remaining_rows_of_a_damaged_shard_are_hits(tmp_path: Path, damage: str) -> None:
     destroy, reason, survive = DAMAGES[damage]
     with stored(mover_on(tmp_path)) as mover:
-        destroy(tmp_path / NAMESPACE.hex() / "0")
+        destroy(shard_dir(tmp_path))
         assert down_and_up(mover).endswith(reason)
         assert set(mover.load(range(ROWS))) == {Outcome.OK if survive else Outcome.MISSING}
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
@@ -131,7 +131,7 @@ def test_deleted_row_files_are_misses_and_the_tier_stays_up(tmp_path: Path) -> N
 
 
 def test_journal_damaged_while_open_costs_no_row(tmp_path: Path) -> None:
-    journal = tmp_path / NAMESPACE.hex() / "0" / "manifest.sqlite"
+    journal = shard_dir(tmp_path) / "manifest.sqlite"
     with stored(mover_on(tmp_path), ROWS // 2) as mover:
         for suffix in ("", "-wal"):
             with journal.with_name(journal.name + suffix).open("r+b") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,9 +13,9 @@ import pytest
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, make_tier
+from tests.tiers.file_tiers import GEOMETRY, ROWS, FileTier, make_tier
 
 HOME = NAMESPACE.hex()
 OTHER_UID = 65534
@@ -35,7 +34,8 @@ def path(tmp_path: Path) -> Path:
 def victim(tmp_path: Path) -> Iterator[Path]:
     """A directory of the engine's user, with files of the names that a tier uses, which must not change."""
     victim = tmp_path / "victim"
-    names = ["probe.tmp", ".lock", "namespace.json", "slab-00000.kv", "ab/abcd.row", "0/.lock", "0/slab-00000.kv"]
+    names = ["probe.tmp", ".lock", "namespace.json", "slab-00000.kv", "ab/abcd.row"]
+    names += [f"{HOME}/namespace.json", f"{HOME}/slab-00000.kv"]
     for name in names:
         file = victim / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def _a_pipe(place: Path, _: Path) -> str:
 
 
 @pytest.mark.parametrize("prepare", [_to_everybody, _to_a_group, _to_another_user, _a_link, _a_pipe])
-@pytest.mark.parametrize("name", [HOME, ".incoming", f"{HOME}/0"])
+@pytest.mark.parametrize("name", ["part-0", ".incoming", f"part-0/{HOME}"])
 def test_directory_placed_by_others_is_refused(
     path: Path, region: HostRegion, victim: Path, name: str, prepare: Callable[[Path, Path], str]
 ) -> None:
@@ -175,37 +175,21 @@ def test_lock_file_placed_by_others_is_refused(path: Path, region: HostRegion, v
     tier.close()
 
 
-@pytest.mark.parametrize("prepare", ["link", "pipe"])
-def test_request_file_placed_by_others_is_neither_written_nor_read(path: Path, victim: Path, prepare: str) -> None:
-    wanted = path / ".wanted"
-    if prepare == "link":
-        wanted.symlink_to(victim / "probe.tmp")
-    else:
-        os.mkfifo(wanted, 0o600)
-    quota = SlabQuota(path, CAPACITY)
-    with quota.locked():
-        quota.request_room(None, 1 << 20)
-        assert quota.requested_bytes(path) == 0
-    wanted.unlink()
-    with quota.locked():
-        quota.request_room(None, 1 << 20)
-    assert json.loads(wanted.read_text())["bytes"] == 1 << 20
-
-
 def test_foreign_namespaces_are_not_deleted_to_make_room(path: Path, region: HostRegion, victim: Path) -> None:
-    (path / ("ab" * 16)).symlink_to(victim)
-    open_to_all = path / ("cd" * 16)
-    (open_to_all / "0").mkdir(parents=True)
+    (path / "part-1").symlink_to(victim)
+    open_to_all = path / "part-2"
+    foreign = open_to_all / ("cd" * 16)
+    foreign.mkdir(parents=True)
     open_to_all.chmod(0o777)
-    for name in (".lock", "slab-00000.kv"):
-        (open_to_all / "0" / name).write_bytes(bytes(1 << 20))
-    os.mkfifo(open_to_all / "0" / "namespace.json")  # reading it must not block
+    (open_to_all / ".lock").touch()
+    (foreign / "slab-00000.kv").write_bytes(bytes(2 << 20))
+    os.mkfifo(foreign / "namespace.json")  # reading it must not block
     (path / ".gone-x").symlink_to(victim)
     tier = make_tier("slabs", path, region, 8 << 20)
     slots = tier.open(NAMESPACE, 0)
     for start in range(0, slots, ROWS):
         store(tier, region, range(start, min(start + ROWS, slots)))
-    assert (open_to_all / "0" / "slab-00000.kv").exists()
+    assert (foreign / "slab-00000.kv").exists()
     tier.close()
 
 
@@ -231,10 +215,11 @@ def test_directory_replaced_under_a_running_tier_takes_it_down(
     path: Path, region: HostRegion, victim: Path, tier: FileTier
 ) -> None:
     """Others may rename entries of a directory that they can write to. The tier does not follow the new name."""
+    home = path / ("part-0" if isinstance(tier, SlabTier) else HOME)
     slots = tier.open(NAMESPACE, 0)
     serves(tier, region)
-    (path / HOME).rename(path / "elsewhere")
-    (path / HOME).symlink_to(victim)
+    home.rename(path / "elsewhere")
+    home.symlink_to(victim)
     start, down = ROWS, ""
     while not down:
         try:
@@ -244,10 +229,10 @@ def test_directory_replaced_under_a_running_tier_takes_it_down(
         except TierDown as error:
             down = str(error)
         start = (start + ROWS) % (slots - ROWS)
-    assert str(path / HOME) in down
-    assert str(path / HOME) in refused(tier)
-    (path / HOME).unlink()
-    (path / "elsewhere").rename(path / HOME)
+    assert str(home) in down
+    assert str(home) in refused(tier)
+    home.unlink()
+    (path / "elsewhere").rename(home)
     tier.open(NAMESPACE, 0)
     serves(tier, region)
 
@@ -275,8 +260,8 @@ def test_incoming_replaced_under_a_running_tier_takes_it_down(path: Path, region
 
 
 def test_shard_that_cannot_be_locked_leaks_no_descriptor(path: Path, region: HostRegion) -> None:
-    lock = path / HOME / "0" / ".lock"
-    for place in (lock.parent.parent, lock.parent, lock):
+    lock = path / "part-0" / ".lock"
+    for place in (lock.parent, lock):
         place.mkdir(mode=0o700)
     tier = make_tier("slabs", path, region)
     refused(tier)

@@ -95,6 +95,23 @@ def test_the_cpu_tiers_capacity_is_divided_by_the_replicas_of_the_node(
     assert not caplog.records
 
 
+def test_file_tiers_are_divided_by_the_replicas_of_the_node(
+    offloading_config: Build, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    tiers = [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB"}]
+
+    def parts(config: Any) -> object:
+        return getattr(NixlTiersSpec(config).tiers.storage[0], "replicas", None)
+
+    assert parts(offloading_config({"tiers": tiers})) == 1
+    assert parts(offloading_config({"tiers": tiers}, replicas=4)) == 4
+    assert parts(offloading_config({"tiers": tiers, "replicas": 2}, index=1)) == 2
+    assert not caplog.records
+    assert parts(offloading_config({"tiers": tiers}, index=1)) == 1
+    assert "set replicas, or each of them takes the cpu tier's whole capacity" in caplog.text
+    assert "and only one of them can use tiers[1].path" in caplog.text
+
+
 def test_vllms_own_fields_are_ignored(offloading_config: Build) -> None:
     extra = {
         "spec_name": "NixlTiersSpec",

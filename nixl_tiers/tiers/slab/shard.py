@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +33,6 @@ from nixl_tiers.tiers.slab.slabs import SlabLayout, Slabs, detect_layout
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
-_FIRST_BYTES: Final = 256 << 20  # that a new shard requests of others, beside room for its journal
 _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
 
 
@@ -65,9 +64,15 @@ class Shard:
                 logger.warning("%s has lost its description, which is recovered from the seals", self.path)
                 # Its slot numbers may be those of another layout.
                 _unlink_all(directory.folder, "manifest.*")
-            elif not quota.make_room(journal_bytes(slots)):
-                quota.request_room(None, journal_bytes(slots) + _FIRST_BYTES)
-                raise TierDown(f"{quota.path} is full: what live movers hold leaves no room for one more")
+            elif problem := quota.make_room(journal_bytes(slots)):
+                raise TierDown(problem)
+        elif (
+            layout is not None
+            and slots > (before := int(directory.description["slots"]))
+            and quota.make_room(journal_bytes(slots) - journal_bytes(before))
+        ):
+            slots = before  # the larger journal does not fit
+            layout = replace(layout, slots=slots)
         if layout is None:
             # It holds no row of ours: rows of another shape, or files without a description or a valid seal.
             _unlink_all(directory.folder, "[sm]*.*")
@@ -269,6 +274,8 @@ def _layout_of(directory: ShardDir, geometry: Geometry, slots: int) -> SlabLayou
     found = directory.description
     try:
         layout = SlabLayout(int(found["row_bytes"]), slots, int(found["slots_per_slab"]))
+        if int(found["slots"]) < 1:
+            return None
     except (KeyError, TypeError, ValueError):
         return None
     same = (

@@ -31,14 +31,13 @@ logger = logging.getLogger(__name__)
 SLAB_BYTES: Final = 1 << 30
 MAX_SLABS: Final = 1024  # each is an open file
 _SAMPLES: Final = 128  # of each slab, when its layout has to be detected
-_REQUEST_EXTENTS: Final = 4  # that are requested of other shards at a time
 _NAME: Final = re.compile(r"slab-(\d{5})\.kv")
 _KEEP_SIZE: Final = 0x01  # FALLOC_FL_KEEP_SIZE
 _ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
 
 
 class NoSpace(Exception):
-    """Neither the quota nor the file system has room for the row. One sentence."""
+    """Neither the quota nor the file system has room for more rows. One sentence."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +110,18 @@ class Slabs:
     def grow(self, slot: int) -> None:
         """Allocate the extent of the slot, if the quota has room. Raises NoSpace, OSError."""
         slab, index = divmod(slot, self.layout.slots_per_slab)
+        problem = ""
         with self._quota.locked():
             have = self._allocated.get(slab, 0)
             extent = self.layout.extent_slots
             wanted = min(-(-(index + 1) // extent) * extent, self.layout.slots_in(slab))
             for end in dict.fromkeys((wanted, index + 1)):
-                nbytes = (end - have) * self.layout.row_bytes
-                if end > have and self._quota.may_grow(self._folder.path, nbytes) and self._quota.make_room(nbytes):
+                if end <= have:
+                    return
+                if not (problem := self._quota.make_room((end - have) * self.layout.row_bytes)):
                     self._allocate(slab, end)
                     return
-            self._quota.request_room(self._folder.path, _REQUEST_EXTENTS * extent * self.layout.row_bytes)
-        raise NoSpace(f"{self._quota.path} is full: what other live movers hold leaves no room below its capacity")
+        raise NoSpace(problem)
 
     def select(self, wanted: NDArray[np.bool_]) -> list[SlabSlots]:
         """The allocated ones of the wanted slots, by slab. `wanted`: one flag per slot of the layout."""

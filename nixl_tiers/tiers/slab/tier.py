@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -19,13 +19,13 @@ from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, seal_row
-from nixl_tiers.tiers.disk import MountGuard, describe, open_agent, open_error, prepare_path
+from nixl_tiers.tiers.disk import FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, transferred
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
+from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
 from nixl_tiers.tiers.slab.quota import SlabQuota
-from nixl_tiers.tiers.slab.rebalance import REBALANCE_S, Rebalancer
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
 
@@ -38,7 +38,7 @@ _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried 
 
 
 class SlabTier(StorageTier):
-    """Slots in slab files below `<path>/<namespace>/<shard>`, journalled in SQLite, within the path's capacity."""
+    """Slots in slab files below `<path>/part-<n>/<namespace>`, with a journal, within a part of the path's capacity."""
 
     def __init__(
         self, config: FileConfig, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
@@ -49,12 +49,13 @@ class SlabTier(StorageTier):
         self._clock = clock
         self._geometry = geometry
         self._region = region
-        self._quota = SlabQuota(config.path, config.capacity)
+        self._free = FreeSpace(config.path, config.min_free)
+        self._quota = SlabQuota(config.path, config.capacity, config.replicas or 1, self._free)
         self._memory: Registration | None
         self._agent, self._memory = open_agent(config, region)
         self._mount = MountGuard()
         self._open: Shard | None = None
-        self._rebalancer: Rebalancer | None = None
+        self._slots: Growth | None = None
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
         self._log_once = LogOnce(logger)
@@ -71,59 +72,73 @@ class SlabTier(StorageTier):
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes, epoch: int) -> int:
+        # A reset keeps the part; after a fault it is claimed anew.
+        healthy = self._open is not None and not self._open.health.problem
         self._close_shard()
-        path, row_bytes = self._config.path, self._geometry.row_bytes
-        slots = slots_within(self._config.capacity, row_bytes)
-        if slots < 1:
-            raise TierRefused(
-                f"capacity: {self._config.capacity} bytes hold no row of {row_bytes} bytes beside the journal in {path}"
-            )
+        if not healthy:
+            self._quota.release()
         try:
-            prepare_path(self._config, self._mount, self._log_once)
-            self._quota.forget_uid()
-            with self._quota.locked():
-                shard = self._quota.acquire_shard(namespace)
-                try:
-                    sealer = Sealer(self._geometry, namespace, epoch)
-                    self._open = Shard(
-                        shard,
-                        slots,
-                        sealer,
-                        self._agent,
-                        self._quota,
-                        max_age_s=self._config.max_age,
-                        clock=self._clock,
-                    )
-                    self._quota.make_room(0)  # the capacity may be smaller than last time
-                except BaseException:
-                    if self._open is None:
-                        self._quota.discard(shard)
-                    raise
+            self._open = shard = self._open_shard(namespace, epoch)
         except OSError as error:
             raise open_error(error) from error
-        self._mount.remember(path)
-        self._rebalancer = Rebalancer(self._open, self._quota, self._allocator)
+        finally:
+            if self._open is None:
+                self._quota.release()
+        self._mount.remember(self._config.path)
+        self._slots = Growth(shard, self._allocator)
         self._full_until_s = 0.0
-        return slots
+        return shard.slabs.layout.slots
+
+    def _open_shard(self, namespace: bytes, epoch: int) -> Shard:
+        """Raises TierDown, TierRefused, OSError."""
+        slots = slots_within(self._quota.part_bytes, self._geometry.row_bytes)
+        if slots < 1:
+            raise TierRefused(
+                f"capacity: {self._quota.part_bytes} bytes, for each of {self._quota.replicas} replicas, hold no row "
+                f"of {self._geometry.row_bytes} bytes beside the journal in {self._config.path}"
+            )
+        prepare_path(self._config, self._mount, self._log_once)
+        self._quota.forget_uid()
+        with self._quota.locked():
+            directory = self._quota.acquire_shard(namespace)
+            try:
+                shard = Shard(
+                    directory,
+                    slots,
+                    Sealer(self._geometry, namespace, epoch),
+                    self._agent,
+                    self._quota,
+                    max_age_s=self._config.max_age,
+                    clock=self._clock,
+                )
+            except BaseException:
+                self._quota.discard(directory)
+                raise
+            self._quota.make_room(0)  # the capacity may be smaller than last time
+            return shard
 
     @property
     def slots(self) -> int | None:
-        return self._rebalancer.slots if self._rebalancer is not None else None
+        return self._slots.slots if self._slots is not None else None
+
+    @property
+    def denials(self) -> Mapping[str, str]:
+        return {"growth": self._free.problem} if self._free.problem else {}
 
     def list_rows(self) -> Iterator[list[Entry]]:
         return self._served.list_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
-        """Erase what is too old, then take or give room among the processes that share the path."""
-        served, rebalancer = self._served, self._rebalancer
+        """Erase what is too old, then try again to grow, and free what is empty."""
+        served, slots = self._served, self._slots
         yield from served.expire(self._slots_in_use)
-        if rebalancer is not None:
-            yield from rebalancer.rebalance(self._slots_in_use, lambda: self._growth is not None)
+        if slots is not None:
+            yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
 
     @property
     def maintain_s(self) -> float | None:
         age_s = self._config.max_age
-        return REBALANCE_S if age_s is None else min(REBALANCE_S, sweep_s(age_s))
+        return GROWTH_S if age_s is None else min(GROWTH_S, sweep_s(age_s))
 
     def store(self, moves: Sequence[Move]) -> int:
         journal = self._served.journal
@@ -165,6 +180,7 @@ class SlabTier(StorageTier):
 
     def close(self) -> None:
         self._close_shard()
+        self._quota.release()
         self._allocator.shutdown(wait=False, cancel_futures=True)
         if self._memory is not None:
             self._agent.deregister(self._memory)
@@ -179,7 +195,7 @@ class SlabTier(StorageTier):
         return self._open
 
     def _close_shard(self) -> None:
-        shard, self._open, self._rebalancer = self._open, None, None
+        shard, self._open, self._slots = self._open, None, None
         if shard is not None:
             self._allocator.submit(lambda: None).result()  # wait for its current task, which uses this shard
             shard.close()
@@ -279,12 +295,12 @@ class SlabTier(StorageTier):
         try:
             growth.result()
         except (NoSpace, OSError) as error:
-            if not self._full_until_s:
+            if not self._full_until_s and not self._free.problem:  # which is logged as a denial
                 logger.warning("no room for more rows: %s", describe(error) if isinstance(error, OSError) else error)
             self._served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
-            if self._rebalancer is not None:
-                self._rebalancer.growth_failed()
+            if self._slots is not None:
+                self._slots.refused()
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:
             self._full_until_s = 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Heartbeat, Open, Opened, Refused, Store
 from nixl_tiers.tiers.base import Move
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
 from tests.support.disks import assert_never_exceeds, disk_bytes, run, tmpfs
 
 GEOMETRY = Geometry(1, 120_000)
@@ -44,55 +44,17 @@ def test_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as mover:
         mover.open(namespace(9))
         mover.store(range(4))
-        assert not (tmp_path / namespace(0).hex()).exists()
-
-
-def test_two_movers_at_once_share_one_budget(tmp_path: Path) -> None:
-    with (
-        assert_never_exceeds(tmp_path, CAPACITY),
-        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
-        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
-    ):
-        slots = first.open(namespace(1))
-        second.open(namespace(2))
-        assert set(fill(first, slots - 48)) == {Outcome.OK}
-        outcomes = fill(second, slots)
-        assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}
-        kept = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        assert set(second.load(kept[:BATCH])) == {Outcome.OK}
-        assert set(first.load(range(BATCH))) == {Outcome.OK}
-        first.stop()
-        assert wait_until(lambda: set(second.store(range(BATCH))) == {Outcome.OK})
-        assert not (tmp_path / namespace(1).hex()).exists()
-
-
-def test_shards_of_one_namespace_find_their_rows_again(tmp_path: Path) -> None:
-    """Two movers serve one namespace, each with rows of its own under the same slots; so do their successors."""
-    with assert_never_exceeds(tmp_path, CAPACITY):
-        for life in range(2):
-            with (
-                MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
-                MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
-            ):
-                for replica, mover in enumerate((first, second)):
-                    mover.open()
-                    numbers = range(1000 * replica, 1000 * replica + 32)
-                    if life:
-                        assert {int(entry.key[4:]) for entry in mover.listed_rows()} == set(numbers)
-                    else:
-                        assert set(mover.store(numbers, range(32))) == {Outcome.OK}
-                    assert set(mover.load(numbers, range(32))) == {Outcome.OK}
-                first.stop()
-                second.stop()
+        assert not shard_dir(tmp_path, namespace(0)).exists()
 
 
 def test_two_shards_of_three_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
-    """Both fill it beyond the capacity at once, and reopen."""
+    """Two replicas fill their parts at once, and reopen."""
     stored = 0
+    tier = {**file_tier(tmp_path, CAPACITY), "replicas": 2}
     with (
         assert_never_exceeds(tmp_path, CAPACITY) as looks,
-        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as first,
-        MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, BATCH) as second,
+        MoverProcess(tier, GEOMETRY, BATCH) as first,
+        MoverProcess(tier, GEOMETRY, BATCH) as second,
     ):
         for number in range(3):
             slots = min(mover.open(namespace(number), epoch=number) for mover in (first, second))
@@ -106,21 +68,21 @@ def test_two_shards_of_three_namespaces_in_turn_stay_within_the_capacity(tmp_pat
                     jobs.append((mover, mover.begin(Store, batch)))
                 for mover, job in jobs:
                     outcomes = mover.finished(job)
-                    assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
+                    assert set(outcomes) == {Outcome.OK}
                     stored += outcomes.count(Outcome.OK)
             for mover in (first, second):
-                assert set(mover.load(range(16))) == {Outcome.OK}  # neither was left without room
+                assert set(mover.load(range(16))) == {Outcome.OK}
         assert looks[-1] > 0.7 * CAPACITY
     assert stored > 3 * 0.7 * CAPACITY / GEOMETRY.row_bytes
 
 
 def test_tier_without_room_for_a_journal_is_down_until_there_is_some(tmp_path: Path) -> None:
-    """The first mover's core does not react to the request for room: its rows stay."""
+    """A process with other settings holds all of the capacity."""
     capacity = 8 << 20
     with (
         assert_never_exceeds(tmp_path, capacity),
         MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as first,
-        MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as second,
+        MoverProcess({**file_tier(tmp_path, capacity), "replicas": 2}, GEOMETRY, BATCH) as second,
     ):
         assert set(fill(first, first.open())) == {Outcome.OK}
         second.send(Open(namespace(2), 0))
@@ -166,9 +128,34 @@ def test_capacity_below_one_row_is_refused(tmp_path: Path) -> None:
         assert mover.process.wait(120) == 0
 
 
+def test_min_free_stops_growth_and_rows_are_served_and_replaced(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "32m"):
+        tier = {**file_tier(tmp_path, 64 << 20), "min_free": "50%"}
+        with MoverProcess(tier, GEOMETRY, BATCH) as mover:
+            mover.open()
+            outcomes = fill(mover, 4 * BATCH)
+            assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}
+            free = os.statvfs(tmp_path)
+            assert free.f_bavail * free.f_frsize >= 16 << 20
+            kept = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.OK][:BATCH]
+            assert len(kept) > 32
+            assert set(mover.load(kept)) == {Outcome.OK}
+            assert set(mover.store(kept)) == {Outcome.OK}  # in slots that are allocated
+            heartbeat = mover.expect(lambda m: isinstance(m, Heartbeat) and bool(m.denials))
+            assert isinstance(heartbeat, Heartbeat)
+            sentence = f"no more is stored at {tmp_path}: min_free keeps 16 MiB of its file system free"
+            assert heartbeat.denials == {"growth": sentence}
+            assert run("mount", "-o", "remount,size=64m", tmp_path)
+            wanted = range(len(kept), len(kept) + BATCH)
+            assert wait_until(lambda: set(mover.store(wanted)) == {Outcome.OK})
+            mover.expect(lambda m: isinstance(m, Heartbeat) and not m.denials)
+            mover.stop()
+            assert "no room" not in mover.log()  # the coordinator logs the denial, once
+
+
 def test_stores_work_again_after_a_full_disk(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "12m"):
-        with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
+        with MoverProcess({**file_tier(tmp_path, 64 << 20), "min_free": 0}, GEOMETRY, BATCH) as mover:
             mover.open()
             outcomes = mover.store(range(BATCH)) + mover.store(range(BATCH, 2 * BATCH))
             assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}

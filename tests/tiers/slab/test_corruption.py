@@ -14,7 +14,7 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
 from nixl_tiers.tiers.base import Move
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
 
 GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
 ROWS = 24
@@ -22,7 +22,7 @@ CAPACITY = 16 << 20
 
 
 def slab(path: Path) -> Path:
-    return path / NAMESPACE.hex() / "0" / "slab-00000.kv"
+    return shard_dir(path) / "slab-00000.kv"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.slab import shard, slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
 from tests.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, ROWS, Clock, gone, load, outcomes, store
 
 
@@ -151,7 +151,7 @@ def test_row_sealed_ahead_of_the_clock_ages_from_when_it_was_first_seen(
     clock.now = right
     assert listing(tier) == []
     assert set(load(tier, region, range(2))) == {Outcome.OK}
-    journal = tmp_path / NAMESPACE.hex() / "0" / "manifest.sqlite"
+    journal = shard_dir(tmp_path) / "manifest.sqlite"
     assert wait_until(lambda: latest(journal) == right)
     tier.close()
     clock.now += AGE_S / 2
@@ -228,13 +228,13 @@ def test_expired_shard_without_a_mover_is_deleted(tmp_path: Path, region: HostRe
     store(tier, region, range(2))
     tier.open(NAMESPACE, 0)
     listing(tier)
-    clock.now = max(file.stat().st_mtime for file in (tmp_path / other.hex()).rglob("*")) + AGE_S - 60
+    clock.now = max(file.stat().st_mtime for file in shard_dir(tmp_path, other).rglob("*")) + AGE_S - 60
     listing(tier)
-    assert (tmp_path / other.hex()).exists()
+    assert shard_dir(tmp_path, other).exists()
     clock.now += 61
     listing(tier)
-    assert not (tmp_path / other.hex()).exists()
-    assert (tmp_path / NAMESPACE.hex()).exists()
+    assert not shard_dir(tmp_path, other).exists()
+    assert shard_dir(tmp_path).exists()
     tier.close()
 
 
@@ -247,14 +247,14 @@ def test_shard_written_ahead_of_the_clock_ages_from_when_it_was_first_seen(
     store(tier, region, range(2))
     tier.open(NAMESPACE, 0)
     listing(tier)
-    for file in (tmp_path / other.hex()).rglob("*"):
+    for file in shard_dir(tmp_path, other).rglob("*"):
         os.utime(file, (clock.now + 365 * DAY_S,) * 2)
     for _ in range(10):
         listing(tier)
-        assert (tmp_path / other.hex()).exists()
+        assert shard_dir(tmp_path, other).exists()
         clock.now += AGE_S / 10
     listing(tier)
-    assert not (tmp_path / other.hex()).exists()
+    assert not shard_dir(tmp_path, other).exists()
     tier.close()
 
 

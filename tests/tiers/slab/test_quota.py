@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 
-from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from nixl_tiers.tiers.disk import FreeSpace
+from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.slabs import SlabLayout
+from tests.mover.harness import shard_dir
 
 MIB = 1 << 20
 
@@ -15,73 +19,99 @@ def namespace(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def make_shard(quota: SlabQuota, number: int, nbytes: int, age_s: int = 0) -> ShardDir:
-    """A locked shard with a slab of `nbytes`, last used `age_s` ago."""
-    with quota.locked():
-        shard = quota.acquire_shard(namespace(number))
-    shard.describe({"journal_bytes": MIB})
-    with (shard.path / "slab-00000.kv").open("wb") as file:
-        file.write(b"x" * nbytes)
-    stamp = (shard.path / "namespace.json").stat().st_mtime - age_s
-    os.utime(shard.path / "namespace.json", (stamp, stamp))
+def leave_shard(path: Path, number: int, nbytes: int, age_s: float = 0, part: int = 0) -> Path:
+    """A shard with a slab of `nbytes`, last used `age_s` ago, in a part that no process holds."""
+    shard = shard_dir(path, namespace(number), part)
+    shard.parent.mkdir(mode=0o700, exist_ok=True)
+    (shard.parent / ".lock").touch(mode=0o600)
+    shard.mkdir(mode=0o700, exist_ok=True)
+    (shard / "namespace.json").write_text(json.dumps({"journal_bytes": MIB}))
+    (shard / "slab-00000.kv").write_bytes(b"x" * nbytes)
+    stamp = time.time() - age_s
+    os.utime(shard / "namespace.json", (stamp, stamp))
     return shard
 
 
-def kill_owner(shard: ShardDir) -> None:
-    """As after SIGKILL of its mover: the kernel releases the lock, and nothing else happens."""
-    assert shard._lock is not None
-    os.close(shard._lock)
-    shard._lock = None
+def serve(quota: SlabQuota, number: int) -> Path:
+    with quota.locked():
+        return quota.acquire_shard(namespace(number)).path
 
 
 def room(quota: SlabQuota, nbytes: int) -> bool:
     with quota.locked():
-        return quota.make_room(nbytes)
+        return not quota.make_room(nbytes)
 
 
 def test_least_recently_used_shards_are_deleted_and_no_more_than_needed(tmp_path: Path) -> None:
     quota = SlabQuota(tmp_path, 16 * MIB)
-    for number, age_s in ((1, 100), (2, 300), (3, 200)):
-        kill_owner(make_shard(quota, number, 2 * MIB, age_s))
+    shards = [leave_shard(tmp_path, number, 2 * MIB, age_s) for number, age_s in ((1, 100), (2, 300), (3, 200))]
     assert room(quota, 6 * MIB)
-    assert len(list(tmp_path.glob("0*"))) == 3
+    assert [shard.exists() for shard in shards] == [True, True, True]
     assert room(quota, 8 * MIB)
-    assert not (tmp_path / namespace(2).hex()).exists()
-    assert len(list(tmp_path.glob("0*"))) == 2
+    assert [shard.exists() for shard in shards] == [True, False, True]
 
 
-def test_locked_shard_is_not_deleted(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 16 * MIB)
-    held = make_shard(quota, 1, 6 * MIB, age_s=500)
-    kill_owner(make_shard(quota, 2, 2 * MIB))
-    assert not room(quota, 12 * MIB)
-    assert held.path.exists()
-    assert not (tmp_path / namespace(2).hex()).exists()
-    held.release()
-    assert room(quota, 12 * MIB)
-    assert not held.path.parent.exists()
-
-
-def test_lowest_free_shard_is_acquired(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 64 * MIB)
-    shards = [make_shard(quota, 1, MIB) for _ in range(3)]
-    assert [shard.path.name for shard in shards] == ["0", "1", "2"]
-    shards[1].release()
+def test_shard_that_is_served_is_not_deleted(tmp_path: Path) -> None:
+    """Neither by its own mover, nor by another one; others in its part are, by its own."""
+    shards = [leave_shard(tmp_path, number, 4 * MIB, 500 - number) for number in (1, 2)]
+    quota, other = (SlabQuota(tmp_path, 32 * MIB, 2) for _ in range(2))
+    assert serve(quota, 1) == shards[0]
+    assert serve(other, 3).parent.name == "part-1"
+    with other.locked():
+        assert not other.delete_oldest()
+    assert room(quota, 8 * MIB)
+    assert [shard.exists() for shard in shards] == [True, False]
     with quota.locked():
-        again = quota.acquire_shard(namespace(1))
-    assert again.path == shards[1].path
-    assert again.description == {"journal_bytes": MIB}
+        assert not quota.delete_oldest()
+    quota.release()
+    with other.locked():
+        assert other.delete_oldest()
+    assert not shards[0].parent.exists()
+    other.release()
 
 
-def test_shards_are_deleted_one_by_one_but_for_locked_ones(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 16 * MIB)
-    shards = [make_shard(quota, 1, 3 * MIB, age_s) for age_s in (100, 300, 200)]
-    for shard in shards[1:]:
-        kill_owner(shard)
-    assert room(quota, 5 * MIB)
-    assert sorted(shard.name for shard in shards[0].path.parent.iterdir()) == ["0", "2"]
-    assert not room(quota, 13 * MIB)
-    assert sorted(shard.name for shard in shards[0].path.parent.iterdir()) == ["0"]
+def test_part_is_bounded_though_the_path_has_room(tmp_path: Path) -> None:
+    quota = SlabQuota(tmp_path, 32 * MIB, 2)
+    old = leave_shard(tmp_path, 1, 8 * MIB, age_s=10)
+    other_part = leave_shard(tmp_path, 2, MIB, age_s=1000, part=1)
+    leave_shard(tmp_path, 3, 4 * MIB)
+    assert serve(quota, 3).parent.name == "part-0"
+    assert not room(quota, 12 * MIB)
+    assert not old.exists()
+    assert other_part.exists()  # it would not help
+    assert room(quota, 10 * MIB)
+    quota.release()
+
+
+def test_shards_of_parts_beyond_the_replicas_are_deleted_first_and_those_that_a_replica_may_adopt_last(
+    tmp_path: Path,
+) -> None:
+    leave_shard(tmp_path, 1, MIB)
+    ages = {"own": (1, 400, 1), "other": (2, 300, 1), "beyond": (1, 10, 5), "beyond, old": (2, 20, 5)}
+    shards = {name: leave_shard(tmp_path, n, MIB, age_s, part) for name, (n, age_s, part) in ages.items()}
+    quota = SlabQuota(tmp_path, 64 * MIB, 2)
+    leave_shard(tmp_path, 1, 2 * MIB)
+    assert serve(quota, 1).parent.name == "part-0"
+    gone = []
+    with quota.locked():
+        while quota.delete_oldest():
+            gone += [name for name, shard in shards.items() if not shard.exists() and name not in gone]
+    assert gone == ["beyond, old", "beyond", "other", "own"]
+    quota.release()
+
+
+def test_process_that_holds_more_than_its_part_by_other_settings_is_counted(tmp_path: Path) -> None:
+    """One without replicas fills the path; with two replicas there is no room for the second one beside it."""
+    old = SlabQuota(tmp_path, 16 * MIB)
+    leave_shard(tmp_path, 1, 12 * MIB)
+    serve(old, 1)
+    new = SlabQuota(tmp_path, 16 * MIB, 2)
+    assert serve(new, 1).parent.name == "part-1"
+    assert not room(new, 4 * MIB)
+    assert room(new, 2 * MIB)
+    old.release()
+    assert room(new, 6 * MIB)
+    new.release()
 
 
 def test_discarded_new_shard_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -89,14 +119,18 @@ def test_discarded_new_shard_leaves_nothing_behind(tmp_path: Path) -> None:
     with quota.locked():
         quota.discard(quota.acquire_shard(namespace(1)))
     assert [entry.name for entry in tmp_path.iterdir()] == [".ledger"]
+    kept = leave_shard(tmp_path, 2, MIB)
+    with quota.locked():
+        quota.discard(quota.acquire_shard(namespace(1)))
+    assert kept.exists()
 
 
 def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
     quota = SlabQuota(tmp_path, 16 * MIB)
-    shard = make_shard(quota, 1, 2 * MIB)
+    shard = leave_shard(tmp_path, 1, 2 * MIB)
     assert room(quota, 0)
     assert 3 * MIB <= quota.used_bytes < 3 * MIB + 100_000
-    (shard.path / "manifest.sqlite").write_bytes(b"x" * (3 * MIB))
+    (shard / "manifest.sqlite").write_bytes(b"x" * (3 * MIB))
     assert room(quota, 0)
     assert 5 * MIB <= quota.used_bytes < 5 * MIB + 100_000
 
@@ -106,10 +140,12 @@ def test_foreign_files_count_and_are_never_touched(tmp_path: Path) -> None:
     foreign = tmp_path / "photos"
     foreign.mkdir()
     (foreign / "cat").write_bytes(b"x" * (3 * MIB))
-    (tmp_path / ("a" * 31)).mkdir()  # nearly a namespace
+    (tmp_path / "part-01").mkdir()  # nearly a part
+    (tmp_path / "part-0" / ("a" * 31)).mkdir(parents=True)  # nearly a namespace
     assert not room(quota, 2 * MIB)
     assert (foreign / "cat").exists()
-    assert (tmp_path / ("a" * 31)).exists()
+    assert (tmp_path / "part-01").exists()
+    assert (tmp_path / "part-0" / ("a" * 31)).exists()
 
 
 def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
@@ -117,9 +153,25 @@ def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
     gone.mkdir()
     (gone / "slab-00000.kv").write_bytes(b"x")
     quota = SlabQuota(tmp_path, 4 * MIB)
-    with quota.locked():
-        quota.acquire_shard(namespace(1)).release()
+    serve(quota, 1)
+    quota.release()
     assert not gone.exists()
+
+
+def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tmp_path: Path) -> None:
+    spare = [3 * MIB]
+    least = FreeSpace(tmp_path, 0)
+    least._measure = lambda: setattr(least, "_spare_bytes", spare[0])  # type: ignore[method-assign]
+    quota = SlabQuota(tmp_path, 64 * MIB, 1, least)
+    old = leave_shard(tmp_path, 1, MIB)
+    serve(quota, 2)
+    assert room(quota, 3 * MIB)
+    assert old.exists()
+    assert not room(quota, 4 * MIB)
+    assert not old.exists()
+    assert "min_free keeps" in least.problem
+    assert room(quota, 0)  # what is there goes on being served
+    quota.release()
 
 
 def test_layout_spreads_slots_over_files() -> None:

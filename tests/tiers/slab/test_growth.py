@@ -1,19 +1,15 @@
-"""Shards on one path share it fairly: one above its fair share gives room while all serve, within the capacity."""
+"""A shard uses its capacity, and gives an empty tail back."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.mover.protocol import Delete, Down, Listed, Open, Opened, Slots
+from nixl_tiers.mover.protocol import Delete, Listed, Slots
 from nixl_tiers.tiers.base import GONE
-from nixl_tiers.tiers.slab.quota import SlabQuota
 from tests.mover.harness import MoverProcess, file_tier, key_of, wait_until
 from tests.support.disks import assert_never_exceeds, disk_bytes
 
@@ -96,75 +92,6 @@ def mover_on(path: Path, capacity: int = CAPACITY) -> Iterator[MoverProcess]:
         yield mover
 
 
-@pytest.mark.parametrize("numbers", [(1, 2), (1, 1)], ids=["two namespaces", "two shards"])
-def test_late_shard_gets_its_fair_share_while_both_run(tmp_path: Path, numbers: tuple[int, int]) -> None:
-    part = 0.4 * CAPACITY / GEOMETRY.row_bytes
-    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
-        first = Core(one, numbers[0])
-        second = Core(other, numbers[1])
-        fill(first)
-        assert len(first.held) > 1.5 * part
-        stop = threading.Event()
-
-        def use_first() -> None:
-            while not stop.is_set():
-                first.store()
-
-        user = threading.Thread(target=use_first)
-        user.start()
-        try:
-            assert wait_until(lambda: bool(second.store()) and len(second.held) > part)
-        finally:
-            stop.set()
-            user.join()
-        for core in (first, second):
-            core.listen()
-            core.check()
-            assert len(core.held) > part
-
-
-def test_new_shard_without_room_for_its_journal_is_given_some(tmp_path: Path) -> None:
-    with (
-        assert_never_exceeds(tmp_path, CAPACITY // 2),
-        mover_on(tmp_path, CAPACITY // 2) as one,
-        mover_on(tmp_path, CAPACITY // 2) as two,
-    ):
-        first = Core(one, 1)
-        fill(first)
-        two.send(Open(namespace(2), 0))
-        down = two.expect(lambda m: isinstance(m, Down))
-        assert isinstance(down, Down)
-        assert str(tmp_path) in down.reason
-        stop = threading.Event()
-
-        def listen() -> None:
-            while not stop.is_set():
-                first.listen(0.05)
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        try:
-            two.expect(lambda m: isinstance(m, Opened))
-        finally:
-            stop.set()
-            listener.join()
-        first.check()
-        assert first.held
-
-
-def test_last_shard_in_use_grows_to_the_whole_capacity(tmp_path: Path) -> None:
-    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path) as one, mover_on(tmp_path) as other:
-        first, second = Core(one, 1), Core(other, 2)
-        for _ in range(4):
-            second.store()
-        fill(first)
-        full = len(first.held)
-        assert wait_until(lambda: bool(first.listen() or first.slots <= full + BATCH))
-        other.stop()
-        assert wait_until(lambda: bool(first.store()) and len(first.held) > full + BATCH)
-        first.check()
-
-
 def test_empty_tail_is_freed(tmp_path: Path) -> None:
     with mover_on(tmp_path) as one:
         core = Core(one, 1)
@@ -182,39 +109,6 @@ def test_empty_tail_is_freed(tmp_path: Path) -> None:
         again = Core(one, 1)
         assert again.held == core.held
         again.check()
-
-
-def test_fair_shares_and_requests(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 64 << 20)
-
-    def make_shard(number: int, nbytes: int) -> Path:
-        with quota.locked():
-            shard = quota.acquire_shard(namespace(number))
-        with (shard.path / "slab-00000.kv").open("wb") as file:
-            file.truncate(nbytes)
-        shards.append(shard)
-        return shard.path
-
-    shards: list[object] = []
-    large, small = make_shard(1, 48 << 20), make_shard(2, 8 << 20)
-    (tmp_path / "foreign").write_bytes(bytes(4 << 20))
-    with quota.locked():
-        assert quota.last_request_ns() == 0
-        assert quota.requested_bytes(large) == 0
-        assert quota.may_grow(large, 1 << 30)
-        quota.request_room(large, 4 << 20)  # it has more than its fair share
-        assert quota.last_request_ns() == 0
-        quota.request_room(small, 4 << 20)
-        assert quota.last_request_ns() > 0
-        assert quota.requested_bytes(large) == 4 << 20
-        assert quota.requested_bytes(small) == 0
-        assert not quota.may_grow(large, 4096)
-        assert quota.may_grow(small, 20 << 20)
-        assert not quota.may_grow(small, 24 << 20)
-        quota.request_room(small, 1 << 30)
-        assert 17 << 20 < quota.requested_bytes(large) < 19 << 20  # down to half of 60 MiB, its fair share
-        quota.request_room(None, 1 << 30)
-        assert 19 << 20 < quota.requested_bytes(large) <= 20 << 20  # of three shards, the new one's fair share
 
 
 def test_ten_times_the_capacity(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""The parts of a path: `replicas` directories, each with an equal part of the capacity, each held by one mover.
+
+A mover holds a part by a lock (flock) on a file in it, which the kernel releases however the mover ends; the next mover
+adopts the rows that it finds there. A part has a directory for each namespace that was served from it.
+
+Parts are taken inside the lock of the path (`SlabQuota.locked`): no other process takes one at the same time.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.disk import FileIdentity
+from nixl_tiers.tiers.folder import Folder
+
+# Names on disk: part of the format.
+DESCRIPTION: Final = "namespace.json"
+LOCK: Final = ".lock"
+NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
+
+_HOLDERS: Final = 8  # that the sentence names at most
+
+
+class Part:
+    """A part that this process holds."""
+
+    def __init__(self, number: int, folder: Folder, lock: int) -> None:
+        """Takes over the folder and the descriptor of its lock file."""
+        self.number = number
+        self.folder = folder
+        self._lock = lock
+        self._identities = (
+            FileIdentity(folder.path, os.fstat(folder.descriptor)),
+            FileIdentity(folder.path / LOCK, os.fstat(lock)),
+        )
+
+    def problem(self) -> str:
+        """Whether the directory or its lock was deleted or replaced, or "". Raises OSError."""
+        return next(filter(None, (identity.problem() for identity in self._identities)), "")
+
+    def release(self) -> None:
+        """Let another process take it."""
+        os.close(self._lock)
+        self.folder.close()
+
+
+@dataclass(frozen=True)
+class FreePart:
+    """A part that no process holds, as it is seen by a mover that needs one."""
+
+    number: int
+    own_bytes: int  # slabs of the mover's namespace
+    used_ns: int  # when it was last used, in ns since the epoch; 0: it is empty
+
+
+def preferred(free: Sequence[FreePart]) -> FreePart:
+    """The one with most rows of the mover's namespace; else an empty one; else the one that was used longest ago."""
+    return min(free, key=lambda part: (-part.own_bytes, part.used_ns, part.number))
+
+
+def claim(base: Folder, replicas: int, namespace: bytes) -> Part:
+    """Take a free part. `base`: the path. Raises TierDown with the holders' names if all are held, NotOwned if others
+    can write to one, OSError."""
+    free, holders = [], []
+    for number in range(replicas):
+        try:
+            folder = base.folder(part_name(number))
+        except FileNotFoundError:
+            free.append(FreePart(number, 0, 0))
+            continue
+        with folder:
+            lock = try_lock(folder)
+            if lock is None:
+                holders.append(f"{part_name(number)} by {_holder(folder)}")
+            else:
+                os.close(lock)
+                free.append(_free_part(number, folder.path, namespace))
+    if not free:
+        more = f" and {len(holders) - _HOLDERS} more" if len(holders) > _HOLDERS else ""
+        raise TierDown(
+            f"{base.path} is in use: {', '.join(holders[:_HOLDERS])}{more}; replicas ({replicas} here) is how many "
+            "engines may use it at once"
+        )
+    number = preferred(free).number
+    folder = base.folder(part_name(number), make=True)
+    try:
+        lock = try_lock(folder)
+        if lock is None:  # by a process that does not take the path's lock
+            raise TierDown(f"{folder.path} is in use by {_holder(folder)}")
+    except BaseException:
+        folder.close()
+        raise
+    with suppress(OSError):  # on a full disk the rows must still be served
+        os.ftruncate(lock, 0)
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "engine": os.getppid()}
+        os.pwrite(lock, json.dumps(about).encode(), 0)
+    return Part(number, folder, lock)
+
+
+def part_name(number: int) -> str:
+    return f"part-{number}"
+
+
+def part_number(name: str) -> int | None:
+    """The number of the part whose directory has this name; None: it is none."""
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def try_lock(folder: Folder) -> int | None:
+    """Lock a part: the descriptor of the lock file, or None if another process holds it."""
+    descriptor = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise
+    return descriptor
+
+
+def used_ns(shard: Path) -> int:
+    """When a shard was last used, in ns since the epoch; 0 if that is not known."""
+    try:
+        return (shard / DESCRIPTION).lstat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:
+    shards = [shard for shard in path.iterdir() if NAMESPACE.fullmatch(shard.name)]
+    own_bytes = 0
+    for slab in (path / namespace.hex()).glob("slab-*"):
+        with suppress(OSError):
+            own_bytes += slab.lstat().st_size
+    return FreePart(number, own_bytes, max((used_ns(shard) or 1 for shard in shards), default=0))
+
+
+def _holder(folder: Folder) -> str:
+    """Who holds a part, by its lock file: for people."""
+    try:
+        about = json.loads(folder.read(LOCK))
+        return f"process {int(about['pid'])} (engine {int(about['engine'])}) on {str(about['host'])[:64]}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,0 +1,284 @@
+"""Parts of a path: each held by one engine, taken over warm by the next one, all of them within the capacity."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Down, Open, Opened, Store
+from nixl_tiers.tiers.base import Move, TierDown
+from nixl_tiers.tiers.slab import tier as slab_tier
+from nixl_tiers.tiers.slab.parts import FreePart, preferred
+from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, shard_dir
+from tests.support.disks import assert_never_exceeds, disk_bytes
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 24 << 20
+BATCH = 32
+MIB = 1 << 20
+
+
+def mover_on(path: Path, replicas: int = 1, capacity: int = CAPACITY) -> MoverProcess:
+    return MoverProcess({**file_tier(path, capacity), "replicas": replicas}, GEOMETRY, BATCH)
+
+
+def listed(mover: MoverProcess) -> set[int]:
+    return {int(entry.key[4:]) for entry in mover.listed_rows()}
+
+
+def down_reason(mover: MoverProcess, namespace: bytes = NAMESPACE) -> str:
+    mover.send(Open(namespace, 0))
+    down = mover.expect(lambda m: isinstance(m, Down))
+    assert isinstance(down, Down)
+    return down.reason
+
+
+# --- which part is taken ----------------------------------------------------------------------------------------------
+
+
+def test_part_with_most_own_rows_is_preferred_then_an_empty_one_then_the_oldest() -> None:
+    own, more = FreePart(3, 10, 500), FreePart(4, 20, 400)
+    empty, old, young = FreePart(2, 0, 0), FreePart(0, 0, 100), FreePart(1, 0, 200)
+    assert preferred([old, young, empty, own, more]) == more
+    assert preferred([old, young, empty]) == empty
+    assert preferred([young, old]) == old
+
+
+class PartsOfAPath(RuleBasedStateMachine):
+    """Engines, as quotas with locks of their own, with files in place of rows."""
+
+    CAPACITY = 16 * MIB
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = Path(self._folder.name) / "kv"
+        self.path.mkdir()
+        self.engines: list[tuple[SlabQuota, ShardDir]] = []
+        self.rows: dict[Path, int] = {}  # bytes in shards that are served
+
+    def teardown(self) -> None:
+        while self.engines:
+            self._end(0)
+        self._folder.cleanup()
+
+    @rule(replicas=st.integers(1, 3), namespace=st.integers(1, 3))
+    def start(self, replicas: int, namespace: int) -> None:
+        held = {shard.path.parent.name for _, shard in self.engines}
+        free = [f"part-{number}" for number in range(replicas) if f"part-{number}" not in held]
+        own = {name: self._size(self.path / name / self._name(namespace)) for name in free}
+        empty = [name for name in free if not list((self.path / name).glob("0*"))]
+        quota = SlabQuota(self.path, self.CAPACITY, replicas)
+        with quota.locked():
+            if not free:
+                with pytest.raises(TierDown, match=f"in use: .*process {os.getpid()} "):
+                    quota.acquire_shard(namespace.to_bytes(16, "big"))
+                return
+            shard = quota.acquire_shard(namespace.to_bytes(16, "big"))
+            part = shard.path.parent.name
+            assert own[part] == max(own.values())
+            assert own[part] or not empty or part in empty
+            self._serve(quota, shard)
+        self.engines.append((quota, shard))
+
+    @precondition(lambda self: self.engines)
+    @rule(which=st.randoms(use_true_random=False), mib=st.integers(1, 8))
+    def grow(self, which: random.Random, mib: int) -> None:
+        quota, shard = which.choice(self.engines)
+        with quota.locked():
+            if not quota.make_room(mib * MIB):
+                self._resize(shard, self._size(shard.path) + mib * MIB)
+
+    @precondition(lambda self: self.engines)
+    @rule(which=st.randoms(use_true_random=False), namespace=st.integers(1, 3))
+    def reset(self, which: random.Random, namespace: int) -> None:
+        number = which.randrange(len(self.engines))
+        quota, shard = self.engines[number]
+        shard.release()
+        del self.rows[shard.path]
+        with quota.locked():
+            again = quota.acquire_shard(namespace.to_bytes(16, "big"))
+            assert again.path.parent == shard.path.parent
+            self._serve(quota, again)
+        self.engines[number] = quota, again
+
+    @precondition(lambda self: self.engines)
+    @rule(which=st.randoms(use_true_random=False))
+    def stop(self, which: random.Random) -> None:
+        self._end(which.randrange(len(self.engines)))
+
+    @invariant()
+    def bounds_are_kept_and_live_rows_are_there(self) -> None:
+        sizes = [file.stat().st_size for file in self.path.rglob("slab-*")]
+        assert sum(sizes) + disk_bytes(self.path) <= self.CAPACITY
+        assert {path: self._size(path) for path in self.rows} == self.rows
+        parts = [shard.path.parent for _, shard in self.engines]
+        assert len(set(parts)) == len(parts)
+
+    def _serve(self, quota: SlabQuota, shard: ShardDir) -> None:
+        """As a shard does that is opened: what its part has no room for is cut off."""
+        shard.describe({})
+        self._resize(shard, min(self._size(shard.path), quota.part_bytes - MIB))
+        quota.make_room(0)
+
+    def _end(self, number: int) -> None:
+        quota, shard = self.engines.pop(number)
+        shard.release()
+        quota.release()
+        del self.rows[shard.path]
+
+    def _resize(self, shard: ShardDir, nbytes: int) -> None:
+        slab = shard.path / "slab-00000.kv"
+        slab.touch()
+        os.truncate(slab, nbytes)
+        self.rows[shard.path] = nbytes
+
+    @staticmethod
+    def _size(shard: Path) -> int:
+        return sum(file.stat().st_size for file in shard.glob("slab-*"))
+
+    @staticmethod
+    def _name(namespace: int) -> str:
+        return namespace.to_bytes(16, "big").hex()
+
+
+TestPartsOfAPath = PartsOfAPath.TestCase
+TestPartsOfAPath.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_second_engine_is_down_with_the_holders_name_and_adopts_its_rows_warm(tmp_path: Path, end: str) -> None:
+    """A rolling update on one host path: the new pod starts while the old one still runs."""
+    with mover_on(tmp_path) as old, mover_on(tmp_path) as new:
+        old.open()
+        assert set(old.store(range(BATCH))) == {Outcome.OK}
+        reason = down_reason(new)
+        assert reason.startswith(f"{tmp_path} is in use: part-0 by process {old.process.pid} (engine {os.getpid()}) on")
+        assert "replicas (1 here) is how many engines may use it at once" in reason
+        assert set(old.load(range(BATCH))) == {Outcome.OK}
+        old.kill() if end == "kill" else old.stop()
+        new.expect(lambda m: isinstance(m, Opened))
+        assert listed(new) == set(range(BATCH))
+        assert set(new.load(range(BATCH))) == {Outcome.OK}
+
+
+def test_another_model_waits_too_and_keeps_the_rows_of_the_first(tmp_path: Path) -> None:
+    """Until it needs their room."""
+    other = bytes(reversed(NAMESPACE))
+    with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
+        first.open()
+        assert set(first.store(range(BATCH))) == {Outcome.OK}
+        assert f"process {first.process.pid} " in down_reason(second, other)
+        first.stop()
+        second.expect(lambda m: isinstance(m, Opened))
+        assert set(second.store(range(4))) == {Outcome.OK}
+        second.stop()
+    assert shard_dir(tmp_path).parent == shard_dir(tmp_path, other).parent
+    with mover_on(tmp_path) as first:
+        first.open()
+        assert listed(first) == set(range(BATCH))
+
+
+def test_two_replicas_have_a_part_each_and_find_their_rows_again(tmp_path: Path) -> None:
+    """Rows of their own under the same slots; no more than half of the capacity each."""
+    with assert_never_exceeds(tmp_path, CAPACITY):
+        for life in range(2):
+            with mover_on(tmp_path, 2) as first, mover_on(tmp_path, 2) as second, mover_on(tmp_path, 2) as third:
+                for replica, mover in enumerate((first, second)):
+                    slots = mover.open()
+                    assert slots * GEOMETRY.row_bytes < CAPACITY // 2
+                    numbers = range(1000 * replica, 1000 * replica + 32)
+                    if life:
+                        assert listed(mover) & set(range(1000 * replica, 2000)) == set(numbers)
+                    else:
+                        assert set(mover.store(numbers, range(32))) == {Outcome.OK}
+                    assert set(mover.load(numbers, range(32))) == {Outcome.OK}
+                    for start in range(32, slots - BATCH, BATCH):
+                        assert set(mover.store(range(start, start + BATCH))) == {Outcome.OK}
+                reason = down_reason(third)
+                assert all(f"part-{n} by process {m.process.pid} " in reason for n, m in enumerate((first, second)))
+                first.stop()
+                second.stop()
+
+
+def test_smaller_part_keeps_its_lowest_slots(tmp_path: Path) -> None:
+    with mover_on(tmp_path) as mover:
+        before = mover.open()
+        for start in range(0, before - BATCH, BATCH):
+            assert set(mover.store(range(start, start + BATCH))) == {Outcome.OK}
+        mover.stop()
+    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path, 3) as mover:
+        slots = mover.open()
+        assert slots < before / 2
+        assert listed(mover) == set(range(slots))
+        assert disk_bytes(tmp_path) <= CAPACITY // 3
+        for start in range(0, slots, BATCH):
+            assert set(mover.load(range(start, min(start + BATCH, slots)))) == {Outcome.OK}
+        assert set(mover.load(range(slots, slots + 4))) == {Outcome.MISSING}
+        mover.stop()
+    with mover_on(tmp_path) as mover:  # a larger one keeps all
+        assert mover.open() == before
+        assert listed(mover) == set(range(slots))
+
+
+def test_reset_keeps_the_part_though_another_engine_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, asked = slab_tier.prepare_path, []
+
+    def while_it_resets(config: FileConfig, *others: Any) -> None:
+        prepare(config, *others)
+        if config is first_config and asked:
+            with pytest.raises(TierDown, match="in use"):
+                second.open(NAMESPACE, 0)
+            asked.append("refused")
+
+    monkeypatch.setattr(slab_tier, "prepare_path", while_it_resets)
+    first_config = FileConfig(type="file", path=tmp_path, capacity=CAPACITY)
+    with HostRegion.create(GEOMETRY, 4) as region:
+        first = slab_tier.SlabTier(first_config, GEOMETRY, region)
+        second = slab_tier.SlabTier(FileConfig(type="file", path=tmp_path, capacity=CAPACITY), GEOMETRY, region)
+        first.open(NAMESPACE, 0)
+        asked.append("reset")
+        first.open(NAMESPACE, 1)
+        assert asked == ["reset", "refused"]
+        first.close()
+        assert second.open(NAMESPACE, 0) > 0
+        second.close()
+
+
+def test_kills_at_random_moments_stay_within_the_capacity_and_cost_no_row_of_the_others(tmp_path: Path) -> None:
+    """Of two engines one is killed and started again, with two, three or four parts: the other's rows stay hits."""
+    draw = random.Random(3)
+    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path, 2) as steady:
+        slots = steady.open()
+        for start in range(0, slots - BATCH, BATCH):
+            assert set(steady.store(range(start, start + BATCH))) == {Outcome.OK}
+        for _ in range(5):
+            with mover_on(tmp_path, draw.choice((2, 3, 4))) as victim:
+                room = victim.open(draw.choice((NAMESPACE, bytes(16), bytes(range(16, 32)))))
+                victim.listed_rows()
+                for start in range(0, draw.randrange(1, room), BATCH):
+                    slots_ = range(start, min(start + BATCH, room))
+                    assert set(victim.store(slots_)) <= {Outcome.OK, Outcome.NO_SPACE}
+                victim.begin(Store, [Move(row, row, key_of(row), seal=True) for row in range(BATCH)])
+                time.sleep(draw.uniform(0.0, 0.01))
+                victim.kill()
+            for start in range(0, slots - BATCH, BATCH):
+                assert set(steady.load(range(start, start + BATCH))) == {Outcome.OK}
