@@ -245,7 +245,7 @@ def _first_seen_ns(directory: Path, written_ns: int, now_ns: int) -> int:
     if written_ns <= now_ns:
         return written_ns
     record = directory / _FIRST_SEEN
-    record.touch(mode=0o600)
+    os.close(os.open(record, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     status = record.stat()
     if status.st_atime_ns == written_ns and status.st_mtime_ns <= now_ns:
         return status.st_mtime_ns
