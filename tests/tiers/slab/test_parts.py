@@ -205,7 +205,7 @@ def test_two_replicas_have_a_part_each_and_find_their_rows_again(tmp_path: Path)
                     assert slots * GEOMETRY.row_bytes < CAPACITY // 2
                     numbers = range(1000 * replica, 1000 * replica + 32)
                     if life:
-                        assert listed(mover) & set(range(1000 * replica, 2000)) == set(numbers)
+                        assert {n for n in listed(mover) if n < 32 or n >= 1000} == set(numbers)
                     else:
                         assert set(mover.store(numbers, range(32))) == {Outcome.OK}
                     assert set(mover.load(numbers, range(32))) == {Outcome.OK}
