@@ -12,24 +12,25 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from nixl_tiers.cascade.cold_table import Steps
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.chunk import Namespace, Outcome
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
-from nixl_tiers.memory.cold_index import SharedColdIndex
+from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.row_table import RowTable
 from nixl_tiers.mover.protocol import (
     MAX_TOUCHED,
     CheckExistence,
     Configure,
     Delete,
-    DeleteCold,
     Down,
     ExistenceChecked,
     Finished,
     Heartbeat,
     Listed,
-    ListedIndex,
+    ListedTable,
     Load,
     Open,
     Opened,
@@ -42,7 +43,6 @@ from nixl_tiers.mover.protocol import (
     sendable,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
-from nixl_tiers.policies import Write
 from nixl_tiers.tier_log import TierLog
 from nixl_tiers.tiers.base import Move
 
@@ -98,7 +98,10 @@ class MoverLink:
         self._row_bytes = region.geometry.row_bytes
         self._clock = clock
         self._touch_s = TOUCH_S
-        self.supervisor = Supervisor(_configures(config.storage, region), config.names, region.fd, self, clock)
+        key_hash = KeyHash.random()
+        self.supervisor = Supervisor(
+            _configures(config.storage, region, key_hash), config.names, region.fd, self, clock
+        )
 
     def start(self) -> None:
         """Start the movers; each opens the namespace."""
@@ -131,6 +134,8 @@ class MoverLink:
 
     def on_message(self, tier: int, message: ToCoordinator) -> None:
         status = self.tiers[tier]
+        if isinstance(message, Listed) and message.last and message.epoch == self.namespace.epoch:
+            self._take(self._core.events.listing_ends(tier))
         with self.changed:
             now = self._clock()
             match message:
@@ -173,17 +178,13 @@ class MoverLink:
                     self.on_problem(tier, message.reason)
             self.changed.notify_all()
 
-    def on_index(self, tier: int, message: ListedIndex, index: SharedColdIndex) -> None:
-        with self.changed:
-            known = self._core.events.known_keys(tier)
-        for key in known:  # without the lock: where a tier was opened again these can be many
-            index.remove(key)
+    def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
         with self.changed:
             if message.epoch == self.namespace.epoch:
-                self._core.events.index_listed(tier, index, message.newest)
-                self.changed.notify_all()
-                return
-        index.close()
+                steps = self._core.events.table_listed(tier, table, message.newest)
+            else:
+                steps = iter((table.close,))
+        self._take(steps)
 
     def on_problem(self, tier: int, reason: str) -> None:
         with self.changed:
@@ -219,7 +220,6 @@ class MoverLink:
             most = self._core.limits.deletes_per_batch
             for tier, index in enumerate(self._core.tiers):
                 messages += [(tier, Delete(batch)) for batch in index.delete_batches(most)]
-                messages += [(tier, DeleteCold(cold)) for cold in index.cold_delete_batches(most)]
             messages += [(job.tier, message) for job, message in moves if job.direction is Direction.STORE]
             for check in self._core.events.plan_checks(now):
                 if sendable(question := CheckExistence(check.id, check.keys, check.chain)):
@@ -254,6 +254,20 @@ class MoverLink:
                 status.touch_at_s = now + self._touch_s
         return messages
 
+    def _take(self, steps: Steps) -> None:
+        """Take the lock for one step at a time."""
+        ended = False
+        while not ended:
+            work: Callable[[], object] | None = None
+            with self.changed:
+                try:
+                    work = next(steps)
+                except StopIteration:
+                    ended = True
+                    self.changed.notify_all()
+            if work is not None:
+                work()
+
     def _sendable(self, job: Job, now: float) -> Store | Load | None:
         """The message for a job; None if it is too large for any mover to accept, which fails this job only."""
         message = _message(job)
@@ -263,7 +277,7 @@ class MoverLink:
         return None
 
     def _check_slots(self, status: TierStatus, slots: int) -> None:
-        """Raises ValueError for more slots than any medium of this capacity has: each costs the core a byte."""
+        """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte."""
         if slots * self._row_bytes > MAX_SLOTS * status.capacity:
             raise ValueError(f"the {status.name} tier cannot have {slots} slots")
 
@@ -277,7 +291,7 @@ def _message(job: Job) -> Store | Load:
     return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
 
 
-def _configures(tiers: Sequence[StorageConfig], region: HostRegion) -> list[Configure]:
+def _configures(tiers: Sequence[StorageConfig], region: HostRegion, key_hash: KeyHash) -> list[Configure]:
     """The first message to each tier's mover."""
     geometry = region.geometry
     return [
@@ -287,13 +301,9 @@ def _configures(tiers: Sequence[StorageConfig], region: HostRegion) -> list[Conf
             geometry.cell_payload,
             geometry.sub_blocks,
             region.rows,
-            named=_written_below(tiers, place),
+            key_hash=(key_hash.prime, key_hash.multiplier),
+            physical_slots=tier.physical_slots,
             secret_variables=tier.secret_variables,
         )
-        for place, tier in enumerate(tiers)
+        for tier in tiers
     ]
-
-
-def _written_below(tiers: Sequence[StorageConfig], place: int) -> bool:
-    """Whether rows evicted from the tier at `place` may have to be written to the next tier that is written to."""
-    return next((tier.write is Write.ON_EVICT for tier in tiers[place + 1 :] if tier.write is not Write.OFF), False)

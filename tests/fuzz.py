@@ -3,7 +3,7 @@
     python tests/fuzz.py --minutes 10            prints the seed of each round
     python tests/fuzz.py --seed 1234 --rounds 1  the same examples again
 
-A round runs the state machine of the core, the models of the eviction policies, and the fuzzers of seal, cold index and
+A round runs the state machine of the core, the models of the eviction policies, and the fuzzers of seal, row table and
 configuration, all with one seed. It ends with the first failure; hypothesis keeps the shrunk example in .hypothesis, so
 that `make test` fails until it is fixed.
 """
@@ -23,7 +23,6 @@ FUZZED = [
     "tests/cascade/test_eviction.py",
     "tests/cascade/test_eviction_batches.py",
     "tests/memory/test_seal.py",
-    "tests/memory/test_cold_index.py",
     "tests/memory/test_row_table.py",
     "tests/config/test_schema.py",
 ]

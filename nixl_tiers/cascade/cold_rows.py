@@ -1,84 +1,130 @@
-"""The cold indexes of one tier: rows that its medium listed and that were not used since, and their slots."""
+"""The cold tables of one tier: rows that were not used for long, or not since the medium listed them."""
 
 from __future__ import annotations
 
-from nixl_tiers.cascade.cold_index import ColdIndex
+from typing import Final
+
+from nixl_tiers.cascade.cold_table import ColdTable, Retired, Steps
 from nixl_tiers.cascade.counters import Counters
-from nixl_tiers.cascade.slots import Slots
+from nixl_tiers.cascade.slots import SlotCount, Slots
 from nixl_tiers.chunk import Key
+
+SLOTS_A_STEP: Final = 1 << 17
 
 
 class ColdRows:
-    """`indexes`, the coldest first. When a tier is opened again, those it has already are stale: they still serve until
-    the medium has listed their rows again.
+    """`tables`, of which the first was added first. When a tier is opened again, those it has already are stale: they
+    still serve until the medium has listed their rows again.
 
-    An index that is empty or stale is retired: its slots are released at once, its memory by `take_retired`.
+    A table that is empty or stale is retired: `take_retired` hands it to who can release its memory without a lock.
     """
 
-    def __init__(self, slots: Slots, counters: Counters, *, physical_slots: bool) -> None:
-        self.indexes: list[ColdIndex] = []
-        self._retired: list[ColdIndex] = []
-        self._stale = 0  # how many of `indexes`, from the first
+    def __init__(self, slots: SlotCount, counters: Counters) -> None:
+        self.tables: list[ColdTable] = []
+        self._retired: list[Retired] = []
+        self._stale = 0  # how many of `tables`, from the first
         self._slots = slots
         self._counters = counters
-        self._physical_slots = physical_slots
+        self._clears = 0
 
     def __contains__(self, key: Key) -> bool:
-        return bool(self.indexes) and any(index.find(key) is not None for index in self.indexes)
+        return bool(self.tables) and any(table.find(key) is not None for table in self.tables)
 
-    def add(self, index: ColdIndex) -> None:
-        """Rows that are colder than any row used since. In a tier of physical slots, those whose slots are taken are
-        removed from it; elsewhere the tier may be over its limit afterwards."""
-        self.retire_stale()
-        self.indexes.append(index)
-        if self._physical_slots:
-            self._slots.claim_rows(index)
-        else:
-            self._slots.adjust_used(len(index))
-        self._counters.found += len(index)
-        self.retire_empty()
+    def __len__(self) -> int:
+        return sum(map(len, self.tables))
+
+    def replace_stale(self, table: ColdTable | None) -> Steps:
+        """The medium has listed the rows of the stale tables again, if it still holds them: in `table`, or not in any.
+
+        In a tier of physical slots, rows in slots that are taken are removed from it; elsewhere the tier may be over
+        its limit afterwards. If the tier is cleared meanwhile, `table` is retired.
+        """
+        clears = self._clears
+        stale = self._detach_stale()
+        tables = stale if table is None else [*stale, table]
+        if isinstance(self._slots, Slots):
+            for each in tables:
+                yield each.prepare_slots
+            for start in range(0, max((each.slots_end for each in tables), default=0), SLOTS_A_STEP):
+                if self._clears == clears:
+                    self._slots.exchange(stale, table, start, start + SLOTS_A_STEP)
+                    yield None
+            if table is not None:
+                limit = self._slots.limit
+                yield lambda: table.drop_unclaimed(limit)
+        elif self._clears == clears:
+            self._slots.adjust_used((0 if table is None else len(table)) - sum(map(len, stale)))
+        self._retired += stale
+        if table is not None:
+            if self._clears == clears:
+                self._counters.found += len(table)
+                self.tables.append(table)
+                self.retire_empty()
+            else:
+                self._retired.append(table)
 
     def remove(self, key: Key) -> tuple[int, int] | None:
         """(slot, tick of last use) of the key's row, which is the caller's from now on, and its slot too."""
-        for index in self.indexes:
-            found = index.remove(key)
+        for table in self.tables:
+            found = table.remove(key)
             if found is not None:
-                self.retire_empty()
+                if not len(table):
+                    self.retire_empty()
                 return found
         return None
 
+    def coldest(self, count: int, before: int | None = None) -> list[tuple[Key, int]]:
+        """Remove up to `count` rows of all tables, the least recently used first: (key, slot). With `before`: only
+        those that were last used at that tick or earlier."""
+        victims: list[tuple[Key, int]] = []
+        while len(victims) < count:
+            ticks = [(tick, n) for n, table in enumerate(self.tables) if (tick := table.coldest_tick()) is not None]
+            if not ticks:
+                break
+            (tick, number), *others = sorted(ticks)
+            limit = before
+            if others:  # of equal ticks, those of the first table go first
+                until = others[0][0] - (others[0][1] < number)
+                limit = until if before is None else min(before, until)
+            some = self.tables[number].coldest(count - len(victims), limit)
+            if not some:
+                break
+            victims += some
+        self.retire_empty()
+        return victims
+
     def mark_stale(self) -> None:
         """The tier was opened again: it is going to list its rows again."""
-        self._stale = len(self.indexes)
+        self._stale = len(self.tables)
 
-    def retire_stale(self) -> None:
-        """The rows have been listed again, or are about to be."""
-        while self._stale:
-            self._retire(0)
+    @property
+    def has_stale(self) -> bool:
+        return self._stale > 0
 
     def retire_empty(self) -> None:
-        """Call after `coldest` was called on any of `indexes`."""
-        for number in reversed(range(len(self.indexes))):
-            if not len(self.indexes[number]):
-                self._retire(number)
+        for number in reversed(range(len(self.tables))):
+            if not len(self.tables[number]):
+                self._retired.append(self.tables.pop(number))
+                self._stale -= number < self._stale
 
     def clear(self) -> None:
         """Retire all of them, after the slots were cleared."""
-        self._retired += self.indexes
-        self.indexes.clear()
+        self._retired += self.tables
+        self.tables.clear()
         self._stale = 0
+        self._clears += 1
 
-    def take_retired(self) -> list[ColdIndex]:
-        """Retired indexes, for the caller to close. That releases much memory: do it without a lock."""
+    def retire(self, what: Retired) -> None:
+        self._retired.append(what)
+
+    def take_retired(self) -> list[Retired]:
+        """What was retired, for the caller to close. That releases much memory: do it without a lock."""
         retired, self._retired = self._retired, []
         return retired
 
-    def _retire(self, number: int) -> None:
-        index = self.indexes.pop(number)
-        self._stale -= number < self._stale
-        self._counters.relisted += len(index)
-        if self._physical_slots:
-            self._slots.release_rows(index)
-        else:
-            self._slots.adjust_used(-len(index))
-        self._retired.append(index)
+    def _detach_stale(self) -> list[ColdTable]:
+        """The stale tables, which no longer serve. Their slots are still allocated."""
+        stale, self.tables = self.tables[: self._stale], self.tables[self._stale :]
+        self._stale = 0
+        self._counters.relisted += sum(map(len, stale))
+        return stale

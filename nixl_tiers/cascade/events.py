@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from nixl_tiers.cascade.cold_index import ColdIndex
+from nixl_tiers.cascade.cold_table import ColdTable, Steps, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.promotion import Promotion
@@ -56,21 +56,21 @@ class Events:
             index.add_listed(slot, key, tick)
             self._listed_tick(index, tick)
         if last:
-            index.cold.retire_stale()
+            take_all(self.listing_ends(tier))
             if index.state is TierState.LISTING:
                 index.state = TierState.UP
 
-    def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
-        """The same for many rows, the most recent of which was used at tick `newest`; the core owns `rows` from now on.
-        Remove `known_keys` from it before: they would take two slots of the budget."""
+    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
+        """The same for many rows, the most recent of which was used at tick `newest`; the core owns `table` from now
+        on. No other event of this tier may come before the last step."""
         index = self._state.tiers[tier]
-        index.add_cold(rows)
         self._listed_tick(index, newest)
+        return index.add_cold(table)
 
-    def known_keys(self, tier: int) -> list[Key]:
-        """Keys of the tier that a cold index may list again, since the tier was opened again."""
-        index = self._state.tiers[tier]
-        return list(index.index) if index.rows_at_open else []
+    def listing_ends(self, tier: int) -> Steps:
+        """To be done before the last `listed`, if that is not to take long: rows of before the tier was opened again
+        are retired."""
+        return self._state.tiers[tier].cold.replace_stale(None)
 
     def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
         """An existence check was answered: what it found was listed before this, `absent` is not there."""
@@ -121,7 +121,6 @@ class Events:
                 tier.jobs
                 or tier.dead
                 or tier.to_delete
-                or tier.to_delete_cold
                 or tier.to_load
                 or tier.to_demote
                 or (tier.readable and tier.trials)

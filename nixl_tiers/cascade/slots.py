@@ -1,20 +1,23 @@
-"""Slots: one row each, allocated lowest first so that a medium fills from its start."""
+"""Slots: one row each. Where they are places on the medium, they are allocated lowest first, so that it fills from its
+start."""
 
 from __future__ import annotations
 
-from nixl_tiers.cascade.cold_index import ColdIndex
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Final
+
+from nixl_tiers.cascade.cold_table import ColdTable
+
+_GROWTH: Final = 1 << 16  # slots: how much the map grows at least
 
 
-class Slots:
-    """`limit` slots numbered from 0, one byte of memory each. The budget holds because a slot is only got from
-    `allocate` (the lowest free one) or `claim`."""
+class SlotCount:
+    """`limit` slots that only count: rows are found by key, and every slot is number 0."""
 
     def __init__(self, limit: int) -> None:
-        self._map = bytearray()
         self._limit = limit
         self._used = 0
-        self._lowest = 0  # no free slot below this one
-        self._cover(limit)
 
     def __len__(self) -> int:
         return self._used
@@ -27,7 +30,6 @@ class Slots:
     def limit(self, limit: int) -> None:
         """Slots beyond a smaller limit stay allocated until their rows are evicted."""
         self._limit = limit
-        self._cover(limit)
 
     @property
     def free(self) -> int:
@@ -35,52 +37,110 @@ class Slots:
         return self._limit - self._used
 
     def allocate(self) -> int | None:
-        """The lowest free slot, or None if there is none, or if rows beyond the limit still use up the budget."""
+        """A free slot, or None if there is none, or if rows beyond the limit still use up the budget."""
         if self._used >= self._limit:
             return None
-        slot = self._map.find(0, self._lowest, self._limit)
-        if slot < 0:
+        self._used += 1
+        return 0
+
+    def claim(self, slot: int) -> bool:
+        """Allocate this very slot, for a row that the medium lists; False if it is taken or beyond the limit."""
+        return self.allocate() is not None
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        assert self._used, "a free slot is released"
+        self._used -= 1
+
+    def adjust_used(self, count: int) -> None:
+        """Count `count` more slots as used (fewer if negative). This may pass the limit."""
+        self._used += count
+
+    def clear(self) -> None:
+        """No slots any more: the limit is 0."""
+        self._limit = self._used = 0
+
+
+class Slots(SlotCount):
+    """`limit` slots numbered from 0. A byte of memory for each up to the highest one in use, however many there are.
+
+    The budget holds because a slot is only got from `allocate` (the lowest free one) or `claim`."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self._map = bytearray()  # as far as slots were ever used
+        self._searched = 0  # each free slot below this one is in `_freed`
+        self._freed: list[int] = []  # a heap of slots that were freed; those that are taken by now are dropped when met
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = limit
+        self._search_from(0)  # slots beyond a smaller limit have been dropped
+
+    @property
+    def end(self) -> int:
+        """No slot from this one on was ever used."""
+        return len(self._map)
+
+    def allocate(self) -> int | None:
+        if self._used >= self._limit:
             return None
-        self._lowest = slot + 1
+        while self._freed:
+            slot = heappop(self._freed)
+            if slot < self._limit and not self._map[slot]:
+                break
+        else:
+            slot = self._map.find(0, self._searched)
+            slot = len(self._map) if slot < 0 else slot
+            if slot >= self._limit:
+                return None
+            self._cover(slot + 1)
+            self._searched = slot + 1
         self._map[slot] = 1
         self._used += 1
         return slot
 
     def claim(self, slot: int) -> bool:
-        """Allocate this very slot, for a row that the medium lists; False if it is taken or beyond the limit."""
-        if not 0 <= slot < self._limit or self._map[slot]:
+        if not 0 <= slot < self._limit:
+            return False
+        self._cover(slot + 1)
+        if self._map[slot]:
             return False
         self._map[slot] = 1
         self._used += 1
         return True
 
     def release(self, slot: int) -> None:
-        """Free a slot."""
         assert self._map[slot], "a free slot is released"
         self._map[slot] = 0
         self._used -= 1
-        self._lowest = min(self._lowest, slot)
+        if slot < self._searched:
+            heappush(self._freed, slot)
 
-    def claim_rows(self, rows: ColdIndex) -> None:
-        """Allocate the slots of all these rows; those whose slots are taken or beyond the limit are removed."""
-        rows.claim(self._map, self._limit)
-        self._used += len(rows)
-
-    def release_rows(self, rows: ColdIndex) -> None:
-        """Free the slots of all these rows."""
-        rows.release(self._map)
-        self._used -= len(rows)
-        self._lowest = 0
-
-    def adjust_used(self, count: int) -> None:
-        """Count `count` more slots as used (fewer if negative) without choosing which. This may pass the limit."""
-        self._used += count
+    def exchange(self, old: Sequence[ColdTable], new: ColdTable | None, start: int, stop: int) -> None:
+        """Of the slots from `start` to `stop`: free those of the rows of `old`, then allocate those of `new`, as far as
+        they are free and below the limit."""
+        for table in old:
+            self._used -= table.release(self._map, start, stop)
+        if new is not None:
+            stop = min(stop, self._limit, new.slots_end)
+            self._cover(stop)
+            self._used += new.claim(self._map, start, stop)
+        self._search_from(start)
 
     def clear(self) -> None:
-        """No slots any more: the limit is 0."""
-        self._map.clear()
-        self._limit = self._used = self._lowest = 0
+        super().clear()
+        self._map = bytearray()
+        self._search_from(0)
 
-    def _cover(self, limit: int) -> None:
-        if limit > len(self._map):
-            self._map.extend(bytes(limit - len(self._map)))
+    def _search_from(self, slot: int) -> None:
+        if slot < self._searched or self._freed:
+            self._searched, self._freed = min(slot, self._searched), []
+
+    def _cover(self, end: int) -> None:
+        if end > len(self._map):
+            self._map.extend(bytes(max(end, min(len(self._map) + _GROWTH, self._limit)) - len(self._map)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
-from nixl_tiers.cascade.cold_index import ColdIndex
 from nixl_tiers.cascade.cold_rows import ColdRows
+from nixl_tiers.cascade.cold_table import ColdTable, Retired, Steps, take_all
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.denylist import Denylist
 from nixl_tiers.cascade.eviction import make_policy
@@ -18,12 +20,13 @@ from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.recent_uses import RecentUses
 from nixl_tiers.cascade.requests import Request
-from nixl_tiers.cascade.slots import Slots
+from nixl_tiers.cascade.slots import SlotCount, Slots
 from nixl_tiers.cascade.throughput import ThroughputEstimate
 from nixl_tiers.cascade.types import DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
 from nixl_tiers.chunk import Key
 
 MAX_SAMPLED: Final = 64
+EVICTED_A_STEP: Final = 256
 UNLIMITED: Final = 1 << 62
 
 
@@ -31,8 +34,7 @@ UNLIMITED: Final = 1 << 62
 class TierIndex:
     """The rows of one storage tier. Slots are allocated and released here only.
 
-    A row is in `index` or in `cold`: rows not used since the medium listed them, up to millions. They are
-    colder than all others, so they are evicted first.
+    A row is in `index`, or in `cold` until it is used: those that the medium listed at the start.
     """
 
     spec: TierSpec
@@ -40,9 +42,8 @@ class TierIndex:
     limits: Limits = field(default_factory=Limits)
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
-    rows_at_open: int = 0  # how many rows `index` had when the tier was opened
     policy: EvictionPolicy = field(init=False)
-    slots: Slots = field(default_factory=lambda: Slots(0))
+    slots: SlotCount = field(init=False)
     jobs: dict[int, Job] = field(default_factory=dict)
     dead: deque[DeadJobs] = field(default_factory=deque)  # of movers that were killed or have died, the oldest first
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
@@ -53,7 +54,6 @@ class TierIndex:
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
     staged: dict[Key, Row] = field(default_factory=dict)  # their host rows until they are written there
     to_delete: list[tuple[int, Key]] = field(default_factory=list)
-    to_delete_cold: list[tuple[int, bytes]] = field(default_factory=list)  # (slot, digest of the key)
     trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that were asked for
     recent_uses: RecentUses = field(default_factory=RecentUses)  # of rows in physical slots, for the journal
     newest_listed: int = 0  # the highest tick that the medium listed: all uses in this process are later
@@ -65,8 +65,9 @@ class TierIndex:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self.policy = make_policy(self.spec.policy, self.slots.limit)
-        self.cold = ColdRows(self.slots, self.counters, physical_slots=self.spec.physical_slots)
+        self.policy = make_policy(self.spec.policy, 0)
+        self.slots = Slots(0) if self.spec.physical_slots else SlotCount(0)
+        self.cold = ColdRows(self.slots, self.counters)
         self.denylist = Denylist(self.limits.retry_s, self.limits.retry_max_s)
         # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
         self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
@@ -132,17 +133,16 @@ class TierIndex:
 
     def make_room(self, count: int) -> list[Key]:
         """Evict the least valuable rows until `count` slots are free, or all that are left are pinned. Returns the
-        victims' keys; of cold rows without keys, their digests."""
+        victims' keys."""
         missing = count - self.slots.free
         if missing <= 0:
             return []
         # Victims that were selected before go first; they are lost if they were not written below yet.
         victims = [key for key in self.evicting if not self._is_pinned(key)][:missing]
-        cold = self._evict_cold(missing - len(victims))
-        victims += self.policy.evict(missing - len(victims) - len(cold), self._is_pinned)
+        victims += self._take_coldest(missing - len(victims))
         for key in victims:
             self._evict(key)
-        return victims + cold
+        return victims
 
     def reserve(self, key: Key, tick: int) -> Entry | None:
         """A slot for a row about to be written, or None if there is none; call make_room first."""
@@ -166,39 +166,34 @@ class TierIndex:
             if entry.slot != slot and self.spec.physical_slots:
                 self.to_delete.append((slot, key))
             return
-        if not self.spec.physical_slots:
-            taken = self.slots.allocate()
-            if taken is None:
-                self.to_delete.append((slot, key))
-                return
-            slot = taken
-        elif not self.slots.claim(slot):
+        if not self.slots.claim(slot):
             self.to_delete.append((slot, key))
             return
         self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
         self.counters.found += 1
 
-    def add_cold(self, rows: ColdIndex) -> None:
-        """Many rows that the medium lists, colder than any row that was listed or used since."""
-        self.cold.add(rows)
-        if not self.spec.physical_slots:
-            self._evict_cold(-self.slots.free)
+    def add_cold(self, table: ColdTable) -> Steps:
+        """Many rows that the medium lists, in place of those that were stale: it listed them before it was opened
+        again. The core owns `table` from now on."""
+        if not self.spec.physical_slots:  # where slots are places, rows in slots that are taken are left out
+            yield partial(_remove_all, table, list(self.index))
+        yield from self.cold.replace_stale(table)
+        while self.slots.free < 0 and self.make_room(min(0, self.slots.free + EVICTED_A_STEP)):
+            yield None
 
     def resize(self, limit: int) -> None:
         """The tier was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first."""
-        self.rows_at_open = len(self.index)
         self.cold.mark_stale()
         if limit < self.slots.limit:
-            self.cold.retire_stale()
+            take_all(self.cold.replace_stale(None))
         self.slots.limit = limit
         self.policy.resize(limit)
-        if self.spec.physical_slots:
+        if isinstance(self.slots, Slots) and self.slots.end > limit:
             for key in [key for key, entry in self.index.items() if entry.slot >= limit and not self._is_pinned(key)]:
                 self.evict(key)
-        elif len(self.slots) > limit:
-            for key in self.policy.evict(len(self.slots) - limit, self._is_pinned):
-                self._evict(key)
+        else:
+            self.make_room(0)
 
     def set_limit(self, limit: int) -> None:
         """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
@@ -225,18 +220,9 @@ class TierIndex:
 
     def select_victims(self, count: int) -> list[Key]:
         """Start the eviction of the `count` least valuable rows: still hits, until `evict` is called for them."""
-        keys: list[Key] = []
-        for rows in self.cold.indexes:
-            for key, slot in rows.coldest(count - len(keys)) if rows.named else ():
-                if key in self.index:
-                    self._drop_duplicate(key, slot)
-                elif (entry := self._insert(key, slot)) is not None:
-                    keys.append(key)
-                    entry.evicting = True
-        self.cold.retire_empty()
-        for key in self.policy.evict(count - len(keys), self._is_pinned):
+        keys = self._take_coldest(count)
+        for key in keys:
             self.index[key].evicting = True
-            keys.append(key)
         self.evicting.update(keys)
         return keys
 
@@ -291,10 +277,11 @@ class TierIndex:
     def clear(self) -> None:
         """A new epoch: no row of before it is found. Jobs under way end as usual, for entries that are not indexed."""
         self.counters.reset += self.counters.rows
+        self.cold.retire(_Discarded(self.index, self.policy))
         self.index = {}
+        self.policy = make_policy(self.spec.policy, 0)
         self.slots.clear()
         self.cold.clear()
-        self.policy = make_policy(self.spec.policy, 0)
         self.evicting.clear()
         self.to_store.clear()
         self.parked.clear()
@@ -312,83 +299,61 @@ class TierIndex:
     def clear_deletes(self) -> None:
         """The medium lists its rows when it is opened again, including those that were to be deleted."""
         self.to_delete.clear()
-        self.to_delete_cold.clear()
 
     @property
     def store_credits(self) -> int:
         """How many store jobs may be planned now. Deletes are sent before stores, or they would delete rows that have
         just been written; and each store may evict, and so delete, as many rows as it writes."""
         size = self.limits.deletes_per_batch
-        return (self.send_credits + len(self.to_delete) // -size + len(self.to_delete_cold) // -size - 2) // 2 - 1
+        return (self.send_credits + len(self.to_delete) // -size - 1) // 2 - 1
 
     def delete_batches(self, most: int) -> list[list[tuple[int, Key]]]:
         """(slot, key) to delete, in batches of at most `most`, as many as there are credits for; the rest waits."""
-        return self._batches(self.to_delete, most)
-
-    def cold_delete_batches(self, most: int) -> list[list[tuple[int, bytes]]]:
-        """The same of cold rows without keys: (slot, digest of the key)."""
-        return self._batches(self.to_delete_cold, most)
-
-    def take_retired(self) -> list[ColdIndex]:
-        """Cold indexes that are not used any more, for the caller to close (ColdRows.take_retired)."""
-        return self.cold.take_retired()
-
-    def _batches(self, pending: list[Any], most: int) -> list[list[Any]]:
-        starts = range(0, len(pending), most)[: max(0, self.send_credits)]
-        batches = [pending[start : start + most] for start in starts]
-        del pending[: most * len(batches)]
+        starts = range(0, len(self.to_delete), most)[: max(0, self.send_credits)]
+        batches = [self.to_delete[start : start + most] for start in starts]
+        del self.to_delete[: most * len(batches)]
         self.send_credits -= len(batches)
         return batches
 
+    def take_retired(self) -> list[Retired]:
+        """What is not used any more, for the caller to close (ColdRows.take_retired)."""
+        return self.cold.take_retired()
+
     def _warm(self, key: Key) -> Entry | None:
         """Move a cold row into `index`, because it is used or judged by itself; returns its entry."""
-        found = self.cold.remove(key) if self.cold.indexes else None
+        found = self.cold.remove(key) if self.cold.tables else None
         if found is None:
             return None
         slot, tick = found
-        entry = self._insert(key, slot)
-        if entry is not None:
-            self.policy.add(key, tick)
-        return entry
-
-    def _insert(self, key: Key, slot: int) -> Entry | None:
-        """Index a row that was removed from `cold`. None if the tier has no room for it by now."""
-        if not self.spec.physical_slots:
-            self.slots.adjust_used(-1)
-            number = self.slots.allocate()
-            if number is None:
-                self.to_delete.append((slot, key))
-                self.counters.evictions += 1
-                return None
-            slot = number
         entry = self.index[key] = Entry(slot, stored=True)
+        self.policy.add(key, tick)
         return entry
 
     def _drop_duplicate(self, key: Key, slot: int) -> None:
         """A row that was removed from `cold` has an entry already, which is the newer one."""
         self.counters.relisted += 1
+        self.slots.release(slot)
         if self.spec.physical_slots:
-            self.slots.release(slot)
             self.to_delete.append((slot, key))
-        else:
-            self.slots.adjust_used(-1)
 
-    def _evict_cold(self, count: int) -> list[bytes]:
-        """Evict up to `count` cold rows, the coldest first; returns their keys, or the digests of these."""
-        evicted: list[bytes] = []
-        for rows in self.cold.indexes:
-            victims = rows.coldest(count - len(evicted)) if len(evicted) < count else []
-            evicted += (name for name, _ in victims)
-            if self.spec.physical_slots:
-                for _, slot in victims:
-                    self.slots.release(slot)
-            else:
-                self.slots.adjust_used(-len(victims))
-            deletes = self.to_delete if rows.named else self.to_delete_cold
-            deletes += [(slot, name) for name, slot in victims]
-        self.counters.evictions += len(evicted)
-        self.cold.retire_empty()
-        return evicted
+    def _take_coldest(self, count: int) -> list[Key]:
+        """Take up to `count` rows, the least valuable first, out of the order of eviction; they are in `index`."""
+        keys: list[Key] = []
+        before = self.policy.coldest_tick()
+        while (missing := count - len(keys)) > 0:
+            cold = self.cold.coldest(missing, before)
+            for key, slot in cold:
+                if key in self.index:
+                    self._drop_duplicate(key, slot)
+                else:
+                    self.index[key] = Entry(slot, stored=True)
+                    keys.append(key)
+            hot = [] if cold else self.policy.evict(1 if self.cold.tables else missing, self._is_pinned)
+            keys += hot
+            if not (cold or hot or before is not None):
+                break
+            before = self.policy.coldest_tick() if cold or hot else None  # None: all others are pinned
+        return keys
 
     def _evict(self, key: Key) -> None:
         self._remove(key)
@@ -403,3 +368,26 @@ class TierIndex:
     def _is_pinned(self, key: Key) -> bool:
         entry = self.index[key]
         return bool(entry.readers) or not entry.stored
+
+
+class _Discarded:
+    """An index and a policy that are not used any more."""
+
+    def __init__(self, index: dict[Key, Entry], policy: EvictionPolicy) -> None:
+        self._index, self._policy = index, policy
+
+    def close(self) -> None:
+        """Free them a few rows at a time: a dict that is freed as a whole holds the interpreter lock all the while."""
+        while self._index:
+            self._index.popitem()
+        while self._policy.evict(EVICTED_A_STEP, _never_pinned):
+            pass
+
+
+def _never_pinned(_key: Key) -> bool:
+    return False
+
+
+def _remove_all(table: ColdTable, keys: Iterable[Key]) -> None:
+    for key in keys:
+        table.remove(key)

@@ -93,7 +93,7 @@ class _Source:
         order: NDArray[np.uint32] | None,
     ) -> None:
         self.records = records
-        self.here = slots != _REMOVED
+        self.here = np.ones(len(slots), np.bool_) if order is None else slots != _REMOVED
         self.slots, self.ticks = slots[self.here], ticks[self.here]
         self.count = len(self.slots)
         if order is None:
@@ -272,8 +272,8 @@ class RowTable:
         return 0 if self._slot_map is None else len(self._slot_map)
 
     def claim(self, taken: bytearray, start: int, stop: int) -> int:
-        """Mark the slots of its rows from `start` to `stop` in a map of one byte a slot; returns how many. Rows in
-        slots that are marked already, or beyond the map, are left out: `drop_unclaimed` removes them."""
+        """Mark the slots of its rows from `start` to `stop` in a map of one byte a slot; returns how many. Those that
+        are marked already, or beyond the map, are left out."""
         assert self._slot_map is not None, "claim without prepare_slots"
         theirs, mine = np.frombuffer(taken, np.uint8)[start:stop], self._slot_map[start:stop]
         both = min(len(theirs), len(mine))
@@ -290,9 +290,11 @@ class RowTable:
         theirs[:both] &= mine[:both] ^ 1
         return int(np.count_nonzero(mine))
 
-    def drop_unclaimed(self) -> None:
-        """Remove the rows whose slots were not claimed. Takes milliseconds per million rows: not under a lock."""
+    def drop_unclaimed(self, limit: int) -> None:
+        """Remove the rows whose slots `claim` has left out, or are not below `limit`. Takes milliseconds per million
+        rows: call it without a lock."""
         assert self._slot_map is not None, "drop_unclaimed without prepare_slots"
+        self._slot_map[limit:] = 0
         slots = self._column(self._layout.slots)
         for at in range(0, len(slots), _PIECE):
             piece = slots[at : at + _PIECE]
@@ -431,9 +433,7 @@ def _doubles(memory: mmap.mmap, layout: _Layout, alike: NDArray[np.intp], slots_
     hash is that of the row after them."""
     slots = _column(memory, layout.slots, layout.rows)
     order = _column(memory, layout.order, layout.rows)
-    gone = np.zeros(layout.rows, np.bool_)
-    if slots_limit is not None:
-        gone |= slots >= np.uint32(min(slots_limit, _REMOVED))
+    gone = slots >= np.uint32(_REMOVED if slots_limit is None else min(slots_limit, _REMOVED))
     if len(alike):
         used = np.empty(layout.rows, np.uint32)
         used[order] = np.arange(layout.rows, dtype=np.uint32)

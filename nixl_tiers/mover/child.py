@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.memory.cold_index import ColdIndexError, SharedColdIndex
+from nixl_tiers.memory.row_table import RowTable, RowTableError
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     MAX_PACKET,
     Configure,
-    ListedIndex,
+    ListedTable,
     ToCoordinator,
     ToMover,
     decode_to_coordinator,
@@ -126,11 +126,11 @@ class Child:
         self._sent_s = self._clock()
         return True
 
-    def receive(self) -> Iterable[tuple[ToCoordinator, SharedColdIndex | None]]:
-        """The messages that have come, each with the cold index that came with it; sets `eof` at the end of the
+    def receive(self) -> Iterable[tuple[ToCoordinator, RowTable | None]]:
+        """The messages that have come, each with the row table that came with it; sets `eof` at the end of the
         stream. Messages that come in the meantime may be left for the next call.
 
-        Raises msgspec.DecodeError, UnicodeDecodeError or ColdIndexError for an invalid message.
+        Raises msgspec.DecodeError, UnicodeDecodeError or RowTableError for an invalid message.
         """
         for _ in range(MAX_RECEIVED):
             if self.eof or self.killed:
@@ -178,15 +178,15 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def _read(packet: bytes, fds: list[int]) -> tuple[ToCoordinator, SharedColdIndex | None]:
-    """The message, and its cold index. All other descriptors are closed, also on errors. Raises ColdIndexError."""
+def _read(packet: bytes, fds: list[int]) -> tuple[ToCoordinator, RowTable | None]:
+    """The message, and its row table. All other descriptors are closed, also on errors. Raises RowTableError."""
     try:
         message = decode_to_coordinator(packet)
-        if not isinstance(message, ListedIndex):
+        if not isinstance(message, ListedTable):
             return message, None
         if not fds:
-            raise ColdIndexError("a cold index was announced, and no descriptor came with it")
-        return message, SharedColdIndex.attach(fds.pop())
+            raise RowTableError("a row table was announced, and no descriptor came with it")
+        return message, RowTable.attach(fds.pop())
     finally:
         for fd in fds:
             os.close(fd)

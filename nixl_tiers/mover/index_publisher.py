@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.chunk import Key
 from nixl_tiers.mover.index_builder import IndexBuilder
-from nixl_tiers.mover.protocol import Listed, ListedIndex
+from nixl_tiers.mover.protocol import Listed, ListedTable
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 
 if TYPE_CHECKING:
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
     from nixl_tiers.tiers.base import StorageTier
 
 POLL_S: Final = 0.05  # while the listing has nothing new
-IDLE_S: Final = 1.0  # an index is built of the pending rows when the listing has had nothing new for this long
-MAX_INDEXES: Final = 4  # a lookup searches each of them; the last one waits for the end of the listing
-STEP_S: Final = 0.002  # the longest that one step collects rows for an index
+IDLE_S: Final = 1.0  # a table is built of the pending rows when the listing has had nothing new for this long
+MAX_TABLES: Final = 4  # a lookup searches each of them; the last one waits for the end of the listing
+STEP_S: Final = 0.002  # the longest that one step collects rows for a table
 
 
 class IndexPublisher:
@@ -44,7 +43,7 @@ class IndexPublisher:
         """How many rows the first listing has found so far."""
         self._poll_at_s = 0.0
         self._relist_at_s = self._maintain_at_s = float("inf")
-        self._added_s: float | None = None  # when the listing last brought rows for an index
+        self._added_s: float | None = None  # when the listing last brought rows for a table
 
     @property
     def next_at_s(self) -> float:
@@ -53,10 +52,6 @@ class IndexPublisher:
             return min(self._relist_at_s, self._maintain_at_s)
         return float("inf") if self._send_queue else self._poll_at_s
 
-    def keys(self, rows: Sequence[tuple[int, bytes]]) -> list[tuple[int, Key]]:
-        """(slot, key) for (slot, digest) of rows in a cold index that was sent."""
-        return self._builder.keys(rows)
-
     def step(self, now: float) -> None:
         """Send at most one packet, and none while the send queue is not empty: results of jobs go first."""
         if self._listing is None:
@@ -64,7 +59,7 @@ class IndexPublisher:
         if self._listing is None or now < self._poll_at_s or self._send_queue:
             return
         if self._builder.building:
-            self._send_index(now)
+            self._send_table(now)
             return
         until = now + STEP_S
         while (batch := next(self._listing, None)) is not None:
@@ -108,17 +103,17 @@ class IndexPublisher:
     def _build_if_idle(self, now: float) -> None:
         if self._added_s is None or now - self._added_s < IDLE_S:
             return
-        if self._builder.pending and self._builder.indexes < MAX_INDEXES - 1:
+        if self._builder.pending and self._builder.tables < MAX_TABLES - 1:
             self._builder.build()
 
-    def _send_index(self, now: float) -> None:
-        index = self._builder.built()
-        if index is None:
+    def _send_table(self, now: float) -> None:
+        table = self._builder.built()
+        if table is None:
             self._poll_at_s = now + POLL_S
             return
-        self._send_queue.send(ListedIndex(self._epoch, index.newest), index.fd)
-        for start in range(0, len(index.left_out), MAX_ENTRIES):
-            self._tier.delete(index.left_out[start : start + MAX_ENTRIES])
+        self._send_queue.send(ListedTable(self._epoch, table.newest), table.fd)
+        for start in range(0, len(table.left_out), MAX_ENTRIES):
+            self._tier.delete(table.left_out[start : start + MAX_ENTRIES])
 
 
 def _or_never(interval_s: float | None) -> float:

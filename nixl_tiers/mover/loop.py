@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from nixl_tiers.chunk import Outcome
+from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import missing_of
 from nixl_tiers.mover import watchdog
@@ -28,8 +29,8 @@ from nixl_tiers.mover.protocol import (
     MAX_PACKET,
     MAX_SENTENCE_CHARS,
     CheckExistence,
+    Configure,
     Delete,
-    DeleteCold,
     Down,
     ExistenceChecked,
     Finished,
@@ -58,13 +59,13 @@ MAX_QUEUED: Final = 256  # with more messages unsent, or received and not begun,
 class Mover:
     """The state of the loop. `step` does everything that can be done without waiting."""
 
-    def __init__(self, tier: StorageTier, end: socket.socket, region: HostRegion, *, named: bool) -> None:
-        """`named`: see Configure."""
+    def __init__(self, tier: StorageTier, end: socket.socket, region: HostRegion, configure: Configure) -> None:
         self.send_queue = SendQueue(end)
         self.stopping = False
         self._tier = tier
         self._region = region
-        self._named = named
+        self._key_hash = KeyHash.of(*configure.key_hash)
+        self._physical_slots = configure.physical_slots
         self._received: deque[ToMover] = deque()
         self._jobs: dict[int, tuple[Store | Load, float]] = {}  # batch_id -> the coordinator's job, started at
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="opener")
@@ -160,8 +161,6 @@ class Mover:
             elif isinstance(message, Touch) and self._served is not None:
                 slots, ticks = zip(*message.entries, strict=True)
                 self._tier.touch(slots, ticks)
-            elif isinstance(message, DeleteCold) and self._publisher is not None:
-                self._tier.delete(self._publisher.keys(message.entries))
 
     def _begin_open(self, message: Open) -> None:
         self._retry = None
@@ -189,7 +188,7 @@ class Mover:
             self._published_slots = slots
             self._send_heartbeat()
             self.send_queue.send(Opened(message.epoch, slots))
-            builder = IndexBuilder(slots, named=self._named)
+            builder = IndexBuilder(self._key_hash, slots if self._physical_slots else None)
             self._publisher = IndexPublisher(self._tier, self.send_queue, message.epoch, builder, self._send_heartbeat)
 
     def _stop_serving(self) -> None:

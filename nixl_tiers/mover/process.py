@@ -74,7 +74,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     region = HostRegion.attach(region_fd)
     try:
         geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
-        mover = Mover(make_tier(configure.tier, geometry, region), end, region, named=configure.named)
+        mover = Mover(make_tier(configure.tier, geometry, region), end, region, configure)
     except TierRefused as error:
         SendQueue(end).send(Refused(str(error)))
         return

@@ -34,7 +34,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     cell_payload: int
     sub_blocks: int
     rows: int
-    named: bool = False  # a ListedIndex must contain the keys: rows evicted from this tier are written to the next one
+    key_hash: tuple[int, int]  # prime and multiplier of memory.key_hash, the same for all row tables
+    physical_slots: bool = False  # a slot is a place on the medium
     secret_variables: list[str] = []  # environment variables whose values must not be logged
 
 
@@ -69,12 +70,6 @@ class Touch(msgspec.Struct, tag="touch", frozen=True):
     """Coordinator -> mover: rows that were used, as (slot, tick); not answered."""
 
     entries: Annotated[list[tuple[Count, Tick]], msgspec.Meta(min_length=1, max_length=MAX_TOUCHED)]
-
-
-class DeleteCold(msgspec.Struct, tag="delete_cold", frozen=True):
-    """Coordinator -> mover: delete rows of a ListedIndex, as (slot, digest of the key); not answered."""
-
-    entries: list[tuple[int, bytes]]
 
 
 class CheckExistence(msgspec.Struct, tag="check_existence", frozen=True):
@@ -127,8 +122,8 @@ class Listed(msgspec.Struct, tag="listed", frozen=True):
     last: bool
 
 
-class ListedIndex(msgspec.Struct, tag="listed_index", frozen=True):
-    """Mover -> coordinator, between the Listed of a first listing: more rows, as a memory.cold_index whose file
+class ListedTable(msgspec.Struct, tag="listed_table", frozen=True):
+    """Mover -> coordinator, between the Listed of a first listing: more rows, as a memory.row_table whose file
     descriptor comes with this packet. `newest`: the highest tick in it."""
 
     epoch: int
@@ -164,8 +159,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     listed: _Bytes = 0  # rows that the first listing has found so far
 
 
-ToMover = Configure | Open | Store | Load | Delete | DeleteCold | Touch | CheckExistence | Stop
-ToCoordinator = Opened | Slots | Down | Refused | Listed | ListedIndex | ExistenceChecked | Finished | Heartbeat
+ToMover = Configure | Open | Store | Load | Delete | Touch | CheckExistence | Stop
+ToCoordinator = Opened | Slots | Down | Refused | Listed | ListedTable | ExistenceChecked | Finished | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode

@@ -18,14 +18,14 @@ from typing import Final, Protocol
 
 import msgspec
 
-from nixl_tiers.memory.cold_index import ColdIndexError, SharedColdIndex
+from nixl_tiers.memory.row_table import RowTable, RowTableError
 from nixl_tiers.mover.backoff import RestartBackoff
 from nixl_tiers.mover.child import Child
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     Configure,
     Down,
-    ListedIndex,
+    ListedTable,
     Open,
     Opened,
     Refused,
@@ -47,8 +47,8 @@ class Handler(Protocol):
 
     def on_message(self, tier: int, message: ToCoordinator) -> None: ...
 
-    def on_index(self, tier: int, message: ListedIndex, index: SharedColdIndex) -> None:
-        """The handler owns `index`, and closes it."""
+    def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
+        """The handler owns `table`, and closes it."""
 
     def on_problem(self, tier: int, reason: str) -> None:
         """The tier has no mover that can serve, for this reason. Called repeatedly while that lasts."""
@@ -282,16 +282,16 @@ class Supervisor:
         exited = mover.exited  # checked first: messages that it sent before it exited count
         self._relay_log(tier, mover)
         try:
-            for message, index in mover.receive():
+            for message, table in mover.receive():
                 if isinstance(message, (Opened, Down)):
                     self._accepted.add(tier)
                 elif isinstance(message, Refused) and tier not in self._accepted:
                     self._refused.add(tier)
-                if isinstance(message, ListedIndex) and index is not None:
-                    self._handler.on_index(tier, message, index)
+                if isinstance(message, ListedTable) and table is not None:
+                    self._handler.on_table(tier, message, table)
                 else:
                     self._handler.on_message(tier, message)
-        except (msgspec.DecodeError, UnicodeDecodeError, ColdIndexError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RowTableError) as error:
             self._kill(tier, mover, f"it sent an invalid message ({error})")
         except Exception as error:  # noqa: BLE001 (a message that cannot be applied ends this mover, and no other)
             self._log_once(f"a message of the {self._names[tier]} tier's mover", error)

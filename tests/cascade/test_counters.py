@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from nixl_tiers.cascade.cold_table import take_all
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-from tests.support.cold_index import PlainColdIndex
+from tests.support.cold_table import PlainColdTable
 
 ROW_BYTES = 4096
 OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "relisted", "reset")
@@ -132,11 +133,11 @@ def test_every_counter_counts_what_it_says() -> None:
     assert s3.removed == 1
     life.check()
 
-    life.core.events.index_listed(1, PlainColdIndex([(0, b"cold", 0), (1, b"colder", 0)]), newest=0)
+    take_all(life.core.events.table_listed(1, PlainColdTable([(0, b"cold", 0), (1, b"colder", 0)]), newest=0))
     assert s3.found == 5
     life.core.events.lost(1, life.now)
     life.core.events.opened(1, 100)
-    life.core.events.index_listed(1, PlainColdIndex([(0, b"cold", 0)]), newest=0)
+    take_all(life.core.events.table_listed(1, PlainColdTable([(0, b"cold", 0)]), newest=0))
     life.core.events.listed(1, [], last=True)
     assert (s3.deaths, s3.relisted, s3.found) == (1, 2, 6)
     life.check()

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.cascade import manager
-from nixl_tiers.cascade.cold_index import ColdIndex
+from nixl_tiers.cascade.cold_table import ColdTable, Steps
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import HostTier, Row, RowState
@@ -197,19 +197,19 @@ class OldEpochSurvives(TierManager):
 
 
 class ListedRowHasTwoOwners(Events):
-    """A row that is indexed is still in the cold index."""
+    """A row that is indexed is still in the cold table."""
 
-    def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
-        rows.remove = rows.find  # type: ignore[method-assign]
-        super().index_listed(tier, rows, newest)
+    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
+        table.remove = table.find  # type: ignore[method-assign]
+        return super().table_listed(tier, table, newest)
 
 
 class ListedSlotsStayFree(Events):
     """A slot that holds a cold row is allocated to another one."""
 
-    def index_listed(self, tier: int, rows: ColdIndex, newest: int) -> None:
-        rows.claim = lambda taken, slots_limit: None  # type: ignore[method-assign]
-        super().index_listed(tier, rows, newest)
+    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
+        table.claim = lambda taken, start, stop: 0  # type: ignore[method-assign]
+        return super().table_listed(tier, table, newest)
 
 
 class OverdueLivesOn(Health):
@@ -290,13 +290,12 @@ class CreditsIgnored(Events):
 
 class StoresOvertakeDeletes(Events):
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        hidden = [(s, s.to_delete, s.to_delete_cold) for s in self._state.tiers]
+        hidden = [(s, s.to_delete) for s in self._state.tiers]
         for tier in self._state.tiers:
-            tier.to_delete, tier.to_delete_cold, tier.send_credits = [], [], tier.send_credits + 6
+            tier.to_delete, tier.send_credits = [], tier.send_credits + 6
         jobs = super().plan(now)
-        for tier, drops, nameless in hidden:
+        for tier, drops in hidden:
             tier.to_delete[:0] = drops
-            tier.to_delete_cold[:0] = nameless
             tier.send_credits -= 6
         return jobs
 

@@ -20,8 +20,8 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.coordinator import Coordinator
-from nixl_tiers.memory.cold_index import ColdIndexError
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.row_table import RowTableError
 from nixl_tiers.mover import backoff
 from nixl_tiers.mover.child import _read
 from nixl_tiers.mover.protocol import (
@@ -31,7 +31,7 @@ from nixl_tiers.mover.protocol import (
     Finished,
     Heartbeat,
     Listed,
-    ListedIndex,
+    ListedTable,
     Load,
     Opened,
     Slots,
@@ -59,7 +59,7 @@ FROM_MOVERS = {
     "a message to movers": encode(Load(1, [Move(0, 0, b"key")])),
     "an outcome that there is not": encode(Finished(1, b"\xee", 0.1)),
     "more slots than the capacity has": encode(Opened(0, 2**31)),
-    "a table without one": encode(ListedIndex(0, 5)),
+    "a table without one": encode(ListedTable(0, 5)),
 }
 TO_MOVERS = {
     "noise": NOISE(300),
@@ -237,7 +237,7 @@ def test_what_comes_from_a_mover_is_a_message_or_an_error(data: st.DataObject) -
             packet[place] = value
     try:
         message, table = _read(bytes(packet[: data.draw(st.integers(0, 200))]), [])
-    except (msgspec.DecodeError, UnicodeDecodeError, ColdIndexError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RowTableError):
         return
     assert isinstance(message, ToCoordinator)
     assert table is None

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,9 +31,7 @@ def key(number: int) -> Key:
 
 
 @contextmanager
-def coordinator_over_many_rows(
-    tmp_path: Path, slots: int, named: bool = False, rows: int = ROWS, more: int = 0
-) -> Iterator[Coordinator]:
+def coordinator_over_many_rows(tmp_path: Path, slots: int, rows: int = ROWS, more: int = 0) -> Iterator[Coordinator]:
     """`more`: so many others are found later, for which the oldest must go."""
     config = configuration.load(
         {
@@ -54,8 +51,7 @@ def coordinator_over_many_rows(
         }
     )
     with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
-        with mock.patch("nixl_tiers.mover_link._written_below", return_value=named):
-            coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region)
+        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region)
         try:
             coordinator.start(120.0)
             wait_until_listed(coordinator, rows)
@@ -104,17 +100,16 @@ def test_all_rows_are_hits_and_most_need_no_python_objects(tmp_path: Path) -> No
         load(coordinator, ROWS - 1)
         (storage,) = coordinator._core.tiers
         assert len(storage.index) == SINGLE_ROWS + 1
-        assert sum(map(len, storage.cold.indexes)) == ROWS - SINGLE_ROWS - 1
+        assert sum(map(len, storage.cold.tables)) == ROWS - SINGLE_ROWS - 1
         assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_evicted_cold_rows_are_deleted_by_key(tmp_path: Path, named: bool) -> None:
-    with coordinator_over_many_rows(tmp_path, slots=ROWS, named=named) as coordinator:
+def test_evicted_rows_are_deleted_by_key_the_coldest_first(tmp_path: Path) -> None:
+    with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 2, "the drops")
-        assert dropped(tmp_path) == [f"{n} row-{n}" for n in (SINGLE_ROWS, SINGLE_ROWS + 1)]
-        assert coordinator.where(key(SINGLE_ROWS)) is None
+        assert dropped(tmp_path) == [f"{n} row-{n}" for n in (0, 1)]
+        assert coordinator.where(key(0)) is None
         assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
@@ -125,7 +120,7 @@ def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatc
     rows = SINGLE_ROWS + 20_000
     with coordinator_over_many_rows(tmp_path, slots=rows, rows=rows, more=20_000) as coordinator:
         until(lambda: len(dropped(tmp_path)) == 20_000, "the drops")
-        assert dropped(tmp_path)[0] == f"{SINGLE_ROWS} row-{SINGLE_ROWS}"
+        assert dropped(tmp_path)[0] == "0 row-0"
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 20_002, "two more")
         stats = coordinator.counters()["stub"]
@@ -141,7 +136,7 @@ def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         wait_until_listed(coordinator)
         assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(SINGLE_ROWS)) == "stub"
-        assert len(coordinator._core.tiers[0].cold.indexes) == 1
+        assert len(coordinator._core.tiers[0].cold.tables) == 1
         assert dropped(tmp_path) == []
 
 
@@ -150,11 +145,11 @@ def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
     mapped = tables()
     with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
         before = descriptors()
-        (first,) = coordinator._core.tiers[0].cold.indexes
+        (first,) = coordinator._core.tiers[0].cold.tables
         coordinator.reset()
         assert coordinator.where(key(ROWS - 1)) is None
         wait_until_listed(coordinator)
-        (second,) = coordinator._core.tiers[0].cold.indexes
+        (second,) = coordinator._core.tiers[0].cold.tables
         assert second is not first
         until(lambda: tables() <= mapped + 1, "the old table to be closed")
         assert descriptors() <= before
@@ -166,7 +161,7 @@ def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
 
 def tables() -> int:
     """How many are mapped."""
-    return sum("nixl_tiers_index" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum("nixl_tiers_rows" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def descriptors() -> int:

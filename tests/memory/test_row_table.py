@@ -54,7 +54,7 @@ def attached(rows: Sequence[Row], slots_limit: int | None = None) -> RowTable:
 def claimed(table: RowTable, taken: bytearray, step: int = 1 << 20) -> int:
     table.prepare_slots()
     count = sum(table.claim(taken, start, start + step) for start in range(0, max(1, table.slots_end), step))
-    table.drop_unclaimed()
+    table.drop_unclaimed(len(taken))
     return count
 
 

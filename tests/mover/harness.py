@@ -22,7 +22,7 @@ from nixl_tiers.mover.protocol import (
     Finished,
     Heartbeat,
     Listed,
-    ListedIndex,
+    ListedTable,
     Load,
     Open,
     Opened,
@@ -37,6 +37,7 @@ from nixl_tiers.tiers.base import Entry, Move
 
 TIMEOUT_S = 120.0
 NAMESPACE = bytes(range(16))
+KEY_HASH = (536870923, 1)
 
 
 def key_of(number: int) -> bytes:
@@ -76,7 +77,9 @@ class MoverProcess:
         self.heartbeats = 0
         self._unread: list[ToCoordinator] = []
         self._jobs = 0
-        self.send(Configure(tier, geometry.cells, geometry.cell_payload, geometry.sub_blocks, self.region.rows))
+        self.send(
+            Configure(tier, geometry.cells, geometry.cell_payload, geometry.sub_blocks, self.region.rows, KEY_HASH)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -127,8 +130,8 @@ class MoverProcess:
     def listed_rows(self) -> list[Entry]:
         entries: list[Entry] = []
         while True:
-            message = self.expect(lambda m: isinstance(m, (Listed, ListedIndex)))
-            assert isinstance(message, Listed), "so many rows that they come as a cold index"
+            message = self.expect(lambda m: isinstance(m, (Listed, ListedTable)))
+            assert isinstance(message, Listed), "so many rows that they come as a table"
             entries += message.entries
             if message.last:
                 return entries

@@ -215,7 +215,7 @@ class PrefilledTier(InstantTier):
         for start in range(0, rows, MAX_ENTRIES):
             yield [Entry(n, b"row-%d" % n, n) for n in range(start, min(start + MAX_ENTRIES, rows))]
         more = self.config.more
-        until_s = time.monotonic() + 2.0  # so that these come in a cold index of their own
+        until_s = time.monotonic() + 2.0  # so that these come in a table of their own
         while more and time.monotonic() < until_s:
             yield []
         for start in range(0, more, MAX_ENTRIES):

@@ -1,4 +1,4 @@
-"""Publishing the rows that a tier holds to the coordinator: a few one by one, the others in cold indexes."""
+"""Publishing the rows that a tier holds to the coordinator: a few one by one, the others in row tables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.memory.cold_index import ColdIndexError, SharedColdIndex, key_digest
+from nixl_tiers.memory.key_hash import KeyHash
+from nixl_tiers.memory.row_table import RowTable, RowTableError
 from nixl_tiers.mover import index_builder as module
 from nixl_tiers.mover.child import _read
-from nixl_tiers.mover.index_builder import BuiltIndex, IndexBuilder
-from nixl_tiers.mover.index_publisher import IDLE_S, MAX_INDEXES, POLL_S, IndexPublisher
-from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedIndex, ToCoordinator, encode
+from nixl_tiers.mover.index_builder import BuiltTable, IndexBuilder
+from nixl_tiers.mover.index_publisher import IDLE_S, MAX_TABLES, POLL_S, IndexPublisher
+from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedTable, ToCoordinator, encode
 from nixl_tiers.mover.send_queue import SendQueue
 from nixl_tiers.tiers.base import GONE, Entry
 from tests.mover.stub_tiers import InstantTier
 from tests.support.waiting import until
+
+HASH = KeyHash.random()
 
 
 @pytest.fixture(autouse=True)
@@ -30,96 +33,83 @@ def few_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     gc.collect()  # garbage of other tests
-    before, mapped = descriptors(), mapped_indexes()
+    before, mapped = descriptors(), mapped_tables()
     yield
     assert descriptors() <= before
-    assert mapped_indexes() <= mapped
+    assert mapped_tables() <= mapped
 
 
 def descriptors() -> set[str]:
     return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
-def mapped_indexes() -> int:
-    return sum("nixl_tiers_index" in line for line in Path("/proc/self/maps").read_text().splitlines())
+def mapped_tables() -> int:
+    return sum("nixl_tiers_rows" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def entries(first: int, end: int) -> list[Entry]:
     return [Entry(n, b"%d" % n, 10 * n) for n in range(first, end)]
 
 
-def built(builder: IndexBuilder) -> BuiltIndex:
+def built(builder: IndexBuilder) -> BuiltTable:
     builder.build()
-    index: list[BuiltIndex] = []
-    until(lambda: index.extend(filter(None, [builder.built()])) or index, "the cold index")
+    tables: list[BuiltTable] = []
+    until(lambda: tables.extend(filter(None, [builder.built()])) or tables, "the table")
     assert not builder.building
-    return index[0]
+    return tables[0]
 
 
 @pytest.mark.usefixtures("no_leaks")
 class TestIndexBuilder:
-    def test_the_first_rows_are_sent_singly_and_the_others_in_an_index(self) -> None:
-        builder = IndexBuilder(10, named=False)
+    def test_the_first_rows_are_sent_singly_and_the_others_in_a_table(self) -> None:
+        builder = IndexBuilder(HASH, 10)
         assert builder.add(entries(0, 2)) == entries(0, 2)
         assert builder.add(entries(2, 5)) == builder.add(entries(5, 8)) == []
         assert builder.pending == 6
-        index = built(builder)
-        assert (index.newest, index.left_out, builder.pending, builder.indexes) == (70, [], 0, 1)
-        with SharedColdIndex.attach(index.fd) as attached:
+        table = built(builder)
+        assert (table.newest, table.left_out, builder.pending, builder.tables) == (70, [], 0, 1)
+        with RowTable.attach(table.fd) as attached:
             assert [attached.find(b"%d" % n) for n in range(9)] == [
                 None,
                 None,
                 *((n, 10 * n) for n in range(2, 8)),
                 None,
             ]
-        assert builder.keys([(n, key_digest(b"%d" % n)) for n in range(9)]) == [(n, b"%d" % n) for n in range(2, 8)]
-        builder.close()
-
-    def test_keys_are_looked_up_in_every_index(self) -> None:
-        builder = IndexBuilder(10, named=False)
-        builder.add(entries(0, 2))
-        for first in (2, 4, 6):
-            builder.add(entries(first, first + 2))
-            os.close(built(builder).fd)
-        assert [key for _, key in builder.keys([(n, key_digest(b"%d" % n)) for n in (7, 2, 5)])] == [b"7", b"2", b"5"]
         builder.close()
 
     def test_keys_may_have_any_length(self) -> None:
-        builder = IndexBuilder(10, named=True)
+        builder = IndexBuilder(HASH, 10)
         builder.add(entries(0, 2))
         keys = [b"\0", b"a" * 112, b"bc\0", b"\xff"]
         builder.add([Entry(n, key, n) for n, key in enumerate(keys)])
-        with SharedColdIndex.attach(built(builder).fd) as attached:
-            assert attached.named
+        with RowTable.attach(built(builder).fd) as attached:
             assert attached.coldest(9) == [(key, n) for n, key in enumerate(keys)]
         builder.close()
 
     def test_rows_without_a_free_slot_are_left_out(self) -> None:
-        builder = IndexBuilder(4, named=False)
+        builder = IndexBuilder(HASH, 4)
         builder.add(entries(0, 2))
         builder.add([*entries(2, 6), Entry(3, b"again", 99), Entry(1 << 40, b"far", 1)])
-        index = built(builder)
-        assert sorted(key for _, key in index.left_out) == [b"3", b"4", b"5", b"far"]
-        os.close(index.fd)
+        table = built(builder)
+        assert sorted(key for _, key in table.left_out) == [b"3", b"4", b"5", b"far"]
+        os.close(table.fd)
         builder.close()
 
     def test_removed_rows_are_sent_at_once(self) -> None:
-        builder = IndexBuilder(10, named=False)
+        builder = IndexBuilder(HASH, 10)
         builder.add(entries(0, 2))
         gone = Entry(-1, b"gone", 0)
         assert builder.add([*entries(2, 4), gone]) == [gone]
         assert builder.pending == 2
         builder.close()
 
-    def test_close_while_an_index_is_built_leaks_nothing(self) -> None:
-        builder = IndexBuilder(10, named=False)
+    def test_close_while_a_table_is_built_leaks_nothing(self) -> None:
+        builder = IndexBuilder(HASH, 10)
         builder.add(entries(0, 2))
         builder.add(entries(2, 4))
         builder.build()
         builder.close()
         builder._worker.shutdown(wait=True)
-        for index, _, _ in builder._built:  # it was ready before close, or after
-            index.close()
 
 
 class ListingTier(InstantTier):
@@ -145,14 +135,14 @@ class PublisherRig:
         theirs.setblocking(False)
         self.theirs = theirs
         self.send_queue = SendQueue(theirs)
-        self.builder = IndexBuilder(slots, named=False)
+        self.builder = IndexBuilder(HASH, slots)
         self.publisher = IndexPublisher(tier, self.send_queue, 7, self.builder, lambda: None)
         self.now = 100.0
 
-    def run(self, duration_s: float = 0.0) -> list[ToCoordinator | SharedColdIndex]:
-        """Step for `duration_s` of its clock, which stands still while an index is built. Returns the messages, and
-        the indexes in place of theirs."""
-        received: list[ToCoordinator | SharedColdIndex] = []
+    def run(self, duration_s: float = 0.0) -> list[ToCoordinator | RowTable]:
+        """Step for `duration_s` of its clock, which stands still while a table is built. Returns the messages, and
+        the tables in place of theirs."""
+        received: list[ToCoordinator | RowTable] = []
         end = self.now + duration_s
         self.ours.setblocking(False)
         while self.now <= end:
@@ -163,8 +153,8 @@ class PublisherRig:
                 packet, fds, _, _ = socket.recv_fds(self.ours, MAX_PACKET, 1)
             except BlockingIOError:
                 continue
-            message, index = _read(packet, fds)
-            received.append(message if index is None else index)
+            message, table = _read(packet, fds)
+            received.append(message if table is None else table)
         return received
 
     def close(self) -> None:
@@ -174,11 +164,11 @@ class PublisherRig:
         self.theirs.close()
 
 
-def row_counts(received: list[ToCoordinator | SharedColdIndex]) -> list[object]:
-    """Rows in each message; negative for indexes; "end" for the last."""
+def row_counts(received: list[ToCoordinator | RowTable]) -> list[object]:
+    """Rows in each message; negative for tables; "end" for the last."""
     found: list[object] = []
     for each in received:
-        if isinstance(each, SharedColdIndex):
+        if isinstance(each, RowTable):
             found.append(-len(each))
             each.close()
         else:
@@ -195,24 +185,23 @@ class TestIndexPublisher:
         assert row_counts(rig.run(1.0)) == [1, 1, "end"]
         rig.close()
 
-    def test_a_long_listing_ends_with_an_index(self) -> None:
+    def test_a_long_listing_ends_with_a_table(self) -> None:
         rig = PublisherRig(ListingTier(entries(0, 2), entries(2, 5), [], entries(5, 9)))
         assert row_counts(rig.run(1.0)) == [2, -7, "end"]
-        assert rig.publisher.keys([(0, key_digest(b"8"))]) == [(0, b"8")]
         rig.close()
 
-    def test_an_idle_listing_sends_an_index_of_pending_rows(self) -> None:
+    def test_an_idle_listing_sends_a_table_of_pending_rows(self) -> None:
         pause = [[]] * int(2 * IDLE_S / POLL_S)
         rig = PublisherRig(ListingTier(entries(0, 2), entries(2, 5), *pause, entries(5, 9)))
         assert row_counts(rig.run(4 * IDLE_S)) == [2, -3, -4, "end"]
         rig.close()
 
-    def test_the_number_of_indexes_is_bounded(self) -> None:
+    def test_the_number_of_tables_is_bounded(self) -> None:
         pause = [[]] * int(2 * IDLE_S / POLL_S)
         parts = [part for n in range(2, 12) for part in (entries(n, n + 1), *pause)]
         rig = PublisherRig(ListingTier(entries(0, 2), *parts))
         counts = row_counts(rig.run(25 * IDLE_S))
-        assert counts == [2, *[-1] * (MAX_INDEXES - 1), -(10 - MAX_INDEXES + 1), "end"]
+        assert counts == [2, *[-1] * (MAX_TABLES - 1), -(10 - MAX_TABLES + 1), "end"]
         rig.close()
 
     def test_rows_without_a_free_slot_are_deleted(self) -> None:
@@ -248,14 +237,14 @@ class TestIndexPublisher:
         assert rounds[1] - rounds[0] == pytest.approx(5.0, abs=4 * POLL_S)
         rig.close()
 
-    def test_an_index_is_queued_while_the_coordinator_does_not_read(self) -> None:
+    def test_a_table_is_queued_while_the_coordinator_does_not_read(self) -> None:
         rig = PublisherRig(ListingTier(entries(0, 2), entries(2, 9)))
         rig.publisher.step(rig.now)
         while not rig.send_queue:
             rig.send_queue.send(Finished(1, bytes(1000), 0.0))
         rig.builder.add(entries(2, 4))
-        index = built(rig.builder)
-        rig.send_queue.send(ListedIndex(7, index.newest), index.fd)
+        table = built(rig.builder)
+        rig.send_queue.send(ListedTable(7, table.newest), table.fd)
         waiting = len(rig.send_queue)
         assert waiting >= 2
         found = []
@@ -267,34 +256,34 @@ class TestIndexPublisher:
             if attached is not None:
                 found.append((message, len(attached)))
                 attached.close()
-        assert found == [(ListedIndex(7, 30), 2)]
+        assert found == [(ListedTable(7, 30), 2)]
         rig.close()
 
-    def test_a_queued_index_is_closed_when_the_coordinator_is_gone(self) -> None:
+    def test_a_queued_table_is_closed_when_the_coordinator_is_gone(self) -> None:
         rig = PublisherRig(ListingTier())
         while not rig.send_queue:
             rig.send_queue.send(Finished(1, bytes(1000), 0.0))
         rig.builder.add(entries(0, 2))
         rig.builder.add(entries(2, 4))
-        index = built(rig.builder)
-        rig.send_queue.send(ListedIndex(7, index.newest), index.fd)
+        table = built(rig.builder)
+        rig.send_queue.send(ListedTable(7, table.newest), table.fd)
         rig.close()
         late = os.dup(0)
-        rig.send_queue.send(ListedIndex(7, 0), late)
+        rig.send_queue.send(ListedTable(7, 0), late)
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(late)
 
 
 @pytest.mark.usefixtures("no_leaks")
 class TestReading:
-    @pytest.mark.parametrize("packet", [b"nonsense", encode(ListedIndex(1, 2))])
-    def test_a_descriptor_that_is_no_index_is_closed(self, packet: bytes) -> None:
+    @pytest.mark.parametrize("packet", [b"nonsense", encode(ListedTable(1, 2))])
+    def test_a_descriptor_that_is_no_table_is_closed(self, packet: bytes) -> None:
         with pytest.raises(Exception, match=r"not a memfd|decode|Expected|malformed|Input|trailing"):
             _read(packet, [os.open("/dev/null", os.O_RDONLY)])
 
     def test_an_unexpected_descriptor_is_closed(self) -> None:
         _read(encode(Finished(1, b"", 0.0)), [os.open("/dev/null", os.O_RDONLY)])
 
-    def test_an_index_without_a_descriptor_is_an_error(self) -> None:
-        with pytest.raises(ColdIndexError, match="no descriptor"):
-            _read(encode(ListedIndex(1, 2)), [])
+    def test_a_table_without_a_descriptor_is_an_error(self) -> None:
+        with pytest.raises(RowTableError, match="no descriptor"):
+            _read(encode(ListedTable(1, 2)), [])

@@ -15,8 +15,8 @@ import pytest
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.clock import COUNTED_S, RunningClock
-from nixl_tiers.memory.cold_index import SharedColdIndex
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.row_table import RowTable
 from nixl_tiers.mover import child
 from nixl_tiers.mover.backoff import KILLS_AN_HOUR, RestartBackoff
 from nixl_tiers.mover.protocol import (
@@ -26,7 +26,7 @@ from nixl_tiers.mover.protocol import (
     Delete,
     ExistenceChecked,
     Heartbeat,
-    ListedIndex,
+    ListedTable,
     Open,
     Opened,
     Refused,
@@ -35,7 +35,7 @@ from nixl_tiers.mover.protocol import (
     encode,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, Supervisor
-from tests.mover.harness import NAMESPACE
+from tests.mover.harness import KEY_HASH, NAMESPACE
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 60_000)
@@ -62,8 +62,8 @@ class Recorder:
             self.raises -= 1
             raise ZeroDivisionError
 
-    def on_index(self, tier: int, message: ListedIndex, index: SharedColdIndex) -> None:
-        index.close()
+    def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
+        table.close()
 
     def on_problem(self, tier: int, reason: str) -> None:
         self.problems.append(reason)
@@ -97,7 +97,7 @@ def supervised(
         "stub": "InstantTier",
         "closed": str(tmp_path / "closed"),
     }
-    configures = [Configure(tier, 1, 60_000, 1, 4)] * movers
+    configures = [Configure(tier, 1, 60_000, 1, 4, KEY_HASH)] * movers
     names = [f"tier{number}" for number in range(movers)]
     supervisor = Supervisor(configures, names, region.fd, recorder, clock or time.monotonic)
     supervisor.start(Open(NAMESPACE, 0))
@@ -235,7 +235,9 @@ def test_a_mover_that_dies_at_its_start_is_logged_with_its_last_lines_without_se
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789abcdef")
     recorder = Recorder()
     with HostRegion.create(GEOMETRY, 4) as region:
-        configure = Configure({"type": "tests.mover.stub_tiers:StubConfig", "stub": "dies_at_start"}, 1, 60_000, 1, 4)
+        configure = Configure(
+            {"type": "tests.mover.stub_tiers:StubConfig", "stub": "dies_at_start"}, 1, 60_000, 1, 4, (536870923, 1)
+        )
         supervisor = Supervisor([configure], ["stub"], region.fd, recorder, time.monotonic)
         before = len(list(Path("/proc/self/fd").iterdir()))
         supervisor.start(Open(NAMESPACE, 0))

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
-from nixl_tiers.cascade.cold_index import ColdIndex
+from nixl_tiers.cascade.cold_table import ColdTable, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck
 from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.limits import Limits
@@ -24,7 +24,7 @@ from nixl_tiers.cascade.tier_index import UNLIMITED
 from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-from tests.support.cold_index import PlainColdIndex, key_of
+from tests.support.cold_table import PlainColdTable
 
 ROW_BYTES = 4096
 MANY_TURNS = 1000
@@ -51,9 +51,9 @@ def require(kept: bool, what: str) -> None:
         raise BrokenInvariant(what)
 
 
-def _slots_of(rows: ColdIndex) -> list[int]:
-    assert isinstance(rows, PlainColdIndex)
-    return rows.slots
+def _slots_of(table: ColdTable) -> list[int]:
+    assert isinstance(table, PlainColdTable)
+    return table.slots
 
 
 class Scan(Enum):
@@ -147,7 +147,7 @@ class SimulatedMover:
     inbox: deque[SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck] = field(default_factory=deque)
     finished: deque[SimulatedJob | Answer] = field(default_factory=deque)
     reported_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
-    listing: deque[list[tuple[int, Key, int]] | PlainColdIndex] = field(default_factory=deque)  # not delivered yet
+    listing: deque[list[tuple[int, Key, int]] | PlainColdTable] = field(default_factory=deque)  # not delivered yet
     unreported: deque[SimulatedJob] = field(default_factory=deque)  # finished by a dead mover, never reported
 
     def place(self, slot: int, key: Key) -> object:
@@ -171,7 +171,7 @@ class Simulation:
         *,
         listed: int | None = None,
     ) -> None:
-        """`listed`: so many rows that a tier held before are listed one by one; the others in cold indexes of a few, as
+        """`listed`: so many rows that a tier held before are listed one by one; the others in tables of a few, as
         `deliver` comes to them. None: all at once."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
@@ -270,13 +270,11 @@ class Simulation:
         for tier, index in enumerate(self.core.tiers):
             for batch in index.delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, batch)
-            for nameless in index.cold_delete_batches(self.limits.deletes_per_batch):
-                self._send(tier, [(slot, key_of(digest)) for slot, digest in nameless])
             for rows in index.take_retired():
                 rows.close()
             require(index.send_credits >= 0, "more is sent than there is room for")
             stores = any(job.tier == tier for job in jobs[loads:])
-            require(not (stores and (index.to_delete or index.to_delete_cold)), "a store overtakes what goes before it")
+            require(not (stores and index.to_delete), "a store overtakes what goes before it")
         self._send_jobs(jobs[loads:])
         for tier, index in enumerate(self.core.tiers):
             due = self.now >= self._uses_due_s and index.send_credits > 0
@@ -568,13 +566,13 @@ class Simulation:
             core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
         )
         for index, mover in zip(core.tiers, self.movers, strict=True):
-            held = sum(entry.stored for entry in index.index.values()) + sum(map(len, index.cold.indexes))
+            held = sum(entry.stored for entry in index.index.values()) + len(index.cold)
             require(index.counters.rows == held, f"a tier holds {held} rows, and {index.counters} say otherwise")
-            slots = [entry.slot for entry in index.index.values()]
+            slots = [entry.slot for entry in index.index.values()] if mover.physical else []
             if mover.physical:
-                slots += [slot for rows in index.cold.indexes for slot in _slots_of(rows)]
+                slots += [slot for table in index.cold.tables for slot in _slots_of(table)]
             require(len(set(slots)) == len(slots), "two keys in one slot")
-            used = len(index.index) + sum(map(len, index.cold.indexes))
+            used = len(index.index) + len(index.cold)
             require(used == len(index.slots) <= max(index.slots.limit, 0), "slots leak, or above the budget")
             require(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             require(not index.rows_loading < 0 and not index.rows_storing < 0, "window counts below nothing")
@@ -615,7 +613,7 @@ class Simulation:
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
-        require(not any(s.to_delete or s.to_delete_cold for s in self.core.tiers), "rows to delete are never sent")
+        require(not any(s.to_delete for s in self.core.tiers), "rows to delete are never sent")
         for index, mover in zip(self.core.tiers, self.movers, strict=True):
             for key, tick in mover.used.items():
                 recorded = mover.ticks.get((mover.epoch, index.index[key].slot), 0) >= tick
@@ -674,10 +672,8 @@ class Simulation:
         ]
         mover.newest = max((tick for _, _, tick in held), default=0)
         listed = len(held) if self.listed is None else self.listed
-        below = self.specs[tier + 1 : tier + 2]
-        named = any(spec.write is Write.ON_EVICT for spec in below)
         mover.listing = deque([held[:listed]])
-        mover.listing += [PlainColdIndex(held[start : start + 3], named) for start in range(listed, len(held), 3)]
+        mover.listing += [PlainColdTable(held[start : start + 3]) for start in range(listed, len(held), 3)]
         mover.listing.append([])
         while mover.listing and self.listed is None:
             self._list_part(tier)
@@ -686,8 +682,8 @@ class Simulation:
     def _list_part(self, tier: int) -> None:
         listing = self.movers[tier].listing
         piece = listing.popleft()
-        if isinstance(piece, PlainColdIndex):
-            self.core.events.index_listed(tier, piece, newest=self.movers[tier].newest)
+        if isinstance(piece, PlainColdTable):
+            take_all(self.core.events.table_listed(tier, piece, self.movers[tier].newest))
         else:
             self.core.events.listed(tier, piece, last=not listing)
 

@@ -78,6 +78,9 @@ class Arc:
         self._remember(self._often_ghosts, often)
         return once + often
 
+    def coldest_tick(self) -> None:
+        return None
+
     def resize(self, rows: int) -> None:
         self._rows = rows
         self._recent_rows = min(self._recent_rows, rows)

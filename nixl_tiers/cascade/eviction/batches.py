@@ -56,6 +56,12 @@ class Batches:
             self._used_up(number)
         return key, number
 
+    def lowest(self) -> int | None:
+        """The number of the batch that goes first; None if there is none."""
+        while self._numbers and self._numbers[0] not in self._batches:
+            heapq.heappop(self._numbers)
+        return self._numbers[0] if self._numbers else None
+
     def _used_up(self, number: int) -> None:
         """The dict of batch `number` has become empty."""
         del self._batches[number]

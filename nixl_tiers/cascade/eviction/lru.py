@@ -58,6 +58,9 @@ class LeafFirstLru:
             self._aside[key] = None
         return victims
 
+    def coldest_tick(self) -> int | None:
+        return self._keys.lowest()
+
     def resize(self, rows: int) -> None:
         pass
 

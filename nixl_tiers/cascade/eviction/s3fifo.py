@@ -93,6 +93,9 @@ class S3Fifo:
         self._trim()
         return victims
 
+    def coldest_tick(self) -> None:
+        return None
+
     def resize(self, rows: int) -> None:
         self._small_rows = max(1, int(rows * SMALL_SHARE))
         self._most_ghosts = rows - int(rows * SMALL_SHARE)
