@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import platform
+from array import array
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,9 +20,12 @@ import numpy as np
 
 from nixl_tiers.chunk import Key
 from nixl_tiers.tiers.rowfile.quota import DirQuota, FileStat, RowPath
-from nixl_tiers.tiers.s3.quota import PrefixQuota
+from nixl_tiers.tiers.s3.key_set import KeySet
+from nixl_tiers.tiers.s3.listing import Run
+from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.quota import Group, PrefixQuota
 
-ROW_BYTES, CAPACITY = 2 << 20, 1 << 60
+ROW_BYTES, CAPACITY, NAMESPACE = 2 << 20, 1 << 60, "0" * 32
 
 
 def keys(rows: int) -> Iterator[Key]:
@@ -32,21 +36,26 @@ def keys(rows: int) -> Iterator[Key]:
 
 
 def held_objects(rows: int) -> object:
-    stock = PrefixQuota(ROW_BYTES, CAPACITY)
-    stock.begin_listing([], rows)
+    names = RowNames("kv")
+    quota = PrefixQuota(names, ROW_BYTES, CAPACITY)
+    quota.serve(NAMESPACE, 0.0)
     for key in keys(rows):
-        stock.add_listed(key, "")
-    return stock
+        quota.reserve(key)
+    return quota
 
 
 def listed_objects(rows: int) -> object:
-    """A listing of a shared prefix at the moment at which it is compared with what is held."""
-    listing = [(float(number), key) for number, key in enumerate(keys(rows))]
-    stock = PrefixQuota(ROW_BYTES, CAPACITY)
-    stock.begin_listing([], rows)
-    for _, key in listing:
-        stock.add_listed(key, "")
-    return stock, listing, {key for _, key in listing}
+    """A full listing at its end, when its rows are in the order of their age, and none is handed over yet."""
+    names = RowNames("kv")
+    quota = PrefixQuota(names, ROW_BYTES, CAPACITY)
+    quota.serve(NAMESPACE, 0.0)
+    run, modified_s = Run(), array("d")
+    for number, key in enumerate(keys(rows)):
+        run.add(b"\0" + key, float(number))  # not in order, which takes the same memory
+        modified_s.append(float(number))
+    run.end()
+    quota.adopt({(NAMESPACE, ROW_BYTES): Group(KeySet(run.leaves), 0.0)})
+    return quota, modified_s, np.argsort(np.frombuffer(modified_s))
 
 
 def row_files(rows: int) -> object:
@@ -62,7 +71,7 @@ def row_files(rows: int) -> object:
 
 INDEXES: dict[str, Callable[[int], object]] = {
     "objects, held": held_objects,
-    "objects, while a listing is compared": listed_objects,
+    "objects, at the end of a first listing": listed_objects,
     "row files": row_files,
 }
 

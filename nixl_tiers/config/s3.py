@@ -40,6 +40,11 @@ class S3Config(StorageConfig):
         description="several engines use this prefix, find each other's chunks and keep its `capacity` together",
     )
     max_age: Age = None
+    list_requests_per_hour: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
+        2000,
+        description="LIST requests with which the engine looks again for rows that others have stored (`shared`), or "
+        "that have expired (`max_age`): the most per hour. The first listing and the janitor's are not bounded",
+    )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,
         description="profile of AWS's own files that has the credentials",

@@ -119,6 +119,9 @@ def _server(tier: S3Config) -> str:
 def _no_effect(config: TiersConfig) -> Iterator[str]:
     if config.flush_on_exit_s and all(tier.write is not Write.ON_EVICT for tier in config.storage):
         yield "flush_on_exit_s: has no effect, because no tier has write: on_evict"
+    for i, tier in enumerate(config.tiers):
+        if isinstance(tier, S3Config) and tier.shared and "eviction" in tier.model_fields_set:
+            yield f"tiers[{i}].eviction: has no effect on a shared prefix, which deletes what was written first"
 
 
 # --- on this machine -------------------------------------------------------------------------------------------

@@ -106,6 +106,15 @@ def test_flush_without_effect_is_warned_about() -> None:
     assert warned(CPU, FILE | {"write": "on_evict"}, flush_on_exit_s="10s") == []
 
 
+def test_eviction_policy_of_a_shared_prefix_is_warned_about() -> None:
+    shared = {"type": "s3", "bucket": "kv-cache", "capacity": "1TiB", "shared": True}
+    assert warned(CPU, shared) == []
+    assert warned(CPU, shared | {"eviction": "s3fifo"}) == [
+        "tiers[1].eviction: has no effect on a shared prefix, which deletes what was written first"
+    ]
+    assert warned(CPU, shared | {"eviction": "s3fifo", "shared": False}) == []
+
+
 @pytest.fixture
 def here() -> Callable[..., list[str]]:
     return lambda *tiers: warnings_here(schema.load({"tiers": [CPU, *tiers]}))

@@ -28,7 +28,8 @@ from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
 from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.encryption import encryption_problem
-from nixl_tiers.tiers.s3.listing import WRITE_TEST_NAME, Listing
+from nixl_tiers.tiers.s3.listing import Listing
+from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from nixl_tiers.tiers.s3.tls import accepts_tls_only, trusted_certificates
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ CREDENTIALS_RECHECK_S: Final = 5.0  # the same while transfers fail
 UPLOAD_CHECK_S: Final = 60.0  # between two test uploads that find out why others fail
 CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
+MAX_EXPIRED: Final = 20 * MAX_DELETES  # names that wait for their delete, before sweeps add no more
 BACKOFF_S: Final = (1.0, 30.0)
 
 # The answer to HEAD has no body, so the HTTP status serves as the error code.
@@ -105,8 +107,8 @@ class S3Control:
             raise self._down("no credentials")
         return self.credentials
 
-    def start_listing(self, listing: Listing) -> None:
-        """Run this listing in the background, instead of an earlier one that may still run."""
+    def start_listing(self, listing: Listing | None) -> None:
+        """Run this listing in the background (None: no listing), instead of an earlier one that may still run."""
         with self._wake:
             self._listing = listing
             self._not_before["list"] = 0.0
@@ -134,6 +136,11 @@ class S3Control:
         with self._wake:
             self._delete_queue.update(dict.fromkeys(names))
             self._wake.notify()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a sweep may add more deletes; with too many waiting, expired objects are left to a later one."""
+        return len(self._delete_queue) < MAX_EXPIRED
 
     def cancel_delete(self, name: str) -> bool:
         """Cancel a delete. False if it is in flight: wait for `confirmed_deletes`, or fail if `deletes_backing_off`."""
@@ -218,7 +225,7 @@ class S3Control:
             return self._check_uploads
         if self._delete_queue and self._client is not None and now >= self._not_before["delete"]:
             return self._delete_some
-        if self._listing is not None and now >= self._not_before["list"]:
+        if self._listing is not None and now >= self._list_at_s(self._listing, now):
             return self._list_page
         if now >= self._credentials_check_at:
             return self._check_credentials
@@ -231,9 +238,12 @@ class S3Control:
         if self._delete_queue:
             times.append(self._not_before["delete"])
         if self._listing is not None:
-            times.append(self._not_before["list"])
+            times.append(self._list_at_s(self._listing, now))
         soonest = min(times)
         return None if soonest == float("inf") else max(0.0, soonest - now)
+
+    def _list_at_s(self, listing: Listing, now: float) -> float:
+        return max(self._not_before["list"], listing.next_step_s(now))
 
     @property
     def _check_due(self) -> bool:
@@ -299,7 +309,7 @@ class S3Control:
         if listing is None:
             return
         try:
-            listing.fetch_page(self._client, self._tier.bucket)
+            listing.step(self._client, self._tier.bucket)
             failed = False
         except (BotoCoreError, ClientError):
             failed = True

@@ -26,7 +26,7 @@ from typing import Any, Final, Self
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.listing import WRITE_TEST_NAME
+from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 LEASE_NAME: Final = ".janitor"
 USAGE_NAME: Final = ".usage"

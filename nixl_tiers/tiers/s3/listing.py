@@ -1,54 +1,128 @@
-"""Listing the objects below a tier's prefix, page by page, on the control thread."""
+"""Listings of the objects below a tier's prefix, page by page, on the control thread.
+
+Names come in order, and so does PrefixQuota hold them: each page is compared with what is known of its part of the
+names, and only the differences are handed to the mover's loop.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
-from nixl_tiers.chunk import Key, key_of_object
+import numpy as np
 
-WRITE_TEST_NAME: Final = ".probe"
-"""Below the prefix: a small object that is written to find out whether uploads are allowed and conditional writes
-supported. It is overwritten and never deleted, because other movers that share the prefix may be in the middle of such
-a test."""
+from nixl_tiers.chunk import Key
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
+from nixl_tiers.tiers.s3.key_set import LEAF_KEYS, KeySet, Place, pack, place_in, place_of, unpack
+from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.quota import Group, Kind, PrefixQuota
+
+MAX_WAITING: Final = 4096  # differences that the loop has not taken yet; beyond that a listing pauses
+PAUSE_S: Final = 0.05  # of a listing that waits for the loop
 
 
-class Listing:
-    """A listing in progress. When `done` is set, its other attributes are complete, and belong to the tier.
+class Deleter(Protocol):
+    """Deletes objects in the background."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more deletes may be queued. If not, expired objects are left to a later sweep."""
+
+    def delete(self, names: Sequence[str]) -> None: ...
+
+
+class ListedRow(NamedTuple):
+    namespace: str
+    key: Key
+    nbytes: int
+    modified_s: float
+    expired: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    """At most 1000 objects, in the order of their names; those that are no rows are left out."""
+
+    rows: Sequence[ListedRow]
+    last: str | None  # the last object's name; None: the listing ends here
+
+
+class Listing(ABC):
+    """A listing in progress: the control thread calls `step`, the loop iterates over `entries`.
 
     An object's age is its Last-Modified compared with the Date of the answer, both by the server's clock. The seal in
     it may be older than that; then a load finds the row expired.
     """
 
     def __init__(
-        self,
-        prefix: str,
-        namespace: str,
-        row_bytes: int,
-        *,
-        whole: bool,
-        max_age_s: float | None = None,
-        expired_only: bool = False,
+        self, quota: PrefixQuota, names: RowNames, list_prefix: str, *, max_age_s: float | None, pause_s: float = 0.0
     ) -> None:
-        """`namespace`: list its rows, below the tier's `prefix`. `whole`: list all namespaces, and collect the others'
-        rows as `other_rows`. `expired_only`: collect expired objects only."""
-        self.expired_only = expired_only
+        """`pause_s`: at least this long between the requests of two pages."""
         self.done = threading.Event()
-        self.rows: list[tuple[float, Key]] = []  # by Last-Modified, oldest first
-        self.expired: list[Key] = []
-        self.other_rows: list[tuple[float, str, int]] = []  # of other namespaces or sizes: (Last-Modified, name, bytes)
-        self.expired_other_rows: list[str] = []  # those of the other rows that have expired
-        self._root = f"{prefix}/"
-        self._own = f"{prefix}/{namespace}/"
-        self._list_prefix = self._root if whole else self._own
-        self._whole = whole
-        self._row_bytes = row_bytes
+        self._quota = quota
+        self._names = names
+        self._list_prefix = list_prefix
         self._max_age_s = max_age_s
+        self._pause_s = pause_s
+        self._requested_s = float("-inf")
         self._after = ""
+        self._differences: deque[tuple[bool, Key]] = deque()  # (whether it is there, key)
 
-    def fetch_page(self, client: Any, bucket: str) -> None:
-        """Fetch the next page (at most 1000 objects)."""
+    def next_step_s(self, now: float) -> float:
+        """When `step` may be called (monotonic)."""
+        if len(self._differences) >= MAX_WAITING:
+            return now + PAUSE_S
+        return now if self._has_more else self._requested_s + self._pause_s
+
+    def step(self, client: Any, bucket: str) -> None:
+        """Request the next page, and compare it. Raises what boto3 raises; then call it again later."""
+        if not self._has_more:
+            self._requested_s = time.monotonic()
+            self._before_page()
+            page = self._fetch(client, bucket)
+            self._after = page.last or ""
+            self._begin_page(page)
+        if self._compare():
+            self.done.set()
+
+    def entries(self, tick: Callable[[], int]) -> Iterator[list[Entry]]:
+        """The differences, in batches; an empty one: nothing yet. `tick`: above those of all rows known by then."""
+        while True:
+            ended = self.done.is_set()
+            some = [self._differences.popleft() for _ in range(min(MAX_ENTRIES, len(self._differences)))]
+            # The loop may have stored or deleted the row since then: it knows better.
+            slots = [0 if there else GONE for there, _ in some]
+            current = [there == (key in self._quota) for there, key in some]
+            now = tick()
+            batch = [Entry(slot, key, now) for slot, (_, key), yes in zip(slots, some, current, strict=True) if yes]
+            if batch or not (ended or some):
+                yield batch
+            elif not some:
+                return
+
+    @property
+    def _has_more(self) -> bool:
+        """Whether the last page has not been compared to its end."""
+        return False
+
+    def _before_page(self) -> None:
+        self._quota.watch()
+
+    @abstractmethod
+    def _begin_page(self, page: Page) -> None: ...
+
+    @abstractmethod
+    def _compare(self) -> bool:
+        """Compare a part of the last page. True if that was the end of the listing."""
+
+    def _fetch(self, client: Any, bucket: str) -> Page:
         position = {"StartAfter": self._after} if self._after else {}
         answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, **position)
         oldest_s = float("-inf")
@@ -56,30 +130,222 @@ class Listing:
         if self._max_age_s is not None and date is not None:
             oldest_s = parsedate_to_datetime(date).timestamp() - self._max_age_s
         found = answer.get("Contents", ())
+        rows = []
         for each in found:
-            self._add(each["Key"], each["Size"], each["LastModified"].timestamp(), oldest_s)
-        if found:
-            self._after = found[-1]["Key"]
-        if not answer.get("IsTruncated") or not found:
-            self.rows.sort()
-            self.other_rows.sort()
-            self.done.set()
-
-    def _add(self, name: str, nbytes: int, modified_s: float, oldest_s: float) -> None:
-        key = key_of_object(name[len(self._own) :]) if name.startswith(self._own) else None
-        if key is not None and nbytes == self._row_bytes:
-            if modified_s < oldest_s:
-                self.expired.append(key)
-            elif not self.expired_only:
-                self.rows.append((modified_s, key))
-        elif self._whole and is_row(name[len(self._root) :]):
-            if modified_s < oldest_s:
-                self.expired_other_rows.append(name)
-            if not self.expired_only:
-                self.other_rows.append((modified_s, name, nbytes))
+            row = self._names.parse(each["Key"])
+            if row is not None:
+                modified_s = each["LastModified"].timestamp()
+                rows.append(ListedRow(*row, each["Size"], modified_s, modified_s < oldest_s))
+        return Page(rows, found[-1]["Key"] if found and answer.get("IsTruncated") else None)
 
 
-def is_row(name: str) -> bool:
-    """Whether `name`, below the prefix, can be a row of some namespace. Other objects are never counted or deleted."""
-    namespace, _, rest = name.partition("/")
-    return len(namespace) == 32 and set(namespace) <= set("0123456789abcdef") and key_of_object(rest) is not None
+class FullListing(Listing):
+    """After an open: the rows of one namespace, oldest first; on a private prefix, what else is below the prefix too.
+
+    Expired rows of a private prefix are deleted at once; those of a shared one are left out, and to the janitor.
+    """
+
+    def __init__(
+        self,
+        quota: PrefixQuota,
+        names: RowNames,
+        served: Kind,
+        *,
+        whole: bool,
+        max_age_s: float | None,
+        deleter: Deleter | None,
+        differences_only: bool = False,
+    ) -> None:
+        """`whole`: list all namespaces. `deleter`: of expired objects; None: they are only left out.
+        `differences_only`: the tier has listed its rows before; hand over what is new, and what is gone."""
+        super().__init__(quota, names, names.root if whole else f"{names.root}{served[0]}/", max_age_s=max_age_s)
+        self._served = served
+        self._whole = whole
+        self._deleter = deleter
+        self._differences_only = differences_only
+        self._runs: dict[Kind, Run] = {served: Run()}
+        self._modified_s = array("d")
+        self._order: np.ndarray[Any, np.dtype[np.intp]] = np.empty(0, np.intp)
+        self._known = 0  # how many of the rows listed were known before
+        self._page: Page | None = None
+
+    def entries(self, tick: Callable[[], int]) -> Iterator[list[Entry]]:
+        yield from super().entries(tick)
+        leaves = self._runs[self._served].leaves
+        now, modified_s = tick() - 1, float("-inf")
+        for start in range(0, len(self._order), MAX_ENTRIES):
+            batch = []
+            for number in self._order[start : start + MAX_ENTRIES].tolist():
+                key = place_in(leaves[number // LEAF_KEYS], number % LEAF_KEYS)[1:]
+                if self._modified_s[number] > modified_s:
+                    now, modified_s = max(now + 1, tick()), self._modified_s[number]
+                if not self._quota.changed_since_watch(key):
+                    batch.append(Entry(number, key, now))
+            if batch:
+                yield batch
+
+    def _before_page(self) -> None:
+        if not self._after:
+            super()._before_page()
+
+    def _begin_page(self, page: Page) -> None:
+        self._page = page
+
+    def _compare(self) -> bool:
+        assert self._page is not None
+        for row in self._page.rows:
+            kind = (row.namespace, row.nbytes)
+            if kind == self._served or self._whole:
+                if row.expired and self._expired(row):
+                    continue
+                run = self._runs.setdefault(kind, Run())
+                run.add(place_of(row.key), row.modified_s)
+                if kind == self._served:
+                    self._modified_s.append(row.modified_s)
+        if self._page.last is not None:
+            return False
+        self._page = None
+        for run in self._runs.values():
+            run.end()
+        if self._differences_only:
+            self._leave_out_known()
+        self._quota.adopt({kind: Group(KeySet(run.leaves), run.newest_s) for kind, run in self._runs.items()})
+        order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")  # with NaN last
+        self._order = order[: len(order) - self._known]
+        return True
+
+    def _leave_out_known(self) -> None:
+        """Find out which of the rows listed are new to the quota, and which of its rows are gone."""
+        number, compared = 0, b""
+        leaves = self._runs[self._served].leaves
+        for leaf in [*leaves, None]:
+            places = [] if leaf is None else unpack(leaf)
+            upto = places[-1] if places else None
+            found: set[Place] = set()
+            while upto is None or compared < upto:
+                rest = [place for place in places if place > compared]
+                some, gone, reached = self._quota.compare(compared, upto, rest, adopt=False)
+                found.update(some)
+                self._differences.extend((False, place[1:]) for place in gone)
+                if reached is None:
+                    break
+                compared = reached
+            for place in places:
+                if place not in found:
+                    self._modified_s[number] = float("nan")
+                    self._known += 1
+                number += 1
+
+    def _expired(self, row: ListedRow) -> bool:
+        """Whether an expired object is dealt with; else it is held like any other until the next sweep."""
+        served = (row.namespace, row.nbytes) == self._served
+        if self._deleter is not None:
+            if not self._deleter.has_room:
+                return False
+            if (name := self._quota.expire_unknown(row.namespace, row.key, row.nbytes)) is not None:
+                self._deleter.delete([name])
+        elif not served:
+            return False
+        if self._whole and served:
+            self._differences.append((False, row.key))
+        return True
+
+
+class Run:
+    """Places of one kind, in order, as the leaves of a KeySet, all full but the last."""
+
+    def __init__(self) -> None:
+        self.leaves: list[bytes] = []
+        self.newest_s = float("-inf")
+        self._last: list[Place] = []
+
+    def add(self, place: Place, modified_s: float) -> None:
+        self.newest_s = max(self.newest_s, modified_s)
+        self._last.append(place)
+        if len(self._last) == LEAF_KEYS:
+            self.end()
+
+    def end(self) -> None:
+        if self._last:
+            self.leaves.append(pack(self._last))
+            self._last = []
+
+
+class Relisting(Listing):
+    """Of a shared prefix: the rows of one namespace that others have stored, and those that are gone."""
+
+    def __init__(
+        self, quota: PrefixQuota, names: RowNames, served: Kind, *, max_age_s: float | None, pause_s: float
+    ) -> None:
+        super().__init__(quota, names, f"{names.root}{served[0]}/", max_age_s=max_age_s, pause_s=pause_s)
+        self._served = served
+        self._listed: list[Place] = []
+        self._compared: Place = b""
+        self._upto: Place | None = b""  # how far the last page is compared; None: to the end
+        self._ragged = False  # whether it goes further than that
+
+    @property
+    def _has_more(self) -> bool:
+        return self._upto is None or self._compared < self._upto
+
+    def _before_page(self) -> None:
+        if not self._ragged:
+            super()._before_page()
+
+    def _begin_page(self, page: Page) -> None:
+        self._listed = [
+            place_of(row.key) for row in page.rows if (row.namespace, row.nbytes) == self._served and not row.expired
+        ]
+        last = None if page.last is None else self._names.parse(page.last)
+        # A page that ends with a name that is no row's is compared as far as its last row; the next one does the rest.
+        self._ragged = page.last is not None and last is None
+        self._upto = place_of(last[1]) if last else None if page.last is None else [self._compared, *self._listed][-1]
+
+    def _compare(self) -> bool:
+        found, gone, upto = self._quota.compare(self._compared, self._upto, self._listed, adopt=True)
+        self._differences.extend((True, place[1:]) for place in found)
+        self._differences.extend((False, place[1:]) for place in gone)
+        if upto is None:
+            return True
+        self._listed = [place for place in self._listed if place > upto]
+        self._compared = upto
+        return False
+
+
+class ExpirySweep(Listing):
+    """Of a private prefix: expired objects, which are deleted."""
+
+    def __init__(
+        self,
+        quota: PrefixQuota,
+        names: RowNames,
+        served: Kind,
+        *,
+        max_age_s: float,
+        pause_s: float,
+        deleter: Deleter | None,
+    ) -> None:
+        """`deleter`: None: expired rows of the namespace served are only forgotten."""
+        super().__init__(quota, names, names.root, max_age_s=max_age_s, pause_s=pause_s)
+        self._served = served
+        self._deleter = deleter
+        self._page: Page | None = None
+
+    def _begin_page(self, page: Page) -> None:
+        self._page = page
+
+    def _compare(self) -> bool:
+        assert self._page is not None
+        for row in self._page.rows:
+            served = (row.namespace, row.nbytes) == self._served
+            if row.expired and (served or self._deleter is not None) and self._expire(row) and served:
+                self._differences.append((False, row.key))
+        return self._page.last is None
+
+    def _expire(self, row: ListedRow) -> bool:
+        if self._deleter is not None and not self._deleter.has_room:
+            return False
+        name = self._quota.expire(row.namespace, row.key, row.nbytes, delete=self._deleter is not None)
+        if name is not None and self._deleter is not None:
+            self._deleter.delete([name])
+        return name is not None

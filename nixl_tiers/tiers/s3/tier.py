@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from nixl_tiers.chunk import Geometry, Key, Outcome, object_name
+from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, seal_row
+from nixl_tiers.tiers.base import Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, seal_row
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
@@ -32,7 +32,8 @@ from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, MAX_DOWNLOADS, MAX_UPLOADS, ObjectTransfer, S3Data
 from nixl_tiers.tiers.s3.existence import Answer, ExistenceChecker
 from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals, UploadQuota
-from nixl_tiers.tiers.s3.listing import Listing, is_row
+from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing, Relisting
+from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 
 TRIES: Final = 2
@@ -40,6 +41,7 @@ POLL_S: Final = (0.0002, 0.003)  # between two polls of the transfers while none
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
 SWEEP_S: Final = 3600.0  # the longest time between two listings of a private prefix for max_age
 SWEEPS_PER_AGE: Final = 8
+MAX_SLOTS: Final = 1 << 31  # slots only count here, but are sent as 32 bits
 INTERVALS: Final = JanitorIntervals()
 
 
@@ -58,14 +60,14 @@ class S3Tier(StorageTier):
         self._upload_quota = UploadQuota(config.capacity, self._row_bytes) if config.shared else None
         self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
+        self._names = RowNames(config.prefix)
         self._quota = self._new_quota()
         self._unusable: set[Key] = set()  # corrupt or expired: deleted on request, also on a shared prefix
         self._sealer: Sealer | None = None
-        self._prefix = ""
+        self._namespace, self._epoch = "", 0
         self._listing: Listing | None = None
-        self._listed = False  # whether a listing of this namespace has ended
-        self._stored_since: set[Key] = set()  # rows stored since the present listing began, which it may have missed
-        self._tick = 0  # the first tick of the next listing's rows, above all known ones
+        self._listed = False  # whether the rows of this namespace are known
+        self._tick = 0  # above those of all known rows
         self._poll_at_s = 0.0
         self._pause_s = 0.0
         self._moves = MovePipeline(
@@ -73,21 +75,24 @@ class S3Tier(StorageTier):
             MoveQueue(limit=MAX_UPLOADS, admit=self._admit_store, run=self._run_store),
             may_start=self._may_start,
         )
-        self._deferred_deletes: set[Key] = set()  # of rows whose upload runs, or while a listing runs
+        self._deferred_deletes: set[Key] = set()  # of rows whose upload runs
 
     def open(self, namespace: bytes, epoch: int) -> int:
         credentials = self._control.connect()
         self._data.connect(credentials, self._control.region.name)
         self._sealer = Sealer(self._geometry, namespace, epoch)
-        self._prefix = f"{self._config.prefix}/{namespace.hex()}/"
         self._existence.clear()
-        self._quota = self._new_quota()
         self._deferred_deletes = set()
         self._unusable = set()
-        self._listed = False
         self._tick = 0
-        self._start_listing()
-        slots = self._config.capacity // self._row_bytes
+        if self._upload_quota is not None:
+            self._quota = self._new_quota()
+        # Rows of an epoch above 0 are never used again, so they go first.
+        newest_s = float("-inf") if self._epoch else self._control.server_time_s()
+        self._namespace, self._epoch = namespace.hex(), epoch
+        self._listed = self._quota.serve(self._namespace, newest_s)
+        self._start_listing(None if self._listed else self._full_listing())
+        slots = min(self._config.capacity // self._row_bytes, MAX_SLOTS)
         if self._upload_quota is None:
             return slots
         if self._janitor is None and not self._reads_only:
@@ -97,28 +102,36 @@ class S3Tier(StorageTier):
                 self._config.bucket,
                 prefix,
                 quota=self._upload_quota,
-                is_row=is_row,
+                is_row=lambda name: self._names.parse(self._names.root + name) is not None,
                 intervals=INTERVALS,
                 denials=self._control.denials,
                 max_age_s=self._config.max_age,
             )
             self._janitor.start()
         # The index must hold all rows below the prefix, upload windows included, or each listing would repeat the rest.
-        return 2 * slots
+        return min(2 * slots, MAX_SLOTS)
 
     @property
     def relist_s(self) -> float | None:
-        return RELIST_S if self._upload_quota is not None else None
+        return max(RELIST_S, self._page_pause_s) if self._upload_quota is not None else None
 
     def list_rows(self) -> Iterator[list[Entry]]:
         if self._listing is None and self._upload_quota is not None:
-            self._start_listing()
+            served, age_s = (self._namespace, self._row_bytes), self._config.max_age
+            self._start_listing(
+                Relisting(self._quota, self._names, served, max_age_s=age_s, pause_s=self._page_pause_s)
+            )
         yield from self._listed_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
         """On a private prefix: delete expired rows. On a shared one, the janitor does."""
-        if self.maintain_s is not None and self._listing is None:
-            self._start_listing()
+        age_s = self._config.max_age
+        if self._listing is None and self._upload_quota is None and age_s is not None:
+            deleter = None if self._reads_only else self._control
+            served, pause_s = (self._namespace, self._row_bytes), self._page_pause_s
+            self._start_listing(
+                ExpirySweep(self._quota, self._names, served, max_age_s=age_s, pause_s=pause_s, deleter=deleter)
+            )
         yield from self._listed_rows()
 
     @property
@@ -128,63 +141,25 @@ class S3Tier(StorageTier):
             return None
         return min(max(age_s / SWEEPS_PER_AGE, RELIST_S), SWEEP_S)
 
+    @property
+    def _page_pause_s(self) -> float:
+        return 3600.0 / self._config.list_requests_per_hour
+
     def _listed_rows(self) -> Iterator[list[Entry]]:
         """The entries of the present listing."""
         listing = self._listing
         if listing is None:
             return
-        while not listing.done.is_set():
-            yield []
+        for entries in listing.entries(lambda: self._tick):
+            if listing is not self._listing:  # the tier was opened again
+                return
+            self._tick = max([self._tick, *(entry.tick + 1 for entry in entries)])
+            yield entries
             if listing is not self._listing:
                 return
-        entries: list[Entry] = []
-        for entry in self._reconcile(listing):
-            entries.append(entry)
-            if len(entries) == MAX_ENTRIES:
-                yield entries
-                if listing is not self._listing:
-                    return
-                entries = []
-        self._deferred_deletes &= self._uploading
+        self._quota.unwatch()
         self._listing = None
         self._listed = True
-        if entries:
-            yield entries
-
-    def _reconcile(self, listing: Listing) -> Iterator[Entry]:
-        """Bring the quota in agreement with a listing that is done; yields what the core must know of it."""
-        private = self._upload_quota is None
-        if not listing.expired_only:
-            # Expired rows of a shared prefix are left to the janitor.
-            expired = listing.expired if private else []
-            self._quota.begin_listing(
-                [(name, nbytes) for _, name, nbytes in listing.other_rows], len(listing.rows) + len(expired)
-            )
-            yield from self._new_rows(listing.rows)
-            for key in expired:
-                self._quota.add_listed(key, self._name(key))
-        if not private:
-            gone = self._forget_vanished({key for _, key in listing.rows})
-        else:
-            gone = [key for key in listing.expired if key in self._quota.held and key not in self._stored_since]
-            self._delete_rows(*gone)
-            if not self._reads_only:
-                self._control.delete(self._quota.delete_other_rows(listing.expired_other_rows))
-        for key in gone:
-            yield Entry(GONE, key, 0)
-
-    def _new_rows(self, rows: Sequence[tuple[float, Key]]) -> Iterator[Entry]:
-        """The rows that the core does not know yet, with ticks by Last-Modified, above those of earlier listings."""
-        tick, modified = self._tick - 1, -1.0
-        for slot, (when, key) in enumerate(rows):
-            if when > modified:
-                tick, modified = tick + 1, when
-            if self._quota.add_listed(key, self._name(key)):
-                if key in self._deferred_deletes:
-                    self._delete_rows(key)
-                else:
-                    yield Entry(slot, key, tick)
-        self._tick = tick + 1
 
     def store(self, moves: Sequence[Move]) -> int:
         self._tick = max([self._tick, *(move.tick + 1 for move in moves)])
@@ -218,17 +193,14 @@ class S3Tier(StorageTier):
 
     def _found(self, answer: Answer) -> ExistenceAnswer:
         for key in answer.found:
-            self._quota.reserve(key, self._name(key))
+            self._quota.reserve(key)
             self._deferred_deletes.discard(key)
-            if self._listing is not None:
-                self._stored_since.add(key)
         return ExistenceAnswer(answer.check_id, [Entry(0, key, self._tick) for key in answer.found], answer.absent)
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         uploading = self._uploading
         self._delete_rows(*(key for _, key in entries if key not in uploading))
-        # Rows whose upload runs, or that the listing may still find, are deleted when that has ended.
-        self._deferred_deletes.update(key for _, key in entries if key in uploading or self._listing is not None)
+        self._deferred_deletes.update(key for _, key in entries if key in uploading)
 
     @property
     def busy(self) -> bool:
@@ -292,7 +264,7 @@ class S3Tier(StorageTier):
             page = row[:ERROR_PAGE_BYTES].tobytes()
             self._control.denials.error_page("get", page)
             if b"<Code>NoSuchKey</Code>" in page:
-                self._quota.forget(move.key, self._name(move.key))
+                self._quota.forget(move.key)
                 return Outcome.MISSING
             if b"<Code>InvalidRange</Code>" in page:
                 self._unusable.add(move.key)
@@ -328,9 +300,9 @@ class S3Tier(StorageTier):
         if self._control.cancel_delete(name):
             if self._upload_quota is not None and not self._upload_quota.try_acquire(self._row_bytes):
                 return Outcome.NO_SPACE
-            if self._quota.reserve(key, name):
+            if self._quota.reserve(key):
                 return Outcome.OK
-            if self._quota.is_pending_delete(name):
+            if self._quota.is_pending_delete(key):
                 self._control.delete([name])
             victims = self._quota.make_room(min(len(self._moves.stores.waiting), MAX_UPLOADS))
             self._control.delete(victims)
@@ -347,14 +319,14 @@ class S3Tier(StorageTier):
             # The later of two clocks, so that the row seems no older than it is by either of them.
             seal_row(self._sealer, self._region, move, max(time.time(), self._control.server_time_s()))
         self._deferred_deletes.discard(move.key)
-        if self._listing is not None:
-            self._stored_since.add(move.key)
+        self._quota.upload_started(move.key)
         upload = self._data.upload(move.row, self._name(move.key))
         yield upload.over
         unit.end_all(self._uploaded(move.key, done=upload.state is TransferState.DONE))
         self._data.release(upload)
 
     def _uploaded(self, key: Key, *, done: bool) -> Outcome:
+        self._quota.upload_ended(key)
         if self._upload_quota is not None:
             self._upload_quota.upload_ended(self._row_bytes)
         # A failed upload may have arrived nevertheless, and would be an orphan that no quota counts.
@@ -375,39 +347,33 @@ class S3Tier(StorageTier):
         if self._upload_quota is not None or self._reads_only:
             kept = set(keys) if self._reads_only else set(keys) - self._unusable
             for key in kept:
-                self._quota.forget(key, self._name(key))
+                self._quota.forget(key)
             keys = tuple(key for key in keys if key not in kept)
         self._unusable.difference_update(keys)
-        self._control.delete([name for key in keys if self._quota.delete(key, name := self._name(key))])
+        self._control.delete([name for key in keys if (name := self._quota.delete(key)) is not None])
 
     def _count_confirmed_deletes(self) -> None:
-        for name in self._control.confirmed_deletes():
-            self._quota.confirm_delete(name)
+        self._quota.confirm_deletes(self._control.confirmed_deletes())
 
     def _new_quota(self) -> PrefixQuota:
         # The budget of a shared prefix is enforced by the janitor.
-        return PrefixQuota(self._row_bytes, self._config.capacity if self._upload_quota is None else sys.maxsize)
+        capacity = self._config.capacity if self._upload_quota is None else sys.maxsize
+        return PrefixQuota(self._names, self._row_bytes, capacity)
 
-    def _forget_vanished(self, listed: set[Key]) -> list[Key]:
-        """Forget the rows that a listing of the shared prefix has not found, and return them."""
-        gone = [key for key in self._quota.held if key not in listed and key not in self._stored_since]
-        for key in gone:
-            self._quota.forget(key, self._name(key))
-        return gone
-
-    def _start_listing(self) -> None:
-        self._stored_since = self._uploading
-        namespace = self._prefix[len(self._config.prefix) + 1 : -1]
-        whole, age_s = self._upload_quota is None, self._config.max_age
-        self._listing = Listing(
-            self._config.prefix,
-            namespace,
-            self._row_bytes,
-            whole=whole,
-            max_age_s=age_s,
-            expired_only=whole and self._listed,
+    def _full_listing(self) -> FullListing:
+        private = self._upload_quota is None
+        return FullListing(
+            self._quota,
+            self._names,
+            (self._namespace, self._row_bytes),
+            whole=private,
+            max_age_s=self._config.max_age,
+            deleter=self._control if private and not self._reads_only else None,
         )
-        self._control.start_listing(self._listing)
+
+    def _start_listing(self, listing: Listing | None) -> None:
+        self._listing = listing
+        self._control.start_listing(listing)
 
     def _name(self, key: Key) -> str:
-        return self._prefix + object_name(key)
+        return self._names.name(self._namespace, key)

@@ -20,6 +20,7 @@ from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Ser
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3 import control, data
 from nixl_tiers.tiers.s3.credentials import Credentials
+from nixl_tiers.tiers.s3.tier import MAX_SLOTS
 from tests.tiers.s3.harness import (
     HANG_UP,
     NAMESPACE,
@@ -487,6 +488,25 @@ class TestBudget:
         assert small.settled(1)
         assert wait_until(lambda: not small.tier._control.has_pending_deletes)
         assert set(faulty.objects) == {small.name(2)}
+
+    def test_a_reset_needs_no_listing(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.store([1, 2])
+        before = sum(map(is_listing, faulty.requests))
+        for epoch in (1, 2):
+            assert small.open(bytes([epoch] * 16), epoch) == []
+            assert small.tier.used_bytes == 2 * epoch * ROW
+            assert small.store([3, 4]) == [Outcome.OK] * 2
+        assert sum(map(is_listing, faulty.requests)) == before
+        small.tier.open(bytes([3] * 16), 3)
+        assert small.store(range(10, 13)) == [Outcome.OK] * 3
+        assert {small.name(1), small.name(2)} < set(faulty.objects), "rows of later epochs are deleted first"
+        assert faulty.max_objects <= self.CAPACITY_ROWS
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_any_capacity_has_a_number_of_slots(self, faulty: FaultyS3, shared: bool) -> None:
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "shared": shared}
+        with TierDriver(SMALL, 4, **place, capacity="1EiB") as driver:
+            assert driver.tier.open(NAMESPACE, 0) == MAX_SLOTS
 
     def test_a_row_deleted_during_the_listing_is_not_listed(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store([1, 2])

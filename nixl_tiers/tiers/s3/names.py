@@ -1,0 +1,34 @@
+"""Names of rows below a prefix: `<prefix>/<namespace in hex>/<2 hex>/<key in hex>`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from nixl_tiers.chunk import NAMESPACE_BYTES, Key, key_of_object, object_name
+
+WRITE_TEST_NAME: Final = ".probe"
+"""Below the prefix: a small object that is written to find out whether uploads are allowed and conditional writes
+supported. It is overwritten and never deleted, because other movers that share the prefix may be in the middle of such
+a test."""
+
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
+
+
+class RowNames:
+    """Of one prefix. Objects with any other name are never counted or deleted."""
+
+    def __init__(self, prefix: str) -> None:
+        self.root = f"{prefix}/"
+
+    def name(self, namespace: str, key: Key) -> str:
+        return f"{self.root}{namespace}/{object_name(key)}"
+
+    def parse(self, name: str) -> tuple[str, Key] | None:
+        """(namespace, key), or None if this is not the name of a row."""
+        if not name.startswith(self.root):
+            return None
+        namespace, _, rest = name[len(self.root) :].partition("/")
+        if len(namespace) != 2 * NAMESPACE_BYTES or not _HEX_DIGITS.issuperset(namespace):
+            return None
+        key = key_of_object(rest)
+        return None if key is None else (namespace, key)

@@ -1,0 +1,402 @@
+"""KeySet and listings against plain sets, with pages that arrive while rows are stored and deleted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
+from nixl_tiers.tiers.s3 import key_set, quota
+from nixl_tiers.tiers.s3.key_set import LEAF_KEYS, KeySet, pack, place_in, place_of, unpack
+from nixl_tiers.tiers.s3.listing import MAX_WAITING, ExpirySweep, FullListing, Listing, Relisting
+from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.quota import PrefixQuota
+
+ROW = 100
+NAMES = RowNames("p")
+OURS, THEIRS = "a" * 32, "b" * 32
+SERVED = (OURS, ROW)
+KEYS = st.binary(min_size=1, max_size=3)
+
+
+class TestKeySet:
+    @given(st.lists(KEYS, max_size=LEAF_KEYS))
+    def test_a_leaf_holds_what_was_packed(self, places: list[bytes]) -> None:
+        leaf = pack(places)
+        assert unpack(leaf) == places
+        assert [place_in(leaf, number) for number in range(len(places))] == places
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.tuples(st.sampled_from(["add", "discard", "update", "remove"]), st.sets(KEYS)), max_size=20))
+    def test_it_equals_a_set(self, steps: list[tuple[str, set[bytes]]]) -> None:
+        model: set[bytes] = set()
+        ours = KeySet()
+        for what, keys in steps:
+            places = sorted(map(place_of, keys))
+            if what == "update":
+                ours.update(places)
+                model |= keys
+            elif what == "remove":
+                ours.difference_update(places)
+                model -= keys
+            for key in keys if what in {"add", "discard"} else ():
+                if what == "add":
+                    assert ours.add(key) == (key not in model)
+                    model.add(key)
+                else:
+                    assert ours.discard(key) == (key in model)
+                    model.discard(key)
+            assert len(ours) == len(model)
+            assert all((key in ours) == (key in model) for key in keys)
+            assert ours.after(b"", 10**6) == sorted(map(place_of, model))
+
+    def test_names_sort_as_places(self) -> None:
+        keys = [b"a", b"ab", b"\x00", b"\xff", b"b" * 112, b"a\x00"]
+        assert sorted(keys, key=place_of) == sorted(keys, key=lambda key: NAMES.name(OURS, key))
+
+    def test_a_row_takes_at_most_80_bytes(self) -> None:
+        import tracemalloc
+
+        count = 50_000
+        places = sorted(place_of(number.to_bytes(36, "big")) for number in range(count))
+        tracemalloc.start()
+        keys = KeySet(pack(places[at : at + LEAF_KEYS]) for at in range(0, count, LEAF_KEYS))
+        taken, _ = tracemalloc.get_traced_memory()
+        keys.difference_update(places[::2])
+        keys.update(places[::2])
+        changed, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(keys) == count
+        assert taken / count < 45
+        assert changed / count < 60
+
+
+class FakeBucket:
+    """As much of a boto3 client as a listing uses. `during`: called between a page's request and its answer."""
+
+    def __init__(self, page_rows: int = 1000) -> None:
+        self.objects: dict[str, tuple[int, float]] = {}  # size, Last-Modified
+        self.now_s = 1000.0
+        self.during: Callable[[], None] = lambda: None
+        self.requests = 0
+        self._page_rows = page_rows
+
+    def list_objects_v2(self, Bucket: str, Prefix: str, StartAfter: str = "") -> dict[str, Any]:  # noqa: N803
+        self.requests += 1
+        self.during()
+        names = sorted(name for name in self.objects if name.startswith(Prefix) and name > StartAfter)
+        date = datetime.fromtimestamp(self.now_s, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+        contents = [
+            {
+                "Key": name,
+                "Size": self.objects[name][0],
+                "LastModified": datetime.fromtimestamp(self.objects[name][1], UTC),
+            }
+            for name in names[: self._page_rows]
+        ]
+        return {
+            "Contents": contents,
+            "IsTruncated": len(names) > self._page_rows,
+            "ResponseMetadata": {"HTTPHeaders": {"date": date}},
+        }
+
+    def put(self, key: bytes, nbytes: int = ROW, modified_s: float = 0.0, namespace: str = OURS) -> None:
+        self.objects[NAMES.name(namespace, key)] = (nbytes, modified_s)
+
+
+def run(listing: Listing, bucket: FakeBucket) -> list[list[Entry]]:
+    """The listing's batches, taken as the mover's loop does."""
+    batches = []
+    entries = listing.entries(lambda: 0)
+    while not listing.done.is_set():
+        listing.step(bucket, "bucket")
+        while not listing.done.is_set() and (batch := next(entries)):
+            batches.append(batch)
+    batches += [batch for batch in entries if batch]
+    return batches
+
+
+def full(quota: PrefixQuota, **options: Any) -> FullListing:
+    return FullListing(quota, NAMES, SERVED, **{"whole": True, "max_age_s": None, "deleter": None} | options)
+
+
+def relisting(quota: PrefixQuota, pause_s: float = 0.0) -> Relisting:
+    return Relisting(quota, NAMES, SERVED, max_age_s=None, pause_s=pause_s)
+
+
+def new_quota(capacity_bytes: int = 10**9) -> PrefixQuota:
+    quota = PrefixQuota(NAMES, ROW, capacity_bytes)
+    quota.serve(OURS, 0.0)
+    return quota
+
+
+class SharedPrefixMachine(RuleBasedStateMachine):
+    """One mover of a shared prefix: what it holds and what the core was told, while others store and delete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bucket = FakeBucket(page_rows=2)
+        self.quota = new_quota()
+        self.listing: Listing = full(self.quota, whole=False)
+        self.entries = self.listing.entries(lambda: 0)
+        self.core: set[bytes] = set()
+        self.uploads: set[bytes] = set()
+
+    def there(self) -> set[bytes]:
+        return {
+            parsed[1]
+            for name, (size, _) in self.bucket.objects.items()
+            if size == ROW and (parsed := NAMES.parse(name))
+        }
+
+    @rule(key=KEYS)
+    def another_stores(self, key: bytes) -> None:
+        self.bucket.put(key)
+
+    @rule(key=KEYS)
+    def another_deletes(self, key: bytes) -> None:
+        self.bucket.objects.pop(NAMES.name(OURS, key), None)
+
+    @rule(name=st.sampled_from(["p/" + OURS + "/zz", "p/" + OURS + "/00/x", "p/" + OURS + "/80/~", "p/.usage"]))
+    def a_file_that_is_no_row(self, name: str) -> None:
+        self.bucket.objects[name] = (1, 0.0)
+
+    @rule(key=KEYS)
+    def upload_starts(self, key: bytes) -> None:
+        assert self.quota.reserve(key)
+        self.quota.upload_started(key)
+        self.uploads.add(key)
+
+    @rule(data=st.data())
+    def upload_ends(self, data: st.DataObject) -> None:
+        if self.uploads:
+            key = data.draw(st.sampled_from(sorted(self.uploads)))
+            self.uploads.remove(key)
+            self.bucket.put(key)
+            self.quota.upload_ended(key)
+            self.core.add(key)
+
+    @rule(key=KEYS)
+    def evict(self, key: bytes) -> None:
+        if key not in self.uploads:
+            self.quota.forget(key)
+            self.core.discard(key)
+
+    @rule(store=st.booleans(), key=KEYS)
+    def a_page_comes(self, store: bool, key: bytes) -> None:
+        """Another row is stored or evicted while its request runs."""
+        self.bucket.during = lambda: (self.upload_starts(key), self.upload_ends_now(key)) if store else self.evict(key)
+        if not self.listing.done.is_set():
+            self.listing.step(self.bucket, "bucket")
+        self.bucket.during = lambda: None
+
+    def upload_ends_now(self, key: bytes) -> None:
+        self.uploads.discard(key)
+        self.bucket.put(key)
+        self.quota.upload_ended(key)
+        self.core.add(key)
+
+    @rule()
+    def the_loop_takes_entries(self) -> None:
+        batch = next(self.entries, None)
+        if batch is None:
+            self.listing = relisting(self.quota)
+            self.entries = self.listing.entries(lambda: 0)
+        for entry in batch or ():
+            (self.core.discard if entry.slot == GONE else self.core.add)(entry.key)
+
+    def teardown(self) -> None:
+        """When nobody changes anything, one more listing brings all in agreement."""
+        while self.uploads:
+            self.upload_ends_now(next(iter(self.uploads)))
+        for _ in range(2):
+            while not self.listing.done.is_set():
+                self.listing.step(self.bucket, "bucket")
+            for batch in self.entries:
+                for entry in batch:
+                    (self.core.discard if entry.slot == GONE else self.core.add)(entry.key)
+            self.listing = relisting(self.quota)
+            self.entries = self.listing.entries(lambda: 0)
+        assert self.core == self.there()
+        assert {key for key in self.core if key in self.quota} == self.core
+        assert len(self.quota) == len(self.core)
+
+    @invariant()
+    def uploads_are_held(self) -> None:
+        assert all(key in self.quota for key in self.uploads)
+
+
+TestSharedPrefix = SharedPrefixMachine.TestCase
+TestSharedPrefix.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class TestFullListing:
+    def test_rows_come_oldest_first(self) -> None:
+        bucket, quota = FakeBucket(page_rows=7), new_quota()
+        for number in range(1000):
+            bucket.put(b"%d" % number, modified_s=float(number * 7919 % 1000 // 2))
+        bucket.put(b"other", 7, namespace=THEIRS)
+        entries = [entry for batch in run(full(quota), bucket) for entry in batch]
+        ages = [bucket.objects[NAMES.name(OURS, entry.key)][1] for entry in entries]
+        assert ages == sorted(ages)
+        assert len(entries) == 1000
+        assert [entry.tick for entry in entries] == [int(age) for age in ages]
+        assert quota.used_bytes == 1000 * ROW + 7
+
+    def test_a_new_owner_gets_the_differences(self) -> None:
+        bucket, quota = FakeBucket(page_rows=3), new_quota()
+        for number in range(200):
+            bucket.put(b"%d" % number)
+        run(full(quota), bucket)
+        for number in range(0, 200, 3):
+            del bucket.objects[NAMES.name(OURS, b"%d" % number)]
+        for number in range(200, 250):
+            bucket.put(b"%d" % number)
+        entries = [entry for batch in run(full(quota, differences_only=True), bucket) for entry in batch]
+        assert {e.key for e in entries if e.slot == GONE} == {b"%d" % number for number in range(0, 200, 3)}
+        assert {e.key for e in entries if e.slot != GONE} == {b"%d" % number for number in range(200, 250)}
+        assert quota.used_bytes == ROW * len(bucket.objects)
+
+
+class TestWork:
+    """What a listing costs the mover's loop."""
+
+    def test_a_relisting_without_changes_hands_over_nothing(self) -> None:
+        bucket, quota = FakeBucket(), new_quota()
+        for number in range(3000):
+            bucket.put(b"%d" % number)
+        run(full(quota, whole=False), bucket)
+        assert run(relisting(quota), bucket) == []
+
+    def test_the_loop_takes_bounded_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bucket, quota_ = FakeBucket(), new_quota()
+        for number in range(20_000):
+            bucket.put(b"%d" % number)
+        batches = run(full(quota_, whole=False), bucket)
+        assert sum(map(len, batches)) == 20_000
+        assert max(map(len, batches)) <= MAX_ENTRIES
+        bucket.objects.clear()  # one empty page tells that all 20,000 are gone
+        compared: list[int] = []
+        plain = PrefixQuota.compare
+        monkeypatch.setattr(
+            PrefixQuota,
+            "compare",
+            lambda *args, **options: compared.append(len((r := plain(*args, **options))[1])) or r,
+        )
+        listing = relisting(quota_)
+        while not listing.done.is_set():
+            if listing.next_step_s(time.monotonic()) > time.monotonic():
+                break
+            listing.step(bucket, "bucket")
+        assert not listing.done.is_set(), "it waits for the loop"
+        assert max(compared) <= quota.PORTION + key_set.LEAF_KEYS
+        waiting = len(listing._differences)
+        assert waiting <= MAX_WAITING + quota.PORTION + key_set.LEAF_KEYS
+        gone = [entry for batch in run(listing, bucket) for entry in batch]
+        assert len(gone) == 20_000
+        assert len(quota_) == 0
+
+    def test_pages_of_a_relisting_keep_the_request_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [100.0]
+        monkeypatch.setattr("nixl_tiers.tiers.s3.listing.time.monotonic", lambda: now[0])
+        bucket, quota = FakeBucket(page_rows=10), new_quota()
+        for number in range(100):
+            bucket.put(b"%d" % number)
+        run(full(quota, whole=False), bucket)
+        bucket.requests = 0
+        listing = relisting(quota, pause_s=1.8)
+        began = now[0]
+        while not listing.done.is_set():
+            now[0] = max(now[0], listing.next_step_s(now[0]))
+            listing.step(bucket, "bucket")
+        assert bucket.requests == 10
+        assert now[0] - began == pytest.approx(9 * 1.8)
+
+
+def test_a_row_stored_behind_a_page_that_ends_with_a_foreign_object_stays() -> None:
+    """The page is compared only as far as its last row; the rest is compared with the next page."""
+    bucket, quota = FakeBucket(page_rows=1), new_quota()
+    bucket.objects |= dict.fromkeys([f"p/{OURS}/80/~", f"p/{OURS}/zz"], (1, 0.0))
+    key = next(key for number in range(256) if place_of(key := b"%d" % number) < b"\x80")
+    listing = relisting(quota)
+    listing.step(bucket, "bucket")
+    quota.reserve(key)
+    quota.upload_started(key)
+    bucket.put(key)
+    quota.upload_ended(key)
+    assert run(listing, bucket) == []
+    assert key in quota
+
+
+class Deletes:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.has_room = True
+
+    def delete(self, names: list[str]) -> None:
+        self.names += names
+
+
+class TestExpiry:
+    def test_expired_rows_of_every_namespace_are_deleted(self) -> None:
+        bucket, quota, deletes = FakeBucket(page_rows=2), new_quota(), Deletes()
+        for number in range(6):
+            bucket.put(b"%d" % number, modified_s=995.0 if number % 2 else 10.0)
+            bucket.put(b"%d" % number, modified_s=995.0 if number % 2 else 10.0, namespace=THEIRS)
+        run(full(quota), bucket)
+        sweep = ExpirySweep(quota, NAMES, SERVED, max_age_s=100.0, pause_s=0.0, deleter=deletes)
+        entries = [entry for batch in run(sweep, bucket) for entry in batch]
+        assert {(entry.slot, entry.key) for entry in entries} == {(GONE, b"0"), (GONE, b"2"), (GONE, b"4")}
+        assert len(deletes.names) == 6
+        assert quota.used_bytes == 12 * ROW, "until the deletes are confirmed"
+        quota.confirm_deletes(deletes.names)
+        assert quota.used_bytes == 6 * ROW
+
+    def test_too_many_deletes_leave_rows_to_the_next_sweep(self) -> None:
+        bucket, quota, deletes = FakeBucket(), new_quota(), Deletes()
+        bucket.put(b"old", modified_s=10.0)
+        deletes.has_room = False
+        (batch,) = run(full(quota, max_age_s=100.0, deleter=deletes), bucket)
+        assert [entry.key for entry in batch] == [b"old"], "counted like any other; a load finds it expired"
+        sweep = ExpirySweep(quota, NAMES, SERVED, max_age_s=100.0, pause_s=0.0, deleter=deletes)
+        assert run(sweep, bucket) == []
+        deletes.has_room = True
+        sweep = ExpirySweep(quota, NAMES, SERVED, max_age_s=100.0, pause_s=0.0, deleter=deletes)
+        assert len(run(sweep, bucket)) == 1
+
+
+def test_a_listing_runs_while_rows_are_stored_on_another_thread() -> None:
+    bucket, quota = FakeBucket(page_rows=50), new_quota()
+    for number in range(5000):
+        bucket.put(b"%d" % number)
+    run(full(quota, whole=False), bucket)
+    stop = threading.Event()
+    stored = 0
+
+    def store() -> None:
+        nonlocal stored
+        while not stop.is_set():
+            key = b"new %d" % stored
+            quota.reserve(key)
+            quota.upload_started(key)
+            bucket.objects = {**bucket.objects, NAMES.name(OURS, key): (ROW, 0.0)}
+            quota.upload_ended(key)
+            stored += 1
+
+    thread = threading.Thread(target=store)
+    thread.start()
+    try:
+        entries = [entry for batch in run(relisting(quota), bucket) for entry in batch]
+    finally:
+        stop.set()
+        thread.join()
+    assert entries == [], "all rows that this mover has stored, and nothing of them is lost"
+    assert len(quota) == 5000 + stored
