@@ -46,7 +46,8 @@ def _parse_time(value: Any) -> datetime:
     try:
         return datetime.fromisoformat(value)
     except (TypeError, ValueError):
-        return parse_timestamp(value)
+        parsed: datetime = parse_timestamp(value)
+        return parsed
 
 
 def find_credentials(tier: S3Config, source: Any = None) -> tuple[Any, Credentials]:
