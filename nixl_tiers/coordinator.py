@@ -28,7 +28,7 @@ from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.interrupts import Interrupts
 from nixl_tiers.lifetime import ForkedLock, finalize_once
-from nixl_tiers.mover_link import MoverLink
+from nixl_tiers.mover_link import DROPPED_PER_TURN, MoverLink
 from nixl_tiers.store_results import bad_rows, ended_rows
 
 if TYPE_CHECKING:
@@ -226,9 +226,13 @@ class Coordinator:
     def end_step(self) -> None:
         with self._lock:
             self._core.end_step()
-            work = self._core.events.busy
-        if work:
+            work = self._core.events.busy or bool(self._core.garbage)
+            if work and not self._tiers:
+                self._core.expire(self._clock())
+        if work and self._tiers:
             self._link.supervisor.wake()
+        elif work:
+            self._core.garbage.drop(DROPPED_PER_TURN)
 
     def prepare_load(self, keys: Sequence[Key], request: str, *, call: bool = False) -> NDArray[np.int64]:
         """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
@@ -262,7 +266,8 @@ class Coordinator:
             if self._core.host.free < len(keys):
                 # After a reset vLLM may never complete the old store jobs, and no new one could end for them either:
                 # take back the rows of those that the workers have ended by their control words.
-                self._core.release_unflushed(ended_rows(self.region, self._core.unflushed_stores()))
+                host = self._core.host
+                host.release_unflushed(ended_rows(self.region, host.unflushed_stores(LOCATE_BATCH)))
             return self._core.prepare_store(keys, request, call=call)
 
     def complete_store(self, keys: Collection[Key]) -> None:
@@ -309,7 +314,7 @@ class Coordinator:
         """The bytes may no longer match the weights: nothing stored so far is a hit any more."""
         keep = self.config.on_reset == "keep"
         with self._lock:
-            self._core.reset(keep_tiers=keep)
+            self._core.reset(keep, self._clock())
             if not keep:
                 # Epoch 0 stands for the weights as they were loaded; after a reset no other engine has the same ones.
                 self._link.reopen(replace(self.namespace, epoch=secrets.randbits(63) | 1))

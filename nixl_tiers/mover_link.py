@@ -48,6 +48,7 @@ from nixl_tiers.tiers.base import Move
 
 TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
 USES_A_PART: Final = 256
+DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
 MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this engine's own capacity
 
 
@@ -234,7 +235,9 @@ class MoverLink:
         for rows in closing:
             rows.close()
         messages += self._touches(now)
-        return messages, overdue, 0.0 if unfinished else TICK_S if busy else IDLE_S
+        garbage = self._core.garbage
+        garbage.drop(DROPPED_PER_TURN)
+        return messages, overdue, 0.0 if unfinished or garbage else TICK_S if busy else IDLE_S
 
     # --- inside ------------------------------------------------------------------------------------------------
 

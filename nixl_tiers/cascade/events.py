@@ -114,12 +114,14 @@ class Events:
     @property
     def busy(self) -> bool:
         """Whether deadlines run, or jobs could be planned without any other event."""
-        return (
+        return bool(
             self._promotion.busy
             or self._checks.busy
+            or self._state.host.has_old
             or any(
                 tier.jobs
                 or tier.dead
+                or tier.to_cancel > 0
                 or tier.to_delete
                 or tier.to_load
                 or tier.to_demote
@@ -204,7 +206,11 @@ class Events:
                 self._end_moves(tier, job, [Outcome.FAILED] * len(job.moves), now)
                 if tier.state is TierState.DOWN:
                     tier.clear_deletes()  # the next mover lists what is there
+            while tier.to_cancel > 0 and self._state.take():
+                tier.cancel_victim(self._state.tick)
         self._promotion.retry(now)
+        while self._state.host.has_old and self._state.take():
+            self._state.host.reclaim_old(1)
 
     def _listed_tick(self, index: TierIndex, tick: int) -> None:
         """Ticks go on from the newest that any process has given, so that recency survives restarts."""

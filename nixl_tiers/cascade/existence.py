@@ -8,9 +8,11 @@ cost nothing. No request waits for a tier that answered late, or about no key, u
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.tier_index import TierIndex
@@ -46,7 +48,7 @@ class _TierChecks:
         self.slow = False
         self.retry_at_s = 0.0  # while slow: no check before
         self._limits = limits
-        self._absent: dict[Key, float] = {}  # key -> until when, the oldest first
+        self._absent: OrderedDict[Key, float] = OrderedDict()  # key -> until when, the oldest first
 
     @property
     def absent_count(self) -> int:
@@ -65,7 +67,7 @@ class _TierChecks:
         for key in absent:
             self._absent.pop(key, None)
             self._absent[key] = now + self._limits.absent_s
-        while self._absent:
+        for _ in range(2 * len(absent)):  # a bounded part of what is too old
             oldest = next(iter(self._absent))
             if len(self._absent) <= self._limits.absent_keys and self._absent[oldest] > now:
                 return
@@ -87,11 +89,12 @@ class _TierChecks:
         for request in check.requests:
             request.open_checks -= 1
 
-    def clear(self) -> None:
+    def clear(self, garbage: Garbage) -> None:
         for check in list(self.open.values()):
             self.end(check)
         self.slow = False
-        self._absent.clear()
+        garbage.add(self._absent)
+        self._absent = OrderedDict()
 
 
 class ExistenceChecks:
@@ -199,7 +202,7 @@ class ExistenceChecks:
             for check in list(self.tiers[tier].open.values()):
                 self.tiers[tier].end(check)
 
-    def reset(self) -> None:
+    def reset(self, garbage: Garbage) -> None:
         """Drop all: keys that are absent from one namespace may be in another."""
         for request in [*self._scanning, *self._asking]:
             request.check_queued = False
@@ -207,7 +210,7 @@ class ExistenceChecks:
         self._asking.clear()
         self._ready.clear()
         for shared in self.tiers.values():
-            shared.clear()
+            shared.clear(garbage)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -225,16 +228,17 @@ class ExistenceChecks:
         return shared.has_room(now) or key in shared.by_first
 
     def _ask(self, shared: _TierChecks, request: Request, now: float) -> None:
-        keys: list[Key] = []
-        for key in request.unknown:
-            if not shared.is_absent(key, now):
-                keys.append(key)
-            elif request.ascending:
-                break
-        if not keys or shared.slow:
+        first = next((key for key in request.unknown if request.ascending or not shared.is_absent(key, now)), None)
+        if first is None or shared.slow or shared.is_absent(first, now):
             return
-        check = shared.by_first.get(keys[0])
+        check = shared.by_first.get(first)
         if check is None and shared.has_room(now):
+            keys: list[Key] = []
+            for key in request.unknown:
+                if not shared.is_absent(key, now):
+                    keys.append(key)
+                elif request.ascending:
+                    break
             check = self._send(shared, keys, chain=request.ascending, now=now)
         if check is not None:
             check.requests.append(request)

@@ -196,7 +196,7 @@ class Health:
         """A load into a scratch row, which no look-up finds; it may evict a row of a full host."""
         if not self._state.make_room(1):
             return []
-        move = tier.start_load(self._state.host.allocate_scratch(key, self._state.generation))
+        move = tier.start_load(self._state.host.allocate_scratch(key))
         return self._state.start_trials(tier, Direction.LOAD, [move], now)
 
     def _row_for_probe(self, tier: TierIndex) -> Row | None:

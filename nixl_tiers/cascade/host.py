@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from itertools import islice
+from typing import Final
 
 import msgspec
 
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
+from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
 
 CPU = "cpu"
+MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
 
 
 class RowState(IntEnum):
@@ -21,11 +26,21 @@ class RowState(IntEnum):
     READY = 2
 
 
+class Generation:
+    """The rows that were inserted between two resets: it ends for all of them at once."""
+
+    __slots__ = ("ended", "flushed")
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.flushed = False  # workers have ended every job of it
+
+
 class Row(msgspec.Struct, gc=False, eq=False):
     """One chunk in the host region. Refcounts: `worker_refs`, `mover_refs`: open jobs of workers and movers on its
     bytes; `call_refs`: calls of threads that use the store without an engine; `request_pins`: requests that wait and
-    need it. `evicting`: a victim that is written below first. `invalidated`: no look-up finds it any more, and it is
-    free as soon as no job uses it.
+    need it. `evicting`: a victim that is written below first. `invalidated`: no look-up finds it any more, since it was
+    `removed` or its generation has ended, and it is free as soon as no job uses it.
 
     Hidden from Python's garbage collector, which would otherwise traverse hundreds of thousands of rows at a time in
     the scheduler's thread. So a row must never refer to anything that may refer to a row.
@@ -35,7 +50,7 @@ class Row(msgspec.Struct, gc=False, eq=False):
     index: int
     order: int  # rows of one prefix are inserted in its order
     state: RowState
-    generation: int
+    generation: Generation
     worker_refs: int = 0
     mover_refs: int = 0
     call_refs: int = 0
@@ -45,10 +60,14 @@ class Row(msgspec.Struct, gc=False, eq=False):
     step: int = -1
     sealed: bool = False
     sealing: bool = False
-    invalidated: bool = False
+    removed: bool = False
     evicting: bool = False
     source: str = CPU
     missing: int = 0  # sub-blocks at its beginning that hold nothing
+
+    @property
+    def invalidated(self) -> bool:
+        return self.removed or self.generation.ended
 
     @property
     def referenced(self) -> bool:
@@ -57,19 +76,27 @@ class Row(msgspec.Struct, gc=False, eq=False):
 
 
 class HostTier:
-    """Rows by key. A row is allocated again only when no job of a worker or mover reads or writes it."""
+    """Rows by key. A row is allocated again only when no job of a worker or mover reads or writes it.
 
-    def __init__(self, rows: int, policy: EvictionPolicy) -> None:
+    A reset ends all rows at once; `reclaim_old` frees them in slices, and those that workers still use at `flushed`.
+    """
+
+    def __init__(self, rows: int, policy: Callable[[], EvictionPolicy]) -> None:
         self.rows = rows
+        self.generation = Generation()
         self.index: dict[Key, Row] = {}
         self.counters = Counters()
         # Keys, for a publisher of events; bounded, since there may be none.
         self.evicted: deque[Key] = deque(maxlen=4 * rows)
         self.evicting: dict[Key, Row] = {}
         self.step = 0
-        self._policy = policy
+        self._make_policy = policy
+        self._policy = policy()
         self._slots = Slots(rows)
         self._inserted = 0
+        self._old: deque[dict[int, Row] | dict[Key, Row]] = deque()  # of generations that have ended, not yet judged
+        self._unflushed: OrderedDict[int, Row] = OrderedDict()  # by index: judged, and workers may still use them
+        self._ended: list[Generation] = []  # and not flushed
 
     @property
     def used(self) -> int:
@@ -82,6 +109,8 @@ class HostTier:
 
     def make_room(self, count: int) -> list[Key]:
         """Evict until `count` rows are free, or all that are left are pinned; returns the victims' keys."""
+        if count > self._slots.free and self._old:
+            self.reclaim_old(count + MAX_JUDGED)
         missing = count - self._slots.free
         victims: list[Row] = []
         if missing > 0:
@@ -111,21 +140,21 @@ class HostTier:
             del self.evicting[row.key]
             self._policy.add(row.key, tick)
 
-    def insert(self, key: Key, state: RowState, tick: int, generation: int) -> Row:
+    def insert(self, key: Key, state: RowState, tick: int) -> Row:
         """A free row for `key`; call make_room first."""
         index = self._slots.allocate()
         assert index is not None, "insert without room"
         self._inserted += 1
-        row = self.index[key] = Row(key, index, self._inserted, state, generation)
+        row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
         row.tick = tick
         self._policy.add(key, tick)
         return row
 
-    def allocate_scratch(self, key: Key, generation: int) -> Row:
+    def allocate_scratch(self, key: Key) -> Row:
         """A row that no look-up finds; `reclaim` frees it. Call make_room first."""
         index = self._slots.allocate()
         assert index is not None, "allocate_scratch without room"
-        return Row(key, index, order=0, state=RowState.LOADING, generation=generation, invalidated=True)
+        return Row(key, index, order=0, state=RowState.LOADING, generation=self.generation, removed=True)
 
     def touch(self, key: Key, tick: int) -> None:
         row = self.index[key]
@@ -138,7 +167,7 @@ class HostTier:
     def invalidate(self, row: Row) -> None:
         """No look-up finds this row from now on; it is free once no job uses it."""
         if not row.invalidated:
-            row.invalidated = True
+            row.removed = True
             del self.index[row.key]
             if row.evicting:
                 del self.evicting[row.key]
@@ -152,6 +181,70 @@ class HostTier:
         if row.invalidated and not row.referenced and row.index >= 0:
             self._slots.release(row.index)
             row.index = -1
+
+    # --- resets ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_old(self) -> bool:
+        """Whether `reclaim_old` has rows to judge."""
+        return bool(self._old)
+
+    @property
+    def has_unflushed(self) -> bool:
+        """Whether workers may still use rows from before a reset."""
+        return bool(self._ended)
+
+    def reset(self, garbage: Garbage) -> None:
+        """No row of before is found any more. O(1)."""
+        self.counters.reset += self.counters.rows
+        self.generation.ended = True
+        self._ended.append(self.generation)
+        self.generation = Generation()
+        self._old.append(self.index)
+        garbage.add(self.evicting, self._policy)
+        self.index, self.evicting, self._policy = {}, {}, self._make_policy()
+
+    def reclaim_old(self, most: int) -> None:
+        """Judge up to `most` rows from before a reset: free those that no job uses."""
+        while self._old and most > 0:
+            rows = self._old[0]
+            while rows and most > 0:
+                most -= 1
+                row = rows.popitem()[1]
+                if row.worker_refs and not row.generation.flushed:
+                    self._unflushed[row.index] = row
+                else:
+                    row.worker_refs = 0
+                    self.reclaim(row)
+            if not rows:
+                self._old.popleft()
+
+    def flushed(self) -> None:
+        """Workers have ended every job that was open at the last reset: frees their rows, the rest in slices."""
+        for generation in self._ended:
+            generation.flushed = True
+        self._ended.clear()
+        if self._unflushed:
+            self._old.append(self._unflushed)
+            self._unflushed = OrderedDict()
+        self.reclaim_old(MAX_JUDGED)
+
+    def unflushed_stores(self, most: int) -> list[Row]:
+        """Rows from before a reset that workers filled and may still write to. Looks at `most` rows, at others each
+        time."""
+        rows = list(islice(self._unflushed.values(), most))
+        for row in rows:
+            self._unflushed.move_to_end(row.index)
+        return [row for row in rows if row.state is RowState.FILLING]
+
+    def release_unflushed(self, rows: Iterable[Row]) -> None:
+        """Workers have turned out to be done with these."""
+        for row in rows:
+            if self._unflushed.pop(row.index, None) is not None:
+                row.worker_refs = 0
+                self.reclaim(row)
+
+    # --- inside ------------------------------------------------------------------------------------------------
 
     def _remove(self, row: Row) -> None:
         del self.index[row.key]

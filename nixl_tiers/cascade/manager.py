@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.counters import Counters, TierStats
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.existence import ExistenceChecks
+from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.health import Health
-from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
+from nixl_tiers.cascade.host import CPU, Generation, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.requests import Request
@@ -62,18 +64,18 @@ class TierManager:
         limits: Limits | None = None,
         policy: Eviction = "lru",
     ) -> None:
-        self.host = HostTier(rows, make_policy(policy, rows))
+        self.host = HostTier(rows, partial(make_policy, policy, rows))
+        self.garbage = Garbage()
         self.limits = limits or Limits()
-        self.tiers = [TierIndex(spec, number, self.limits) for number, spec in enumerate(tiers)]
+        self.tiers = [TierIndex(spec, number, self.limits, self.garbage) for number, spec in enumerate(tiers)]
         self.checks = ExistenceChecks(self.tiers, self.limits)
-        self._state = CascadeState(self.host, self.tiers, self.limits, row_bytes)
+        self._state = CascadeState(self.host, self.tiers, self.limits, row_bytes, self.garbage)
         self._writeback = WriteBack(self._state)
         self._promotion = Promotion(self._state, self.checks, self._writeback)
         self.health = Health(self._state, self._promotion, self._writeback)
         self.events = Events(self._state, self.checks, self._promotion, self._writeback, self.health)
         self._requests: dict[str, Request] = {}
         self._allowed: dict[str, frozenset[int]] = {}  # requests that may not load from every storage tier
-        self._unflushed: list[Row] = []  # rows that workers used at the last reset
         self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
         self._store_seq = 0
 
@@ -87,7 +89,12 @@ class TierManager:
         request = self._request(name)
         if request.load_failed:
             return Lookup.MISS
-        request.begin(self.host.step, position)
+        waits = request.begin(self.host.step, position)
+        if request.answered:
+            return Lookup.MISS
+        if waits and self._promotion.still_waits(request, position, first, now):
+            request.answered = True
+            return Lookup.PENDING
         row = self.host.index.get(key)
         if row is not None and row.state is RowState.READY:
             if row.missing > first:
@@ -108,6 +115,7 @@ class TierManager:
             or (request.waits_for_listing and self._promotion.may_be_listed(key, request, now))
         ):
             self._promotion.wait(request, now)
+            request.note_missing(key)
             return Lookup.PENDING
         if request.waiting and not request.pinned and not request.asked:
             self._promotion.release(request)  # it has waited for an existence check, which found nothing
@@ -233,7 +241,7 @@ class TierManager:
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
         for key in plan.keys:
-            row = self.host.insert(key, RowState.FILLING, tick, self._state.generation)
+            row = self.host.insert(key, RowState.FILLING, tick)
             self._reference(row, name, call)
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
@@ -291,39 +299,24 @@ class TierManager:
 
     # --- resets and time ---------------------------------------------------------------------------------------
 
-    def reset(self, keep_tiers: bool) -> None:
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
         """The bytes may no longer match the weights. Rows in use are quarantined (invalid, not yet free), all others
-        are free. Those of workers become free at `flushed`, or when a job that began after the reset completes; those
-        of a call when it ends. Storage tiers are emptied (of this epoch) unless `keep_tiers`, until `events.opened`.
+        become free in slices, and when they are needed. Those of workers become free after `flushed`, or when a job
+        that began after the reset completes; those of a call when it ends. Storage tiers are emptied (of this epoch)
+        unless `keep_tiers`, until `events.opened`. `take_evicted` does not return the keys that a reset removes.
         """
-        self._state.generation += 1
-        for request in self._requests.values():  # they go on, and keep their deadlines
-            self._promotion.release(request)
-        self.checks.reset()
-        for row in list(self.host.index.values()):
-            if row.worker_refs:
-                self._unflushed.append(row)
-            self.host.counters.reset += row.state is RowState.READY
-            self.host.invalidate(row)
+        self._promotion.reset(self.garbage)
+        self.checks.reset(self.garbage)
+        self.host.reset(self.garbage)
         for tier in self.tiers:
-            tier.drop_queues(self._state.tick)
+            tier.drop_queues()
             if not keep_tiers:
                 tier.clear()
+        self.events.work(now)
 
     def flushed(self) -> None:
         """Workers have ended every job that was open at the last reset."""
-        self.release_unflushed(self._unflushed)
-
-    def unflushed_stores(self) -> list[Row]:
-        """Rows that workers filled at the last reset and may still write to."""
-        return [row for row in self._unflushed if row.state is RowState.FILLING]
-
-    def release_unflushed(self, rows: Collection[Row]) -> None:
-        """Workers have turned out to be done with these rows of before the last reset."""
-        for row in rows:
-            row.worker_refs = 0
-            self.host.reclaim(row)
-        self._unflushed = [row for row in self._unflushed if row.worker_refs]
+        self.host.flushed()
 
     def expire(self, now: float) -> None:
         """Apply timeouts: of jobs, of existence checks, and of rows that were promoted for nothing."""
@@ -394,7 +387,7 @@ class TierManager:
                 return tier.counters
         return self.host.counters
 
-    def _flushed_before(self, generation: int) -> None:
+    def _flushed_before(self, generation: Generation) -> None:
         """A job of `generation` has ended: an engine flushes jobs of before a reset ahead of those that began after."""
-        if self._unflushed and generation == self._state.generation:
-            self.flushed()
+        if self.host.has_unflushed and generation is self.host.generation:
+            self.host.flushed()

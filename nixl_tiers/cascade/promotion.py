@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 from nixl_tiers.cascade.existence import ExistenceChecks
+from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.state import CascadeState
@@ -12,6 +14,8 @@ from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
+
+MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it looks all of them up again
 
 
 class Promotion:
@@ -74,6 +78,27 @@ class Promotion:
             self._blame_slow_tiers(request, now)
         return request.expired
 
+    def still_waits(self, request: Request, position: int | None, first: int, now: float) -> bool:
+        """Whether the request, whose scan begins at `position`, would find that some of what it waits for is missing.
+        Then it need not look up all that is there at every step. What has come meanwhile is judged once.
+        """
+        for _ in range(min(len(request.missing), MAX_ARRIVED)):
+            place, key = request.missing[0]
+            row = self._host.index.get(key)
+            if row is not None and row.state is RowState.READY:
+                if row.missing > first:
+                    return False
+                request.pin(row)
+            elif place is None or position is None or place >= position:
+                known = key in request.unknown
+                return not self.has_expired(request, now) and (
+                    row is not None
+                    or request.asked.get(key, False)
+                    or (known and self._checks.should_wait(key, request, now))
+                )
+            request.missing.popleft()
+        return False
+
     def may_be_listed(self, key: Key, request: Request, now: float) -> bool:
         """Whether a tier that is still being listed may turn out to hold `key`."""
         return any(
@@ -89,6 +114,14 @@ class Promotion:
         """The request waits no longer: unpin its rows, forget what it asked for."""
         request.release()
         self._waiting.pop(request.name, None)
+
+    def reset(self, garbage: Garbage) -> None:
+        """Requests go on, keep their deadlines, and wait for nothing."""
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
+            garbage.add(*request.forget())
+        garbage.add(self._retries, waiting)
+        self._retries = deque()
 
     def expire(self, now: float) -> None:
         """Unpin rows that were promoted for requests that never came back for them."""
@@ -127,7 +160,7 @@ class Promotion:
                     request.asked[key] = False
                 continue
             tick = self._state.tick_of(requests[0])
-            row = self._host.insert(key, RowState.LOADING, tick, self._state.generation)
+            row = self._host.insert(key, RowState.LOADING, tick)
             row.source = tier.spec.name
             self._loading_for[row.order] = requests
             for request in requests:

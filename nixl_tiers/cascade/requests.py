@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.chunk import Key
 
@@ -15,6 +17,7 @@ class Request:
 
     __slots__ = (
         "allowed",
+        "answered",
         "ascending",
         "asked",
         "check_deadline_s",
@@ -24,6 +27,7 @@ class Request:
         "first_key_found",
         "first_scan",
         "load_failed",
+        "missing",
         "name",
         "open_checks",
         "pending",
@@ -57,6 +61,8 @@ class Request:
         self.ascending = True
         self.first_scan = True
         self.stopped = False
+        self.answered = False  # this step's scan had its answer at its first key
+        self.missing: deque[tuple[int | None, Key]] = deque()  # positions and keys that it waits for, in prefix order
         # Existence checks (existence.py): the unknown keys, and how many open checks it waits for.
         self.unknown: dict[Key, None] = {}
         self.check_queued = False
@@ -69,23 +75,28 @@ class Request:
     def waiting(self) -> bool:
         return self.pending and not self.expired
 
-    def begin(self, step: int, position: int | None) -> None:
-        """A look-up at `position` (the key's end token) in `step`; a new step is a new scan."""
-        if step != self.step:
+    def begin(self, step: int, position: int | None) -> bool:
+        """A look-up at `position` (the key's end token) in `step`; a new step is a new scan. Returns whether it is the
+        first look-up of a scan that only has to find out whether all that it waits for is there."""
+        new = step != self.step
+        if new:
             if self.step >= 0:
                 self.first_scan = not self.pending or self.rescan
                 self.rescan = False
             self.step = step
-            self.stopped = False
+            self.stopped = self.answered = False
             self.scan_hits.clear()
+            if self.first_scan:
+                self.missing.clear()
         elif position is None or (self.position is not None and position <= self.position):
             # A windowed group is scanned from its end: stopping early would lose the hit.
             self.ascending = False
         self.position = position
+        return new and self.ascending and not self.first_scan and self.waiting
 
     def pin(self, row: Row) -> None:
         """Keep `row` from eviction until the request loads it, ends, or expires."""
-        if row.key not in self.pinned:
+        if (old := self.pinned.get(row.key)) is None or old.invalidated:
             self.pinned[row.key] = row
             row.request_pins += 1
 
@@ -98,6 +109,19 @@ class Request:
         """Its load is prepared: if it comes back after a preemption, it may wait again."""
         self.deadline_s = None
         self.expired = False
+
+    def note_missing(self, key: Key) -> None:
+        """A look-up of `key` was answered with PENDING."""
+        if self.first_scan or not self.missing:
+            self.missing.append((self.position, key))
+
+    def forget(self) -> tuple[dict[Key, Row], list[Row], dict[Key, bool]]:
+        """After a reset it waits for nothing, and no row of before needs to be unpinned. O(1); returns what is to be
+        freed."""
+        self.pending = False
+        old = self.pinned, self.scan_hits, self.asked
+        self.pinned, self.scan_hits, self.asked = {}, [], {}
+        return old
 
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""

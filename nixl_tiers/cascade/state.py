@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.host import HostTier
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.requests import Request
@@ -18,12 +19,14 @@ class CascadeState:
     Windows are in rows, for each tier and direction: how many may be under way at once (back-pressure).
     """
 
-    def __init__(self, host: HostTier, tiers: Sequence[TierIndex], limits: Limits, row_bytes: int) -> None:
+    def __init__(
+        self, host: HostTier, tiers: Sequence[TierIndex], limits: Limits, row_bytes: int, garbage: Garbage
+    ) -> None:
         self.host = host
         self.tiers = list(tiers)
         self.limits = limits
         self.row_bytes = row_bytes
-        self.generation = 0  # resets so far: rows of an older one are only waited for
+        self.garbage = garbage
         self.tick = 0  # logical clock of use: one tick a request
         self.last_job_id = 0
         self.unfinished = False  # whether the last turn left work that could be done at once

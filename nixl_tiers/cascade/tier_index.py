@@ -16,6 +16,7 @@ from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.denylist import Denylist
 from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
+from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.recent_uses import RecentUses
@@ -40,6 +41,7 @@ class TierIndex:
     spec: TierSpec
     number: int  # its place in the cascade, from 0
     limits: Limits = field(default_factory=Limits)
+    garbage: Garbage = field(default_factory=Garbage)
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
     policy: EvictionPolicy = field(init=False)
@@ -59,6 +61,7 @@ class TierIndex:
     newest_listed: int = 0  # the highest tick that the medium listed: all uses in this process are later
     last_refused: Key | None = None  # the last key asked for while its circuit was not closed
     evicting: set[Key] = field(default_factory=set)  # victims, hits until their eviction is finished
+    to_cancel: int = 0  # of `evicting`: victims from before a reset
     send_credits: int = UNLIMITED  # how many more messages its mover takes now
     rows_storing: int = 0
     rows_loading: int = 0
@@ -264,15 +267,20 @@ class TierIndex:
         move.row.mover_refs -= 1
         self.rows_loading -= 1
 
-    def drop_queues(self, tick: int) -> None:
-        """Drop all that is queued for this tier; its victims stay."""
-        self.to_load.clear()
-        self.to_store.clear()
-        self.parked.clear()
-        self.to_demote.clear()
-        self.staged.clear()
-        for key in list(self.evicting):
-            self.cancel_eviction(key, tick)
+    def drop_queues(self) -> None:
+        """Drop all that is queued for this tier. Its victims stay: cancel `to_cancel` of them. O(1)."""
+        self.garbage.add(self.to_load, self.to_store, self.parked, self.to_demote, self.staged)
+        self.to_load, self.to_store, self.parked = deque(), OrderedDict(), {}
+        self.to_demote, self.staged = deque(), {}
+        self.to_cancel = len(self.evicting)
+
+    def cancel_victim(self, tick: int) -> None:
+        """Cancel the eviction of one of the victims from before a reset, whichever."""
+        self.to_cancel = min(self.to_cancel, len(self.evicting)) - 1
+        if self.to_cancel >= 0:
+            key = self.evicting.pop()
+            self.index[key].evicting = False
+            self.policy.add(key, tick)
 
     def clear(self) -> None:
         """A new epoch: no row of before it is found. Jobs under way end as usual, for entries that are not indexed."""
@@ -282,14 +290,12 @@ class TierIndex:
         self.policy = make_policy(self.spec.policy, 0)
         self.slots.clear()
         self.cold.clear()
-        self.evicting.clear()
-        self.to_store.clear()
-        self.parked.clear()
-        self.to_load.clear()
-        self.to_demote.clear()
-        self.staged.clear()
+        self.garbage.add(self.evicting)
+        self.evicting = set()
+        self.drop_queues()
         self.clear_deletes()
-        self.recent_uses.clear()
+        self.garbage.add(self.recent_uses)
+        self.recent_uses = RecentUses()
         self.newest_listed = 0
         self.trials.clear()
         self.denylist.reset()
@@ -298,7 +304,8 @@ class TierIndex:
 
     def clear_deletes(self) -> None:
         """The medium lists its rows when it is opened again, including those that were to be deleted."""
-        self.to_delete.clear()
+        self.garbage.add(self.to_delete)
+        self.to_delete = []
 
     @property
     def store_credits(self) -> int:

@@ -143,7 +143,7 @@ class WriteBack:
             tier.cancel_eviction(key, self._state.tick)
         moves: list[PlannedMove] = []
         for key in victims[:room]:
-            row = self._host.insert(key, RowState.LOADING, 0, self._state.generation)  # tick 0: the next victim again
+            row = self._host.insert(key, RowState.LOADING, 0)  # tick 0: the next victim again
             row.source = tier.spec.name
             row.request_pins += 1
             tier.staged[key] = row

@@ -46,10 +46,10 @@ class BudgetOffByOne(Events):
 class RowReusedAfterReset(TierManager):
     """Rows of workers are free at once after a reset."""
 
-    def reset(self, keep_tiers: bool) -> None:
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
         for row in self.host.index.values():
             row.worker_refs = 0
-        super().reset(keep_tiers)
+        super().reset(keep_tiers, now)
 
 
 class CallsRowsFlushed(TierManager):
@@ -77,9 +77,9 @@ class InterruptedCallIsAHit(TierManager):
 
 
 class RowFreedWhileMoved(TierManager):
-    def reset(self, keep_tiers: bool) -> None:
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
         rows = list(self.host.index.values())
-        super().reset(keep_tiers)
+        super().reset(keep_tiers, now)
         for row in rows:
             if row.mover_refs and row.index >= 0:
                 self.host._slots.release(row.index)
@@ -173,8 +173,8 @@ class BadRowCountedTwice(Promotion):
 
 
 class ResetUncounted(TierManager):
-    def reset(self, keep_tiers: bool) -> None:
-        super().reset(keep_tiers)
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        super().reset(keep_tiers, now)
         for tier in self.tiers:
             tier.counters.reset = 0
 
@@ -185,14 +185,14 @@ class PinForgotten(TierManager):
 
 
 class OldEpochSurvives(TierManager):
-    def reset(self, keep_tiers: bool) -> None:
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
         ready = {
             key: row for key, row in self.host.index.items() if row.state is RowState.READY and not row.worker_refs
         }
-        super().reset(keep_tiers)
+        super().reset(keep_tiers, now)
         for row in ready.values():
             if row.index < 0 and self.host.free:
-                kept = self.host.insert(row.key, RowState.READY, 0, self._state.generation)
+                kept = self.host.insert(row.key, RowState.READY, 0)
                 assert kept
 
 

@@ -253,7 +253,7 @@ class Simulation:
         """What the supervisor does, as often as it has time for: at once again where work is left."""
         for _ in range(self.turns):
             self._turn()
-            if not self.core.events.unfinished:
+            if not (self.core.events.unfinished or self.core.garbage):
                 return
         require(self.turns < MANY_TURNS, "work is left for ever")
 
@@ -270,6 +270,7 @@ class Simulation:
         for tier, index in enumerate(self.core.tiers):
             for batch in index.delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, batch)
+            self.core.garbage.drop(4)
             for rows in index.take_retired():
                 rows.close()
             require(index.send_credits >= 0, "more is sent than there is room for")
@@ -306,7 +307,7 @@ class Simulation:
         for mover in self.movers:
             mover.reported_absent.clear()
             mover.used.clear()
-        self.core.reset(keep_tiers=False)
+        self.core.reset(keep_tiers=False, now=self.now)
         for tier in range(len(self.movers)):
             self._send(tier, self.epoch)
         self.check()

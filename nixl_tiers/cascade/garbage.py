@@ -1,0 +1,43 @@
+"""Garbage: large structures that are not used any more, and are freed piece by piece without the coordinator's lock.
+
+To free a dict of a million rows at once keeps the interpreter's lock for a tenth of a second, whoever does it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+_CONTAINERS = (dict, set, list, deque)
+SMALL: Final = 64  # entries that are freed at once
+
+
+class Garbage:
+    """`add` with the lock held, `drop` without it, by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._structures: deque[Any] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._structures)
+
+    def add(self, *structures: Any) -> None:
+        """Dicts, sets, lists and deques, or objects that have such attributes, which nothing else refers to."""
+        for structure in structures:
+            if not isinstance(structure, _CONTAINERS) or len(structure) > SMALL:
+                self._structures.append(structure)
+
+    def drop(self, most: int) -> None:
+        """Free up to `most` entries."""
+        while most > 0 and self._structures:
+            structure = self._structures.pop()
+            if not isinstance(structure, _CONTAINERS):
+                self.add(*(vars(structure).values() if hasattr(structure, "__dict__") else ()))
+                continue
+            while structure and most > 0:
+                most -= 1
+                entry = structure.popitem()[1] if isinstance(structure, dict) else structure.pop()
+                if isinstance(entry, _CONTAINERS):
+                    self.add(entry)
+            if structure:
+                self._structures.append(structure)
