@@ -68,7 +68,10 @@ def test_row_used_last_survives_a_restart(tmp_path: Path, promoted: bool) -> Non
         until_up(store)
         put(store, *range(SLOTS))
         if not promoted:
-            get(store, 0)
+            get(store, 1)
+            waiting = store.coordinator._core.tiers[0].recent_uses
+            until(lambda: key(1) not in waiting, "the use to be sent")
+            get(store, 0)  # within a second of the last message: the regular stop sends it
     if promoted:
         with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
             until_listed(store)

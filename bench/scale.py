@@ -1,0 +1,395 @@
+"""The books at scale: memory and pauses of the scheduler's process and of the movers, by rows stored.
+
+    python -m bench.scale [--rows 1000000 4000000 10000000] [--parts stored listed ...] [--out bench-out/scale]
+
+Each part runs in a process of its own, with keys of 36 bytes:
+
+- `stored`: the scheduler's process after it has stored that many rows since its start, the tier full; then its tier is
+  down and opened again, and then reset;
+- `listed`: the same after a mover has listed them, and once more after that mover was killed and another has listed
+  them again; and the mover;
+- the other movers' books, by `bench.mover_memory`;
+- `locks`: `bench.locks`, which does not depend on the number of rows.
+
+Memory is resident memory, what is mapped included; "peak" is the highest while the part ran. Times are processor time
+of the thread: `hold` is the longest that the coordinator's lock was held at once, `gil` an upper bound of how long the
+interpreter lock was: the most processor time that the process spent while another thread waited for its turn. Writes
+scale.json and scale.png, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from bench.listing import ListerConfig
+from bench.mover_memory import INDEXES
+from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Down, Listed, Opened
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+ROWS: Final = [1_000_000, 4_000_000, 10_000_000]
+GEOMETRY: Final = Geometry(1, 2000)
+HOST_ROWS: Final = 64
+LOOKUPS: Final = 20_000
+BATCH: Final = 1000
+SWITCH_S: Final = 0.0005
+Figures = dict[str, float]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8, "big") * 4 + bytes(4)  # as long as a block hash with its group
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+class TimedLock:
+    """In place of the coordinator's lock: records the longest that a thread held it, in processor time."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._since_s = 0.0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = self._lock.acquire(blocking, timeout)
+        if taken:
+            self._depth += 1
+            if self._depth == 1:
+                self._since_s = time.thread_time()
+        return taken
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.longest_s = max(self.longest_s, time.thread_time() - self._since_s)
+        self._lock.release()
+
+    def _is_owned(self) -> bool:  # these three are for threading.Condition
+        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
+    def _release_save(self) -> int:
+        depth = self._depth
+        for _ in range(depth):
+            self.release()
+        return depth
+
+    def _acquire_restore(self, depth: int) -> None:
+        for _ in range(depth):
+            self.acquire()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Held by the bench itself."""
+        with self._lock:
+            yield
+
+
+class GilProbe(threading.Thread):
+    """Wakes up as often as it can: how much processor time others of this process get in between, at most."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.longest_s = 0.0
+        self.ended = False
+
+    def run(self) -> None:
+        last_s = time.process_time()
+        while not self.ended:
+            time.sleep(SWITCH_S)
+            now_s = time.process_time()
+            self.longest_s = max(self.longest_s, now_s - last_s)
+            last_s = time.process_time()
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    gc.collect()
+    found = re.search(r"Rss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def each_us(call: Callable[[bytes], object], keys: Sequence[bytes]) -> float:
+    """Median over batches, in processor time of this thread."""
+    batches = []
+    for at in range(0, len(keys) - 499, 500):
+        began_s = time.thread_time()
+        for one in keys[at : at + 500]:
+            call(one)
+        batches.append((time.thread_time() - began_s) / 500 * 1e6)
+    return statistics.median(batches)
+
+
+class Scheduler:
+    """A coordinator over one tier of `rows` slots, with a mover that lists them or with none, and what it costs."""
+
+    def __init__(self, rows: int, directory: Path) -> None:
+        self.rows = rows
+        self.go = directory / "go"
+        cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
+        tier = {"type": f"bench.listing:{ListerConfig.__name__}", "capacity": "1TiB", "rows": rows, "go": str(self.go)}
+        self.region = HostRegion.create(GEOMETRY, HOST_ROWS)
+        config = configuration.load({"tiers": [cpu, tier]})
+        self.coordinator = Coordinator(config, Namespace.of({"name": "bench"}), self.region)
+        self.link, self.core = self.coordinator._link, self.coordinator._core
+        (self.tier,) = self.core.tiers
+        self.lock = TimedLock()
+        self.coordinator._lock = self.lock  # type: ignore[assignment]
+        self.coordinator.changed = self.link.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
+        sys.setswitchinterval(SWITCH_S)
+        self.gil = GilProbe()
+        self.before_bytes = resident_bytes()
+
+    def begin(self) -> None:
+        gc.freeze()
+        self.lock.longest_s = 0.0
+        self.gil.start()
+
+    def figures(self) -> Figures:
+        """Until now; look-ups are measured after that."""
+        self.gil.ended = True
+        self.gil.join()
+        found = {
+            "bytes_a_row": (resident_bytes() - self.before_bytes) / self.rows,
+            "peak_bytes_a_row": (peak_bytes() - self.before_bytes) / self.rows,
+            "hold_ms": self.lock.longest_s * 1e3,
+            "gil_ms": self.gil.longest_s * 1e3,
+        }
+        step = max(1, self.rows // LOOKUPS)
+        picked = [key(number) for number in range(0, self.rows, step)]
+        hot = [key for key in picked if key in self.tier.index]
+        cold = [key for key in picked if key not in self.tier.index]
+        absent = [key(self.rows + number) for number in range(LOOKUPS)]
+        for name, keys in (("hot", hot), ("cold", cold), ("absent", absent)):
+            if len(keys) >= 500:
+                found[f"{name}_us"] = each_us(lambda one: self.tier.can_load(one, 0.0), keys)
+        return found
+
+    def close(self) -> None:
+        self.coordinator.close(10.0)
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+def stored(rows: int) -> dict[str, Figures]:
+    """Rows stored since the start, then as many again as evict a tenth of them."""
+    with tempfile.TemporaryDirectory() as directory:
+        scheduler = Scheduler(rows, Path(directory))
+        tier, link, lock = scheduler.tier, scheduler.link, scheduler.lock
+        link.on_message(0, Opened(0, rows))
+        link.on_message(0, Listed(0, [], last=True))
+        scheduler.begin()
+        for first in range(0, rows + rows // 10, BATCH):
+            with lock.untimed():
+                tier.make_room(BATCH)
+                for number in range(first, first + BATCH):
+                    entry = tier.reserve(key(number), number // BATCH)
+                    assert entry is not None
+                    entry.stored = True
+                tier.counters.stored += BATCH
+            link.on_tick(time.monotonic(), [100_000])
+            if not first % (64 * BATCH):
+                time.sleep(0.001)  # threads of the coordinator get their turn
+        figures = {"stored": scheduler.figures()}
+
+        def opened_again() -> None:
+            link.on_message(0, Down("the medium does not answer"))
+            link.on_message(0, Opened(0, rows))
+            link.on_message(0, Listed(0, [], last=True))
+
+        for name, event in (("opened again", opened_again), ("reset", scheduler.coordinator.reset)):
+            lock.longest_s = 0.0
+            event()
+            for _ in range(100):
+                link.on_tick(time.monotonic(), [100_000])
+            figures[f"stored, {name}"] = {"hold_ms": lock.longest_s * 1e3}
+        return figures
+
+
+def listed(rows: int) -> dict[str, Figures]:
+    """Rows that a mover lists, twice: another mover lists them again."""
+    with tempfile.TemporaryDirectory() as directory:
+        scheduler = Scheduler(rows, Path(directory))
+        coordinator = scheduler.coordinator
+        coordinator.start(60.0)
+        (pid,) = coordinator.mover_pids
+        assert pid is not None
+        mover_bytes = resident_bytes(pid)
+        scheduler.begin()
+        began_s = time.monotonic()
+        scheduler.go.touch()
+        _until_listed(coordinator, rows)
+        took_s = time.monotonic() - began_s
+        mover = {"bytes_a_row": (resident_bytes(pid) - mover_bytes) / rows, "listing_s": took_s}
+        os.kill(pid, 9)
+        while coordinator.mover_pids in ([pid], [None]):
+            time.sleep(0.01)
+        _until_listed(coordinator, rows)
+        figures = scheduler.figures()
+        scheduler.close()
+    return {"listed": figures, "listed, its mover": mover}
+
+
+def _until_listed(coordinator: Coordinator, rows: int) -> None:
+    while not (coordinator.counters()["lister"]["up"] and coordinator.counters()["lister"]["rows"] == rows):
+        time.sleep(0.05)
+
+
+def books(name: str, rows: int) -> dict[str, Figures]:
+    """The books of a mover."""
+    before = resident_bytes()
+    held = INDEXES[name](rows)
+    found = {"bytes_a_row": (resident_bytes() - before) / rows, "peak_bytes_a_row": (peak_bytes() - before) / rows}
+    del held
+    return {name: found}
+
+
+def locks(_: int) -> dict[str, Figures]:
+    from bench.locks import longest_holds
+
+    return {f"locks: {name}": {"hold_ms": took_ms} for name, took_ms in longest_holds().items()}
+
+
+PARTS: dict[str, Callable[[int], dict[str, Figures]]] = {
+    "stored": stored,
+    "listed": listed,
+    **{name: lambda rows, name=name: books(name, rows) for name in INDEXES},  # type: ignore[misc]
+    "locks": locks,
+}
+ONCE: Final = {"locks"}
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, object]:
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "processor": cpu[1] if cpu else platform.machine(),
+        "processors": os.cpu_count(),
+        "memory_gib": round(memory / (1 << 30)),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def run(part: str, rows: int) -> dict[str, Figures]:
+    """The part, in a process of its own."""
+    command = [sys.executable, "-m", "bench.scale", "--part", part, "--rows", str(rows)]
+    output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True).stdout
+    figures: dict[str, Figures] = json.loads(output.splitlines()[-1])
+    return figures
+
+
+COLUMNS: Final = {
+    "bytes_a_row": "bytes a row",
+    "peak_bytes_a_row": "peak",
+    "hold_ms": "hold, ms",
+    "gil_ms": "gil, ms",
+    "hot_us": "hot, us",
+    "cold_us": "cold, us",
+    "absent_us": "absent, us",
+    "listing_s": "listing, s",
+}
+
+
+def print_table(rows: int, figures: dict[str, Figures]) -> None:
+    print(f"\n| {rows} rows | {' | '.join(COLUMNS.values())} |\n| --- |{' ---: |' * len(COLUMNS)}")
+    for name, found in figures.items():
+        cells = [
+            f"{found[column]:.{1 if found[column] < 100 else 0}f}" if column in found else "" for column in COLUMNS
+        ]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def plot(results: dict[str, dict[str, Figures]], path: Path) -> None:
+    """A PNG: memory and pauses by rows."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for axes, column, label in zip(
+        panels,
+        ("bytes_a_row", "hold_ms"),
+        ("resident bytes a row", "longest lock hold, ms of processor time"),
+        strict=True,
+    ):
+        names = dict.fromkeys(name for found in results.values() for name, part in found.items() if column in part)
+        for name in names:
+            points = [
+                (int(rows), found[name][column]) for rows, found in results.items() if column in found.get(name, {})
+            ]
+            if len(points) > 1 or not name.startswith("locks"):
+                axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("rows")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if names:
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--parts", choices=list(PARTS), nargs="+", default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("bench-out/scale"))
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(PARTS[arguments.part](arguments.rows[0])))
+        return
+    results: dict[str, dict[str, Figures]] = {}
+    here = machine()
+    for rows in arguments.rows:
+        figures = results[str(rows)] = {}
+        for part in arguments.parts:
+            if part not in ONCE or rows == arguments.rows[-1]:
+                figures |= run(part, rows)
+        print_table(rows, figures)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "scale.json").write_text(json.dumps({"machine": here, "rows": results}, indent=1))
+    plot(results, arguments.out / "scale.png")
+    print(f"\n{here}\nwritten to {arguments.out}/scale.json and scale.png")
+
+
+if __name__ == "__main__":
+    main()
