@@ -165,7 +165,8 @@ def _journalled(tmp_path: Path) -> list[bytes]:
     copy = tmp_path / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(tmp_path / "kv", copy)
-    (namespace,) = (bytes.fromhex(path.name) for path in copy.iterdir() if path.is_dir())
+    (description,) = copy.rglob("namespace.json")
+    namespace = bytes.fromhex(description.parent.name)
     with HostRegion.create(GEOMETRY, 1) as region:
         tier = SlabTier(FileConfig(type="file", path=copy, capacity=CAPACITY), GEOMETRY, region)
         try:
