@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +20,7 @@ from nixl_tiers.tiers.s3.tier import S3Tier
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import shard_dir
 from tests.support.disks import disk_bytes
+from tests.support.journals import journal_in, rows
 
 
 @dataclass
@@ -86,10 +85,7 @@ class SlabFiles(Medium):
         self.cut(namespace, slot, key, 0)
 
     def held_rows(self, namespace: bytes) -> int:
-        journal = shard_dir(self.path, namespace) / "manifest.sqlite"
-        with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as database:
-            (count,) = database.execute("SELECT count(*) FROM rows WHERE key <> x''").fetchone()
-        return int(count)
+        return len(rows(journal_in(shard_dir(self.path, namespace))))
 
     def held_bytes(self) -> int:
         return disk_bytes(self.path)

@@ -73,7 +73,7 @@ class Growth:
                 freeing.result()
 
 
-def _last_held(tags: NDArray[np.uint32], end: int) -> int:
+def _last_held(tags: NDArray[np.uint64], end: int) -> int:
     """The last slot below `end` that holds a key, or -1."""
     while end > 0:
         start = max(0, end - _SEARCH_SLOTS)

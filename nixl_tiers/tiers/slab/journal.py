@@ -1,72 +1,67 @@
-"""The journal of a shard: which key is in which slot, written behind by a thread.
+"""The journal of a shard: which key is in which slot, in columns here and in a file of records on the disk.
 
-It is not trusted when a row is loaded: the seal decides. The journal only saves reading every seal at open. So it may
-lag by a tenth of a second, which a crash loses, and a damaged one is replaced by an empty one. It knows whether that
-can have happened: then it is not `complete`, and the slots that it has no record of are recovered from their seals.
+It is not trusted when a row is loaded: the seal decides. The journal only saves reading every seal at open. Changes are
+made in the columns at once, and written by a thread of its own; only that a slot is unknown, because it is about to be
+overwritten, is waited for (`may_overwrite`). So a kill loses at most the records of the last tenth of a second, and
+their slots are unknown: they are recovered from their seals, as are slots whose record is damaged.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh32_intdigest
 
-from nixl_tiers.tiers.base import Entry
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
+from nixl_tiers.tiers.disk import describe
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.slab.journal_file import (
-    EMPTY_SLOT,
-    NO_KEY,
-    Change,
-    JournalFile,
-    Overwrite,
-    Put,
-    Remove,
-    Touch,
-    is_damage,
-)
+from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, JournalFile
+from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, Records, decode, encode, tag_of, tags_of
 
 logger = logging.getLogger(__name__)
 
 _COMMIT_S: Final = 0.1
-_COMMIT_ROWS: Final = 256
+_COMMIT_ROWS: Final = 256  # that are not waited for any longer
+_REWRITE_S: Final = 1.0  # between two writes of what may wait: ticks of rows that were loaded, times
 _RETRY_S: Final = 1.0
-_BATCHES_AHEAD: Final = 16
 
 
 class Journal:
     """The journal of one shard. No call waits for the medium, but for `close`, which writes what is pending."""
 
-    def __init__(self, directory: Path, slots: int) -> None:
-        """Raises OSError if the journal cannot be opened or made here."""
+    def __init__(self, folder: Folder, slots: int, allocated: NDArray[np.bool_] | None = None) -> None:
+        """`allocated`: by slot, whether it has room in a slab now, as it must to hold a row; None: all have. The folder
+        stays the caller's. Raises OSError if the journal cannot be opened or made here."""
+        self._file = JournalFile(folder, slots)
         self._lock = threading.Condition()
-        self._pending: dict[int, Change] = {}  # one per slot: the newest counts
         self._log_once = LogOnce(logger)
+        self._pending: dict[int, bytes | None] = {}  # slots to write -> the new key; None: as in the file, or none
+        self._rewrites: list[NDArray[np.int64]] = []  # slots to write with the key that the file has
+        self._rewrite_at_s = 0.0
+        self._rewriting = np.zeros(0, np.int64)  # those of them whose turn it is; for the journal's thread
+        self._overwriting: set[int] = set()  # slots that the file does not show as unknown yet
         self._closing = False
-        self._urgent = False  # a store waits for what is pending
         self._failing = False
-        self._rows_read: queue.Queue[tuple[list[Entry], list[int]] | None] = queue.Queue()
-        self._stored: set[int] | None = set()  # slots that got new rows while the old ones are still being listed
-        self._listed = np.zeros(slots, dtype=np.bool_)
-        self._empty = np.zeros(0, dtype=EMPTY_SLOT)
-        self.tags = np.zeros(slots, dtype=np.uint32)
+        self.tags = np.zeros(slots, np.uint64)
         """By slot: a hash of the key that it holds; 0: none. For the caller's thread, complete after `list_rows`."""
-        self.sealed_at = np.zeros(slots, dtype=np.uint32)
+        self.sealed_at = np.zeros(slots, np.uint32)
         """By slot: when the bytes in it were sealed, in Unix seconds; 0 if no row was written there since it
         was erased. Also of slots that hold no row any more. For the caller's thread, complete after `list_rows`."""
-        self._clamping: tuple[int, int] | None = None  # (latest time allowed in the file, last slot that was clamped)
-        self._file = JournalFile(directory, slots)
-        self.complete = self._file.complete
-        """Whether it has a record of every row. `mark_complete` makes it true."""
+        self._ticks = np.zeros(slots, np.int64)
+        self._known = np.zeros(slots, np.bool_)  # it holds a key or none, which the record is to say
+        self._recorded = np.zeros(slots, np.bool_)  # the file may have a valid record
+        self._stored: NDArray[np.bool_] | None = np.zeros(slots, np.bool_)  # changed while old rows are being listed
+        self._reading = True
+        self._listing = _Listing(np.ones(slots, np.bool_) if allocated is None else allocated)
+        self.complete = False
+        """Whether it knows every row. `mark_complete` makes it true."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -74,32 +69,35 @@ class Journal:
 
     def put(self, slot: int, key: bytes, tick: int, sealed_at: int) -> None:
         """The slot holds the key, sealed then (Unix seconds)."""
-        self._set(slot, key, sealed_at)
-        with self._lock:
-            self._change(slot, Put(key, tick, int(self.sealed_at[slot])))
+        self._put(slot, key, tick, min(max(1, sealed_at), 0xFFFFFFFF))  # 0 would say that the slot was erased
 
     def holds(self, slot: int, key: bytes) -> bool:
         """Whether the slot holds the key according to changes and listed rows."""
-        return bool(self.tags[slot] == _tag(key))
+        return bool(self.tags[slot] == tag_of(key))
 
     def mark_garbage(self, slot: int, sealed_at: int) -> None:
         """The slot holds no row, but may hold bytes of one that was sealed then."""
-        self.put(slot, NO_KEY, 0, sealed_at)
+        self.put(slot, b"", 0, sealed_at)
 
     def mark_erased(self, slot: int) -> None:
         """The slot holds no row, and its bytes have been erased."""
-        self.sealed_at[slot] = self.tags[slot] = 0
-        with self._lock:
-            self._change(slot, Put(NO_KEY, 0, 0))
+        self._put(slot, b"", 0, 0)
 
-    def clamp_times(self, now: int) -> None:
-        """Times later than `now` (Unix seconds) become `now`: at once here, step by step in the file. After
-        `list_rows`. So the file keeps when a row with a seal ahead of the clock was first seen."""
-        if (self.sealed_at > now).any():
-            np.minimum(self.sealed_at, now, out=self.sealed_at)
-            with self._lock:
-                self._clamping = now, -1
-                self._lock.notify()
+    def mark_empty(self, slots: NDArray[np.bool_], sealed_at: int = 0) -> None:
+        """These of the unknown slots hold no row, but maybe bytes of one that was sealed then, where nothing else is
+        known about it. `slots`: one flag a slot."""
+        with self._lock:
+            empty = np.flatnonzero(slots & self.unknown_slots())
+            self._known[empty] = True
+            self.sealed_at[empty] = np.where(self.sealed_at[empty], self.sealed_at[empty], sealed_at)
+            self._rewrite(empty)
+
+    def clamp_times(self, slots: NDArray[np.int64], now: int) -> None:
+        """Times of these slots that are later than `now` (Unix seconds) become `now`. After `list_rows`. So the file
+        keeps when a row with a seal ahead of the clock was first seen."""
+        with self._lock:
+            self.sealed_at[slots] = np.minimum(self.sealed_at[slots], now)
+            self._rewrite(slots[self._known[slots]])
 
     def restore_time(self, slot: int, sealed_at: int) -> None:
         """The clock has caught up with the seal in this slot: the seal's time counts again."""
@@ -107,45 +105,46 @@ class Journal:
 
     def remove(self, slot: int, key: bytes) -> None:
         """The slot no longer holds the key."""
-        if slot < len(self.tags) and self.holds(slot, key):
-            self.tags[slot] = 0
         with self._lock:
-            last = self._pending.get(slot)
-            if isinstance(last, Put):
-                if last.key == key:  # else the slot holds another key by now
-                    self._change(slot, Put(NO_KEY, 0, last.sealed_at))
-            elif not isinstance(last, Remove | Overwrite):  # else the file's record is older than `last`
-                self._change(slot, Remove(key))
+            if not 0 <= slot < len(self.tags):
+                return
+            if self._reading and not self.was_stored(slot):
+                self._listing.removed.append((slot, tag_of(key)))
+            elif self.holds(slot, key):
+                self._drop(slot)
 
     def start_overwrite(self, slot: int) -> None:
         """The slot is about to be overwritten, whatever it holds."""
-        if slot < len(self.tags):
-            self.tags[slot] = 0
         with self._lock:
+            if not 0 <= slot < len(self.tags):
+                return
+            self.tags[slot] = self._ticks[slot] = 0
+            self._known[slot] = False
+            if self._recorded[slot] or slot in self._pending or self._reading:
+                self._overwriting.add(slot)
+                self._change(slot, None)
+                self._lock.notify()
             if self._stored is not None:
-                self._stored.add(slot)
-            self._urgent = True
-            self._change(slot, Overwrite())
-            self._lock.notify()
+                self._stored[slot] = True
 
     def may_overwrite(self, slots: Iterable[int]) -> bool:
-        """Whether the file no longer records the content of these slots before `start_overwrite`. That takes a commit;
+        """Whether the file no longer records the content of these slots before `start_overwrite`. That takes a write;
         if the file cannot be written, it is not waited for.
 
         A row that is written earlier would be lost to a crash: the file would have another key for its slot.
         """
-        return self._failing or not any(isinstance(self._pending.get(slot), Remove | Overwrite) for slot in slots)
+        return self._failing or self._overwriting.isdisjoint(slots)
 
-    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
-        """The rows in these slots were used at these ticks. Slots that hold no row are left out."""
+    def touch(self, slots: Sequence[int] | NDArray[np.int64], ticks: Sequence[int] | NDArray[np.int64]) -> None:
+        """The rows in these slots, each named once, were used at these ticks. Slots that hold no row are skipped. It is
+        written within a second or so."""
+        places, used = np.asarray(slots, np.int64), np.asarray(ticks, np.int64)
+        inside = (places >= 0) & (places < len(self.tags))
+        places, used = places[inside], used[inside]
         with self._lock:
-            for slot, tick in zip(slots, ticks, strict=True):
-                last = self._pending.get(slot)
-                if isinstance(last, Put):
-                    if last.key:
-                        self._change(slot, last._replace(tick=max(tick, last.tick)))
-                elif not isinstance(last, Remove | Overwrite):
-                    self._change(slot, Touch(tick))
+            newer = (self.tags[places] != 0) & (used > self._ticks[places])
+            self._ticks[places[newer]] = np.minimum(used[newer], MAX_TICK)
+            self._rewrite(places[newer])
 
     # --- rows at open -----------------------------------------------------------------------------------------------
 
@@ -154,36 +153,33 @@ class Journal:
 
         Batches of up to MAX_ENTRIES; an empty one means that the next is still being read.
         """
-        while True:
-            try:
-                read = self._rows_read.get_nowait()
-            except queue.Empty:
-                yield []
-                continue
-            if read is None:
-                for slot, sealed_at in self._empty.tolist():
-                    if sealed_at and not self.was_stored(slot):
-                        self._set(slot, NO_KEY, sealed_at)
-                return
-            batch, times = read
-            for entry, sealed_at in zip(batch, times, strict=True):
-                if not self.was_stored(entry.slot):
-                    self._set(entry.slot, entry.key, sealed_at)
-            with self._lock:
-                self._lock.notify()
-            self._listed[[entry.slot for entry in batch]] = True
-            yield [entry for entry in batch if not self.was_stored(entry.slot)]
+        while (order := self._listing.order) is None:
+            yield []
+        for start in range(0, len(order), MAX_ENTRIES):
+            slots = order[start : start + MAX_ENTRIES]
+            slots = slots[self.tags[slots] != 0]
+            yield [
+                Entry(slot, self._listing.key(slot), tick)
+                for slot, tick in zip(slots.tolist(), self._ticks[slots].tolist(), strict=True)
+                if not self.was_stored(slot)
+            ]
+        self._listing.clear()
 
     def unknown_slots(self) -> NDArray[np.bool_]:
-        """After `list_rows`: by slot, whether there is no record of it."""
-        unknown = ~self._listed
-        unknown[self._empty["slot"]] = False
-        unknown[list(self._stored or ())] = False
-        return unknown
+        """After `list_rows`: by slot, whether there is no record of it, and nothing was stored into it since open."""
+        return ~self._known if self._stored is None else ~(self._known | self._stored)
 
     def was_stored(self, slot: int) -> bool:
         """Whether the slot was stored into since open. Not for use after `mark_complete`."""
-        return self._stored is not None and slot in self._stored
+        return self._stored is not None and bool(self._stored[slot])
+
+    def duplicates(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        """By place: whether a slot holds the key already, or a later one of these is the same. On any thread."""
+        tags = tags_of(keys)
+        _, last = np.unique(tags[::-1], return_index=True)
+        flags = np.ones(len(tags), np.bool_)
+        flags[len(tags) - 1 - last] = False
+        return flags | np.isin(tags, self.tags)
 
     def mark_complete(self) -> None:
         """Every row that was there at open is known, by `list_rows` or `put`."""
@@ -191,7 +187,7 @@ class Journal:
         self.complete = True
 
     def problem(self) -> str:
-        """Whether its file was deleted or replaced, as a sentence, or "". On any thread. Raises OSError."""
+        """Whether its file was deleted, replaced or cut short, as a sentence, or "". On any thread. Raises OSError."""
         return self._file.problem()
 
     def close(self) -> None:
@@ -201,103 +197,206 @@ class Journal:
             self._lock.notify()
         self._thread.join()
 
-    def _set(self, slot: int, key: bytes, sealed_at: int) -> None:
-        self.tags[slot] = _tag(key)
-        self.sealed_at[slot] = min(max(1, sealed_at), 0xFFFFFFFF)  # 0 would say that the slot was erased
+    # --- inside the lock --------------------------------------------------------------------------------------------
 
-    def _change(self, slot: int, change: Change) -> None:
-        self._pending[slot] = change
+    def _put(self, slot: int, key: bytes, tick: int, sealed_at: int) -> None:
+        tag = tag_of(key)
+        with self._lock:
+            self.tags[slot] = tag
+            self._ticks[slot] = min(tick, MAX_TICK)
+            self.sealed_at[slot] = sealed_at
+            self._known[slot] = True
+            if self._stored is not None:
+                self._stored[slot] = True
+            self._change(slot, key or None)
+
+    def _drop(self, slot: int) -> None:
+        self.tags[slot] = self._ticks[slot] = 0
+        self._change(slot, None)
+
+    def _change(self, slot: int, key: bytes | None) -> None:
+        self._pending[slot] = key
         if len(self._pending) == 1 or len(self._pending) >= _COMMIT_ROWS:
+            self._lock.notify()
+
+    def _rewrite(self, slots: NDArray[np.int64]) -> None:
+        if len(slots):
+            self._rewrites.append(slots)
             self._lock.notify()
 
     # --- the journal's thread ---------------------------------------------------------------------------------------
 
-    @property
-    def _read_ahead(self) -> bool:
-        """Whether to read on: not too many batches wait to be listed."""
-        return self._rows_read.qsize() < _BATCHES_AHEAD
-
     def _run(self) -> None:
-        batches: Iterator[tuple[list[Entry], list[int]]] | None = self._read()
-        failing = False
-        while True:
-            closing = self._wait(batches is not None, failing)
+        closing = False
+        while not closing:
+            closing = self._wait()
             try:
-                if batches is not None and not closing and self._read_ahead:
-                    batch = next(batches, None)
-                    self._rows_read.put(batch)
-                    if batch is None:
-                        batches = None
-                self._commit()
-                self._clamp_some()
-                self._failing = failing = False
-            except sqlite3.Error as error:
-                if batches is not None:  # the listing ends at the error
-                    batches = None
-                    self._rows_read.put(None)
+                self._step(closing=closing)
+                self._failing = False
+            except OSError as error:
+                if not self._failing:
+                    reason = f"{self._file.path} cannot be written ({describe(error)})"
+                    self._log_once.report("write", f"{reason}: what is stored now may be lost at a restart")
                 self._failing = True
-                failing = self._recover(error, failing)
-            if closing:
-                break
-        self._file.close(complete=self.complete and not self._pending)
+        self._file.close(flush=not self._failing and (self._file.trusted or self.complete))
 
-    def _wait(self, listing: bool, failing: bool) -> bool:
-        """Wait for work, and then up to _COMMIT_S for more of it, to commit together; whether to close."""
+    def _wait(self) -> bool:
+        """Wait for work, and then up to _COMMIT_S for more of it, to write together; whether to close."""
         with self._lock:
-            if failing:
+            if self._failing:
                 self._lock.wait_for(lambda: self._closing, _RETRY_S)
-            elif not (listing and self._read_ahead):
-                self._lock.wait_for(
-                    lambda: self._closing or self._pending or self._clamping or (listing and self._read_ahead)
-                )
-                self._lock.wait_for(
-                    lambda: self._closing or self._urgent or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S
-                )
+            elif not self._reading and not len(self._rewriting):
+                self._lock.wait_for(lambda: self._closing or self._pending or self._rewrites)
+                if self._pending:
+                    self._lock.wait_for(
+                        lambda: self._closing or self._overwriting or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S
+                    )
+                else:
+                    self._lock.wait_for(
+                        lambda: self._closing or self._pending, max(0.0, self._rewrite_at_s - time.monotonic())
+                    )
             return self._closing
 
-    def _recover(self, error: sqlite3.Error, failing: bool) -> bool:
-        """After a failed read or write: replace a damaged file, warn of another error. True: the file is failing."""
-        if is_damage(error):
-            self.complete = False
-            with suppress(sqlite3.Error, OSError):
-                self._file.replace(error)
-        elif not failing:
-            self._log_once.report(
-                "write", f"{self._file.path} cannot be written ({error}): what is stored now may be lost at a restart"
-            )
-        return True
+    def _step(self, *, closing: bool) -> None:
+        """Read a part of the file, if it has not been read, and write what is pending. When closing, all that is to be
+        written. Raises OSError."""
+        while self._reading and (self._listing.removed or not closing):
+            self._read_some()
+            if not closing:
+                break
+        while self._commit_pending():
+            pass
+        while self._commit_rewrites(now=closing) and closing:
+            pass
 
-    def _read(self) -> Iterator[tuple[list[Entry], list[int]]]:
-        self._empty = self._file.empty_slots()
-        yield from self._file.rows()
-
-    def _commit(self) -> None:
-        """Write everything pending, _COMMIT_ROWS per transaction so that the write-ahead log stays small."""
-        while True:
-            with self._lock:
-                changes = dict(islice(self._pending.items(), _COMMIT_ROWS))
-                self._urgent = False
-            if not changes:
-                return
-            self._file.commit(changes)
-            with self._lock:
-                for slot, change in changes.items():
-                    if self._pending.get(slot) is change:
-                        del self._pending[slot]
-
-    def _clamp_some(self) -> None:
-        """Go on with `clamp_times` in the file, _COMMIT_ROWS at a time."""
-        with self._lock:
-            clamping = self._clamping
-        if clamping is None:
+    def _read_some(self) -> None:
+        listing, file = self._listing, self._file
+        first = len(listing.keys) * CHUNK_RECORDS
+        if first >= file.records:
+            self._end_reading()
             return
-        latest, after = clamping
-        last = self._file.clamp_times(latest, after, _COMMIT_ROWS)
+        try:
+            slots, found = file.read(first)
+        except OSError as error:
+            self._log_once.report("read", f"{file.path} cannot be read ({describe(error)}): reading seals instead")
+            slots = np.arange(first, min(first + CHUNK_RECORDS, file.records))
+            found = decode(np.zeros(len(slots), RECORD), slots, file.salt)
+            self._recorded[slots] = True
+        listing.add(found)
+        believed = found.valid & listing.allocated[slots]
         with self._lock:
-            if self._clamping is clamping:
-                self._clamping = None if last is None else (latest, last)
+            self._recorded[slots] |= found.valid
+            if self._stored is not None:
+                believed &= ~self._stored[slots]
+            self.sealed_at[slots[believed]] = found.sealed_at[believed]
+            if not file.trusted:
+                believed &= found.tags != 0  # an empty slot may have got a row since
+            places = slots[believed]
+            self._known[places] = True
+            self.tags[places] = found.tags[believed]
+            self._ticks[places] = found.ticks[believed]
+
+    def _end_reading(self) -> None:
+        """Everything was read: no key is in two slots, and rows have an order."""
+        with self._lock:
+            self._reading = False
+            for slot, tag in self._listing.removed:
+                if self.tags[slot] == tag and not self.was_stored(slot):
+                    self._drop(slot)
+        rows = np.flatnonzero(self.tags != 0)  # not of the column itself: it changes meanwhile
+        tags, ticks = self.tags[rows], self._ticks[rows]
+        for slot in rows[_older_duplicates(tags, ticks, self.sealed_at[rows])].tolist():
+            with self._lock:
+                if not self.was_stored(slot):
+                    self._drop(slot)
+        self._listing.order = rows[np.argsort(ticks, kind="stable")]
+
+    def _commit_pending(self) -> bool:
+        """Write some of what is pending; False if there is nothing."""
+        with self._lock:
+            batch = dict(islice(self._pending.items(), CHUNK_RECORDS))
+            for slot in batch:
+                del self._pending[slot]
+        slots = np.array(sorted(batch), np.int64)
+        try:
+            self._write(slots, [batch[slot] for slot in slots.tolist()])
+        except OSError:
+            with self._lock:
+                for slot, key in batch.items():
+                    if self._pending.get(slot) is None:
+                        self._pending[slot] = key
+            raise
+        with self._lock:
+            self._overwriting -= batch.keys() - self._pending.keys()
+        return bool(batch)
+
+    def _commit_rewrites(self, *, now: bool) -> bool:
+        """Write some of what may wait, if it is due; whether there is more."""
+        if not len(self._rewriting) and (now or time.monotonic() >= self._rewrite_at_s):
+            with self._lock:
+                waiting, self._rewrites = self._rewrites, []
+            if waiting:
+                self._rewriting = np.unique(np.concatenate(waiting))
+                self._rewrite_at_s = time.monotonic() + _REWRITE_S
+        slots = self._rewriting[:CHUNK_RECORDS]
+        self._write(slots, [None] * len(slots))
+        self._rewriting = self._rewriting[CHUNK_RECORDS:]
+        return bool(len(self._rewriting)) or (now and bool(self._rewrites))
+
+    def _write(self, slots: NDArray[np.int64], new_keys: Sequence[bytes | None]) -> None:
+        """Write the records of sorted slots as the columns have them now. `new_keys`: those that the file may lack."""
+        if not len(slots):
+            return
+        file = self._file
+        with self._lock:
+            tags, ticks, sealed_at = self.tags[slots], self._ticks[slots], self.sealed_at[slots]
+            known = self._known[slots]
+            self._recorded[slots] = True
+        keys = [key if key and tag else b"" for key, tag in zip(new_keys, tags.tolist(), strict=True)]
+        (lacking,) = np.nonzero(known & (tags_of(keys) != tags) & (slots < file.records))
+        found = file.read_slots(slots[lacking])
+        for number, place in enumerate(lacking.tolist()):
+            keys[place] = found.key(number)
+        known &= tags_of(keys) == tags  # else its seal has to tell the key
+        records = encode(slots, keys, ticks, sealed_at, file.salt)
+        records[~known] = np.zeros((), RECORD)
+        written = known | (slots < file.records)
+        file.write(slots[written], records[written])
+        with self._lock:
+            self._recorded[slots[~known]] = False
 
 
-def _tag(key: bytes) -> int:
-    """A hash of the key; 0 only for no key."""
-    return xxh32_intdigest(key) | 1 if key else 0
+class _Listing:
+    """What was read at open, until it is listed. `removed`: (slot, tag) of rows that were removed before."""
+
+    def __init__(self, allocated: NDArray[np.bool_]) -> None:
+        self.allocated = allocated
+        self.removed: list[tuple[int, int]] = []
+        self.order: NDArray[np.int64] | None = None  # slots, least recently used first; None: not all is read
+        self.keys: list[tuple[bytes, int, bytes]] = []  # by chunk: lengths of keys, bytes from one to the next, keys
+
+    def add(self, found: Records) -> None:
+        width = int(found.lengths.max(initial=0))
+        padded = found.keys.view(np.uint8).reshape(len(found.keys), -1)[:, :width]
+        self.keys.append((found.lengths.tobytes(), width, padded.tobytes()))
+
+    def key(self, slot: int) -> bytes:
+        chunk, place = divmod(slot, CHUNK_RECORDS)
+        lengths, width, keys = self.keys[chunk]
+        return keys[place * width : place * width + lengths[place]]
+
+    def clear(self) -> None:
+        self.keys.clear()
+        self.order = np.zeros(0, np.int64)
+
+
+def _older_duplicates(
+    tags: NDArray[np.uint64], ticks: NDArray[np.int64], sealed_at: NDArray[np.uint32]
+) -> NDArray[np.int64]:
+    """Places of rows whose key another row has that was used later, or sealed later."""
+    order = np.argsort(tags)
+    (same,) = np.nonzero(tags[order[1:]] == tags[order[:-1]])
+    among = np.unique(order[np.concatenate([same, same + 1])])
+    among = among[np.lexsort((sealed_at[among], ticks[among], tags[among]))]
+    older: NDArray[np.int64] = among[:-1][tags[among[1:]] == tags[among[:-1]]]
+    return older

@@ -1,213 +1,185 @@
-"""The file of a journal: an SQLite database with one record per slot.
+"""The file of a journal: a header page, then one record a slot, at the place that the slot's number gives it.
 
-Not thread-safe: it is for the journal's own thread, but for `problem`.
+Records are read in chunks at open and written with `pwrite`: once that has returned they survive the process, however
+it ends. It is not memory-mapped: an I/O error would be a SIGBUS, and a disk that hangs a stopped process. Only the
+header is flushed, and the whole file when it is closed. So after a power failure any older version of a record may be
+back; the header shows that this may have happened (`trusted`). Not thread-safe: it is for the journal's own thread, but
+for `problem`.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import secrets
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
-from nixl_tiers.tiers.disk import FileIdentity
-from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.chunk import PAGE
+from nixl_tiers.tiers.disk import FileIdentity, fallocate
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.slab.journal_record import RECORD, RECORD_BYTES, Records, decode
 
 logger = logging.getLogger(__name__)
 
-NAME: Final = "manifest.sqlite"  # part of the format on disk
-NO_KEY: Final = b""  # in place of a key: the slot holds no row, whatever its bytes look like
-EMPTY_SLOT: Final = np.dtype([("slot", "<i8"), ("sealed_at", "<i8")])
-_CHECKPOINT_PAGES: Final = 64
-_COMPLETE: Final = 1  # PRAGMA user_version of a file that was closed with a record of every row
-
-_SCHEMA: Final = """
-PRAGMA page_size = 4096;
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = NORMAL;
-PRAGMA journal_size_limit = 0;
-PRAGMA temp_store = MEMORY;
-CREATE TABLE IF NOT EXISTS rows (
-    slot INTEGER PRIMARY KEY, key BLOB NOT NULL, tick INTEGER NOT NULL, sealed_at INTEGER NOT NULL
-);
-"""
+NAME: Final = "manifest.journal"  # part of the format on disk
+CHUNK_RECORDS: Final = 4096  # that are read and decoded at a time
+_HEADER: Final = struct.Struct("<8sIIQ16sQ")  # magic, version, bytes a record, salt, boot, 1: closed and flushed
+_MAGIC: Final = b"nixljrnl"
+_VERSION: Final = 1
+_BESIDE_BYTES: Final = 64 << 10  # the header, and what a file system adds
+_EXTENT_BYTES: Final = 1 << 20  # by which the file grows
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def journal_bytes(slots: int) -> int:
-    """The most that the journal of `slots` rows takes on disk: half-full pages of the longest keys, and a write-ahead
-    log with the pages of one transaction beyond its checkpoint."""
-    return (2 << 20) + 300 * slots
+    """The most that the journal of `slots` rows takes on disk."""
+    return _BESIDE_BYTES + RECORD_BYTES * slots
 
 
-class Put(NamedTuple):
-    """The slot holds the key now, or no row, and bytes sealed then (Unix seconds; 0: none)."""
-
-    key: bytes
-    tick: int
-    sealed_at: int
-
-
-class Remove(NamedTuple):
-    """The slot no longer holds the key, and is empty."""
-
-    key: bytes
+def boot_id() -> bytes:
+    """16 bytes that are the same until the machine boots again; random where that is not known."""
+    try:
+        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
+    except (OSError, ValueError):
+        return secrets.token_bytes(16)
 
 
-class Overwrite(NamedTuple):
-    """The slot is about to be overwritten: what it holds is unknown until a Put."""
+class Header(NamedTuple):
+    salt: int
+    boot: bytes
+    flushed: bool
 
+    @classmethod
+    def read(cls, raw: bytes) -> Header | None:
+        """The header in the first bytes of a file, or None if there is no valid one."""
+        head, check = raw[: _HEADER.size], raw[_HEADER.size : _HEADER.size + 8]
+        if len(check) < 8 or xxh3_64_intdigest(head) != int.from_bytes(check, "little"):
+            return None
+        magic, version, record_bytes, salt, boot, flushed = _HEADER.unpack(head)
+        return (
+            cls(salt, boot, flushed == 1)
+            if (magic, version, record_bytes) == (_MAGIC, _VERSION, RECORD_BYTES)
+            else None
+        )
 
-class Touch(NamedTuple):
-    """The row, if the slot holds one, was used at `tick`."""
-
-    tick: int
-
-
-Change = Put | Remove | Overwrite | Touch
+    def pack(self) -> bytes:
+        head = _HEADER.pack(_MAGIC, _VERSION, RECORD_BYTES, self.salt, self.boot, int(self.flushed))
+        return (head + xxh3_64_intdigest(head).to_bytes(8, "little")).ljust(PAGE, b"\0")
 
 
 class JournalFile:
-    """Calls raise sqlite3.Error unless they say otherwise; after one that `is_damage`, `replace` the file."""
+    """Calls raise OSError. Slots are below `slots`."""
 
-    def __init__(self, directory: Path, slots: int) -> None:
-        """Opens or makes it; a damaged one is replaced by an empty one. Raises OSError."""
-        self.path = directory / NAME
-        self._log_once = LogOnce(logger)
-        self._identity: FileIdentity | None = None  # of the open file; None while it is being replaced
-        self._replaced = False  # while it was in use: records may be missing
+    def __init__(self, folder: Folder, slots: int) -> None:
+        """Opens or makes it. A damaged header makes every record invalid."""
+        self.path = folder.path / NAME
+        self._slots = slots
+        self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT)
         try:
-            try:
-                self._db = self._connect(slots)
-            except sqlite3.Error as error:
-                if not is_damage(error):
-                    raise
-                self._db = self._make_empty(error)
-        except sqlite3.Error as error:
-            raise OSError(f"{self.path} cannot be opened: {error}") from error
-        self.complete = self._db.execute("PRAGMA user_version").fetchone() == (_COMPLETE,)
-        """Whether it was closed with a record of every row, and nothing was committed since."""
+            status = os.fstat(self._descriptor)
+            self._identity = FileIdentity(self.path, status)
+            header = self._read_header()
+            most = PAGE + RECORD_BYTES * slots if header else 0  # what is cut off must not come back with more slots
+            if status.st_size > most:
+                os.ftruncate(self._descriptor, most)
+            self._bytes = min(status.st_size, most)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        if header is None and status.st_size:
+            logger.warning("%s is damaged (its header is not valid): starting with an empty one", self.path)
+        boot = boot_id()
+        self.salt = header.salt if header else secrets.randbits(64)
+        self.trusted = header is None or header.flushed or header.boot == boot
+        """Whether its records are those written last: no power failure can have brought back older ones."""
+        # Until it is flushed by `close`, another process must not trust it either.
+        self._header = Header(self.salt, boot if header is None or self.trusted else header.boot, flushed=False)
+        self._marked_open = False
+
+    @property
+    def records(self) -> int:
+        """How many slots have room for their record in the file now."""
+        return max(0, self._bytes - PAGE) // RECORD_BYTES
 
     def problem(self) -> str:
-        """Whether the file was deleted or replaced, as a sentence, or "". On any thread. Raises OSError."""
-        identity = self._identity
-        return identity.problem() if identity is not None else ""
+        """Whether the file was deleted, replaced or cut short, as a sentence, or "". On any thread."""
+        return self._identity.problem(self._bytes)
 
-    def empty_slots(self) -> NDArray[np.void]:
-        """The slots that are known to hold no row, as EMPTY_SLOT."""
-        return np.fromiter(
-            self._db.execute("SELECT slot, sealed_at FROM rows WHERE key = ?", (NO_KEY,)), dtype=EMPTY_SLOT
-        )
+    def read(self, first: int) -> tuple[NDArray[np.int64], Records]:
+        """Slots from `first` on, up to CHUNK_RECORDS of them, and their records."""
+        slots = np.arange(first, min(first + CHUNK_RECORDS, self.records))
+        return slots, decode(self._read_run(first, len(slots)), slots, self.salt)
 
-    def rows(self) -> Iterator[tuple[list[Entry], list[int]]]:
-        """Rows and their sealing times, least recently used first, in batches of up to MAX_ENTRIES.
+    def read_slots(self, slots: NDArray[np.int64]) -> Records:
+        """The records of these slots, which are sorted and have records in the file."""
+        runs = [self._read_run(int(run[0]), len(run)) for run in _runs(slots)]
+        return decode(np.concatenate([np.zeros(0, RECORD), *runs]), slots, self.salt)
 
-        Slots are sorted by tick first (16 bytes each) and keys read batch by batch: a long read transaction would keep
-        the write-ahead log from being checkpointed.
-        """
-        order = np.fromiter(
-            self._db.execute("SELECT tick, slot FROM rows WHERE key <> ?", (NO_KEY,)),
-            dtype=np.dtype([("tick", "<i8"), ("slot", "<i8")]),
-        )
-        order.sort(order=("tick", "slot"))
-        for start in range(0, len(order), MAX_ENTRIES):
-            slots = order["slot"][start : start + MAX_ENTRIES].tolist()
-            marks = ",".join("?" * len(slots))
-            found = self._db.execute(
-                f"SELECT slot, key, tick, sealed_at FROM rows WHERE slot IN ({marks}) ORDER BY tick",  # noqa: S608
-                slots,
-            )
-            rows = [row for row in found if row[1] != NO_KEY]
-            yield [Entry(slot, bytes(key), tick) for slot, key, tick, _ in rows], [row[3] for row in rows]
+    def write(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> None:
+        """Write the records of these slots, which are sorted; neighbours together. Makes room for them."""
+        if not len(slots):
+            return
+        if not self._marked_open:
+            self._write_header(self._header)
+            os.fdatasync(self._descriptor)  # else a power failure could leave the old header over new records
+            self._marked_open = True
+        self._extend(PAGE + RECORD_BYTES * (int(slots[-1]) + 1))
+        start = 0
+        for run in _runs(slots):
+            self._write_at(records[start : start + len(run)].tobytes(), PAGE + RECORD_BYTES * int(run[0]))
+            start += len(run)
 
-    def commit(self, changes: Mapping[int, Change]) -> None:
-        """Write changes, by slot, in one transaction."""
-        with self._transaction():
-            for slot, change in changes.items():
-                self._apply(slot, change)
-            if self.complete:
-                self._db.execute("PRAGMA user_version = 0")
-        self.complete = False
+    def close(self, *, flush: bool) -> None:
+        """`flush`: its records are right, and all were written; make them durable, and say so in the header. Does not
+        raise."""
+        with suppress(OSError):
+            if flush and self._marked_open:
+                os.fdatasync(self._descriptor)
+                self._write_header(self._header._replace(flushed=True))
+        os.close(self._descriptor)
 
-    def clamp_times(self, latest: int, after: int, limit: int) -> int | None:
-        """Set times later than `latest` (Unix seconds) to it, in up to `limit` slots after the slot `after`. Returns
-        the last of them, if there may be more."""
-        wanted = "SELECT slot FROM rows WHERE slot > ? AND sealed_at > ? ORDER BY slot LIMIT ?"
-        slots = [slot for (slot,) in self._db.execute(wanted, (after, latest, limit))]
-        with self._transaction():
-            self._db.executemany("UPDATE rows SET sealed_at = ? WHERE slot = ?", [(latest, slot) for slot in slots])
-        return slots[-1] if len(slots) == limit else None
-
-    def replace(self, damage: sqlite3.Error) -> None:
-        """Go on with an empty file. Raises OSError too."""
-        self._db.close()
-        self._replaced = True
-        self.complete = False
-        self._db = self._make_empty(damage)
-
-    def close(self, *, complete: bool) -> None:
-        """`complete`: it has a record of every row, so that the next open need not read the seals. Does not raise."""
-        with suppress(sqlite3.Error):
-            if complete and not self._replaced and not self.complete:
-                self._db.execute(f"PRAGMA user_version = {_COMPLETE}")
-        with suppress(sqlite3.Error):
-            self._db.close()
-
-    def _connect(self, slots: int) -> sqlite3.Connection:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, 0o600)  # SQLite would create it with mode 0644, and follow a link
-        os.close(descriptor)
-        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    def _read_header(self) -> Header | None:
         try:
-            db.executescript(_SCHEMA)
-            db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
-            db.execute("DELETE FROM rows WHERE slot >= ? OR slot < 0", (slots,))
-            db.execute("SELECT key, tick, sealed_at FROM rows LIMIT 0")  # raises if the columns are others
-        except sqlite3.Error:
-            db.close()
-            raise
-        self._identity = FileIdentity(self.path)
-        return db
+            return Header.read(os.pread(self._descriptor, PAGE, 0))
+        except OSError as error:
+            logger.warning("%s cannot be read (%s): starting with an empty one", self.path, error.strerror)
+            return None
 
-    def _make_empty(self, damage: sqlite3.Error) -> sqlite3.Connection:
-        self._log_once.report("damage", f"{self.path} is damaged ({damage}): starting with an empty one")
-        self._identity = None
-        for suffix in ("", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                self.path.with_name(NAME + suffix).unlink()
-        return self._connect(0)
+    def _write_header(self, header: Header) -> None:
+        self._write_at(header.pack(), 0)
+        self._bytes = max(self._bytes, PAGE)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
-            self._db.execute("COMMIT")
-        except sqlite3.Error:
-            with suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            raise
+    def _extend(self, nbytes: int) -> None:
+        """Allocate the file up to here, and some more, as slots are used in ascending order."""
+        if nbytes <= self._bytes:
+            return
+        end = min(-(-nbytes // _EXTENT_BYTES) * _EXTENT_BYTES, PAGE + RECORD_BYTES * self._slots)
+        failed = fallocate(self._descriptor, self._bytes, end - self._bytes)
+        if failed == errno.EOPNOTSUPP:
+            os.ftruncate(self._descriptor, end)
+        elif failed:
+            raise OSError(failed, os.strerror(failed), str(self.path))
+        self._bytes = end
 
-    def _apply(self, slot: int, change: Change) -> None:
-        if isinstance(change, Put):
-            self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (slot, *change))
-        elif isinstance(change, Touch):
-            self._db.execute(
-                "UPDATE rows SET tick = max(tick, ?) WHERE slot = ? AND key <> ?", (change.tick, slot, NO_KEY)
-            )
-        elif isinstance(change, Overwrite):
-            self._db.execute("DELETE FROM rows WHERE slot = ?", (slot,))
-        else:
-            self._db.execute("UPDATE rows SET key = ?, tick = 0 WHERE slot = ? AND key = ?", (NO_KEY, slot, change.key))
+    def _read_run(self, first: int, count: int) -> NDArray[np.void]:
+        raw = os.pread(self._descriptor, count * RECORD_BYTES, PAGE + first * RECORD_BYTES)
+        return np.frombuffer(raw.ljust(count * RECORD_BYTES, b"\0"), RECORD)  # cut short by somebody: no records there
+
+    def _write_at(self, raw: bytes, offset: int) -> None:
+        while raw:
+            written = os.pwrite(self._descriptor, raw, offset)
+            raw, offset = raw[written:], offset + written
 
 
-def is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file itself is damaged, rather than the medium full, read-only or failing."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_ERROR)
+def _runs(slots: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Sorted slots, in runs of neighbours."""
+    return iter(np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1)) if len(slots) else iter(())

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nixl_tiers.memory.seal import MAGIC, Sealer, read
 from nixl_tiers.tiers.folder import Folder
 
@@ -27,7 +30,7 @@ class SlabSlots(NamedTuple):
     folder: Folder
     name: str
     first: int
-    indexes: list[int]
+    indexes: NDArray[np.int64]
 
 
 class SealedRow(NamedTuple):
@@ -42,13 +45,14 @@ class SealScan:
     """Reads the seals of many slots on its own threads. `rows` is complete once `done`."""
 
     def __init__(self, wanted: Iterable[SlabSlots], sealer: Sealer) -> None:
-        """Seals count if they have the sealer's geometry, namespace and epoch."""
+        """`wanted` is iterated over on the scan's thread. Seals count if they have the sealer's geometry, namespace and
+        epoch."""
         self.rows: list[SealedRow] = []  # the oldest first
         self.failed = False
         """Whether something could not be read: there may be more rows than were found."""
         self._sealer = sealer
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(list(wanted),), name="seal-scan", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(wanted,), name="seal-scan", daemon=True)
         self._thread.start()
 
     @property
@@ -60,7 +64,7 @@ class SealScan:
         self._stop.set()
         self._thread.join()
 
-    def _run(self, wanted: list[SlabSlots]) -> None:
+    def _run(self, wanted: Iterable[SlabSlots]) -> None:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="seals") as readers:
             parts = (
                 slots._replace(indexes=slots.indexes[start : start + _READ_SLOTS])
@@ -90,7 +94,7 @@ def read_seals(slots: SlabSlots, sealer: Sealer) -> Iterator[SealedRow]:
     descriptor = slots.folder.open(slots.name, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the payload between seals
-        for index in slots.indexes:
+        for index in slots.indexes.tolist():
             at = (index + 1) * geometry.row_bytes - geometry.seal_bytes
             raw = os.pread(descriptor, geometry.seal_bytes, at)
             seal = read(raw) if raw.startswith(MAGIC) else None

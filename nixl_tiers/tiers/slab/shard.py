@@ -32,7 +32,8 @@ from nixl_tiers.tiers.slab.slabs import SlabLayout, Slabs, detect_layout
 
 logger = logging.getLogger(__name__)
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_CLAMP_SLOTS: Final = 1 << 16  # in one step
 _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
 
 
@@ -81,7 +82,7 @@ class Shard:
         if directory.description != description:  # not written needlessly: a full disk must still serve its rows
             directory.describe(description)
         self.slabs = Slabs(directory.folder, layout, agent, quota)
-        self.journal = Journal(directory.path, slots)
+        self.journal = Journal(directory.folder, slots, self.slabs.allocated())
         self.listed = False
         """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
         self.erasing: frozenset[int] = frozenset()
@@ -100,36 +101,44 @@ class Shard:
         """Once: the rows in it, from the journal and, where that is incomplete, from the seals. See StorageTier."""
         last_tick = 0
         for batch in self.journal.list_rows():
-            last_tick = max([last_tick, *(entry.tick for entry in batch)])
-            yield [entry for entry in batch if self.slabs.is_allocated(entry.slot)]
-        if self.journal.complete:
-            self.journal.mark_complete()
+            if batch:
+                last_tick = batch[-1].tick  # they are in order of use
+            yield batch
+        unknown = self.journal.unknown_slots() & self.slabs.allocated()
+        if unknown.any():
+            yield from self._recover(unknown, last_tick)
         else:
-            yield from self._recover(last_tick)
+            self.journal.mark_complete()
         self.listed = True
 
-    def _recover(self, last_tick: int) -> Iterator[list[Entry]]:
-        """The rows that the journal lacks, by their seals, as more recent than `last_tick`: those stored last are the
-        ones that a crash leaves out of the journal."""
-        unknown = self.journal.unknown_slots()
+    def _recover(self, unknown: NDArray[np.bool_], last_tick: int) -> Iterator[list[Entry]]:
+        """The rows in unknown slots, by their seals, as more recent than `last_tick`: those stored last are the ones
+        that a crash leaves without a record."""
         scan = self._scan = SealScan(self.slabs.select(unknown), self.sealer)
         while not scan.done:
             yield []
-        for start in range(0, len(scan.rows), MAX_ENTRIES):
+        rows = scan.rows
+        comparing = self._eraser.submit(lambda: self.journal.duplicates([row.key for row in rows]).tolist())
+        while not comparing.done():
+            yield []
+        for start in range(0, len(rows), MAX_ENTRIES):
             batch = []
-            for number, row in enumerate(scan.rows[start : start + MAX_ENTRIES]):
-                if not self.journal.was_stored(row.slot):
-                    entry = Entry(row.slot, row.key, last_tick + 1 + start + number)
-                    self.journal.put(entry.slot, entry.key, entry.tick, row.sealed_at)
-                    batch.append(entry)
+            for number in range(start, min(start + MAX_ENTRIES, len(rows))):
+                row = rows[number]
+                if self.journal.was_stored(row.slot):
+                    continue
+                if comparing.result()[number]:
+                    self.journal.mark_garbage(row.slot, row.sealed_at)
+                    continue
+                entry = Entry(row.slot, row.key, last_tick + 1 + number)
+                self.journal.put(entry.slot, entry.key, entry.tick, row.sealed_at)
+                batch.append(entry)
             yield batch
-        if scan.rows:
-            logger.info("%s: recovered %d rows by their seals", self.path, len(scan.rows))
+        if rows:
+            logger.info("%s: recovered %d rows by their seals", self.path, len(rows))
         if not scan.failed:
             # Bytes without a seal may be part of a row all the same: they age from now on.
-            for slot in np.flatnonzero(unknown & (self.journal.sealed_at == 0)).tolist():
-                if self.slabs.is_allocated(slot) and not self.journal.was_stored(slot):
-                    self.journal.sealed_at[slot] = int(self._clock())
+            self.journal.mark_empty(unknown, int(self._clock()))
             self.journal.mark_complete()
 
     def read_seals(self, slots: list[int]) -> list[SealedRow]:
@@ -156,22 +165,30 @@ class Shard:
         if self._max_age_s is None or abs(self._clock() - self._expired_at_s) < sweep_s(self._max_age_s):
             return
         now, max_age_s = self._clock(), self._max_age_s
-        self.journal.clamp_times(int(now))
         sealed_at = self.journal.sealed_at
 
-        def expired_ones(slots: NDArray[np.int64]) -> list[int]:
-            chosen: list[int] = slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)].tolist()
-            return chosen
+        def expired_ones(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+            return slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)]
 
-        old = expired_ones(np.arange(len(sealed_at)))
+        def find() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            return np.flatnonzero(sealed_at > now), expired_ones(np.flatnonzero(sealed_at > 0))
+
         self._expired_at_s = now
+        finding = self._eraser.submit(find)
+        while not finding.done():
+            yield []
+        ahead, old = finding.result()
+        for start in range(0, len(ahead), _CLAMP_SLOTS):
+            self.journal.clamp_times(ahead[start : start + _CLAMP_SLOTS], int(now))
+            yield []
         shards_deleted = self._eraser.submit(self._delete_expired_shards, max_age_s)
         for start in range(0, len(old), MAX_ENTRIES):
             busy = in_use()
-            if not busy.isdisjoint(old):
-                self._expired_at_s = 0.0  # another round soon
             # Checked again: a slot may hold a new row by now.
-            slots = [slot for slot in expired_ones(np.array(old[start : start + MAX_ENTRIES])) if slot not in busy]
+            found = expired_ones(old[start : start + MAX_ENTRIES]).tolist()
+            slots = [slot for slot in found if slot not in busy]
+            if len(slots) < len(found):
+                self._expired_at_s = 0.0  # another round soon
             self.erasing = frozenset(slot for slot in slots if self.slabs.is_allocated(slot))
             for slot in self.erasing.symmetric_difference(slots):
                 self.journal.mark_erased(slot)
@@ -247,6 +264,8 @@ class Shard:
         self.health.close()
         if self._scan is not None:
             self._scan.stop()
+        if self.journal.complete:
+            self.journal.mark_empty(self.slabs.allocated())  # so that the next open need not look for seals in them
         self.journal.close()
         self.slabs.close()
         self._directory.release()

@@ -123,15 +123,22 @@ class Slabs:
                     return
         raise NoSpace(problem)
 
-    def select(self, wanted: NDArray[np.bool_]) -> list[SlabSlots]:
-        """The allocated ones of the wanted slots, by slab. `wanted`: one flag per slot of the layout."""
-        selected = []
+    def allocated(self) -> NDArray[np.bool_]:
+        """By slot of the layout: whether it is allocated."""
+        flags = np.zeros(self.layout.slots, np.bool_)
+        for slab, slots in self._allocated.items():
+            first = slab * self.layout.slots_per_slab
+            flags[first : first + slots] = True
+        return flags
+
+    def select(self, wanted: NDArray[np.bool_]) -> Iterator[SlabSlots]:
+        """The allocated ones of the wanted slots, by slab. `wanted`: one flag per slot of the layout. The result may be
+        iterated over on any thread."""
         for slab, slots in sorted(self._allocated.items()):
             first = slab * self.layout.slots_per_slab
-            indexes = np.flatnonzero(wanted[first : first + slots]).tolist()
-            if indexes:
-                selected.append(SlabSlots(self._folder, _name(slab), first, indexes))
-        return selected
+            indexes = np.flatnonzero(wanted[first : first + slots])
+            if len(indexes):
+                yield SlabSlots(self._folder, _name(slab), first, indexes)
 
     def disk_is_full(self) -> bool:
         """Whether a write may have failed for lack of space: possible only in files that are not allocated ahead."""
@@ -298,7 +305,7 @@ def detect_layout(folder: Folder, sealer: Sealer, slots: int) -> SlabLayout | No
     lengths = {name: folder.stat(name).st_size // row_bytes for name in folder.names() if _NAME.fullmatch(name)}
     for name, length in lengths.items():
         samples = range(0, length, max(1, length // _SAMPLES))
-        if next(read_seals(SlabSlots(folder, name, 0, list(samples)), sealer), None) is not None:
+        if next(read_seals(SlabSlots(folder, name, 0, np.array(samples)), sealer), None) is not None:
             layout = SlabLayout.of(row_bytes, slots)
             return replace(layout, slots_per_slab=max(layout.slots_per_slab, *lengths.values()))
     return None

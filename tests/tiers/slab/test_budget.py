@@ -85,6 +85,7 @@ def test_tier_without_room_for_a_journal_is_down_until_there_is_some(tmp_path: P
         MoverProcess({**file_tier(tmp_path, capacity), "replicas": 2}, GEOMETRY, BATCH) as second,
     ):
         assert set(fill(first, first.open())) == {Outcome.OK}
+        (tmp_path / "rest").write_bytes(bytes(capacity - disk_bytes(tmp_path) - (64 << 10)))
         second.send(Open(namespace(2), 0))
         down = second.expect(lambda m: isinstance(m, Down))
         assert isinstance(down, Down)
@@ -120,7 +121,7 @@ def test_heartbeats_report_used_bytes(tmp_path: Path) -> None:
 
 
 def test_capacity_below_one_row_is_refused(tmp_path: Path) -> None:
-    with MoverProcess(file_tier(tmp_path, 2 << 20), Geometry(1, 1 << 20), 4) as mover:
+    with MoverProcess(file_tier(tmp_path, 1 << 20), Geometry(1, 1 << 20), 4) as mover:
         mover.send(Open(NAMESPACE, 0))
         refused = mover.expect(lambda m: isinstance(m, Refused))
         assert isinstance(refused, Refused)

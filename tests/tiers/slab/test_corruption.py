@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
 from nixl_tiers.tiers.base import Move
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
+from tests.support.journals import journal_in, overwrite_record, rows
 
 GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
 ROWS = 24
@@ -129,17 +128,17 @@ def test_rows_of_a_deleted_slab_are_misses(stored: Path) -> None:
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-@pytest.mark.parametrize("damage", ["start", "middle", "deleted", "all of it deleted"])
+@pytest.mark.parametrize("damage", ["header", "some records", "deleted", "all of it deleted"])
 def test_lost_journal_is_recovered_from_the_seals(stored: Path, damage: str) -> None:
-    journal = slab(stored).with_name("manifest.sqlite")
+    journal = journal_in(slab(stored).parent)
     if "deleted" in damage:
         journal.unlink()
         if damage != "deleted":
             slab(stored).with_name("namespace.json").unlink()
     else:
         with journal.open("r+b") as file:
-            file.seek(0 if damage == "start" else 4096)
-            file.write(b"\xa5" * 4096)
+            file.seek(0 if damage == "header" else 4096 + 16 * 128)
+            file.write(b"\xa5" * 1000)
     for life in range(2):
         with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
             mover.open()
@@ -164,7 +163,7 @@ def test_only_valid_seals_of_the_namespace_and_epoch_are_recovered(stored: Path)
         file.seek(4 * size - GEOMETRY.seal_bytes + 100)
         file.write(b"!")
         file.truncate((ROWS - 1) * size - 1)
-    slab(stored).with_name("manifest.sqlite").unlink()
+    journal_in(slab(stored).parent).unlink()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         assert {entry.slot for entry in mover.listed_rows()} == set(range(4, ROWS - 2))
@@ -172,12 +171,9 @@ def test_only_valid_seals_of_the_namespace_and_epoch_are_recovered(stored: Path)
 
 
 def test_rows_missing_in_the_journal_are_recovered_but_not_deleted_ones(stored: Path) -> None:
-    journal = slab(stored).with_name("manifest.sqlite")
-    with closing(sqlite3.connect(journal)) as db:
-        # As after a kill: not marked as complete, rows from 20 on not written yet.
-        db.execute("DELETE FROM rows WHERE slot >= 20")
-        db.execute("PRAGMA user_version = 0")
-        db.commit()
+    journal = journal_in(slab(stored).parent)
+    for slot in range(20, ROWS):  # as after a kill: rows from 20 on not written yet
+        overwrite_record(journal, slot)
     for _ in range(2):
         with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
             mover.open()
@@ -187,16 +183,11 @@ def test_rows_missing_in_the_journal_are_recovered_but_not_deleted_ones(stored: 
         mover.open()
         mover.listed_rows()
         mover.send(Delete([(n, key_of(n)) for n in range(4)]))
-        assert wait_until(lambda: emptied(journal) == 4)
+        assert wait_until(lambda: len(rows(journal)) == ROWS - 4)
         mover.kill()
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         assert [entry.slot for entry in mover.listed_rows()] == list(range(4, ROWS))
-
-
-def emptied(journal: Path) -> int:
-    with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as db:
-        return int(db.execute("SELECT count(*) FROM rows WHERE key = x''").fetchone()[0])
 
 
 def test_lost_description_is_recovered_from_the_seals(stored: Path) -> None:

@@ -10,8 +10,9 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Delete, Load, Store
 from nixl_tiers.tiers.base import Move
-from tests.mover.harness import MoverProcess, file_tier, key_of, payload, wait_until
+from tests.mover.harness import MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
 from tests.support.disks import disk_bytes
+from tests.support.journals import journal_in, rows
 
 GEOMETRY = Geometry(1, 250_000)
 SLOTS = 96
@@ -53,8 +54,8 @@ def test_journalled_rows_survive_a_kill(tmp_path: Path) -> None:
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
         mover.open()
         assert set(mover.store(range(SLOTS))) == {Outcome.OK}
-        journal = next(tmp_path.rglob("manifest.sqlite-wal"))
-        wait_until(lambda: _rows(journal) == SLOTS)
+        journal = journal_in(shard_dir(tmp_path))
+        assert wait_until(lambda: journal.exists() and len(rows(journal)) == SLOTS)
         mover.kill()
     with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
         mover.open()
@@ -90,10 +91,3 @@ def test_region_is_not_written_after_a_mover_killed_during_loads_is_reaped(tmp_p
 
 def _batches(entries: list, size: int) -> list[list]:
     return [entries[start : start + size] for start in range(0, len(entries), size)]
-
-
-def _rows(wal: Path) -> int:
-    import sqlite3
-
-    with sqlite3.connect(f"file:{wal.with_name('manifest.sqlite')}?mode=ro", uri=True) as db:
-        return int(db.execute("SELECT count(*) FROM rows").fetchone()[0])

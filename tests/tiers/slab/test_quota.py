@@ -130,7 +130,7 @@ def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
     shard = leave_shard(tmp_path, 1, 2 * MIB)
     assert room(quota, 0)
     assert 3 * MIB <= quota.used_bytes < 3 * MIB + 100_000
-    (shard / "manifest.sqlite").write_bytes(b"x" * (3 * MIB))
+    (shard / "manifest.journal").write_bytes(b"x" * (3 * MIB))
     assert room(quota, 0)
     assert 5 * MIB <= quota.used_bytes < 5 * MIB + 100_000
 

@@ -1,0 +1,253 @@
+"""The journal against a plain model: kills, clean closes and power failures at any moment, then it is opened again.
+
+The journal's thread is run step by step, so that a step is the same each time. Every write since the last flush is
+recorded; a power failure keeps, loses or tears any of them, sector by sector.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.slab import journal as journal_module
+from nixl_tiers.tiers.slab import journal_file
+from nixl_tiers.tiers.slab.journal import Journal
+from nixl_tiers.tiers.slab.journal_file import NAME, JournalFile
+
+SLOTS = 6
+SECTOR = 512
+KEYS = [b"key-%d" % number * (1 + number % 3) for number in range(8)]
+
+slots = st.integers(0, SLOTS - 1)
+keys = st.sampled_from(KEYS)
+
+
+class Disk:
+    """What was written to one file, and what of it is durable."""
+
+    def __init__(self) -> None:
+        self.durable = b""
+        self.writes: list[tuple[int, bytes]] = []  # since the last flush
+
+    def lose_power(self, choose: Callable[[int], int]) -> bytes:
+        """The file afterwards. `choose(n)`: a number below n."""
+        content = bytearray(self.durable)
+        sectors: dict[int, list[tuple[int, bytes]]] = {}
+        for offset, raw in self.writes:
+            for start in range(offset, offset + len(raw), SECTOR):
+                at = start - start % SECTOR
+                part = raw[max(at, offset) - offset : at + SECTOR - offset]
+                sectors.setdefault(at, []).append((max(at, offset), part))
+        for parts in sectors.values():  # each sector independently: so they are lost and reordered
+            for offset, raw in parts[: choose(len(parts) + 1)]:
+                torn = raw[: choose(len(raw))] if choose(4) == 0 else raw
+                content.extend(bytes(max(0, offset + len(torn) - len(content))))
+                content[offset : offset + len(torn)] = torn
+        return bytes(content)
+
+
+class RecordedFile(JournalFile):
+    """Keeps what it writes in `disk`."""
+
+    disk: Disk
+
+    def _write_at(self, raw: bytes, offset: int) -> None:
+        super()._write_at(raw, offset)
+        self.disk.writes.append((offset, raw))
+
+
+class StepThread:
+    """In place of the journal's thread: `join` is its end; the test runs its steps."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        pass
+
+    def join(self) -> None:
+        self._target()
+
+
+class JournalModel(RuleBasedStateMachine):
+    """`bytes_in`: the key whose bytes are in each slot. `held`: what the caller knows of each slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp())
+        self.folder = Folder.base(self.path)
+        self.boot = 1
+        self.disk = Disk()
+        self.bytes_in: dict[int, bytes] = {}
+        self.bytes_before: dict[int, bytes] = {}
+        self.held: dict[int, bytes] = {}
+        self.tick = 1
+        self.ticks: dict[int, int] = {}
+        self.overwriting: dict[int, bytes] = {}
+        self.certain = True  # no power failure: nothing that was recorded may be forgotten
+        self.originals = journal_module.threading.Thread, journal_module.JournalFile, journal_file.boot_id, os.fdatasync
+        journal_module.threading.Thread = StepThread  # type: ignore[misc, assignment]
+        RecordedFile.disk = self.disk
+        journal_module.JournalFile = RecordedFile  # type: ignore[misc]
+        journal_file.boot_id = lambda: self.boot.to_bytes(16, "big")
+        os.fdatasync = self._flushed
+
+    def _flushed(self, descriptor: int) -> None:
+        self.disk.durable, self.disk.writes = (self.path / NAME).read_bytes(), []
+
+    def teardown(self) -> None:
+        thread, file, boot, sync = self.originals
+        journal_module.threading.Thread, journal_module.JournalFile = thread, file  # type: ignore[misc]
+        journal_file.boot_id, os.fdatasync = boot, sync
+        self.folder.close()
+        shutil.rmtree(self.path)
+
+    @initialize()
+    def start(self) -> None:
+        self._open()
+
+    def _open(self) -> None:
+        """Open it, list it, and recover unknown slots from the bytes in them, as a shard does."""
+        self.journal = Journal(self.folder, SLOTS)
+        listing = self.journal.list_rows()
+        found: dict[int, bytes] = {}
+        ticks = []
+        while (batch := next(listing, None)) is not None:
+            self.journal._step(closing=False)
+            for entry in batch:
+                assert entry.slot not in found
+                found[entry.slot] = entry.key
+                ticks.append(entry.tick)
+                assert self.journal.holds(entry.slot, entry.key)
+        assert ticks == sorted(ticks)
+        assert len(set(found.values())) == len(found)  # no key in two slots
+        unknown = self.journal.unknown_slots()
+        assert not any(unknown[slot] for slot in found)
+        for slot in np.flatnonzero(unknown).tolist():
+            key = self.bytes_in.get(slot)
+            if key:
+                if self.journal.duplicates([key]).any():
+                    self.journal.mark_garbage(slot, self.tick)
+                else:
+                    found[slot] = key
+                    self.journal.put(slot, key, self.tick, self.tick)
+        if self.certain:  # after a kill: no row over other bytes, and none that was held is lost but to a later copy
+            assert all(self.bytes_in[slot] == key for slot, key in found.items())
+            assert set(self.held.values()) <= set(found.values())
+        self.journal.mark_empty(np.ones(SLOTS, np.bool_), self.tick)
+        self.journal.mark_complete()
+        self.held = {}
+        for slot, key in found.items():  # a row over other bytes is a miss
+            if self.bytes_in.get(slot) == key:
+                self.held[slot] = key
+            else:
+                self.journal.remove(slot, key)
+        self.certain = True
+        self.overwriting.clear()
+        self.tick += 1
+
+    @rule(chosen=st.dictionaries(slots, keys, min_size=1))
+    def begin_stores(self, chosen: dict[int, bytes]) -> None:
+        for slot, key in chosen.items():
+            if slot not in self.overwriting and key not in (*self.held.values(), *self.overwriting.values()):
+                if slot in self.held:
+                    self.journal.remove(slot, self.held.pop(slot))
+                self.journal.start_overwrite(slot)
+                self.overwriting[slot] = key
+
+    @rule(chosen=st.dictionaries(slots, keys, min_size=1), written=st.booleans())
+    def store(self, chosen: dict[int, bytes], written: bool) -> None:
+        """From begin to end."""
+        self.begin_stores(chosen)
+        self.write()
+        self.transfer()
+        self.end_stores()
+        if written:
+            self.write()
+
+    @rule()
+    def transfer(self) -> None:
+        """Of all that may be made now."""
+        for slot, key in self.overwriting.items():
+            if self.journal.may_overwrite([slot]):
+                self.bytes_before[slot] = self.bytes_in.get(slot, b"")
+                self.bytes_in[slot] = key
+
+    @rule()
+    def end_stores(self) -> None:
+        for slot, key in [*self.overwriting.items()]:
+            if self.bytes_in.get(slot) == key and self.journal.may_overwrite([slot]):
+                del self.overwriting[slot]
+                self.journal.put(slot, key, self.tick, self.tick)
+                self.held[slot] = key
+                self.tick += 1
+
+    @rule(slot=slots)
+    def remove(self, slot: int) -> None:
+        if slot in self.held:
+            self.journal.remove(slot, self.held.pop(slot))
+
+    @rule(slot=slots)
+    def erase(self, slot: int) -> None:
+        if slot not in self.overwriting:
+            self.held.pop(slot, None)
+            self.bytes_in[slot] = self.bytes_before[slot] = b""  # and flushed
+            self.journal.mark_erased(slot)
+
+    @rule(touched=st.sets(slots))
+    def touch(self, touched: set[int]) -> None:
+        self.journal.touch(sorted(touched), [self.tick] * len(touched))
+        self.tick += 1
+
+    @rule()
+    def write(self) -> None:
+        """A turn of the journal's thread."""
+        self.journal._rewrite_at_s = 0.0
+        self.journal._step(closing=False)
+
+    @rule(how=st.sampled_from(["closed", "killed", "power", "damaged"]), data=st.data())
+    def open_again(self, how: str, data: st.DataObject) -> None:
+        if how in {"closed", "damaged"}:
+            self.journal.close()
+        else:
+            os.close(self.journal._file._descriptor)
+        file = self.path / NAME
+        if how == "damaged":  # somebody writes over a part of it
+            raw = bytearray(file.read_bytes())
+            at = data.draw(st.sampled_from([0, *(4096 + 128 * slot for slot in range(SLOTS))]) | st.integers(0, 5000))
+            raw[at : at + 40] = data.draw(st.binary(min_size=1, max_size=40))
+            file.write_bytes(raw)
+        if how == "power" and file.exists():
+            file.write_bytes(self.disk.lose_power(lambda n: data.draw(st.integers(0, n - 1))))
+            self.boot += 1
+            self.certain = False
+            for slot in range(SLOTS):  # slabs are not flushed either
+                lost = data.draw(st.sampled_from(["", "", "to the bytes before", "torn"]))
+                if lost:
+                    self.bytes_in[slot] = self.bytes_before.get(slot, b"") if lost != "torn" else b""
+        if how in {"power", "damaged"} and file.exists():
+            self.disk.durable, self.disk.writes = file.read_bytes(), []
+        self._open()
+
+    @precondition(lambda self: hasattr(self, "journal"))
+    @invariant()
+    def columns_say_what_is_held(self) -> None:
+        for slot in range(SLOTS):
+            key = self.held.get(slot)
+            assert self.journal.holds(slot, key) if key else not self.journal.tags[slot]
+            if self.bytes_in.get(slot) and slot not in self.overwriting:
+                assert self.journal.sealed_at[slot] or not self.held.get(slot)
+
+
+TestJournal = JournalModel.TestCase
+TestJournal.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
