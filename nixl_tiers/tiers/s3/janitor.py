@@ -25,8 +25,8 @@ from typing import Any, Final, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from nixl_tiers.tiers.s3.conditional import conditional_writes_work, put_if, status_of
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 LEASE_NAME: Final = ".janitor"
 USAGE_NAME: Final = ".usage"
@@ -35,9 +35,6 @@ MAX_VICTIMS: Final = 1 << 16  # of one sweep, whose names are kept in memory
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 SKEW_S: Final = 1.0  # between the clocks of one service's front ends, and what a Date header rounds off
 CLOSE_TIMEOUT_S: Final = 2.0
-
-_CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
-_UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,7 @@ class Janitor:
         while not self._stop.is_set():
             try:
                 if supported is None:
-                    supported = self._conditional_writes_work()
+                    supported = conditional_writes_work(self._put)
                 if not supported:
                     self._denials.report(
                         "conditional writes",
@@ -220,20 +217,6 @@ class Janitor:
             with contextlib.suppress(BotoCoreError, ClientError):
                 self._put(LEASE_NAME, b"", IfMatch=self._lease)
 
-    def _conditional_writes_work(self) -> bool:
-        """Whether the server refuses writes whose condition does not hold, for both kinds of condition."""
-        try:
-            self._put(WRITE_TEST_NAME, b"conditional writes", IfNoneMatch="*")
-            return (
-                self._put(WRITE_TEST_NAME, b"conditional writes", IfNoneMatch="*") is None
-                and self._put(WRITE_TEST_NAME, b"conditional writes", IfMatch='"00000000000000000000000000000000"')
-                is None
-            )
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") not in _UNSUPPORTED:
-                raise
-            return False
-
     def _renew(self) -> None:
         """Renew the lease or try to acquire it, renew the usage record, and read it."""
         self._renew_at = time.monotonic() + self._intervals.renew_s
@@ -251,7 +234,7 @@ class Janitor:
         try:
             found = self._client().get_object(Bucket=self._bucket, Key=self._name(LEASE_NAME))
         except ClientError as error:
-            if _status(error) != 404:
+            if status_of(error) != 404:
                 raise
             self._lease = self._put(LEASE_NAME, body, IfNoneMatch="*")
         else:
@@ -270,7 +253,7 @@ class Janitor:
         try:
             found = self._client().get_object(Bucket=self._bucket, Key=self._name(USAGE_NAME))
         except ClientError as error:
-            if _status(error) != 404:
+            if status_of(error) != 404:
                 raise
             self._usage_etag = None
             answer = error.response["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -357,21 +340,14 @@ class Janitor:
 
     def _put(self, name: str, body: bytes, **condition: str) -> str | None:
         """Write a small object; its ETag, or None if the condition does not hold."""
-        try:
-            answer = self._client().put_object(Bucket=self._bucket, Key=self._name(name), Body=body, **condition)
-        except ClientError as error:
-            if _status(error) not in _CONDITION_FAILED:
-                raise
+        answer = put_if(self._client(), self._bucket, self._name(name), body, condition)
+        if answer is None:
             return None
         self._server_s = _date(answer)
         return str(answer.get("ETag", ""))
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}/{name}"
-
-
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def _date(answer: dict[str, Any]) -> float:

@@ -1,0 +1,46 @@
+"""Conditional writes of small objects below a prefix: what the janitor's lease and a private prefix's lease rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from botocore.exceptions import ClientError
+
+from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
+
+_CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
+_UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
+
+
+def put_if(client: Any, bucket: str, name: str, body: bytes, condition: dict[str, str]) -> dict[str, Any] | None:
+    """Write an object on a condition (IfNoneMatch or IfMatch); boto3's answer, or None if it does not hold."""
+    try:
+        answer: dict[str, Any] = client.put_object(Bucket=bucket, Key=name, Body=body, **condition)
+    except ClientError as error:
+        if status_of(error) not in _CONDITION_FAILED:
+            raise
+        return None
+    return answer
+
+
+def conditional_writes_work(put: Callable[..., object | None]) -> bool:
+    """Whether the server refuses writes whose condition does not hold, for both kinds of condition.
+
+    `put(name, body, **condition)`: writes below the prefix, and returns None if the condition does not hold.
+    """
+    try:
+        put(WRITE_TEST_NAME, b"conditional writes", IfNoneMatch="*")
+        return (
+            put(WRITE_TEST_NAME, b"conditional writes", IfNoneMatch="*") is None
+            and put(WRITE_TEST_NAME, b"conditional writes", IfMatch='"00000000000000000000000000000000"') is None
+        )
+    except ClientError as error:
+        if error.response.get("Error", {}).get("Code") not in _UNSUPPORTED:
+            raise
+        return False
+
+
+def status_of(error: ClientError) -> int:
+    """The HTTP status of an error that the server answered with, or 0."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
