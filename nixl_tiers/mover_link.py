@@ -8,6 +8,9 @@ evicted before the step ends.
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -101,7 +104,7 @@ class MoverLink:
         self._touch_s = TOUCH_S
         key_hash = KeyHash.random()
         self.supervisor = Supervisor(
-            _configures(config.storage, region, key_hash), config.names, region.fd, self, clock
+            _configures(config.storage, region, key_hash, engine_id()), config.names, region.fd, self, clock
         )
 
     def start(self) -> None:
@@ -294,8 +297,13 @@ def _message(job: Job) -> Store | Load:
     return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
 
 
-def _configures(tiers: Sequence[StorageConfig], region: HostRegion, key_hash: KeyHash) -> list[Configure]:
-    """The first message to each tier's mover."""
+def engine_id() -> str:
+    """A new ID of this engine, for its movers: HOST/PID/RANDOM. In Kubernetes the host is the pod's name."""
+    return f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+
+
+def _configures(tiers: Sequence[StorageConfig], region: HostRegion, key_hash: KeyHash, engine: str) -> list[Configure]:
+    """The first message to each tier's mover. `engine`: see StorageTier.identify."""
     geometry = region.geometry
     return [
         Configure(
@@ -306,6 +314,7 @@ def _configures(tiers: Sequence[StorageConfig], region: HostRegion, key_hash: Ke
             region.rows,
             key_hash=(key_hash.prime, key_hash.multiplier),
             physical_slots=tier.physical_slots,
+            engine=engine,
             secret_variables=tier.secret_variables,
         )
         for tier in tiers

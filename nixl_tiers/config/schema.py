@@ -121,7 +121,7 @@ class TiersConfig(Model):
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
         description="how many data-parallel engines of this node share the `capacity` of the cpu tier and, unless they "
-        "have `replicas` of their own, of file tiers",
+        "have `replicas` of their own, of file tiers, and of private S3 prefixes",
         json_schema_extra=when_unset("taken from vLLM"),
     )
 

@@ -74,7 +74,10 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     region = HostRegion.attach(region_fd)
     try:
         geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
-        mover = Mover(make_tier(configure.tier, geometry, region), end, region, configure)
+        tier = make_tier(configure.tier, geometry, region)
+        if configure.engine:
+            tier.identify(configure.engine)
+        mover = Mover(tier, end, region, configure)
     except TierRefused as error:
         SendQueue(end).send(Refused(str(error)))
         return

@@ -36,6 +36,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     rows: int
     key_hash: tuple[int, int]  # prime and multiplier of memory.key_hash, the same for all row tables
     physical_slots: bool = False  # a slot is a place on the medium
+    engine: str = ""  # StorageTier.identify
     secret_variables: list[str] = []  # environment variables whose values must not be logged
 
 

@@ -83,6 +83,10 @@ class StorageTier(ABC):
     reads.
     """
 
+    def identify(self, engine: str) -> None:  # noqa: B027 - most tiers need not know
+        """For which engine this tier works: an ID that stays the same when its mover is restarted. Called once, before
+        `open`."""
+
     @abstractmethod
     def open(self, namespace: bytes, epoch: int) -> int:
         """Serve this namespace from now on and return how many slots it may fill. Called again after a reset,

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
-from nixl_tiers.config.schema import ConfigError, FileConfig, TiersConfig
+from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, StorageConfig, TiersConfig, Write
 from nixl_tiers.config.source import without_vllm
 from nixl_tiers.memory.region import HostRegion, RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
@@ -50,7 +50,7 @@ class NixlTiersSpec(OffloadingSpec):
         refuse_layout(config)
         tiers = parse(config)
         replicas = replicas_of(config, tiers)
-        self.tiers = tiers.shared_by(replicas)
+        self.tiers = with_own_prefixes(tiers.shared_by(replicas), config)
         self.geometry = geometry_of(config)
         self.rows = rows_of(self.tiers, self.geometry, replicas)
         self._manager: OffloadingManager | None = None
@@ -151,6 +151,37 @@ def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
             f", and only one of them can use {' and '.join(undivided)}" if undivided else "",
         )
     return reported
+
+
+def with_own_prefixes(tiers: TiersConfig, config: OffloadingConfig) -> TiersConfig:
+    """Give each data-parallel engine its own part of a private S3 prefix, which has one owner: `<prefix>/<index>`, with
+    its share of the capacity. Readers (`write: off`) and shared prefixes stay as they are."""
+    replicas = max(compat.replicas(config), tiers.replicas or 1)
+    index = int(getattr(config.parallel, "data_parallel_index", 0))
+    private = [t for t in tiers.storage if isinstance(t, S3Config) and not t.shared and t.write is not Write.OFF]
+    if not private or (replicas == 1 and index == 0):
+        return tiers
+    if index >= replicas:
+        log.warning(
+            "nixl_tiers: this engine is data-parallel replica %d, and vLLM does not say how many there are: set "
+            "replicas, or shared: true, or only one of them stores below %s",
+            index,
+            " and ".join(tier.place for tier in private),
+        )
+        return tiers
+    parts: dict[StorageConfig, StorageConfig] = {}
+    for tier in private:
+        update = {"prefix": f"{tier.prefix}/{index}", "capacity": tier.capacity // replicas}
+        parts[tier] = part = tier.model_copy(update=update)
+        log.info(
+            "nixl_tiers: data-parallel replica %d of %d stores below %s, with %s of the capacity",
+            index,
+            replicas,
+            part.place,
+            tiers_config.format_size(part.capacity),
+        )
+    own = tuple(parts.get(t, t) if isinstance(t, StorageConfig) else t for t in tiers.tiers)
+    return tiers.model_copy(update={"tiers": own})
 
 
 def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:

@@ -81,7 +81,7 @@ class Objects(Medium):
 
     def places(self) -> list[str]:
         listed = self._client.list_objects_v2(Bucket=self.tier["bucket"], Prefix=self.tier["prefix"] + "/")
-        return [entry["Key"] for entry in listed.get("Contents", ())]
+        return [entry["Key"] for entry in listed.get("Contents", ()) if entry["Key"].count("/") > 1]
 
     def read(self, place: str) -> bytes:
         body: bytes = self._client.get_object(Bucket=self.tier["bucket"], Key=place)["Body"].read()

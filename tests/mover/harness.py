@@ -54,7 +54,12 @@ class MoverProcess:
     """A mover, the region it shares with this process, and this process's end of its socket."""
 
     def __init__(
-        self, tier: dict[str, object], geometry: Geometry, rows: int, region: HostRegion | None = None
+        self,
+        tier: dict[str, object],
+        geometry: Geometry,
+        rows: int,
+        region: HostRegion | None = None,
+        engine: str = "",
     ) -> None:
         self.geometry = geometry
         self.region = region or HostRegion.create(geometry, rows)
@@ -77,9 +82,8 @@ class MoverProcess:
         self.heartbeats = 0
         self._unread: list[ToCoordinator] = []
         self._jobs = 0
-        self.send(
-            Configure(tier, geometry.cells, geometry.cell_payload, geometry.sub_blocks, self.region.rows, KEY_HASH)
-        )
+        cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
+        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, KEY_HASH, engine=engine))
 
     def __enter__(self) -> Self:
         return self

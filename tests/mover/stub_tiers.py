@@ -79,6 +79,26 @@ def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: 
     return s3_tier.S3Tier(config, geometry, region)
 
 
+class ShortLeaseConfig(S3Config):
+    """An S3 tier whose lease of a private prefix expires soon."""
+
+    type: str
+    lease_s: float = 6.0
+    label: ClassVar[str] = "s3"
+    implementation: ClassVar[str] = f"{__name__}:s3_with_short_lease"
+
+
+def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
+    from nixl_tiers.tiers.s3 import denials
+    from nixl_tiers.tiers.s3 import tier as s3_tier
+    from nixl_tiers.tiers.s3.lease import LeaseTerms
+
+    denials.CLEAR_S = 0.1  # type: ignore[misc]
+    terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1)
+    s3_tier.LEASE_TERMS = terms  # type: ignore[misc]
+    return s3_tier.S3Tier(config, geometry, region)
+
+
 def dies_at_start(config: StubConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     """Ends its mover like a library that cannot be loaded."""
     os.write(2, b"lib.so: undefined symbol: foo, key " + os.environ["AWS_SECRET_ACCESS_KEY"].encode() + b"\n")

@@ -137,4 +137,5 @@ class Objects(Medium):
 
     def _sizes(self, prefix: str) -> list[int]:
         pages: Any = self.server.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
-        return [found["Size"] for page in pages for found in page.get("Contents", ())]
+        objects = (found for page in pages for found in page.get("Contents", ()))
+        return [found["Size"] for found in objects if found["Key"].count("/") > 1]

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.config import schema as tiers_config
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
@@ -110,6 +111,27 @@ def test_file_tiers_are_divided_by_the_replicas_of_the_node(
     assert parts(offloading_config({"tiers": tiers}, index=1)) == 1
     assert "set replicas, or each of them takes the cpu tier's whole capacity" in caplog.text
     assert "and only one of them can use tiers[1].path" in caplog.text
+
+
+def s3_places(spec: NixlTiersSpec) -> list[tuple[str, int]]:
+    return [(tier.prefix, tier.capacity) for tier in spec.tiers.storage if isinstance(tier, S3Config)]
+
+
+def test_data_parallel_engines_have_prefixes_of_their_own(
+    offloading_config: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    private = {"type": "s3", "bucket": "kv-cache", "prefix": "kv", "capacity": "80MiB"}
+    others = [private | {"prefix": "all", "shared": True}, private | {"prefix": "seen", "write": "off"}]
+    tiers = {"tiers": [CPU, private, *others]}
+    kept = [("all", 80 << 20), ("seen", 80 << 20)]
+    assert s3_places(NixlTiersSpec(offloading_config(tiers))) == [("kv", 80 << 20), *kept]
+    assert s3_places(NixlTiersSpec(offloading_config(tiers, replicas=4, index=3))) == [("kv/3", 20 << 20), *kept]
+    known = tiers | {"replicas": 2}
+    assert s3_places(NixlTiersSpec(offloading_config(known))) == [("kv/0", 40 << 20), *kept]
+    assert s3_places(NixlTiersSpec(offloading_config(known, index=1))) == [("kv/1", 40 << 20), *kept]
+    assert "only one of them stores" not in caplog.text
+    assert s3_places(NixlTiersSpec(offloading_config(tiers, index=1))) == [("kv", 80 << 20), *kept]
+    assert "set replicas, or shared: true, or only one of them stores below s3://kv-cache/kv at AWS" in caplog.text
 
 
 def test_vllms_own_fields_are_ignored(offloading_config: Build) -> None:

@@ -57,8 +57,10 @@ _PLAIN_HTTP: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQU
 class S3Control:
     """Control requests to one bucket. To be used by one thread; requests that block run on another, a daemon."""
 
-    def __init__(self, tier: S3Config) -> None:
+    def __init__(self, tier: S3Config, may_delete: Callable[[], bool] = lambda: True) -> None:
+        """`may_delete`: whether queued deletes may be sent now; called on this object's thread."""
         self._tier = tier
+        self._may_delete = may_delete
         self._session: Any = None
         self._client: Any = None
         self._quick_client: Any = None  # short timeouts, for existence checks
@@ -148,6 +150,11 @@ class S3Control:
             self._delete_queue.pop(name, None)
             return name not in self._in_flight_deletes
 
+    def drop_deletes(self) -> None:
+        """Forget the queued deletes. One that is in flight ends before a listing that is started now begins."""
+        with self._wake:
+            self._delete_queue.clear()
+
     def confirmed_deletes(self) -> Sequence[str]:
         """Names whose deletes were confirmed since the last call."""
         if not self._confirmed_deletes:
@@ -204,8 +211,12 @@ class S3Control:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout_s)
-        with self._wake:
-            self._delete_queue.clear()
+        self.drop_deletes()
+
+    @property
+    def idle(self) -> bool:
+        """After `close`: whether no request can still be on its way."""
+        return self._thread is None or not self._thread.is_alive()
 
     # The control thread
 
@@ -223,7 +234,7 @@ class S3Control:
             return self._connect
         if self._check_due and self._client is not None and now >= self._upload_check_at:
             return self._check_uploads
-        if self._delete_queue and self._client is not None and now >= self._not_before["delete"]:
+        if self._sendable_deletes and self._client is not None and now >= self._not_before["delete"]:
             return self._delete_some
         if self._listing is not None and now >= self._list_at_s(self._listing, now):
             return self._list_page
@@ -235,7 +246,7 @@ class S3Control:
         times = [self._credentials_check_at]
         if self._check_due:
             times.append(self._upload_check_at)
-        if self._delete_queue:
+        if self._sendable_deletes:
             times.append(self._not_before["delete"])
         if self._listing is not None:
             times.append(self._list_at_s(self._listing, now))
@@ -244,6 +255,10 @@ class S3Control:
 
     def _list_at_s(self, listing: Listing, now: float) -> float:
         return max(self._not_before["list"], listing.next_step_s(now))
+
+    @property
+    def _sendable_deletes(self) -> bool:
+        return bool(self._delete_queue) and self._may_delete()
 
     @property
     def _check_due(self) -> bool:

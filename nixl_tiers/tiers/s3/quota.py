@@ -146,6 +146,17 @@ class PrefixQuota:
             for name in names:
                 self._confirm(name)
 
+    def drop_pending_deletes(self) -> None:
+        """Their objects may still be there: a listing that begins now finds them again."""
+        with self._lock:
+            self._pending_deletes.clear()
+            self._pending_bytes = 0
+
+    def hide(self, key: Key) -> None:
+        """The row is there, but is not known from now on. A listing that runs finds it again."""
+        with self._lock:
+            self._remove(self._served, [place_of(key)])
+
     def forget(self, key: Key) -> None:
         """The row does not exist any more, or is not this tier's to delete."""
         with self._lock:

@@ -6,8 +6,9 @@ Two weaknesses of NIXL's object backend are handled here (both were reproduced):
 - a retry inside its AWS library appends to the bytes of the failed attempt, so one "slow down" corrupts a download
   whose second attempt succeeded: a download that was answered with anything but a row is retried once.
 
-A private prefix: the quota counts every row below it, of any namespace. Space counts as free when the server has
-confirmed the deletes, so the bucket never holds more than the capacity.
+A private prefix: one engine owns it by a lease (lease.py); the tier of another one only reads, and lists again when it
+gets the lease. The quota counts every row below it, of any namespace. Space counts as free when the server has
+confirmed the deletes, so the bucket never holds more than the capacity, and the uploads of an owner that is replaced.
 
 A shared prefix: rows that others store are found by periodic listings and existence checks. Rows that the core
 deletes only leave its index, since others may use them: the janitor (janitor.py) deletes, and grants uploads.
@@ -15,6 +16,7 @@ deletes only leave its index, since others may use them: the janitor (janitor.py
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, MAX_DOWNLOADS, MAX_UPLOADS, ObjectTransfer, S3Data
 from nixl_tiers.tiers.s3.existence import Answer, ExistenceChecker
 from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals, UploadQuota
+from nixl_tiers.tiers.s3.lease import LeaseTerms, PrefixLease
 from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing, Relisting
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import PrefixQuota
@@ -43,6 +46,9 @@ SWEEP_S: Final = 3600.0  # the longest time between two listings of a private pr
 SWEEPS_PER_AGE: Final = 8
 MAX_SLOTS: Final = 1 << 31  # slots only count here, but are sent as 32 bits
 INTERVALS: Final = JanitorIntervals()
+LEASE_TERMS: Final = LeaseTerms()
+LEASE_CHECK_S: Final = 1.0  # how often a private prefix's tier looks whether it has got the lease
+LEASE_START_S: Final = 3.0  # how long opening waits for it
 
 
 class S3Tier(StorageTier):
@@ -55,12 +61,15 @@ class S3Tier(StorageTier):
         self._region = region
         self._row_bytes = geometry.row_bytes
         self._data = S3Data(config, geometry, region)
-        self._control = S3Control(config)
+        self._control = S3Control(config, lambda: self._may_write)
         self._existence = ExistenceChecker(lambda key: self._control.exists(self._name(key), self._row_bytes))
         self._upload_quota = UploadQuota(config.capacity, self._row_bytes) if config.shared else None
         self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
         self._names = RowNames(config.prefix)
+        self._engine = secrets.token_hex(8)
+        self._lease: PrefixLease | None = None
+        self._tenures = (0, 0)  # the lease's when the last listing ended, and when the present one began
         self._quota = self._new_quota()
         self._unusable: set[Key] = set()  # corrupt or expired: deleted on request, also on a shared prefix
         self._sealer: Sealer | None = None
@@ -77,6 +86,9 @@ class S3Tier(StorageTier):
         )
         self._deferred_deletes: set[Key] = set()  # of rows whose upload runs
 
+    def identify(self, engine: str) -> None:
+        self._engine = engine
+
     def open(self, namespace: bytes, epoch: int) -> int:
         credentials = self._control.connect()
         self._data.connect(credentials, self._control.region.name)
@@ -87,6 +99,8 @@ class S3Tier(StorageTier):
         self._tick = 0
         if self._upload_quota is not None:
             self._quota = self._new_quota()
+        elif not self._reads_only and self._lease is None:
+            self._start_lease()
         # Rows of an epoch above 0 are never used again, so they go first.
         newest_s = float("-inf") if self._epoch else self._control.server_time_s()
         self._namespace, self._epoch = namespace.hex(), epoch
@@ -113,7 +127,9 @@ class S3Tier(StorageTier):
 
     @property
     def relist_s(self) -> float | None:
-        return max(RELIST_S, self._page_pause_s) if self._upload_quota is not None else None
+        if self._upload_quota is not None:
+            return max(RELIST_S, self._page_pause_s)
+        return None if self._reads_only else LEASE_CHECK_S
 
     def list_rows(self) -> Iterator[list[Entry]]:
         if self._listing is None and self._upload_quota is not None:
@@ -121,13 +137,15 @@ class S3Tier(StorageTier):
             self._start_listing(
                 Relisting(self._quota, self._names, served, max_age_s=age_s, pause_s=self._page_pause_s)
             )
+        elif self._listing is None and self._tenure not in (0, self._tenures[0]):
+            self._start_listing(self._full_listing())
         yield from self._listed_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
         """On a private prefix: delete expired rows. On a shared one, the janitor does."""
         age_s = self._config.max_age
         if self._listing is None and self._upload_quota is None and age_s is not None:
-            deleter = None if self._reads_only else self._control
+            deleter = self._control if self._may_write else None
             served, pause_s = (self._namespace, self._row_bytes), self._page_pause_s
             self._start_listing(
                 ExpirySweep(self._quota, self._names, served, max_age_s=age_s, pause_s=pause_s, deleter=deleter)
@@ -151,6 +169,8 @@ class S3Tier(StorageTier):
         if listing is None:
             return
         for entries in listing.entries(lambda: self._tick):
+            if listing.done.is_set() and isinstance(listing, FullListing):
+                self._tenures = (self._tenures[1], self._tenures[1])
             if listing is not self._listing:  # the tier was opened again
                 return
             self._tick = max([self._tick, *(entry.tick + 1 for entry in entries)])
@@ -158,6 +178,8 @@ class S3Tier(StorageTier):
             if listing is not self._listing:
                 return
         self._quota.unwatch()
+        if isinstance(listing, FullListing):
+            self._tenures = (self._tenures[1], self._tenures[1])
         self._listing = None
         self._listed = True
 
@@ -223,6 +245,9 @@ class S3Tier(StorageTier):
         self._existence.close()
         self._control.close()
         self._data.close()
+        if self._lease is not None:
+            self._lease.close(release=self._control.idle and not self._data.busy)
+            self._lease = None
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 
@@ -293,6 +318,8 @@ class S3Tier(StorageTier):
 
     def _room_for(self, key: Key) -> Outcome | None:
         """OK if this row may be uploaded now, None if it must wait for a delete, else how its store ends."""
+        if not self._may_write:
+            return Outcome.NO_SPACE  # not FAILED: nothing is wrong with the server
         name = self._name(key)
         deleting = self._control.has_pending_deletes
         self._count_confirmed_deletes()
@@ -343,11 +370,15 @@ class S3Tier(StorageTier):
     # --- the bucket -------------------------------------------------------------------------------------------------
 
     def _delete_rows(self, *keys: Key) -> None:
-        """Delete these rows. In a read-only tier, and on a shared prefix unless they are unusable, only forget them."""
-        if self._upload_quota is not None or self._reads_only:
-            kept = set(keys) if self._reads_only else set(keys) - self._unusable
+        """Delete these rows. Only forget them without the right to write, and on a shared prefix unless they are
+        unusable."""
+        if self._upload_quota is not None or not self._may_write:
+            kept = set(keys) - self._unusable if self._may_write else set(keys)
             for key in kept:
-                self._quota.forget(key)
+                if self._upload_quota is None:
+                    self._quota.hide(key)
+                else:
+                    self._quota.forget(key)
             keys = tuple(key for key in keys if key not in kept)
         self._unusable.difference_update(keys)
         self._control.delete([name for key in keys if (name := self._quota.delete(key)) is not None])
@@ -360,15 +391,44 @@ class S3Tier(StorageTier):
         capacity = self._config.capacity if self._upload_quota is None else sys.maxsize
         return PrefixQuota(self._names, self._row_bytes, capacity)
 
+    def _start_lease(self) -> None:
+        self._lease = PrefixLease(
+            lambda: self._control.client,
+            self._config.bucket,
+            self._config.prefix,
+            self._engine,
+            self._control.denials,
+            self._control.server_time_s,
+            LEASE_TERMS,
+        )
+        self._lease.start(LEASE_START_S)
+
+    @property
+    def _tenure(self) -> int:
+        return 0 if self._lease is None else self._lease.tenure()
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether uploads and deletes may begin now: with the lease of a private prefix, once a listing that began in
+        this tenure has counted what others wrote before. For any thread."""
+        if self._upload_quota is not None:
+            return not self._reads_only
+        return (tenure := self._tenure) != 0 and tenure == self._tenures[0]
+
     def _full_listing(self) -> FullListing:
-        private = self._upload_quota is None
+        private, tenure = self._upload_quota is None, self._tenure
+        if tenure != self._tenures[0]:
+            self._control.drop_deletes()
+            self._quota.drop_pending_deletes()
+        self._tenures = (self._tenures[0], tenure)
         return FullListing(
             self._quota,
             self._names,
             (self._namespace, self._row_bytes),
             whole=private,
             max_age_s=self._config.max_age,
-            deleter=self._control if private and not self._reads_only else None,
+            deleter=self._control if private and tenure else None,
+            differences_only=self._listed,
         )
 
     def _start_listing(self, listing: Listing | None) -> None:

@@ -49,12 +49,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> b
 class TierDriver:
     """An S3Tier and its region, used as a mover's loop does. Key n uses region row n, modulo the rows."""
 
-    def __init__(self, geometry: Geometry, rows: int, **config: Any) -> None:
+    def __init__(self, geometry: Geometry, rows: int, *, engine: str = "", **config: Any) -> None:
+        """`engine`: the ID of the engine that the tier works for; a new one unless given."""
         fields = {"type": "s3", "capacity": 1000 * geometry.row_bytes} | config
         self.geometry = geometry
         self.region = HostRegion.create(geometry, rows)
         self.config = S3Config(**fields)
         self.tier = S3Tier(self.config, geometry, self.region)
+        if engine:
+            self.tier.identify(engine)
 
     def __enter__(self) -> Self:
         return self
@@ -186,10 +189,13 @@ LONG_AGO = "2024-01-01T00:00:00.000Z"
 
 @dataclass
 class FaultyS3:
-    """As much of S3 as the tier uses, in memory; `fault` may fail any request, `hold` stops downloads half-way."""
+    """As much of S3 as the tier uses, in memory; `fault` may fail any request, `hold` stops downloads half-way.
+
+    There are no conditional writes: such requests are refused, or with `ignores_conditions` served like any other."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda _: None
+    ignores_conditions: bool = False
     region: str = ""  # the bucket's, as reported in headers
     modified: dict[str, str] = field(default_factory=dict)  # Last-Modified in listings, instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
@@ -239,6 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self._body()
+        if not self.s3.ignores_conditions and {"If-None-Match", "If-Match"} & set(self.headers):
+            return self._answer(501, b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>")
         url = urlsplit(self.path)
         name = unquote(url.path.lstrip("/").partition("/")[2])
         credential = re.search(r"Credential=([^/]+)/[^/]+/([^/]+)/", self.headers.get("Authorization", ""))
@@ -263,6 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             with self.s3.lock:
                 self.s3.concurrent -= 1
+        return None
 
     do_GET = do_PUT = do_HEAD = do_POST = _serve  # noqa: N815
 

@@ -177,6 +177,7 @@ def supports_conditions(request: Request, count: list[int]) -> tuple[int, str] |
 def test_incomplete_answers_do_not_end_the_janitor(faulty: FaultyS3) -> None:
     """This one sends no ETag."""
     count = [0]
+    faulty.ignores_conditions = True
     faulty.fault = lambda request: supports_conditions(request, count)
     with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.open()
@@ -192,6 +193,7 @@ def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: st
     """Nothing is ever uploaded by NIXL there, because there is no record of what the prefix holds."""
     count = [0]
     denied = denying(KINDS[kind])
+    faulty.ignores_conditions = True
     faulty.fault = lambda request: denied(request) or supports_conditions(request, count)
     with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.tier.open(NAMESPACE, 0)

@@ -28,16 +28,17 @@ def test_rows_survive_a_kill_of_their_mover(
     s3_credentials(seaweedfs)
     tier = s3_tier(seaweedfs.endpoint, s3_bucket(seaweedfs), prefix=s3_prefix)
     numbers = list(range(24))
-    with MoverProcess(tier, GEOMETRY, 32) as mover:
+    with MoverProcess(tier, GEOMETRY, 32, engine="one") as mover:
         assert mover.open() == 100
         assert mover.listed_rows() == []
         assert mover.store(numbers) == [Outcome.OK] * 24
         mover.kill()
-        with MoverProcess(tier, GEOMETRY, 32, mover.region) as successor:
+        with MoverProcess(tier, GEOMETRY, 32, mover.region, engine="one") as successor:
             assert successor.open() == 100
             assert {entry.key for entry in successor.listed_rows()} == {key_of(number) for number in numbers}
+            assert successor.store([24]) == [Outcome.OK], "it continues its engine's lease"
             assert successor.load([*numbers, 99]) == [Outcome.OK] * 24 + [Outcome.MISSING]
-            assert wait_until(lambda: _used_bytes(successor) == 24 * GEOMETRY.row_bytes)
+            assert wait_until(lambda: _used_bytes(successor) == 25 * GEOMETRY.row_bytes)
             successor.stop()
             assert SECRET_KEY not in successor.log()
 
@@ -53,6 +54,7 @@ def test_a_tier_is_down_until_its_server_starts(s3_credentials: Callable[[S3Serv
             assert mover.store([1]) == [Outcome.FAILED]
             server.start().make_bucket("kv-later")
             mover.expect(lambda message: isinstance(message, Opened))
+            mover.listed_rows()
             assert mover.store([1]) == [Outcome.OK]
             mover.stop()
 

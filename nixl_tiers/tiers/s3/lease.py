@@ -1,0 +1,293 @@
+"""The lease of a private prefix: one engine at a time stores and deletes there; all others only read.
+
+The lease is an object below the prefix, written with If-None-Match or If-Match only, so that each write replaces the
+content that its writer has read. Every write has a new ETag, and the object is never deleted. Nobody compares clocks:
+
+- The owner may write for `lease_s - margin_s` after it *sent* its last successful renewal, by its own clock.
+- Another engine takes over once the object's ETag has not changed for `lease_s` after the *answer* that first had it,
+  by that engine's clock. The condition of its write makes sure that no renewal came in between.
+
+The renewal was sent before it was first read, so the owner's time ends `margin_s` before another's begins, however late
+requests arrive and whichever answers are lost, while clocks differ in rate by less than margin_s / (2 * lease_s). The
+margin is also for what the owner began in time: the second try of a delete request.
+
+The owner is an engine, not a mover: a mover that was restarted finds its engine's ID in the object and continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from nixl_tiers.tiers.s3.conditional import conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.denials import Denials
+
+logger = logging.getLogger(__name__)
+
+LEASE_NAME: Final = ".owner"
+KIND: Final = "private prefix"
+CLOSE_TIMEOUT_S: Final = 2.0
+MAX_LEASE_S: Final = 3600.0  # what a record may claim
+NEVER_S: Final = float("-inf")
+
+
+@dataclass(frozen=True)
+class LeaseTerms:
+    """In seconds."""
+
+    lease_s: float = 60.0  # a lease that was not renewed for this long has expired
+    margin_s: float = 20.0  # the owner stops to write so long before that
+    renew_s: float = 15.0  # between two renewals: two may fail before the owner stops
+    poll_s: float = 10.0  # between two reads of another engine's lease
+    retry_s: float = 1.0  # after an error, or a condition that did not hold; doubles up to renew_s
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the lease object holds."""
+
+    engine: str  # "": released
+    since_s: float  # Unix time since when it is this engine's
+    lease_s: float
+
+    def encode(self) -> bytes:
+        """Different for each call, so that no two writes have the same ETag."""
+        fields = {"engine": self.engine, "since": self.since_s, "lease": self.lease_s, "write": secrets.token_hex(8)}
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Self | None:
+        """None if this is not such a record."""
+        try:
+            found = json.loads(raw)
+            engine, since_s, lease_s = str(found["engine"]), float(found["since"]), float(found["lease"])
+            time.gmtime(since_s)
+        except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
+            return None
+        return cls("".join(filter(str.isprintable, engine))[:128], since_s, min(lease_s, MAX_LEASE_S))
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read the object: `LeaseState.read` with the answer."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write the object if its ETag is still this one (None: if there is none): `LeaseState.written`."""
+
+    etag: str | None
+
+    @property
+    def condition(self) -> dict[str, str]:
+        return {"IfNoneMatch": "*"} if self.etag is None else {"IfMatch": self.etag}
+
+
+class LeaseState:
+    """What one engine knows of the lease. No I/O and no clock: `now` is its own steady clock, in seconds.
+
+    One request at a time: `next_request`, then one of `read`, `written` and `failed`.
+    """
+
+    def __init__(self, engine: str, terms: LeaseTerms) -> None:
+        self.engine = engine
+        self.terms = terms
+        self.other: Record | None = None  # of the engine that holds it
+        self.next_at_s = NEVER_S
+        """When to send the next request."""
+        self._held = (0, NEVER_S)  # tenure, and until when it may write; replaced as one, since other threads read it
+        self._known = False  # whether the object was last seen with `_etag`
+        self._etag: str | None = None
+        self._ours = False  # whether it may be written without waiting
+        self._seen_s = 0.0  # when another engine's record was first seen with this ETag
+        self._expiry_s = terms.lease_s
+        self._retry_s = terms.retry_s
+
+    def tenure(self, now: float) -> int:
+        """The number of the time since which this engine may write without an interruption, from 1 on; 0: it may not.
+        A new number: others may have written in between."""
+        number, until_s = self._held
+        return number if now < until_s else 0
+
+    @property
+    def was_owner(self) -> bool:
+        return self._held[0] > 0
+
+    def next_request(self, now: float) -> Read | Write:
+        """The request to send now."""
+        if self._known and (self._ours or now - self._seen_s >= self._expiry_s):
+            return Write(self._etag)
+        return Read()
+
+    def read(self, etag: str | None, record: Record | None, now: float) -> None:
+        """The object has this ETag and content; no ETag: there is none. A content of None is of no known engine."""
+        engine = None if record is None else record.engine
+        self._ours = etag is None or engine in ("", self.engine)
+        if self._ours:
+            self.other, self.next_at_s = None, now
+        else:
+            if etag != self._etag or self.other is None:
+                self._seen_s = now
+                self._expiry_s = self.terms.lease_s if record is None else max(self.terms.lease_s, record.lease_s)
+            self.other = record or Record("unknown", 0.0, self.terms.lease_s)
+            self._held = (self._held[0], NEVER_S)
+            self._retry_s = self.terms.retry_s
+            self.next_at_s = min(now + self.terms.poll_s, max(now, self._seen_s + self._expiry_s))
+        self._etag, self._known = etag, True
+
+    def written(self, etag: str | None, sent_s: float, now: float) -> None:
+        """The object was written and has this ETag; None: the condition did not hold. `sent_s`: before the request."""
+        if etag is None:
+            return self.failed(now)
+        number, until_s = self._held
+        self._held = (number + (now >= until_s), sent_s + self.terms.lease_s - self.terms.margin_s)
+        self._etag, self._known, self._ours, self.other = etag, True, True, None
+        self._retry_s = self.terms.retry_s
+        self.next_at_s = sent_s + self.terms.renew_s
+        return None
+
+    def failed(self, now: float) -> None:
+        """The request may or may not have arrived: read the object before it is written again."""
+        self._known = False
+        self.next_at_s = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, self.terms.renew_s)
+
+    def release(self) -> Write | None:
+        """Write no more rows from now on. The request that hands the lease over; None: it must expire."""
+        held = self._held[1] > NEVER_S
+        self._held = (self._held[0], NEVER_S)
+        return Write(self._etag) if held and self._known and self._ours else None
+
+
+def lease_clock() -> float:
+    """Seconds that this machine has run, the time that it slept included: another engine's clock went on meanwhile."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass
+class PrefixLease:
+    """Holds or awaits one prefix's lease on a thread of its own. `tenure` is for any thread."""
+
+    client: Callable[[], Any]
+    """Returns the present boto3 client."""
+    bucket: str
+    prefix: str
+    engine: str
+    denials: Denials
+    """Where it reports that another engine holds the lease."""
+    server_time_s: Callable[[], float]
+    """Unix seconds."""
+    terms: LeaseTerms
+
+    def __post_init__(self) -> None:
+        self._state = LeaseState(self.engine, self.terms)
+        self._supported: bool | None = None
+        self._since_s: float | None = None
+        self._answered = threading.Event()
+        self._stop = threading.Event()
+        self._release = False
+        self._thread = threading.Thread(target=self._run, name="nixl_tiers-lease", daemon=True)
+
+    def start(self, wait_s: float) -> None:
+        """Start, and wait until the lease was asked for once, at most this long."""
+        self._thread.start()
+        self._answered.wait(wait_s)
+
+    def tenure(self) -> int:
+        """See LeaseState.tenure. On a server without conditional writes there is no lease: 1 then."""
+        return 1 if self._supported is False else self._state.tenure(lease_clock())
+
+    def close(self, *, release: bool, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Stop within `timeout_s`. `release`: hand the lease over, as nothing that was begun can still arrive."""
+        self._release = release
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._step()
+            except (BotoCoreError, ClientError, KeyError):
+                self._state.failed(lease_clock())
+            self._report()
+            if self._supported is False:
+                self._answered.set()
+                return
+            wait_s = self._state.next_at_s - lease_clock()
+            if wait_s > 0:
+                self._answered.set()
+                self._stop.wait(wait_s)
+        write = self._state.release()
+        if self._release and write is not None:
+            with contextlib.suppress(BotoCoreError, ClientError):
+                self._put(LEASE_NAME, Record("", 0.0, self.terms.lease_s).encode(), **write.condition)
+
+    def _step(self) -> None:
+        """Send one request."""
+        if self._supported is None:
+            try:
+                self._supported = conditional_writes_work(self._put)
+            except KeyError:  # an answer without an ETag
+                self._supported = False
+            return
+        now = lease_clock()
+        request = self._state.next_request(now)
+        if isinstance(request, Read):
+            self._state.read(*self._read(), lease_clock())
+            return
+        if self._since_s is None:
+            self._since_s = self.server_time_s()
+        body = Record(self.engine, self._since_s, self.terms.lease_s).encode()
+        self._state.written(self._put(LEASE_NAME, body, **request.condition), now, lease_clock())
+
+    def _read(self) -> tuple[str | None, Record | None]:
+        try:
+            found = self.client().get_object(Bucket=self.bucket, Key=f"{self.prefix}/{LEASE_NAME}")
+        except ClientError as error:
+            if status_of(error) != 404:
+                raise
+            self._since_s = None
+            return None, None
+        record = Record.decode(found["Body"].read(1 << 16))
+        self._since_s = record.since_s if record is not None and record.engine == self.engine else None
+        return str(found["ETag"]), record
+
+    def _put(self, name: str, body: bytes, **condition: str) -> str | None:
+        answer = put_if(self.client(), self.bucket, f"{self.prefix}/{name}", body, condition)
+        return None if answer is None else str(answer["ETag"])
+
+    def _report(self) -> None:
+        if self._supported is False:
+            logger.warning(
+                "prefix: this server does not support conditional writes (If-None-Match, If-Match), so two engines on "
+                'the private prefix "%s" would not notice each other, and delete each other\'s rows',
+                self.prefix,
+            )
+        elif self._state.tenure(lease_clock()):
+            self.denials.succeeded(KIND)
+        elif (other := self._state.other) is not None:
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.since_s))
+            self.denials.report(
+                KIND,
+                f'the private prefix "{self.prefix}" belongs to engine {other.engine} since {since}, so rows are only '
+                "read there, not stored or deleted; set shared: true in every engine, or another prefix in this one "
+                f"(the lease of an engine that crashed expires {other.lease_s:g} s after its last renewal)",
+            )
+        elif self._state.was_owner:
+            self.denials.report(
+                KIND,
+                f'the lease of the private prefix "{self.prefix}" cannot be renewed, so nothing is stored or deleted '
+                "there",
+            )

@@ -1,0 +1,265 @@
+"""Several engines on one private prefix: one stores and deletes, the others read until they get the lease."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from botocore.exceptions import EndpointConnectionError
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.testing.servers import MotoServer, S3Server
+from nixl_tiers.tiers.base import GONE
+from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3.data import MAX_UPLOADS
+from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, Record
+from tests.mover.harness import MoverProcess
+from tests.tiers.s3.harness import FaultyS3, TierDriver, key_of, wait_until
+
+SMALL = Geometry(cells=1, cell_payload=64 << 10)
+ROW = SMALL.row_bytes
+CAPACITY_ROWS = 32
+SHORT = LeaseTerms(lease_s=6.0, margin_s=2.0, renew_s=0.4, poll_s=0.1, retry_s=0.1)
+
+
+@pytest.fixture(autouse=True)
+def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "LEASE_TERMS", SHORT)
+
+
+@pytest.fixture
+def make(place: dict[str, Any]) -> Iterator[Callable[..., TierDriver]]:
+    """Makes tiers of different engines, on one private prefix."""
+    with ExitStack() as stack:
+        yield lambda engine="", **fields: stack.enter_context(
+            TierDriver(SMALL, 32, engine=engine, **place, **({"capacity": CAPACITY_ROWS * ROW} | fields))
+        )
+
+
+def stored(driver: TierDriver, number: int) -> bool:
+    """Store a row as soon as the tier has the lease and has listed."""
+
+    def store() -> bool:
+        driver.listed_rows()
+        return driver.store([number]) == [Outcome.OK]
+
+    return wait_until(store)
+
+
+def objects(server: S3Server, place: dict[str, Any]) -> dict[str, int]:
+    """Sizes of the rows below the prefix."""
+    pages = server.client().get_paginator("list_objects_v2").paginate(Bucket=place["bucket"], Prefix=place["prefix"])
+    found = {each["Key"]: each["Size"] for page in pages for each in page.get("Contents", ())}
+    return {name: size for name, size in found.items() if name.count("/") > 1}
+
+
+def disconnect_lease(driver: TierDriver) -> None:
+    """From now on the lease is not renewed: no request for it arrives."""
+
+    def client() -> Any:
+        raise EndpointConnectionError(endpoint_url="disconnected")
+
+    assert driver.tier._lease is not None
+    driver.tier._lease.client = client
+
+
+class TestTwoEngines:
+    def test_one_stores_and_the_other_only_reads(
+        self, make: Callable[..., TierDriver], s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
+        owner, reader = make("pod-0/17/ab"), make("pod-1/17/cd")
+        owner.open()
+        assert stored(owner, 1)
+        assert owner.tier.denials == {}
+        assert [entry.key for entry in reader.open()] == [key_of(1)]
+        assert reader.load([1]) == [Outcome.OK]
+        assert reader.store([2, 3]) == [Outcome.NO_SPACE] * 2, "which opens no circuit"
+        reader.delete(1)
+        assert reader.settled(0), "forgotten"
+        sentence = reader.tier.denials[KIND]
+        assert f'the private prefix "{place["prefix"]}" belongs to engine pod-0/17/ab since 20' in sentence
+        assert "set shared: true in every engine, or another prefix in this one" in sentence
+        assert not reader.tier._control.has_pending_deletes
+        assert set(objects(s3_server, place)) == {owner.name(1)}
+
+    def test_closing_hands_the_prefix_over_at_once(
+        self,
+        make: Callable[..., TierDriver],
+        s3_server: S3Server,
+        place: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(tier_module, "LEASE_TERMS", LeaseTerms(lease_s=600.0, margin_s=200.0, poll_s=0.1))
+        owner, heir = make("one"), make("two")
+        owner.open()
+        assert stored(owner, 1)
+        assert [entry.key for entry in heir.open()] == [key_of(1)]
+        assert stored(owner, 2)
+        owner.delete(1)
+        assert owner.settled(1)
+        heir.delete(1)
+        owner.tier.close()
+        entries: list[Any] = []
+
+        def store() -> bool:
+            entries.extend(heir.listed_rows())
+            return heir.store([3]) == [Outcome.OK]
+
+        assert wait_until(store)
+        assert [(entry.key, entry.slot == GONE) for entry in entries] == [(key_of(2), False)]
+        assert heir.settled(2)
+        assert heir.load([1, 2, 3]) == [Outcome.MISSING, Outcome.OK, Outcome.OK]
+        assert set(objects(s3_server, place)) == {heir.name(2), heir.name(3)}
+
+    def test_rows_that_the_owner_deleted_are_reported_to_its_successor(self, make: Callable[..., TierDriver]) -> None:
+        owner, heir = make("one"), make("two")
+        owner.open()
+        assert stored(owner, 1)
+        heir.open()
+        owner.delete(1)
+        assert owner.settled(0)
+        owner.tier.close()
+        entries: list[Any] = []
+        assert wait_until(lambda: bool(entries.extend(heir.listed_rows()) or entries))
+        assert [(entry.key, entry.slot) for entry in entries] == [(key_of(1), GONE)]
+        assert heir.settled(0)
+
+    def test_rows_that_were_forgotten_without_the_lease_are_counted_again(
+        self, make: Callable[..., TierDriver]
+    ) -> None:
+        owner, heir = make("one"), make("two")
+        owner.open()
+        for number in range(4):
+            assert stored(owner, number)
+        assert len(heir.open()) == 4
+        heir.delete(0, 1)
+        assert heir.settled(2)
+        owner.tier.close()
+        entries: list[Any] = []
+        assert wait_until(lambda: bool(entries.extend(heir.listed_rows()) or entries))
+        assert {entry.key for entry in entries} == {key_of(0), key_of(1)}
+        assert heir.settled(4)
+
+    def test_owner_without_answers_stops_before_another_takes_over(
+        self, make: Callable[..., TierDriver], s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
+        owner, heir = make("one"), make("two")
+        owner.open()
+        assert stored(owner, 1)
+        heir.open()
+        disconnect_lease(owner)
+        number = 2
+        owned: set[int] = set()
+        while not heir.tier._may_write:
+            if owner.store([number]) == [Outcome.OK]:
+                owned.add(number)
+            assert not (owner.tier._may_write and heir.tier._may_write)
+            number = 2 + (number - 1) % 8
+            heir.listed_rows()
+        assert owner.store([10]) == [Outcome.NO_SPACE]
+        assert "cannot be renewed, so nothing is stored or deleted there" in owner.tier.denials[KIND]
+        owner.delete(1)
+        assert stored(heir, 20)
+        assert set(heir.load([1, *owned])) == {Outcome.OK}
+        assert {owner.name(each) for each in {1, 20, *owned}} <= set(objects(s3_server, place))
+
+    def test_owner_that_was_replaced_reads_and_gets_it_back(self, make: Callable[..., TierDriver]) -> None:
+        owner, heir = make("one"), make("two")
+        owner.open()
+        assert stored(owner, 1)
+        heir.open()
+        assert owner.tier._lease is not None
+        connect = owner.tier._lease.client
+        disconnect_lease(owner)
+        assert stored(heir, 2)
+        owner.tier._lease.client = connect
+        assert wait_until(lambda: "belongs to engine two" in owner.tier.denials.get(KIND, ""))
+        heir.delete(1)
+        assert heir.settled(1)
+        heir.tier.close()
+        assert stored(owner, 3)
+        assert owner.load([1, 2, 3]) == [Outcome.MISSING, Outcome.OK, Outcome.OK]
+        assert owner.settled(2)
+
+    def test_restarted_mover_of_the_same_engine_continues(self, make: Callable[..., TierDriver]) -> None:
+        before, after = make("one"), make("one")
+        before.open()
+        assert stored(before, 1)
+        assert len(after.open()) == 1
+        assert after.store([2]) == [Outcome.OK], "without waiting"
+
+
+class TestWithoutALease:
+    def test_read_only_tier_takes_none(
+        self, make: Callable[..., TierDriver], s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
+        reader = make("one", write="off")
+        reader.open()
+        assert reader.tier.relist_s is None
+        found = s3_server.client().list_objects_v2(Bucket=place["bucket"], Prefix=place["prefix"])
+        assert found["KeyCount"] == 0
+        assert reader.tier.denials == {}
+
+    @pytest.mark.parametrize("ignored", [False, True])
+    def test_server_without_conditional_writes_is_served_with_a_warning(
+        self, faulty: FaultyS3, caplog: pytest.LogCaptureFixture, ignored: bool
+    ) -> None:
+        faulty.ignores_conditions = ignored
+        with TierDriver(SMALL, 32, bucket="kv-alone", endpoint=faulty.endpoint) as driver:
+            driver.open()
+            assert driver.store([1]) == [Outcome.OK]
+            driver.delete(1)
+            assert driver.settled(0)
+            assert driver.tier.denials == {}
+        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert len([text for text in warnings if "does not support conditional writes" in text]) == 1
+        assert f"nixl-tiers/{LEASE_NAME}" not in faulty.objects
+
+
+def test_killed_owners_rows_stay_and_the_capacity_is_kept(
+    moto: MotoServer,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> None:
+    """Real movers, killed at random moments: the other one takes over when the lease has expired."""
+    s3_credentials(moto)
+    place = {"bucket": s3_bucket(moto), "prefix": s3_prefix}
+    config = {"type": "tests.mover.stub_tiers:ShortLeaseConfig", "endpoint": moto.endpoint, **place}
+    tier = {**config, "capacity": CAPACITY_ROWS * ROW}
+    rng = random.Random(7)
+    with ExitStack() as stack:
+        live: set[int] = set()
+        number = 0
+
+        def start(engine: str) -> MoverProcess:
+            mover = stack.enter_context(MoverProcess(tier, SMALL, 64, engine=engine))
+            mover.open()
+            mover.listed_rows()
+            return mover
+
+        owner = start("engine-0")
+        for engine in ("engine-1", "engine-2"):
+            heir = start(engine)
+            until = time.monotonic() + rng.uniform(0.05, 0.5)
+            while time.monotonic() < until and len(live) < 12:
+                number += 1
+                (outcome,) = owner.store([number])
+                assert outcome is Outcome.OK
+                live.add(number)
+            owner.kill()
+            mark = 1000 + number
+            assert wait_until(lambda heir=heir, mark=mark: heir.store([mark], slots=[31]) == [Outcome.OK])  # type: ignore[misc]
+            live.add(mark)
+            assert set(heir.load(sorted(live))) == {Outcome.OK}
+            owner = heir
+        owner.store(list(range(2000, 2040)), slots=list(range(40)))
+        assert sum(objects(moto, place).values()) <= (CAPACITY_ROWS + MAX_UPLOADS) * ROW
+        record = moto.client().get_object(Bucket=place["bucket"], Key=f"{s3_prefix}/{LEASE_NAME}")["Body"].read()
+        assert Record.decode(record).engine == "engine-2"  # type: ignore[union-attr]
+        owner.stop()

@@ -1,0 +1,260 @@
+"""The pure part of a private prefix's lease: whatever is late or lost, no two engines may write at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nixl_tiers.tiers.s3.lease import LeaseState, LeaseTerms, Read, Record, Write
+
+TERMS = LeaseTerms()
+SINCE_S = 1e9
+RATES = st.sampled_from([0.92, 1.0, 1.08])  # less than margin_s / (2 * lease_s) off
+ENGINES = st.integers(0, 2)
+
+
+def record(engine: str) -> Record:
+    return Record(engine, SINCE_S, TERMS.lease_s)
+
+
+class Server:
+    """One object with conditional writes."""
+
+    def __init__(self) -> None:
+        self.etag: str | None = None
+        self.record: Record | None = None
+        self._writes = 0
+
+    def write(self, etag: str | None, content: Record) -> str | None:
+        if etag != self.etag:
+            return None
+        self._writes += 1
+        self.etag, self.record = f'"{self._writes}"', content
+        return self.etag
+
+
+@dataclass
+class Request:
+    kind: Read | Write
+    content: Record
+    sent_s: float
+    answer: tuple[str | None, Record | None] | None = None  # the server's, once the request has arrived
+
+    def arrive(self, server: Server) -> None:
+        if isinstance(self.kind, Read):
+            self.answer = server.etag, server.record
+        else:
+            self.answer = server.write(self.kind.etag, self.content), None
+
+
+class Engine:
+    def __init__(self, name: str, rate: float, offset_s: float) -> None:
+        self.name, self.rate, self.offset_s = name, rate, offset_s
+        self.state = LeaseState(name, TERMS)
+        self.request: Request | None = None
+
+    def clock(self, now: float) -> float:
+        return self.offset_s + now * self.rate
+
+    def tenure(self, now: float) -> int:
+        return self.state.tenure(self.clock(now))
+
+    def step(self, server: Server, now: float) -> None:
+        """Send a request if one is due, and have it answered at once."""
+        local = self.clock(now)
+        while local >= self.state.next_at_s:
+            request = Request(self.state.next_request(local), record(self.name), local)
+            request.arrive(server)
+            self.answer(request, now)
+
+    def answer(self, request: Request, now: float) -> None:
+        assert request.answer is not None
+        etag, content = request.answer
+        if isinstance(request.kind, Read):
+            self.state.read(etag, content, self.clock(now))
+        else:
+            self.state.written(etag, request.sent_s, self.clock(now))
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Three engines, a network that delays, loses and answers late, restarted movers, clocks of different rates."""
+
+    @initialize(rates=st.tuples(RATES, RATES, RATES), offsets=st.tuples(*[st.floats(-1e6, 1e6)] * 3))
+    def start(self, rates: tuple[float, ...], offsets: tuple[float, ...]) -> None:
+        self.now = 0.0
+        self.server = Server()
+        self.engines = [Engine(f"engine-{n}", *each) for n, each in enumerate(zip(rates, offsets, strict=True))]
+        self.strays: list[Request] = []  # requests that no engine waits for, and that have not arrived
+        self.renamed = 0
+        self.tenures: dict[LeaseState, int] = {}  # the last tenure of each
+        self.ended: set[tuple[LeaseState, int]] = set()  # tenures in which others have become owners
+
+    @rule(seconds=st.floats(0.1, 45.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(number=ENGINES)
+    def send(self, number: int) -> None:
+        engine = self.engines[number]
+        local = engine.clock(self.now)
+        if engine.request is None and local >= engine.state.next_at_s:
+            engine.request = Request(engine.state.next_request(local), record(engine.name), local)
+
+    @rule(number=ENGINES)
+    def arrive(self, number: int) -> None:
+        request = self.engines[number].request
+        if request is not None and request.answer is None:
+            request.arrive(self.server)
+
+    @rule(number=ENGINES)
+    def answer(self, number: int) -> None:
+        engine = self.engines[number]
+        if engine.request is not None and engine.request.answer is not None:
+            engine.answer(engine.request, self.now)
+            engine.request = None
+
+    @rule(number=ENGINES)
+    def no_trouble(self, number: int) -> None:
+        if self.engines[number].request is None:
+            self.engines[number].step(self.server, self.now)
+
+    @rule(number=ENGINES)
+    def lose_the_answer(self, number: int) -> None:
+        engine = self.engines[number]
+        if engine.request is not None:
+            self._abandon(engine)
+            engine.state.failed(engine.clock(self.now))
+
+    @precondition(lambda self: self.strays)
+    @rule(pick=st.integers(0, 1 << 20))
+    def stray_arrives(self, pick: int) -> None:
+        self.strays.pop(pick % len(self.strays)).arrive(self.server)
+
+    @rule(number=ENGINES)
+    def mover_restarts(self, number: int) -> None:
+        self._abandon(self.engines[number])
+        self.engines[number].state = LeaseState(self.engines[number].name, TERMS)
+
+    @rule(number=ENGINES)
+    def engine_restarts(self, number: int) -> None:
+        """Closed in order: the lease is released, with a request that may be late, too."""
+        engine = self.engines[number]
+        write = engine.state.release() if engine.request is None else None
+        if write is not None:
+            self.strays.append(Request(write, record(""), 0.0))
+        self._abandon(engine)
+        self.renamed += 1
+        engine.name = f"engine-{number}-{self.renamed}"
+        engine.state = LeaseState(engine.name, TERMS)
+
+    @invariant()
+    def one_owner(self) -> None:
+        owners = [engine.state for engine in self.engines if engine.tenure(self.now)]
+        assert len(owners) <= 1
+        for state in owners:
+            number = state._held[0]
+            assert (state, number) not in self.ended, "others wrote in the same tenure"
+            self.ended |= {(other, last) for other, last in self.tenures.items() if other is not state}
+            self.tenures[state] = number
+
+    def _abandon(self, engine: Engine) -> None:
+        if engine.request is not None and engine.request.answer is None:
+            self.strays.append(engine.request)
+        engine.request = None
+
+
+TestLease = LeaseMachine.TestCase
+TestLease.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+def owner_and_reader() -> tuple[Server, Engine, Engine]:
+    server, one, two = Server(), Engine("one", 1.0, 0.0), Engine("two", 1.0, 5000.0)
+    one.step(server, 0.0)
+    two.step(server, 0.0)
+    assert one.tenure(0.0) == 1
+    assert two.tenure(0.0) == 0
+    assert two.state.other == record("one")
+    return server, one, two
+
+
+def test_an_owner_that_renews_stays_the_owner() -> None:
+    server, one, two = owner_and_reader()
+    for second in range(600):
+        one.step(server, second)
+        two.step(server, second)
+        assert one.tenure(second) == 1
+        assert two.tenure(second) == 0
+
+
+def test_expired_lease_is_taken_over() -> None:
+    server, one, two = owner_and_reader()
+    seconds = next(s for s in range(600) if two.step(server, s) or two.tenure(s))
+    assert TERMS.lease_s <= seconds <= TERMS.lease_s + TERMS.poll_s
+    assert not one.tenure(seconds)
+    one.step(server, seconds)
+    one.step(server, seconds + TERMS.retry_s)
+    assert one.state.other == record("two")
+
+
+def test_owner_stops_before_the_lease_expires() -> None:
+    _, one, _ = owner_and_reader()
+    assert one.tenure(TERMS.lease_s - TERMS.margin_s - 0.1) == 1
+    assert one.tenure(TERMS.lease_s - TERMS.margin_s) == 0
+
+
+def test_released_lease_is_taken_over_at_the_next_read() -> None:
+    server, one, two = owner_and_reader()
+    write = one.state.release()
+    assert write is not None
+    assert not one.tenure(0.0)
+    assert server.write(write.etag, record("")) is not None
+    two.step(server, TERMS.poll_s)
+    assert two.tenure(TERMS.poll_s) == 1
+
+
+def test_restarted_mover_continues_its_engines_lease() -> None:
+    server, one, _ = owner_and_reader()
+    successor = Engine("one", 1.0, 100.0)
+    successor.step(server, 1.0)
+    assert successor.tenure(1.0) == 1
+    assert server.record == record("one")
+    del one
+
+
+def test_lapsed_lease_that_nobody_took_is_a_new_tenure() -> None:
+    server, one, _ = owner_and_reader()
+    one.step(server, 50.0)
+    assert one.tenure(50.0) == 2
+
+
+def test_lost_answer_of_a_renewal_keeps_the_tenure() -> None:
+    server, one, _ = owner_and_reader()
+    request = Request(one.state.next_request(15.0), record("one"), 15.0)
+    request.arrive(server)
+    one.state.failed(20.0)
+    one.step(server, 21.0)
+    assert one.tenure(21.0 + TERMS.lease_s - TERMS.margin_s - 0.1) == 1
+
+
+def test_longer_lease_of_another_engine_is_respected() -> None:
+    state = LeaseState("two", TERMS)
+    state.read('"1"', Record("one", SINCE_S, 300.0), 0.0)
+    assert isinstance(state.next_request(299.0), Read)
+    assert state.next_request(300.0) == Write('"1"')
+
+
+def test_unknown_content_is_another_engines_lease() -> None:
+    state = LeaseState("two", TERMS)
+    for raw in (b"", b"{}", b"[1]", b"\xff", b'{"engine": "x", "since": 1e300, "lease": 1}'):
+        assert Record.decode(raw) is None
+    state.read('"1"', None, 0.0)
+    assert isinstance(state.next_request(59.0), Read)
+    assert state.next_request(60.0) == Write('"1"')
+
+
+def test_record_survives_encoding_and_is_never_the_same() -> None:
+    assert Record.decode(record("pod/1/ab").encode()) == record("pod/1/ab")
+    assert record("a").encode() != record("a").encode()
