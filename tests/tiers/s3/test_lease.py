@@ -190,6 +190,8 @@ class TestTwoEngines:
         before, after = make("one"), make("one")
         before.open()
         assert stored(before, 1)
+        assert before.tier._lease is not None
+        before.tier._lease.close(release=False)  # as when its process was killed
         assert len(after.open()) == 1
         assert after.store([2]) == [Outcome.OK], "without waiting"
 
