@@ -8,10 +8,11 @@ Each part runs in a process of its own, with keys of 36 bytes:
   down and opened again, and then reset;
 - `listed`: the same after a mover has listed them, and once more after that mover was killed and another has listed
   them again; and the mover;
+- `journal`: a slab mover's journal of that many rows, opened and listed;
 - the other movers' books, by `bench.mover_memory`;
 - `locks`: `bench.locks`, which does not depend on the number of rows.
 
-Memory is resident memory, what is mapped included; "peak" is the highest while the part ran. Times are processor time
+Memory is resident memory, shared tables included; "peak" is the highest while the part ran. Times are processor time
 of the thread: `hold` is the longest that the coordinator's lock was held at once, `gil` an upper bound of how long the
 interpreter lock was: the most processor time that the process spent while another thread waited for its turn. Writes
 scale.json and scale.png, and prints a table.
@@ -34,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +46,8 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Listed, Opened
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.slab.journal import Journal
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 ROWS: Final = [1_000_000, 4_000_000, 10_000_000]
@@ -129,10 +133,18 @@ class GilProbe(threading.Thread):
 
 
 def resident_bytes(pid: int | str = "self") -> int:
+    """Resident memory; what is mapped of shared tables counts whole, whichever pages were used."""
     gc.collect()
-    found = re.search(r"Rss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+    total, size, shared = 0, 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "Size":
+            size = int(value.split()[0])
+        elif name == "Rss":
+            total += size if shared else int(value.split()[0])
+        elif "-" in name:
+            shared = "/memfd:" in line
+    return total << 10
 
 
 def peak_bytes() -> int:
@@ -266,6 +278,39 @@ def _until_listed(coordinator: Coordinator, rows: int) -> None:
         time.sleep(0.05)
 
 
+def journal(rows: int) -> dict[str, Figures]:
+    """A journal of that many rows, opened and listed."""
+    with tempfile.TemporaryDirectory() as directory:
+        writer = get_context("spawn").Process(target=_fill_journal, args=(directory, rows))
+        writer.start()
+        writer.join()
+        sys.setswitchinterval(SWITCH_S)
+        gil, before, found = GilProbe(), resident_bytes(), 0
+        gil.start()
+        began_s = time.monotonic()
+        with Folder.base(Path(directory)) as folder:
+            opened = Journal(folder, rows)
+            for batch in opened.list_rows():
+                found += len(batch)
+                if not batch:
+                    time.sleep(0.001)
+            figures = {"listing_s": time.monotonic() - began_s, "gil_ms": gil.longest_s * 1e3}
+            assert found == rows
+            figures["bytes_a_row"] = (resident_bytes() - before) / rows
+            figures["peak_bytes_a_row"] = (peak_bytes() - before) / rows
+            opened.close()
+    return {"journal": figures}
+
+
+def _fill_journal(directory: str, rows: int) -> None:
+    with Folder.base(Path(directory)) as folder:
+        opened = Journal(folder, rows)
+        for number in range(rows):
+            opened.put(number, key(number), number // BATCH, 1_800_000_000)
+        opened.mark_complete()
+        opened.close()
+
+
 def books(name: str, rows: int) -> dict[str, Figures]:
     """The books of a mover."""
     before = resident_bytes()
@@ -284,6 +329,7 @@ def locks(_: int) -> dict[str, Figures]:
 PARTS: dict[str, Callable[[int], dict[str, Figures]]] = {
     "stored": stored,
     "listed": listed,
+    "journal": journal,
     **{name: lambda rows, name=name: books(name, rows) for name in INDEXES},  # type: ignore[misc]
     "locks": locks,
 }

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_run_with_few_rows_writes_figures_and_a_plot(tmp_path: Path) -> None:
-    parts = ["stored", "row files"]
+    parts = ["stored", "journal", "row files"]
     command = [sys.executable, "-m", "bench.scale", "--rows", "2000", "--out", str(tmp_path), "--parts", *parts]
     table = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
     found = json.loads((tmp_path / "scale.json").read_text())["rows"]
