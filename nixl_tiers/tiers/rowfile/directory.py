@@ -15,7 +15,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FileStat, RowPath, age_from
+from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
 
@@ -43,10 +43,10 @@ class RowDirectory:
 
     def submit(self, path: RowPath, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call this on a worker thread; calls for the same row run in the order in which they were submitted."""
-        return self._workers[zlib.crc32(path.name.encode()) % _WORKERS].submit(call, *args, **kwargs)
+        return self._workers[zlib.crc32(path.key) % _WORKERS].submit(call, *args, **kwargs)
 
     def absolute(self, path: RowPath) -> Path:
-        return self.path.joinpath(*path)
+        return self.path.joinpath(path.namespace, path.fanout, path.name)
 
     def close(self) -> None:
         """Wait for the calls that were submitted."""
@@ -135,8 +135,8 @@ class RowDirectory:
                     made += home.make(path.fanout)
             self._quota.add_directories(made)
             status = self._rename(temporary, path)
-        if status is not None:
-            self._quota.record(path, FileStat.of(status)._replace(age_from=age_from(sealed_at, status)))
+        begins = age_from(sealed_at, status) if status is not None else 0
+        self._quota.record(path, status, begins, stored=True)
 
     def _rename(self, temporary: Path, path: RowPath) -> os.stat_result | None:
         with (
@@ -175,7 +175,7 @@ class RowDirectory:
         """Mark the row as used now, for all processes. Not while its seal is ahead of the server's time: `age_from`."""
         with suppress(OSError), self._fanout(path) as fanout:
             self.server_time.touch(path.name, fanout.descriptor)
-            self._quota.record(path, FileStat.of(fanout.stat(path.name)))
+            self._quota.record(path, fanout.stat(path.name))
 
     def delete(self, path: RowPath) -> None:
         """Raises OSError, but not if it is gone already."""
@@ -185,7 +185,7 @@ class RowDirectory:
 
     def delete_unless_used(self, path: RowPath) -> None:
         """Delete a row that this process evicts, unless another one has used it since this one last did."""
-        known = self._quota.stat(path)
+        known = self._quota.get(path)
         with suppress(OSError):
             status = self.stat(path)
             if self.writes and status is not None and (known is None or status.st_mtime_ns <= known.mtime_ns):

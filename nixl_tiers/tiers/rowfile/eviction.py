@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Final
 
+import numpy as np
+
 from nixl_tiers.chunk import PAGE
 from nixl_tiers.memory.seal import read as read_seal
-from nixl_tiers.tiers.expiry import has_expired
+from nixl_tiers.tiers.expiry import expired, has_expired
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FileStat, RowPath, age_from
+from nixl_tiers.tiers.rowfile.packed_rows import PRESENT, decoded
+from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 
-_MIN_CANDIDATES: Final = 256
-_CANDIDATE_SHARE: Final = 16  # of all rows, this fraction is sorted at a time
+_CANDIDATES: Final = 8192  # rows sorted at a time
 _EXPIRED_BATCH: Final = 64  # submitted to the workers at a time
 _MAX_AHEAD_S: Final = 60.0  # no file is ahead of its server's clock by more, unless that was put back
 _TAIL_BYTES: Final = (PAGE, 64 << 10)  # in which a seal is looked for: nearly always the first, in any case the second
@@ -59,21 +60,47 @@ class Evictor:
     def _select_victims(self, excess_bytes: int) -> list[tuple[int, RowPath]]:
         """The least recently used rows, of at least so many bytes if there are enough: (modification time, path).
 
-        A sixteenth of all rows is sorted at a time. Any row beside those was used later than they were, and stays so.
+        Some thousands are sorted at a time. Any row beside those was used later than they were, and stays so.
         """
         victims = list[tuple[int, RowPath]]()
         for refill in (False, True):
             if refill and not victims:
-                count = max(_MIN_CANDIDATES, self._quota.row_count // _CANDIDATE_SHARE)
-                rows = ((stat.mtime_ns, path) for stat, path in self._quota.rows())
-                self._candidates.extend(heapq.nsmallest(count, rows))
+                self._candidates.extend(self._coldest(_CANDIDATES))
             while self._candidates and excess_bytes > 0:
                 mtime_ns, path = self._candidates.popleft()
-                stat = self._quota.stat(path)
-                if stat is not None and stat.mtime_ns <= mtime_ns:
+                row = self._quota.get(path)
+                if row is not None and row.mtime_ns <= mtime_ns:
                     victims.append((mtime_ns, path))
-                    excess_bytes -= stat.disk_bytes
+                    excess_bytes -= row.disk_bytes
         return victims
+
+    def _coldest(self, count: int) -> list[tuple[int, RowPath]]:
+        """The least recently used rows of all namespaces, the coldest first, in one pass to find how cold they are, and
+        one to get them."""
+        directories = self._quota.directories()
+        times = np.empty(0, np.int64)
+        for _, directory in directories:
+            with self._quota.lock:
+                present = directory.rows.flags & PRESENT != 0
+                times = np.concatenate((times, directory.rows.columns["mtime_ns"][present]))
+            if len(times) > count:
+                times = np.partition(times, count - 1)[:count]
+        if not len(times):
+            return []
+        warmest_ns = int(times.max())
+        ties = int(np.count_nonzero(times == warmest_ns))
+        coldest = list[tuple[int, RowPath]]()
+        for name, directory in directories:
+            with self._quota.lock:
+                rows, mtimes_ns = directory.rows, directory.rows.columns["mtime_ns"]
+                present = rows.flags & PRESENT != 0
+                tied = np.flatnonzero(present & (mtimes_ns == warmest_ns))[:ties]
+                places = np.concatenate((np.flatnonzero(present & (mtimes_ns < warmest_ns)), tied))
+                found = zip(mtimes_ns[places].tolist(), rows.keys[places].tolist(), strict=True)
+            ties -= len(tied)
+            coldest += ((mtime_ns, RowPath(*name, decoded(raw))) for mtime_ns, raw in found)
+        coldest.sort()
+        return coldest
 
     def _evict(self, path: RowPath, mtime_ns: int) -> _Eviction:
         """On a worker: delete the row unless it was used since then."""
@@ -82,7 +109,7 @@ class Evictor:
             if status is None:
                 return _Eviction.MISSING
             if status.st_mtime_ns > mtime_ns:
-                self._quota.record(path, FileStat.of(status))
+                self._quota.record(path, status)
                 return _Eviction.USED
             self._directory.delete(path)
         except OSError as error:
@@ -96,17 +123,22 @@ class Evictor:
     def expire(self, now_s: float, max_age_s: float) -> None:
         """Delete the rows of all namespaces that are too old at `now_s` by the server's clock, and wait for that. Each
         seal is read before its row is deleted."""
-        candidates = [
-            path
-            for stat, path in self._quota.rows()
-            if not stat.age_from or has_expired(stat.age_from, now_s, max_age_s) or stat.age_from > now_s + _MAX_AHEAD_S
-        ]
-        for start in range(0, len(candidates), _EXPIRED_BATCH):
-            if self._quota.closing:
-                return
-            batch = candidates[start : start + _EXPIRED_BATCH]
-            for checked in [self._directory.submit(path, self._expire, path, now_s, max_age_s) for path in batch]:
-                checked.result()
+        for path_batch in self._old_or_unread(now_s, max_age_s):
+            for start in range(0, len(path_batch), _EXPIRED_BATCH):
+                if self._quota.closing:
+                    return
+                batch = path_batch[start : start + _EXPIRED_BATCH]
+                for checked in [self._directory.submit(path, self._expire, path, now_s, max_age_s) for path in batch]:
+                    checked.result()
+
+    def _old_or_unread(self, now_s: float, max_age_s: float) -> Iterator[list[RowPath]]:
+        """Rows that may have expired, or whose seals have not been read, a directory at a time."""
+        for name, directory in self._quota.directories():
+            with self._quota.lock:
+                rows, age_from = directory.rows, directory.rows.columns["age_from"]
+                due = (age_from == 0) | expired(age_from, now_s, max_age_s) | (age_from > now_s + _MAX_AHEAD_S)
+                keys = rows.keys[due & (rows.flags & PRESENT != 0)].tolist()
+            yield [RowPath(*name, decoded(raw)) for raw in keys]
 
     def _expire(self, path: RowPath, now_s: float, max_age_s: float) -> None:
         """On a worker."""
@@ -126,7 +158,7 @@ class Evictor:
             elif begins > now_s + _MAX_AHEAD_S:  # so is the file's time: the server's clock was ahead
                 self._directory.touch(path)
             else:
-                self._quota.record(path, FileStat.of(status)._replace(age_from=begins))
+                self._quota.record(path, status, begins)
         except OSError as error:
             name = self._directory.absolute(path)
             self._log_once.report("expire", f"{name} cannot be checked ({error.strerror or error})")

@@ -5,74 +5,155 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.base import GONE, Entry
 from nixl_tiers.tiers.disk import HealthMonitor
+from nixl_tiers.tiers.rowfile.packed_rows import INDEXED, PRESENT, SERVABLE, WAS_INDEXED, PackedRows, decoded
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _SPARE_SLOTS: Final = 64  # left to stores by listings: a listed row without a slot would be deleted
+_BAND_ROWS: Final = 1 << 16  # listed at a time, or this fraction of all:
+_BAND_SHARE: Final = 32
+_GONE_ROWS: Final = 4096  # found before they are listed
 
 
 @dataclass
 class NamespaceRows:
-    """The open namespace. `is_hidden`: whether a row whose age begins then (Unix seconds) is a miss although its file
-    stays."""
+    """The open namespace. `hidden_until`: a row whose age begins by then (Unix seconds) is a miss although its file
+    stays; 0: none. Iterators run on the lister's thread, all else on the tier's."""
 
     name: str
     sealer: Sealer
     slots: int
     health: HealthMonitor
     quota: DirQuota
-    is_hidden: Callable[[int], bool]
-    known: set[Key] = field(default_factory=set)
-    """Keys that were listed to the core or stored by it, and that it has not deleted."""
-    known_before: set[Key] = field(default_factory=set)
-    """Keys that the core knew before the medium went away, until the first listing after that."""
+    hidden_until: Callable[[], int]
     storing: Counter[Key] = field(default_factory=Counter)
     deleting: Counter[Key] = field(default_factory=Counter)
     tick: int = 0
 
-    def compare(self) -> tuple[list[tuple[int, Key, RowPath]], list[Key]]:
-        """On the lister's thread: rows that the core may not know, as (modification time, key, path), oldest first, and
-        keys that it may know although they are gone. `confirm_new` and `confirm_gone` check both on the tier's thread.
-        """
-        if not self.quota.wait_for_scan():
-            return [], []
-        row_bytes = self.sealer.geometry.row_bytes
-        here, new = set[Key](), []
-        for stat, path in self.quota.rows(self.name):
-            key = path.key
-            if key is None or self.is_hidden(stat.age_from):
-                continue
-            here.add(key)
-            if stat.size == row_bytes and key not in self.known:
-                new.append((stat.mtime_ns, key, path))
-        new.sort()
-        return new, [key for key in self.known.copy() if key not in here]
+    def begin(self, *, again: bool) -> None:
+        """The core's index has no row yet; `again`: it may have those that it had before the medium went away."""
+        for (namespace, _), directory in self.quota.directories():
+            with self.quota.lock:
+                flags = directory.rows.flags
+                if again and namespace == self.name:
+                    flags |= (flags & INDEXED) * np.uint8(WAS_INDEXED // INDEXED)
+                else:
+                    flags &= ~np.uint8(WAS_INDEXED)
+                flags &= ~np.uint8(INDEXED)
+                directory.rows.recount()
 
-    def confirm_gone(self, keys: list[Key]) -> Iterator[Entry]:
-        """Those that are still gone, as entries for the core; forgets them."""
-        for key in keys:
-            unknown = key not in self.known or self.storing[key]
-            stat = self.quota.stat(RowPath.of(self.name, key))
-            if not unknown and (stat is None or self.is_hidden(stat.age_from)):
-                self.known.remove(key)
-                yield Entry(GONE, key, 0)
+    # --- rows to be listed ------------------------------------------------------------------------------------------
 
-    def confirm_new(self, rows: list[tuple[int, Key, RowPath]]) -> Iterator[Entry]:
-        """Those that are still there, as entries for the core; the newest if they are too many."""
-        most = self.slots - min(_SPARE_SLOTS, self.slots // 16)
-        rows = rows[max(0, len(rows) - max(0, most - len(self.known))) :]
-        last_ns, slot = -1, 0
-        for mtime_ns, key, path in rows:
-            if len(self.known) >= most:
-                return
-            if key not in self.known and not self.deleting[key] and self.quota.stat(path) is not None:
-                self.tick += mtime_ns > last_ns
-                last_ns = mtime_ns
-                self.known.add(key)
-                yield Entry(slot, key, self.tick)
-                slot += 1
+    @property
+    def room(self) -> int:
+        """How many more rows may be listed."""
+        indexed = sum(directory.rows.indexed for _, directory in self.quota.directories(self.name))
+        return self.slots - min(_SPARE_SLOTS, self.slots // 16) - indexed - len(self.storing)
+
+    def new_rows(self) -> Iterator[list[tuple[int, Key]]]:
+        """Rows that the core does not know, oldest first: (modification time, key); the newest if they are too many.
+        They count as INDEXED from now on: what is not listed after all goes to `unlist`."""
+        times = [np.empty(0, np.int64)]
+        for _, directory in self.quota.directories(self.name):
+            with self.quota.lock:
+                times.append(directory.rows.columns["mtime_ns"][self._new(directory.rows)])
+        all_ns = np.concatenate(times)
+        del times
+        all_ns.sort()
+        first = max(0, len(all_ns) - max(0, self.room))
+        band = max(_BAND_ROWS, len(all_ns) // _BAND_SHARE)
+        edges = [
+            (int(all_ns[at]), int(all_ns[min(at + band, len(all_ns)) - 1])) for at in range(first, len(all_ns), band)
+        ]
+        skipped = first - int(all_ns.searchsorted(edges[0][0])) if edges else 0  # as old as the first one
+        del all_ns
+        after_ns = -(1 << 63)
+        for from_ns, to_ns in edges:
+            rows = self._take(max(from_ns, after_ns), to_ns, skipped)
+            after_ns, skipped = to_ns + 1, 0
+            if rows:
+                yield rows
+
+    def _take(self, from_ns: int, to_ns: int, skipped: int) -> list[tuple[int, Key]]:
+        """New rows of these times, oldest first, but for the first `skipped` ones."""
+        taken = list[tuple[int, Key]]()
+        for _, directory in self.quota.directories(self.name):
+            with self.quota.lock:
+                rows, mtimes_ns = directory.rows, directory.rows.columns["mtime_ns"]
+                new = self._new(rows) & (mtimes_ns >= from_ns) & (mtimes_ns <= to_ns)
+                places, keys = self._without_moves(rows, np.flatnonzero(new))
+                rows.flags[places] |= INDEXED
+                rows.indexed += len(places)
+                taken += zip(mtimes_ns[places].tolist(), keys, strict=True)
+        taken.sort()
+        self.unlist(taken[:skipped])
+        return taken[skipped:]
+
+    def unlist(self, rows: list[tuple[int, Key]]) -> None:
+        """Rows of `new_rows` that are not listed: a later listing has them again. On any thread."""
+        for _, key in rows:
+            self.quota.forget(RowPath.of(self.name, key))
+
+    # --- rows that are gone -----------------------------------------------------------------------------------------
+
+    def gone_rows(self) -> Iterator[list[Key]]:
+        """Keys that the core has in its index although they are gone; see `confirm_gone`."""
+        found = list[Key]()
+        for _, directory in self.quota.directories(self.name):
+            with self.quota.lock:
+                rows = directory.rows
+                gone = (rows.flags & (PRESENT | INDEXED) == INDEXED) | (rows.flags & INDEXED != 0) & self._hidden(rows)
+                found += self._without_moves(rows, np.flatnonzero(gone))[1]
+            if len(found) >= _GONE_ROWS:
+                yield found
+                found = []
+        if found:
+            yield found
+
+    def confirm_gone(self, key: Key) -> bool:
+        """Whether it is still gone; the core's index has it no more then."""
+        path = RowPath.of(self.name, key)
+        row = self.quota.get(path)
+        gone = key not in self.storing and (row is None or 0 < row.age_from <= self.hidden_until())
+        return gone and self.quota.forget(path)
+
+    def lost_rows(self) -> Iterator[list[Key]]:
+        """After the first listing: keys that the core had before the medium went away, and that were not listed."""
+        lost = list[Key]()
+        for _, directory in self.quota.directories(self.name):
+            with self.quota.lock:
+                rows = directory.rows
+                places = np.flatnonzero(rows.flags & (WAS_INDEXED | INDEXED) == WAS_INDEXED)
+                lost += self._without_moves(rows, places)[1]
+                rows.flags[:] &= ~np.uint8(WAS_INDEXED)
+            if len(lost) >= _GONE_ROWS:
+                yield lost
+                lost = []
+        if lost:
+            yield lost
+
+    # --- inside, with the lock held ---------------------------------------------------------------------------------
+
+    def _new(self, rows: PackedRows) -> NDArray[np.bool_]:
+        new: NDArray[np.bool_] = rows.flags & (PRESENT | SERVABLE | INDEXED) == PRESENT | SERVABLE
+        return new & ~self._hidden(rows)
+
+    def _hidden(self, rows: PackedRows) -> NDArray[np.bool_]:
+        age_from = rows.columns["age_from"]
+        hidden: NDArray[np.bool_] = (age_from > 0) & (age_from <= self.hidden_until())
+        return hidden
+
+    def _without_moves(self, rows: PackedRows, places: NDArray[np.intp]) -> tuple[NDArray[np.intp], list[Key]]:
+        """Of these rows those that are neither stored nor deleted now: their places and keys."""
+        keys = [decoded(raw) for raw in rows.keys[places].tolist()]
+        still = [at for at, key in enumerate(keys) if key not in self.storing and key not in self.deleting]
+        return places[still], [keys[at] for at in still]

@@ -7,15 +7,27 @@ what each may write between two scans. Nothing here is trusted when a row is loa
 
 from __future__ import annotations
 
+import heapq
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from nixl_tiers.chunk import PAGE, Key, align, key_of_object, object_name
+from nixl_tiers.chunk import PAGE, Key, align, object_name
+from nixl_tiers.tiers.rowfile.packed_rows import (
+    BLOCK_BYTES,
+    SERVABLE,
+    KnownRow,
+    PackedRows,
+    encoded,
+    key_array,
+    without,
+)
+
+if TYPE_CHECKING:
+    from nixl_tiers.tiers.rowfile.packed_rows import Columns, Flags, Keys
 
 MARGIN_BYTES: Final = 256 << 10  # what a file system may add by itself before the next scan
 NAME_BYTES: Final = 512  # of a directory, for one more name in it
@@ -30,29 +42,20 @@ class RowPath(NamedTuple):
 
     namespace: str
     fanout: str
-    name: str
+    key: Key
 
     @classmethod
     def of(cls, namespace: str, key: Key) -> RowPath:
-        fanout, _, digits = object_name(key).partition("/")
-        return cls(namespace, fanout, f"{digits}.row")
+        return cls(namespace, fanout_of(key), key)
 
     @property
-    def key(self) -> Key | None:
-        return key_of_object(f"{self.fanout}/{self.name.removesuffix('.row')}")
+    def name(self) -> str:
+        return f"{self.key.hex()}.row"
 
 
-class FileStat(NamedTuple):
-    """A row file when this process first saw it, or last wrote or touched it."""
-
-    mtime_ns: int
-    size: int
-    disk_bytes: int
-    age_from: int = 0  # Unix seconds (see `age_from`); 0: its seal has not been read yet
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileStat:
-        return cls(status.st_mtime_ns, status.st_size, max(allocated_bytes(status), align(status.st_size)))
+def fanout_of(key: Key) -> str:
+    """The fan-out directory that a key's row belongs in."""
+    return object_name(key).partition("/")[0]
 
 
 def age_from(sealed_at: int | None, status: os.stat_result) -> int:
@@ -63,7 +66,12 @@ def age_from(sealed_at: int | None, status: os.stat_result) -> int:
 
 
 def allocated_bytes(status: os.stat_result) -> int:
-    return status.st_blocks * 512
+    return status.st_blocks * BLOCK_BYTES
+
+
+def taken_bytes(status: os.stat_result) -> int:
+    """What a row file takes of the capacity."""
+    return max(allocated_bytes(status), align(status.st_size))
 
 
 class Reservation(Enum):
@@ -74,13 +82,24 @@ class Reservation(Enum):
 
 @dataclass(slots=True)
 class FanoutDir:
-    """The rows of one fan-out directory. `changes`: by this process while it is being read (None: deleted)."""
+    """The rows of one fan-out directory. `changes`: encoded keys of rows that this process changed while the directory
+    was read."""
 
-    rows: dict[str, FileStat] = field(default_factory=dict)
-    changes: dict[str, FileStat | None] | None = None
+    rows: PackedRows = field(default_factory=PackedRows)
+    changes: set[bytes] | None = None
     mtime_ns: int = -1  # of the directory, when it was read; -1: read it again in any case
     overhead_bytes: int = 0  # everything in it but rows
     added_in: int = -1  # the scan during which this process last added a row
+    read_in: int = -1  # the scan during which it was last read
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """Rows in a fan-out directory that were not known."""
+
+    keys: Keys  # sorted
+    columns: Columns
+    flags: Flags
 
 
 class DirQuota:
@@ -90,7 +109,8 @@ class DirQuota:
         self._limit_bytes = capacity_bytes - MARGIN_BYTES
         self._row_bytes = row_bytes
         self._max_unscanned_bytes = max(SCAN_ROWS * row_bytes, capacity_bytes // SCAN_SHARE)
-        self._lock = threading.Condition()
+        self.lock = threading.Condition()
+        """Held for the rows of `directories`."""
         self._dirs: dict[tuple[str, str], FanoutDir] = {}
         self._rows_bytes = self._overhead_bytes = 0  # by the last scan, and this process's changes since
         self._added_bytes = 0  # of directories and names in them, since the last scan began
@@ -99,6 +119,8 @@ class DirQuota:
         self._requested_bytes = 0  # of room that has to be made
         self._full_until_s = 0.0
         self._scans_requested = self._scans_begun = self._scans_ended = 0
+        self.scan_all = True
+        """Whether the next scan includes all namespaces, not only the one that this process serves."""
         self.closing = False
 
     @property
@@ -107,69 +129,74 @@ class DirQuota:
 
     # --- the rows that are known ------------------------------------------------------------------------------------
 
-    def stat(self, path: RowPath) -> FileStat | None:
+    def get(self, path: RowPath) -> KnownRow | None:
         """The row's file, if the last scan found it or this process wrote it since."""
-        with self._lock:
+        with self.lock:
             directory = self._dirs.get(path[:2])
-            return directory.rows.get(path.name) if directory is not None else None
+            return directory.rows.get(path.key) if directory is not None else None
 
-    def rows(self, namespace: str | None = None) -> Iterator[tuple[FileStat, RowPath]]:
-        """All known rows, or those of one namespace, in no order. Rows may change meanwhile."""
-        with self._lock:
-            names = [name for name in self._dirs if namespace in (None, name[0])]
-        for name in names:
-            with self._lock:
-                directory = self._dirs.get(name)
-                rows = list(directory.rows.items()) if directory is not None else []
-            yield from ((stat, RowPath(*name, row)) for row, stat in rows)
-
-    @property
-    def row_count(self) -> int:
-        with self._lock:
-            return sum(len(directory.rows) for directory in self._dirs.values())
-
-    def has_rows_beside(self, path: RowPath) -> bool:
-        """Whether its fan-out directory has any rows, or is not known."""
-        with self._lock:
-            directory = self._dirs.get(path[:2])
-            return directory is None or bool(directory.rows)
-
-    def record(self, path: RowPath, stat: FileStat | None) -> None:
-        """What this process did to a row's file, or found there; None: it is gone."""
-        with self._lock:
+    def record(self, path: RowPath, status: os.stat_result | None, age_from: int = 0, *, stored: bool = False) -> None:
+        """What this process did to a row's file, or found there; None: it is gone. `age_from`: 0 if its seal was not
+        read. `stored`: for the core, whose index has it from now on."""
+        with self.lock:
             directory = self._dirs.get(path[:2])
             if directory is None:
-                if stat is None:
+                if status is None and not stored:
                     return
                 directory = self._dirs[path[:2]] = FanoutDir()
-            before = directory.rows.pop(path.name, None)
-            if before is not None:
-                self._rows_bytes -= before.disk_bytes
-                if stat is not None and not stat.age_from:
-                    # Too old if the row was replaced, which does no harm: the seal is read again before it is deleted.
-                    stat = stat._replace(age_from=before.age_from)
-            if stat is not None:
-                directory.rows[path.name] = stat
-                self._rows_bytes += stat.disk_bytes
+            rows, before = directory.rows, directory.rows.disk_bytes
+            if status is not None:
+                # A row that was replaced may seem too old: its seal is read again before it is deleted.
+                rows.put(
+                    path.key, KnownRow(status.st_mtime_ns, taken_bytes(status), age_from), self.flags_of(path, status)
+                )
                 directory.added_in = self._scans_begun
+            else:
+                rows.remove(path.key)
+            if stored:
+                rows.set_indexed(path.key, True)
+            self._rows_bytes += rows.disk_bytes - before
             if directory.changes is not None:
-                directory.changes[path.name] = stat
+                directory.changes.add(encoded(path.key))
 
     def record_age(self, path: RowPath, age_from: int) -> None:
         """When the age of a known row begins, in Unix seconds."""
-        stat = self.stat(path)
-        if stat is not None:
-            self.record(path, stat._replace(age_from=age_from))
+        with self.lock:
+            if (directory := self._dirs.get(path[:2])) is not None:
+                directory.rows.set_age(path.key, age_from)
+
+    def has_rows_beside(self, path: RowPath) -> bool:
+        """Whether its fan-out directory has any rows, or is not known."""
+        with self.lock:
+            directory = self._dirs.get(path[:2])
+            return directory is None or directory.rows.present > 0
+
+    def forget(self, path: RowPath) -> bool:
+        """The core's index has no such row from now on; whether it had."""
+        with self.lock:
+            directory = self._dirs.get(path[:2])
+            return directory is not None and directory.rows.set_indexed(path.key, False)
+
+    def directories(self, namespace: str | None = None) -> list[tuple[tuple[str, str], FanoutDir]]:
+        """Those that are known, of all namespaces or of one: ((namespace, fan-out directory), its rows). Their rows are
+        used with `lock` held, one directory at a time."""
+        with self.lock:
+            return [item for item in self._dirs.items() if namespace in (None, item[0][0])]
+
+    def flags_of(self, path: RowPath, status: os.stat_result) -> int:
+        """SERVABLE or 0."""
+        return SERVABLE if status.st_size == self._row_bytes and fanout_of(path.key) == path.fanout else 0
 
     # --- room for new rows ------------------------------------------------------------------------------------------
 
     def reserve(self, waiting: int) -> Reservation:
         """Room for one of `waiting` rows that are about to be written. GRANTED counts it until `release`."""
-        with self._lock:
+        with self.lock:
             if not self._scans_ended:
                 return Reservation.WAIT
             need = self._row_bytes
             if self._unscanned_bytes + need > self._max_unscanned_bytes:
+                self.scan_all = True
                 self._request_scan()
                 return Reservation.WAIT
             if self.used_bytes + need <= self._limit_bytes:
@@ -182,60 +209,60 @@ class DirQuota:
             if time.monotonic() < self._full_until_s:
                 return Reservation.REFUSED
             self._requested_bytes = waiting * need
-            self._lock.notify_all()
+            self.lock.notify_all()
             return Reservation.WAIT
 
     def release(self) -> None:
         """A reserved row has been written and recorded, or its temporary file is gone."""
-        with self._lock:
+        with self.lock:
             self._reserved_bytes -= self._row_bytes
 
     def add_directories(self, count: int) -> None:
         """This process has made new directories."""
-        with self._lock:
+        with self.lock:
             self._added_bytes += count * PAGE
 
     def begin_delete(self) -> None:
         """A row is about to be deleted: stores wait for its room."""
-        with self._lock:
+        with self.lock:
             self._pending_delete_bytes += self._row_bytes
 
     def end_delete(self) -> None:
         """That row has been deleted, or stays."""
-        with self._lock:
+        with self.lock:
             self._pending_delete_bytes -= self._row_bytes
 
     # --- scans and eviction, served by the scanner's thread ---------------------------------------------------------
 
     def wait_for_scan(self) -> bool:
         """Request a scan that begins after now, and wait for its end. False if it is closed instead."""
-        with self._lock:
+        with self.lock:
             self._request_scan()
             number = self._scans_requested
-            self._lock.wait_for(lambda: self.closing or self._scans_ended >= number)
+            self.lock.wait_for(lambda: self.closing or self._scans_ended >= number)
             return not self.closing
 
     def _request_scan(self) -> None:
         self._scans_requested = max(self._scans_requested, self._scans_begun + 1)
-        self._lock.notify_all()
+        self.lock.notify_all()
 
     def wait_for_request(self) -> bool:
         """Wait for a request for a scan or for room. Whether it includes a scan; see `closing` first."""
-        with self._lock:
-            self._lock.wait_for(
+        with self.lock:
+            self.lock.wait_for(
                 lambda: self.closing or self._requested_bytes or self._scans_requested > self._scans_begun
             )
             return self._scans_requested > self._scans_begun
 
     def close(self) -> None:
         """Wake all that wait; no scan follows."""
-        with self._lock:
+        with self.lock:
             self.closing = True
-            self._lock.notify_all()
+            self.lock.notify_all()
 
     def excess_bytes(self) -> int:
         """How much has to be deleted for the requested room; 0 ends the request."""
-        with self._lock:
+        with self.lock:
             excess = self.used_bytes - self._pending_delete_bytes + self._requested_bytes - self._limit_bytes
             if excess <= 0 or self.closing:
                 self._requested_bytes = 0
@@ -244,63 +271,80 @@ class DirQuota:
 
     def refuse_room(self) -> None:
         """The requested room cannot be made."""
-        with self._lock:
+        with self.lock:
             self._requested_bytes = 0
             self._full_until_s = time.monotonic() + FULL_S
 
-    def begin_scan(self) -> tuple[int, int]:
-        """The number of the scan, and a value for `end_scan`."""
-        with self._lock:
+    def begin_scan(self) -> tuple[int, int, bool]:
+        """The number of the scan, a value for `end_scan`, and whether to scan all namespaces."""
+        with self.lock:
             self._scans_begun += 1
-            self._unscanned_bytes = 0
-            return self._scans_begun, self._added_bytes
+            everything, self.scan_all = self.scan_all, False
+            if everything:
+                self._unscanned_bytes = 0
+            return self._scans_begun, self._added_bytes, everything
 
     def end_scan(self, number: int, added_bytes: int, found: set[tuple[str, str]], overhead_bytes: int) -> None:
         """`found`: the fan-out directories that are there; `overhead_bytes`: everything but rows."""
-        with self._lock:
+        with self.lock:
             self._overhead_bytes = overhead_bytes
             self._added_bytes -= added_bytes
             for name in [name for name in self._dirs if name not in found]:
-                if self._dirs[name].added_in < number:
-                    self._rows_bytes -= sum(stat.disk_bytes for stat in self._dirs.pop(name).rows.values())
+                directory = self._dirs[name]
+                if directory.added_in < number:
+                    self._rows_bytes -= directory.rows.disk_bytes
+                    directory.rows.remove_many(directory.rows.present_keys())
+                    directory.mtime_ns = -1
+                    if directory.rows.empty:
+                        del self._dirs[name]
             self._scan_ended(number)
 
     def fail_scan(self, number: int) -> None:
         """The scan ended early: what was known stays."""
-        with self._lock:
+        with self.lock:
+            self.scan_all = True
             self._scan_ended(number)
 
     def _scan_ended(self, number: int) -> None:
         self._scans_ended = number
-        self._lock.notify_all()
+        self.lock.notify_all()
 
-    def begin_dir(
-        self, name: tuple[str, str], mtime_ns: int, *, trust: bool
-    ) -> tuple[FanoutDir, dict[str, FileStat] | None]:
-        """A fan-out directory is about to be read: the rows known in it. None: it need not be read, as times are
-        trusted in this scan, and its modification time is that of the last one."""
-        with self._lock:
+    def least_recently_read(self, namespace: str, dirs: int, rows: int) -> set[tuple[str, str]]:
+        """Fan-out directories of a namespace: up to `dirs`, and the last one that exceeds `rows` in total."""
+        names = set[tuple[str, str]]()
+        for name, directory in heapq.nsmallest(dirs, self.directories(namespace), key=lambda item: item[1].read_in):
+            if rows > 0:
+                names.add(name)
+            rows -= directory.rows.present
+        return names
+
+    def begin_dir(self, name: tuple[str, str], mtime_ns: int, *, trust: bool) -> tuple[FanoutDir, Keys | None]:
+        """A fan-out directory is about to be read: the rows known in it, as encoded keys, sorted. None: it need not be
+        read, as times are trusted, and its modification time is that of the last reading."""
+        with self.lock:
             directory = self._dirs.setdefault(name, FanoutDir())
             if trust and directory.mtime_ns == mtime_ns:
                 return directory, None
-            directory.changes = {}
-            return directory, dict(directory.rows)
+            directory.changes = set()
+            return directory, directory.rows.present_keys()
 
-    def end_dir(self, directory: FanoutDir, found: dict[str, FileStat], overhead_bytes: int, mtime_ns: int) -> None:
-        """It has been read; what this process changed meanwhile counts instead of what was found."""
-        with self._lock:
-            changes, directory.changes = directory.changes or {}, None
-            for name, change in changes.items():
-                found.pop(name, None)
-                if change is not None:
-                    found[name] = change
-            self._rows_bytes += sum(stat.disk_bytes for stat in found.values())
-            self._rows_bytes -= sum(stat.disk_bytes for stat in directory.rows.values())
-            directory.rows = found
+    def end_dir(self, directory: FanoutDir, new: FoundRows, gone: Keys, overhead_bytes: int, mtime_ns: int) -> None:
+        """It has been read; what this process changed meanwhile counts instead of what was found. `gone`: encoded keys
+        of rows that are there no more, sorted."""
+        with self.lock:
+            changes, directory.changes = key_array(directory.changes or ()), None
+            rows, before = directory.rows, directory.rows.disk_bytes
+            if len(new.keys):
+                unchanged = without(new.keys, changes)
+                rows.add_many(new.keys[unchanged], new.columns[unchanged], new.flags[unchanged])
+            if len(gone):
+                rows.remove_many(gone[without(gone, changes)])
+            self._rows_bytes += rows.disk_bytes - before
             directory.overhead_bytes = overhead_bytes
             directory.mtime_ns = mtime_ns
+            directory.read_in = self._scans_begun
 
     def fail_dir(self, directory: FanoutDir) -> None:
         """It could not be read: what was known stays."""
-        with self._lock:
+        with self.lock:
             directory.changes = None

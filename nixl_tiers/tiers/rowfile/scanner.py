@@ -6,21 +6,29 @@ import logging
 import os
 import re
 import threading
+import time
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FileStat, allocated_bytes
+from nixl_tiers.tiers.rowfile.packed_rows import BLOCK_BYTES, COLUMNS, decoded, encoded, key_array, without
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows, RowPath, allocated_bytes, taken_bytes
+
+if TYPE_CHECKING:
+    from nixl_tiers.tiers.rowfile.packed_rows import Keys
 
 logger = logging.getLogger(__name__)
 
 ORPHAN_S: Final = 900.0  # an unfinished file that is older has lost its writer, on whichever machine that was
 _SETTLED_NS: Final = 2_000_000_000  # a directory changed longer ago gets another modification time with its next change
-_TRUST_SCANS: Final = 12  # every so many scans, modification times of directories are not trusted
+_DISTRUSTED_DIRS: Final = 22  # read in a scan although their modification times have not changed: all 256 in a minute,
+_DISTRUSTED_ROWS: Final = 8192  # but no more than so many rows, to stay below one percent of a core
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FANOUT: Final = re.compile(r"[0-9a-f]{2}")
 _ROW: Final = re.compile(r"(?:[0-9a-f]{2}){1,112}\.row")
@@ -35,6 +43,12 @@ class DirScanner:
         self._evictor = evictor
         self._log_once = log_once
         self._thread: threading.Thread | None = None
+        self._seen: dict[str, tuple[int, set[tuple[str, str]]]] = {}  # what the last scan of each namespace returned
+        self._turn = 0
+        self.served = ""
+        """The namespace that this process serves."""
+        self.cpu_s = 0.0
+        """Of the last scan."""
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -56,43 +70,64 @@ class DirScanner:
             if scan:
                 self._scan()
             if self._directory.writes:
-                self._evictor.make_room(self._scan)
+                self._evictor.make_room(self._scan_all)
+
+    def _scan_all(self) -> None:
+        self._quota.scan_all = True
+        self._scan()
 
     def _scan(self) -> None:
-        number, added_bytes = self._quota.begin_scan()
-        overhead_bytes, found = 0, set[tuple[str, str]]()
+        began_s = time.thread_time()
+        number, added_bytes, everything = self._quota.begin_scan()
+        overhead_bytes, namespaces = 0, list[str]()
         try:
             with self._directory.base() as base:
                 overhead_bytes = allocated_bytes(os.fstat(base.descriptor))
                 for entry in os.scandir(self._directory.path):
                     if _NAMESPACE.fullmatch(entry.name) and base.has_folder(entry.name):
-                        overhead_bytes += self._scan_namespace(base, entry.name, found, number)
+                        namespaces.append(entry.name)
                     elif entry.name == INCOMING:
                         self._directory.refresh_time()
                         overhead_bytes += self._delete_orphans(base)
                     else:  # foreign files, also directories that others can write to
                         overhead_bytes += _disk_bytes(entry)
+                skipped = set() if everything else self._skipped(namespaces)
+                seen = {name: self._seen[name] for name in skipped}
+                seen |= {name: self._scan_namespace(base, name) for name in namespaces if name not in skipped}
         except OSError as error:
             path = error.filename or self._directory.path
             self._log_once.report("scan", f"{path} cannot be scanned ({error.strerror or error})")
             self._quota.fail_scan(number)
         else:
-            self._quota.end_scan(number, added_bytes, found, overhead_bytes)
+            self._seen = seen
+            overhead_bytes += sum(overhead for overhead, _ in seen.values())
+            self._quota.end_scan(number, added_bytes, set().union(*(dirs for _, dirs in seen.values())), overhead_bytes)
+        self.cpu_s = time.thread_time() - began_s
 
-    def _scan_namespace(self, base: Folder, namespace: str, found: set[tuple[str, str]], number: int) -> int:
-        """Bytes of everything in it but rows."""
-        overhead_bytes = 0
+    def _skipped(self, namespaces: list[str]) -> set[str]:
+        """The namespaces to skip: of those that are not served here, a scan takes one in turn."""
+        others = [name for name in sorted(namespaces) if name != self.served]
+        self._turn += 1
+        return {name for number, name in enumerate(others) if number != self._turn % len(others) and name in self._seen}
+
+    def _scan_namespace(self, base: Folder, namespace: str) -> tuple[int, set[tuple[str, str]]]:
+        """Bytes of everything in it but rows, and its fan-out directories."""
+        overhead_bytes, found = 0, set[tuple[str, str]]()
+        distrusted = self._quota.least_recently_read(namespace, _DISTRUSTED_DIRS, _DISTRUSTED_ROWS)
         with suppress(FileNotFoundError, NotOwned), base.folder(namespace) as home:
             overhead_bytes += allocated_bytes(os.fstat(home.descriptor))
             for entry in os.scandir(fd_path(home.descriptor)):
-                if not (_FANOUT.fullmatch(entry.name) and home.has_folder(entry.name)):
-                    overhead_bytes += _disk_bytes(entry)
-                    continue
                 name = (namespace, entry.name)
-                with suppress(FileNotFoundError, NotOwned), home.folder(entry.name) as fanout:
-                    overhead_bytes += self._scan_fanout(name, fanout, trust=number % _TRUST_SCANS != 0)
-                    found.add(name)
-        return overhead_bytes
+                try:
+                    if not _FANOUT.fullmatch(entry.name):
+                        raise FileNotFoundError
+                    # Opened each time: that makes an NFS client ask the server for the modification time.
+                    with home.folder(entry.name) as fanout:
+                        overhead_bytes += self._scan_fanout(name, fanout, trust=name not in distrusted)
+                        found.add(name)
+                except (FileNotFoundError, NotOwned):
+                    overhead_bytes += _disk_bytes(entry)
+        return overhead_bytes, found
 
     def _scan_fanout(self, name: tuple[str, str], fanout: Folder, *, trust: bool) -> int:
         """Bytes of everything in it but rows. Only rows that are new cost a stat."""
@@ -100,22 +135,37 @@ class DirScanner:
         directory, known = self._quota.begin_dir(name, status.st_mtime_ns, trust=trust)
         if known is None:
             return directory.overhead_bytes
-        found, overhead_bytes = dict[str, FileStat](), allocated_bytes(status)
+        keys, overhead_bytes = list[bytes](), allocated_bytes(status)
         try:
             for entry in os.scandir(fd_path(fanout.descriptor)):
-                if not _ROW.fullmatch(entry.name):
-                    overhead_bytes += _disk_bytes(entry)
-                elif entry.name in known:
-                    found[entry.name] = known[entry.name]
+                if _ROW.fullmatch(entry.name):
+                    keys.append(encoded(bytes.fromhex(entry.name[:-4])))
                 else:
-                    with suppress(FileNotFoundError):
-                        found[entry.name] = FileStat.of(entry.stat(follow_symlinks=False))
+                    overhead_bytes += _disk_bytes(entry)
+            found = key_array(keys)
+            new = self._stat_rows(name, fanout, found[without(found, known)])
         except OSError:
             self._quota.fail_dir(directory)
             raise
         settled = 1e9 * self._directory.server_time.now_s() - status.st_mtime_ns > _SETTLED_NS
-        self._quota.end_dir(directory, found, overhead_bytes, status.st_mtime_ns if settled else -1)
+        gone = known[without(known, found)]
+        self._quota.end_dir(directory, new, gone, overhead_bytes, status.st_mtime_ns if settled else -1)
         return overhead_bytes
+
+    def _stat_rows(self, name: tuple[str, str], fanout: Folder, keys: Keys) -> FoundRows:
+        """Those that are still there."""
+        there, columns, flags = list[bool](), list[tuple[int, int, int]](), list[int]()
+        for raw in keys.tolist():
+            path = RowPath(*name, decoded(raw))
+            try:
+                status = fanout.stat(path.name)
+            except FileNotFoundError:
+                there.append(False)
+                continue
+            there.append(True)
+            columns.append((status.st_mtime_ns, taken_bytes(status) // BLOCK_BYTES, 0))
+            flags.append(self._quota.flags_of(path, status))
+        return FoundRows(keys[np.array(there, np.bool_)], np.array(columns, COLUMNS), np.array(flags, np.uint8))
 
     def _delete_orphans(self, base: Folder) -> int:
         """Delete unfinished files whose writers are gone. Bytes of those that others are writing."""

@@ -10,11 +10,12 @@ take long on a network: worker threads do it, and the mover's thread polls.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.chunk import PAGE, Geometry, Key, Outcome
 from nixl_tiers.config.schema import FileConfig
@@ -55,8 +56,15 @@ from nixl_tiers.tiers.rowfile.server_time import ServerTime
 logger = logging.getLogger(__name__)
 
 RELIST_S: Final = 5.0
+MAX_RELIST_S: Final = 60.0
+_RELIST_SHARE: Final = (
+    20  # others' changes are looked for less often where that would take more than this part of a core
+)
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 64)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RowFileTier(StorageTier):
@@ -76,7 +84,6 @@ class RowFileTier(StorageTier):
         self._clock = clock
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="sweeper")
         self._sweeping = self._sweeper.submit(lambda: None)
-        self._swept_at_s = 0.0
         self._geometry = geometry
         self._row_bytes = geometry.row_bytes
         self._region = region
@@ -132,12 +139,14 @@ class RowFileTier(StorageTier):
             self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
         before = self._open
         self._open = NamespaceRows(
-            namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._quota, self._is_hidden
+            namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._quota, self._hidden_until
         )
         if before is not None:
             before.health.close()
-            if (before.name, before.sealer.epoch) == (namespace.hex(), epoch):
-                self._open.known_before = before.known | before.known_before
+        again = before is not None and (before.name, before.sealer.epoch) == (namespace.hex(), epoch)
+        self._lister.submit(self._open.begin, again=again).result()  # after a listing that is under way
+        self._scanner.served = namespace.hex()
+        self._quota.scan_all = True
         self._mount.remember(path)
         self._scanner.start()
         return slots
@@ -145,42 +154,60 @@ class RowFileTier(StorageTier):
     @property
     def relist_s(self) -> float | None:
         age_s = self._config.max_age
-        return RELIST_S if age_s is None else min(RELIST_S, sweep_s(age_s))
+        least_s = RELIST_S if age_s is None else min(RELIST_S, sweep_s(age_s))
+        return max(least_s, min(MAX_RELIST_S, _RELIST_SHARE * self._scanner.cpu_s))
 
     def list_rows(self) -> Iterator[list[Entry]]:
         """Rows that are new since the last call, and as entries of slot GONE keys that the core knows but are gone.
         No more rows than there are slots: the core would delete the others, which other engines may need."""
         served = self._served
-        comparing = self._lister.submit(served.compare)
-        while not comparing.done():
+        if not (yield from self._on_lister(served, self._quota.wait_for_scan)):
+            return
+        gone, new, lost = served.gone_rows(), served.new_rows(), served.lost_rows()
+        while keys := (yield from self._on_lister(served, next, gone, None)):
+            yield from self._in_batches(served, (Entry(GONE, key, 0) for key in keys if served.confirm_gone(key)))
+        slots, last_ns = itertools.count(), -1
+        while rows := (yield from self._on_lister(served, next, new, None)):
+            for start in range(0, len(rows), MAX_ENTRIES):
+                if served.room < 0:  # stores have taken it meanwhile
+                    self._lister.submit(served.unlist, rows[start:])
+                    break
+                batch = []
+                for mtime_ns, key in rows[start : start + MAX_ENTRIES]:
+                    served.tick += mtime_ns > last_ns
+                    last_ns = mtime_ns
+                    batch.append(Entry(next(slots), key, served.tick))
+                yield batch
+                if served is not self._open:
+                    return
+        while keys := (yield from self._on_lister(served, next, lost, None)):
+            yield from self._in_batches(served, (Entry(GONE, key, 0) for key in keys))
+
+    def _on_lister(
+        self, served: NamespaceRows, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> Generator[list[Entry], None, T | None]:
+        """What the call returns on the lister's thread; None once another namespace is served."""
+        calling = self._lister.submit(call, *args, **kwargs)
+        while served is self._open and not calling.done():
             yield []
-            if served is not self._open:
-                return
-        new, gone = comparing.result()
-        yield from self._in_batches(served, served.confirm_gone(gone))
-        yield from self._in_batches(served, served.confirm_new(new))
-        lost, served.known_before = served.known_before - served.known, set()
-        yield from self._in_batches(served, (Entry(GONE, key, 0) for key in lost))
+        return calling.result() if served is self._open else None
 
     def maintain(self) -> Iterator[list[Entry]]:
-        """Begin to delete what is too old, when it is time: the next listing finds out what is gone. A reader deletes
-        nothing."""
-        age_s, now = self._config.max_age, self._directory.server_time.now_s()
-        if age_s is None or self._config.write == "off" or not self._sweeping.done():
-            return iter(())
-        if abs(now - self._swept_at_s) >= sweep_s(age_s):
-            self._swept_at_s = now
-            self._sweeping = self._sweeper.submit(self._evictor.expire, now, age_s)
+        """Begin to delete what is too old: the next listing finds out what is gone. A reader deletes nothing."""
+        age_s = self._config.max_age
+        if age_s is not None and self._config.write != "off" and self._sweeping.done():
+            now_s = self._directory.server_time.now_s()
+            self._sweeping = self._sweeper.submit(self._evictor.expire, now_s, age_s)
         return iter(())
 
     @property
     def maintain_s(self) -> float | None:
-        return None if self._config.max_age is None or self._config.write == "off" else self.relist_s
+        age_s = self._config.max_age
+        return None if age_s is None or self._config.write == "off" else sweep_s(age_s)
 
     def store(self, moves: Sequence[Move]) -> int:
         served = self._served
         for move in moves:
-            served.known.add(move.key)
             served.storing[move.key] += 1
             served.tick = max(served.tick, move.tick)
         return self._moves.store(moves)
@@ -203,10 +230,9 @@ class RowFileTier(StorageTier):
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         served = self._served
         for _, key in entries:
-            if key in served.known:  # else it is gone already, and a file there now is another engine's
-                served.known.remove(key)
+            path = RowPath.of(served.name, key)
+            if self._quota.forget(path):  # else it is gone already, and a file there now is another engine's
                 served.deleting[key] += 1
-                path = RowPath.of(served.name, key)
                 self._quota.begin_delete()
                 gone = self._directory.submit(path, self._directory.delete_unless_used, path)
                 self._deleting.append((served, key, gone))
@@ -244,9 +270,15 @@ class RowFileTier(StorageTier):
             raise RuntimeError("the tier is not open")
         return self._open
 
+    def _hidden_until(self) -> int:
+        """A reader (`write: off`) leaves deleting to writers: rows whose age begins by then (Unix seconds) are too old,
+        but stay. 0: none."""
+        age_s = self._config.max_age
+        hides = age_s is not None and self._config.write == "off"
+        return int(self._directory.server_time.now_s() - age_s) if hides and age_s is not None else 0
+
     def _is_hidden(self, begins: int) -> bool:
-        """Whether a row is known to be too old, but stays: a reader (`write: off`) leaves deleting to writers."""
-        return self._config.write == "off" and begins > 0 and self._has_expired(begins)
+        return 0 < begins <= self._hidden_until()
 
     def _has_expired(self, begins: int) -> bool:
         age_s = self._config.max_age
@@ -332,7 +364,7 @@ class RowFileTier(StorageTier):
 
     def _forget(self, move: Move) -> None:
         """The core forgets the row too: a file of that name from now on is another engine's."""
-        self._served.known.discard(move.key)
+        self._quota.forget(RowPath.of(self._served.name, move.key))
 
     def _end_deletes(self) -> None:
         waiting = []
