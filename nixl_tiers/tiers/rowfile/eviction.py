@@ -18,7 +18,7 @@ from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.packed_rows import PRESENT, decoded
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 
-_CANDIDATES: Final = 8192  # rows sorted at a time
+_CANDIDATES: Final = 4096  # rows sorted at a time
 _EXPIRED_BATCH: Final = 64  # submitted to the workers at a time
 _MAX_AHEAD_S: Final = 60.0  # no file is ahead of its server's clock by more, unless that was put back
 _TAIL_BYTES: Final = (PAGE, 64 << 10)  # in which a seal is looked for: nearly always the first, in any case the second

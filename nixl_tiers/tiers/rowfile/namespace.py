@@ -12,16 +12,46 @@ import numpy as np
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import HealthMonitor
-from nixl_tiers.tiers.rowfile.packed_rows import INDEXED, PRESENT, SERVABLE, WAS_INDEXED, PackedRows, decoded
+from nixl_tiers.tiers.rowfile.packed_rows import (
+    INDEXED,
+    PRESENT,
+    SERVABLE,
+    WAS_INDEXED,
+    PackedRows,
+    decoded,
+    encoded,
+    key_array,
+    without,
+)
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from nixl_tiers.tiers.rowfile.packed_rows import Keys, Places
+
 _SPARE_SLOTS: Final = 64  # left to stores by listings: a listed row without a slot would be deleted
 _BAND_ROWS: Final = 1 << 16  # listed at a time, or this fraction of all:
 _BAND_SHARE: Final = 32
 _GONE_ROWS: Final = 4096  # found before they are listed
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows to be listed."""
+
+    mtimes_ns: NDArray[np.int64]
+    keys: Keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, places: slice | Places) -> NewRows:
+        return NewRows(self.mtimes_ns[places], self.keys[places])
+
+    def pairs(self) -> Iterator[tuple[int, Key]]:
+        """(modification time, key)"""
+        return zip(self.mtimes_ns.tolist(), map(decoded, self.keys.tolist()), strict=True)
 
 
 @dataclass
@@ -59,8 +89,8 @@ class NamespaceRows:
         indexed = sum(directory.rows.indexed for _, directory in self.quota.directories(self.name))
         return self.slots - min(_SPARE_SLOTS, self.slots // 16) - indexed - len(self.storing)
 
-    def new_rows(self) -> Iterator[list[tuple[int, Key]]]:
-        """Rows that the core does not know, oldest first: (modification time, key); the newest if they are too many.
+    def new_rows(self) -> Iterator[NewRows]:
+        """Rows that the core does not know, oldest first; the newest if they are too many.
         They count as INDEXED from now on: what is not listed after all goes to `unlist`."""
         times = [np.empty(0, np.int64)]
         for _, directory in self.quota.directories(self.name):
@@ -80,28 +110,30 @@ class NamespaceRows:
         for from_ns, to_ns in edges:
             rows = self._take(max(from_ns, after_ns), to_ns, skipped)
             after_ns, skipped = to_ns + 1, 0
-            if rows:
+            if len(rows):
                 yield rows
 
-    def _take(self, from_ns: int, to_ns: int, skipped: int) -> list[tuple[int, Key]]:
+    def _take(self, from_ns: int, to_ns: int, skipped: int) -> NewRows:
         """New rows of these times, oldest first, but for the first `skipped` ones."""
-        taken = list[tuple[int, Key]]()
+        times_ns, keys = [np.empty(0, np.int64)], [np.empty(0, "S1")]
         for _, directory in self.quota.directories(self.name):
             with self.quota.lock:
                 rows, mtimes_ns = directory.rows, directory.rows.columns["mtime_ns"]
                 new = self._new(rows) & (mtimes_ns >= from_ns) & (mtimes_ns <= to_ns)
-                places, keys = self._without_moves(rows, np.flatnonzero(new))
+                places = self._without_moves(rows, np.flatnonzero(new))
                 rows.flags[places] |= INDEXED
                 rows.indexed += len(places)
-                taken += zip(mtimes_ns[places].tolist(), keys, strict=True)
-        taken.sort()
-        self.unlist(taken[:skipped])
-        return taken[skipped:]
+                times_ns.append(mtimes_ns[places])
+                keys.append(rows.keys[places])
+        taken = NewRows(np.concatenate(times_ns), np.concatenate(keys))
+        order = np.argsort(taken.mtimes_ns, kind="stable")
+        self.unlist(taken[order[:skipped]])
+        return taken[order[skipped:]]
 
-    def unlist(self, rows: list[tuple[int, Key]]) -> None:
+    def unlist(self, rows: NewRows) -> None:
         """Rows of `new_rows` that are not listed: a later listing has them again. On any thread."""
-        for _, key in rows:
-            self.quota.forget(RowPath.of(self.name, key))
+        for raw in rows.keys.tolist():
+            self.quota.forget(RowPath.of(self.name, decoded(raw)))
 
     # --- rows that are gone -----------------------------------------------------------------------------------------
 
@@ -112,7 +144,7 @@ class NamespaceRows:
             with self.quota.lock:
                 rows = directory.rows
                 gone = (rows.flags & (PRESENT | INDEXED) == INDEXED) | (rows.flags & INDEXED != 0) & self._hidden(rows)
-                found += self._without_moves(rows, np.flatnonzero(gone))[1]
+                found += self._keys(rows, np.flatnonzero(gone))
             if len(found) >= _GONE_ROWS:
                 yield found
                 found = []
@@ -133,7 +165,7 @@ class NamespaceRows:
             with self.quota.lock:
                 rows = directory.rows
                 places = np.flatnonzero(rows.flags & (WAS_INDEXED | INDEXED) == WAS_INDEXED)
-                lost += self._without_moves(rows, places)[1]
+                lost += self._keys(rows, places)
                 rows.flags[:] &= ~np.uint8(WAS_INDEXED)
             if len(lost) >= _GONE_ROWS:
                 yield lost
@@ -152,8 +184,10 @@ class NamespaceRows:
         hidden: NDArray[np.bool_] = (age_from > 0) & (age_from <= self.hidden_until())
         return hidden
 
-    def _without_moves(self, rows: PackedRows, places: NDArray[np.intp]) -> tuple[NDArray[np.intp], list[Key]]:
-        """Of these rows those that are neither stored nor deleted now: their places and keys."""
-        keys = [decoded(raw) for raw in rows.keys[places].tolist()]
-        still = [at for at, key in enumerate(keys) if key not in self.storing and key not in self.deleting]
-        return places[still], [keys[at] for at in still]
+    def _without_moves(self, rows: PackedRows, places: Places) -> Places:
+        """Of these rows those that are neither stored nor deleted now."""
+        moving = key_array(encoded(key) for key in [*self.storing, *self.deleting])
+        return places[without(rows.keys[places], moving)]
+
+    def _keys(self, rows: PackedRows, places: Places) -> list[Key]:
+        return [decoded(raw) for raw in rows.keys[self._without_moves(rows, places)].tolist()]

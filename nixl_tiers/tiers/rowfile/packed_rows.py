@@ -30,6 +30,7 @@ WAS_INDEXED: Final = 8  # INDEXED before the tier was opened again
 COLUMNS: Final = np.dtype([("mtime_ns", "<i8"), ("blocks", "<u4"), ("age_from", "<u4")])
 BLOCK_BYTES: Final = 512  # of `blocks`, the space that a file takes
 _KEPT: Final = PRESENT | INDEXED | WAS_INDEXED  # without any of these, a row is dropped at the next merge
+_LENGTHS: Final = [bytes((length,)) for length in range(256)]
 _MIN_TAIL: Final = 8
 _TAIL_SHARE: Final = 32  # the tail has room for this fraction of the rows
 
@@ -43,7 +44,7 @@ class KnownRow(NamedTuple):
 
 
 def encoded(key: Key) -> bytes:
-    return bytes((len(key),)) + key
+    return _LENGTHS[len(key)] + key
 
 
 def decoded(raw: bytes) -> Key:

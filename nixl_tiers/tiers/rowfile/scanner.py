@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from nixl_tiers.chunk import MAX_KEY_BYTES
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
@@ -28,10 +29,9 @@ logger = logging.getLogger(__name__)
 ORPHAN_S: Final = 900.0  # an unfinished file that is older has lost its writer, on whichever machine that was
 _SETTLED_NS: Final = 2_000_000_000  # a directory changed longer ago gets another modification time with its next change
 _DISTRUSTED_DIRS: Final = 22  # read in a scan although their modification times have not changed: all 256 in a minute,
-_DISTRUSTED_ROWS: Final = 8192  # but no more than so many rows, to stay below one percent of a core
+_DISTRUSTED_ROWS: Final = 4096  # but no more than so many rows, to stay below one percent of a core
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FANOUT: Final = re.compile(r"[0-9a-f]{2}")
-_ROW: Final = re.compile(r"(?:[0-9a-f]{2}){1,112}\.row")
 
 
 class DirScanner:
@@ -48,7 +48,7 @@ class DirScanner:
         self.served = ""
         """The namespace that this process serves."""
         self.cpu_s = 0.0
-        """Of the last scan."""
+        """Of the last scan but for the first."""
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -102,7 +102,8 @@ class DirScanner:
             self._seen = seen
             overhead_bytes += sum(overhead for overhead, _ in seen.values())
             self._quota.end_scan(number, added_bytes, set().union(*(dirs for _, dirs in seen.values())), overhead_bytes)
-        self.cpu_s = time.thread_time() - began_s
+        if number > 1:
+            self.cpu_s = time.thread_time() - began_s
 
     def _skipped(self, namespaces: list[str]) -> set[str]:
         """The namespaces to skip: of those that are not served here, a scan takes one in turn."""
@@ -135,13 +136,12 @@ class DirScanner:
         directory, known = self._quota.begin_dir(name, status.st_mtime_ns, trust=trust)
         if known is None:
             return directory.overhead_bytes
-        keys, overhead_bytes = list[bytes](), allocated_bytes(status)
+        overhead_bytes = allocated_bytes(status)
         try:
-            for entry in os.scandir(fd_path(fanout.descriptor)):
-                if _ROW.fullmatch(entry.name):
-                    keys.append(encoded(bytes.fromhex(entry.name[:-4])))
-                else:
-                    overhead_bytes += _disk_bytes(entry)
+            keys, foreign = _keys_of(fanout.names())
+            if foreign:
+                entries = os.scandir(fd_path(fanout.descriptor))
+                overhead_bytes += sum(_disk_bytes(entry) for entry in entries if entry.name in foreign)
             found = key_array(keys)
             new = self._stat_rows(name, fanout, found[without(found, known)])
         except OSError:
@@ -184,6 +184,22 @@ class DirScanner:
                     else:
                         total += max(allocated_bytes(status), status.st_size)
         return total
+
+
+def _keys_of(names: list[str]) -> tuple[list[bytes], set[str]]:
+    """The encoded keys of files that have a row's name, and the other names."""
+    keys, foreign = list[bytes](), set[str]()
+    for name in names:
+        try:
+            key = bytes.fromhex(name[:-4])
+        except ValueError:
+            foreign.add(name)
+            continue
+        if name == f"{key.hex()}.row" and 0 < len(key) <= MAX_KEY_BYTES:
+            keys.append(encoded(key))
+        else:
+            foreign.add(name)
+    return keys, foreign
 
 
 def _disk_bytes(entry: os.DirEntry[str]) -> int:

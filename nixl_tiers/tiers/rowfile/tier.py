@@ -167,13 +167,13 @@ class RowFileTier(StorageTier):
         while keys := (yield from self._on_lister(served, next, gone, None)):
             yield from self._in_batches(served, (Entry(GONE, key, 0) for key in keys if served.confirm_gone(key)))
         slots, last_ns = itertools.count(), -1
-        while rows := (yield from self._on_lister(served, next, new, None)):
+        while (rows := (yield from self._on_lister(served, next, new, None))) is not None:
             for start in range(0, len(rows), MAX_ENTRIES):
                 if served.room < 0:  # stores have taken it meanwhile
                     self._lister.submit(served.unlist, rows[start:])
                     break
                 batch = []
-                for mtime_ns, key in rows[start : start + MAX_ENTRIES]:
+                for mtime_ns, key in rows[start : start + MAX_ENTRIES].pairs():
                     served.tick += mtime_ns > last_ns
                     last_ns = mtime_ns
                     batch.append(Entry(next(slots), key, served.tick))
