@@ -145,6 +145,7 @@ class PackedRows:
         row = self._find(encoded(key))
         if row >= 0 and self._flags[row] & PRESENT:
             self.disk_bytes -= BLOCK_BYTES * int(self._columns["blocks"][row])
+            self._columns["age_from"][row] = 0
             self._set_flags(row, int(self._flags[row]) & ~(PRESENT | SERVABLE))
 
     def set_indexed(self, key: Key, indexed: bool) -> bool:
@@ -178,7 +179,9 @@ class PackedRows:
         """Files that are gone. `keys` are sorted."""
         self._merge()
         keys = keys[~without(keys, self.keys)]
-        self._flags[self.keys.searchsorted(keys)] &= ~np.uint8(PRESENT | SERVABLE)
+        rows = self.keys.searchsorted(keys)
+        self._columns["age_from"][rows] = 0
+        self._flags[rows] &= ~np.uint8(PRESENT | SERVABLE)
         self.recount()
 
     # --- inside -----------------------------------------------------------------------------------------------------
