@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import platform
+import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -19,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from nixl_tiers.chunk import Key
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FileStat, RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
 from nixl_tiers.tiers.s3.key_set import KeySet
 from nixl_tiers.tiers.s3.listing import Run
 from nixl_tiers.tiers.s3.names import RowNames
@@ -59,14 +61,14 @@ def listed_objects(rows: int) -> object:
 
 
 def row_files(rows: int) -> object:
-    """The quota, and the keys that were listed to the core. No two rows share a number that is read from disk."""
-    quota, known = DirQuota(CAPACITY, ROW_BYTES), set()
+    """The quota, as a tier fills it while it stores; it also says which rows the core knows."""
+    quota = DirQuota(CAPACITY, ROW_BYTES)
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(ROW_BYTES)
+        status = os.stat(file.name)
     for number, key in enumerate(keys(rows)):
-        path = RowPath.of("0" * 32, key)
-        size, sealed_at = int(str(ROW_BYTES)), int(f"{1_700_000_000 + number // 100}")
-        quota.record(path, FileStat(10**18 + number, size, int(str(size)), sealed_at))
-        known.add(path.key)
-    return quota, known
+        quota.record(RowPath.of("0" * 32, key), status, 1_700_000_000 + number // 100, stored=True)
+    return quota
 
 
 INDEXES: dict[str, Callable[[int], object]] = {
