@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import platform
 import tempfile
 from array import array
@@ -65,7 +64,7 @@ def row_files(rows: int) -> object:
     quota = DirQuota(CAPACITY, ROW_BYTES)
     with tempfile.NamedTemporaryFile() as file:
         file.truncate(ROW_BYTES)
-        status = os.stat(file.name)
+        status = Path(file.name).stat()
     for number, key in enumerate(keys(rows)):
         quota.record(RowPath.of("0" * 32, key), status, 1_700_000_000 + number // 100, stored=True)
     return quota

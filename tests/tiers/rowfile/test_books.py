@@ -40,7 +40,7 @@ AGE_S = 1000.0
 
 
 class Books(RuleBasedStateMachine):
-    """`files`: what is there, (namespace, key) -> modification time in seconds. `core`: what the core has in its index."""
+    """`files`: what is there, (namespace, key) -> modification time in seconds. `core`: what the core has indexed."""
 
     @initialize(seed=st.integers(0, 1000))
     def begin(self, seed: int) -> None:
