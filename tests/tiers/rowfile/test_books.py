@@ -12,20 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from nixl_tiers.chunk import Geometry, object_name
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.disk import HealthMonitor
+from nixl_tiers.tiers.disk import INCOMING, HealthMonitor
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
-from nixl_tiers.tiers.rowfile.packed_rows import decoded
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FanoutDir, RowPath, fanout_of
-from nixl_tiers.tiers.rowfile.scanner import DirScanner
+from nixl_tiers.tiers.rowfile.packed_rows import COLUMNS, decoded, encoded, key_array
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FanoutDir, FoundRows, Reservation, RowPath, fanout_of
+from nixl_tiers.tiers.rowfile.scanner import _DISTRUSTED_DIRS, DirScanner
 
 GEOMETRY = Geometry(1, 100)
 ROW = GEOMETRY.row_bytes
@@ -232,3 +235,100 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+
+
+def row_status() -> os.stat_result:
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(ROW)
+        return Path(file.name).stat()
+
+
+NOTHING = FoundRows(key_array([]), np.empty(0, COLUMNS), np.empty(0, np.uint8))
+
+
+def test_row_stored_again_while_its_directory_is_read_stays_known() -> None:
+    """It was deleted by another engine when the names were read, and stored when they are recorded."""
+    quota, path = DirQuota(CAPACITY, ROW), RowPath.of(OURS, KEYS[0])
+    quota.record(path, row_status())
+    directory, known = quota.begin_dir(path[:2], 1, trust=False)
+    assert known is not None
+    quota.record(path, row_status(), stored=True)
+    quota.end_dir(directory, NOTHING, known, 0, 1)
+    assert quota.get(path) is not None
+
+
+def test_row_deleted_while_its_directory_is_read_stays_unknown() -> None:
+    """It was there when the names were read."""
+    quota, path = DirQuota(CAPACITY, ROW), RowPath.of(OURS, KEYS[0])
+    directory, _ = quota.begin_dir(path[:2], 1, trust=False)
+    quota.record(path, row_status())
+    quota.record(path, None)
+    found = FoundRows(key_array([encoded(path.key)]), np.zeros(1, COLUMNS), np.zeros(1, np.uint8))
+    quota.end_dir(directory, found, key_array([]), 0, 1)
+    assert quota.get(path) is None
+
+
+def test_unchanged_directories_are_not_read_but_all_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At rest a scan costs one `open` a fan-out directory, and reads the names in a few of them."""
+    quota = DirQuota(CAPACITY, ROW)
+    directory = RowDirectory(tmp_path, quota)
+    directory.prepare(OURS)
+    long_ago_s = time.time() - 3600
+    for number in range(64):
+        fanout = tmp_path / OURS / f"{number:02x}"
+        fanout.mkdir(0o700)
+        os.utime(fanout, (long_ago_s,) * 2)
+    log_once = LogOnce(logging.getLogger(__name__))
+    scanner = DirScanner(directory, quota, Evictor(directory, quota, log_once), log_once)
+    scanner.served = OURS
+    scanner._scan()
+    read: list[str] = []
+    names = Folder.names
+
+    def read_names(folder: Folder) -> list[str]:
+        read.append(folder.path.name)
+        return names(folder)
+
+    monkeypatch.setattr(Folder, "names", read_names)
+    for _ in range(3):
+        read.clear()
+        scanner._scan()
+        assert len(set(read) - {INCOMING}) == _DISTRUSTED_DIRS
+    assert len({name for name, known in quota.directories() if known.read_in > 1}) == 64
+    directory.close()
+
+
+def test_other_namespaces_are_scanned_in_turn_at_rest_and_all_before_stores_go_on(tmp_path: Path) -> None:
+    quota = DirQuota(CAPACITY, ROW)
+    directory = RowDirectory(tmp_path, quota)
+    directory.prepare(OURS)
+    others = [f"{number:032x}" for number in range(1, 5)]
+    log_once = LogOnce(logging.getLogger(__name__))
+    scanner = DirScanner(directory, quota, Evictor(directory, quota, log_once), log_once)
+    scanner.served = OURS
+
+    def add_row_everywhere() -> None:
+        for namespace in (OURS, *others):
+            path = directory.absolute(RowPath.of(namespace, KEYS[len(list((tmp_path / namespace).rglob("*.row")))]))
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            path.parent.parent.chmod(0o700)
+            path.write_bytes(bytes(ROW))
+
+    def known() -> int:
+        return sum(rows.rows.present for _, rows in quota.directories())
+
+    add_row_everywhere()
+    scanner._scan()
+    assert known() == 5
+    add_row_everywhere()
+    for expected in (7, 8, 9, 10):
+        scanner._scan()
+        assert known() == expected
+    add_row_everywhere()
+    assert quota._unscanned_bytes == 0
+    quota._unscanned_bytes = quota._max_unscanned_bytes
+    assert quota.reserve(1) is Reservation.WAIT
+    scanner._scan()
+    assert known() == 15
+    assert quota._unscanned_bytes == 0
+    directory.close()
