@@ -1,4 +1,4 @@
-"""The rows of one fan-out directory, packed: some 55 bytes a row at keys of 36 bytes.
+"""The rows of one fan-out directory, packed: 54 bytes a row at keys of 36 bytes, 75 with all around them.
 
 A sorted array of keys with columns beside it, and a short unsorted tail of new rows, which is merged when it is full.
 A dict of the same rows costs nine times as much.
@@ -6,15 +6,16 @@ A dict of the same rows costs nine times as much.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from nixl_tiers.chunk import Key
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
     Keys = NDArray[np.bytes_]
     """Encoded keys: a byte with the length, the key, and zeroes."""
@@ -31,8 +32,9 @@ COLUMNS: Final = np.dtype([("mtime_ns", "<i8"), ("blocks", "<u4"), ("age_from", 
 BLOCK_BYTES: Final = 512  # of `blocks`, the space that a file takes
 _KEPT: Final = PRESENT | INDEXED | WAS_INDEXED  # without any of these, a row is dropped at the next merge
 _LENGTHS: Final = [bytes((length,)) for length in range(256)]
+_MAPPED_BYTES: Final = 32 << 10
 _MIN_TAIL: Final = 8
-_TAIL_SHARE: Final = 32  # the tail has room for this fraction of the rows
+_TAIL_SHARE: Final = 64  # the tail has room for this fraction of the rows
 
 
 class KnownRow(NamedTuple):
@@ -67,6 +69,14 @@ def without(keys: Keys, others: Keys) -> NDArray[np.bool_]:
     places = np.minimum(others.searchsorted(keys), len(others) - 1)
     absent: NDArray[np.bool_] = others[places] != keys
     return absent
+
+
+def _array(rows: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Not initialized. Arrays that all grow in step fragment the heap: all but small ones are mapped."""
+    nbytes = rows * np.dtype(dtype).itemsize
+    if nbytes < _MAPPED_BYTES:
+        return np.empty(rows, dtype)
+    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype, rows)
 
 
 class PackedRows:
@@ -231,11 +241,7 @@ class PackedRows:
         places = self.keys.searchsorted(keys) + np.arange(len(keys))
         others = np.ones(count, np.bool_)
         others[places] = False
-        new_keys, new_columns, new_flags = (
-            np.empty(size, f"S{width}"),
-            np.empty(size, COLUMNS),
-            np.empty(size, np.uint8),
-        )
+        new_keys, new_columns, new_flags = (_array(size, of) for of in (f"S{width}", COLUMNS, np.uint8))
         for new, old, added in (
             (new_keys, self.keys, keys),
             (new_columns, self.columns, columns),
