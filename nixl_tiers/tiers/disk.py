@@ -179,7 +179,8 @@ class FreeSpace:
         self._min_free = min_free
         self._clock = clock
         self._measured_at_s = -math.inf
-        self._spare_bytes: float = 0
+        self.spare_bytes: float = 0
+        """How much more may be taken, by the last call of `lacks`; negative: less than `min_free` is free."""
         self._least_bytes = 0
         self.problem = ""
         """The last answer of `lacks`."""
@@ -190,11 +191,11 @@ class FreeSpace:
         if self._clock() - self._measured_at_s >= CHECK_INTERVAL_S:
             self._measure()
         self.problem = ""
-        if nbytes > 0 and self._spare_bytes < nbytes:
+        if nbytes > 0 and self.spare_bytes < nbytes:
             least = format_size(self._least_bytes)
             self.problem = f"no more is stored at {self._path}: min_free keeps {least} of its file system free"
         else:
-            self._spare_bytes -= nbytes
+            self.spare_bytes -= nbytes
         return self.problem
 
     def measure_again(self) -> None:
@@ -208,7 +209,7 @@ class FreeSpace:
         self._least_bytes = min_free_bytes(self._min_free, size)
         # Some network file systems report no size.
         counts = size > 0 and self._least_bytes > 0
-        self._spare_bytes = status.f_bavail * status.f_frsize - self._least_bytes if counts else math.inf
+        self.spare_bytes = status.f_bavail * status.f_frsize - self._least_bytes if counts else math.inf
 
 
 # --- allocation and direct I/O ------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers import mounts
+from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Heartbeat
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import FreeSpace
-from tests.mover.harness import NAMESPACE, wait_until
-from tests.support.disks import run, tmpfs
+from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
+from tests.support.disks import assert_never_exceeds, run, tmpfs, volume_bytes
 from tests.tiers.file_tiers import FileTier, make_tier
 from tests.tiers.test_folder import serves
 
@@ -110,3 +112,33 @@ def test_capacity_beyond_the_file_system_is_logged(
             tier.close()
     warnings = [record.message for record in caplog.records if "capacity" in record.message]
     assert warnings == [f"capacity: 65 MiB is more than the file system at {tmp_path / 'kv'} has (64 MiB)"]
+
+
+def test_below_min_free_row_files_are_only_replaced(tmp_path: Path) -> None:
+    """Slabs: tests/tiers/slab/test_budget.py."""
+    geometry, batch = Geometry(1, 120_000), 32
+    with (
+        tmpfs(tmp_path, "64m"),
+        MoverProcess({**files_tier(tmp_path, 56 << 20), "min_free": "50%"}, geometry, batch) as mover,
+    ):
+        mover.open()
+        mover.listed_rows()
+        assert set(mover.store(range(batch))) == {Outcome.OK}
+        foreign = tmp_path / "foreign"
+        foreign.write_bytes(bytes(30 << 20))
+        heartbeat = mover.expect(lambda m: isinstance(m, Heartbeat) and bool(m.denials))
+        assert isinstance(heartbeat, Heartbeat)
+        sentence = f"no more is stored at {tmp_path}: min_free keeps 32 MiB of its file system free"
+        assert heartbeat.denials == {"growth": sentence}
+        held = volume_bytes(tmp_path)
+        with assert_never_exceeds(tmp_path, held + (1 << 20), volume_bytes):
+            for first in range(batch, 4 * batch, batch):
+                numbers = range(first, first + batch)
+                assert wait_until(lambda numbers=numbers: set(mover.store(numbers)) == {Outcome.OK})
+                assert mover.load(numbers).count(Outcome.OK) > batch // 2  # beside those that made room
+        foreign.unlink()
+        mover.expect(lambda m: isinstance(m, Heartbeat) and not m.denials)
+        before = volume_bytes(tmp_path)
+        assert set(mover.store(range(4 * batch, 5 * batch))) <= {Outcome.OK, Outcome.NO_SPACE}
+        assert wait_until(lambda: set(mover.store(range(5 * batch, 6 * batch))) == {Outcome.OK})
+        assert volume_bytes(tmp_path) > before

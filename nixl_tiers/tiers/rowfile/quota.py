@@ -8,6 +8,7 @@ what each may write between two scans. Nothing here is trusted when a row is loa
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import threading
 import time
@@ -107,6 +108,8 @@ class DirQuota:
 
     def __init__(self, capacity_bytes: int, row_bytes: int) -> None:
         self._limit_bytes = capacity_bytes - MARGIN_BYTES
+        self._own_bytes = 0  # that this process has added by itself, less what it has deleted
+        self._own_limit_bytes = math.inf  # of those, to keep `min_free`
         self._row_bytes = row_bytes
         self._max_unscanned_bytes = max(SCAN_ROWS * row_bytes, capacity_bytes // SCAN_SHARE)
         self.lock = threading.Condition()
@@ -156,6 +159,7 @@ class DirQuota:
             if stored:
                 rows.set_indexed(path.key, True)
             self._rows_bytes += rows.disk_bytes - before
+            self._own_bytes += rows.disk_bytes - before
             if directory.changes is not None:
                 directory.changes.add(encoded(path.key))
 
@@ -199,18 +203,29 @@ class DirQuota:
                 self.scan_all = True
                 self._request_scan()
                 return Reservation.WAIT
-            if self.used_bytes + need <= self._limit_bytes:
+            if self._lacking(need) <= 0:
                 self._reserved_bytes += need
                 self._unscanned_bytes += need
                 self._added_bytes += NAME_BYTES
                 return Reservation.GRANTED
-            if self.used_bytes - self._pending_delete_bytes + need <= self._limit_bytes:
+            if self._lacking(need - self._pending_delete_bytes) <= 0:
                 return Reservation.WAIT
             if time.monotonic() < self._full_until_s:
                 return Reservation.REFUSED
             self._requested_bytes = waiting * need
             self.lock.notify_all()
             return Reservation.WAIT
+
+    def limit_growth(self, spare_bytes: float) -> None:
+        """So much more may be taken of the file system from now on: then a new row needs the room of an old one."""
+        with self.lock:
+            self._own_limit_bytes = self._own_bytes + max(0, spare_bytes)
+
+    def _lacking(self, nbytes: int) -> float:
+        """By how much `nbytes` more would exceed the capacity, or what may be taken of the file system; 0 or less: not
+        at all."""
+        own = self._own_bytes + self._reserved_bytes - self._own_limit_bytes
+        return max(self.used_bytes - self._limit_bytes, own) + nbytes
 
     def release(self) -> None:
         """A reserved row has been written and recorded, or its temporary file is gone."""
@@ -263,7 +278,7 @@ class DirQuota:
     def excess_bytes(self) -> int:
         """How much has to be deleted for the requested room; 0 ends the request."""
         with self.lock:
-            excess = self.used_bytes - self._pending_delete_bytes + self._requested_bytes - self._limit_bytes
+            excess = int(self._lacking(self._requested_bytes - self._pending_delete_bytes))
             if excess <= 0 or self.closing:
                 self._requested_bytes = 0
                 return 0

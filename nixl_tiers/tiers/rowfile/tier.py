@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, ParamSpec, TypeVar
 
@@ -34,6 +34,7 @@ from nixl_tiers.tiers.base import (
 )
 from nixl_tiers.tiers.disk import (
     FileIdentity,
+    FreeSpace,
     HealthMonitor,
     MountGuard,
     direct_works,
@@ -91,6 +92,7 @@ class RowFileTier(StorageTier):
         self._agent, self._memory = open_agent(config, region)
         self._log_once = LogOnce(logger)
         self._quota = DirQuota(config.capacity, self._row_bytes)
+        self._free = FreeSpace(config.path, config.min_free)
         self._directory = RowDirectory(config.path, self._quota, writes=config.write != "off", server_time=server_time)
         self._evictor = Evictor(self._directory, self._quota, self._log_once)
         self._scanner = DirScanner(self._directory, self._quota, self._evictor, self._log_once)
@@ -132,7 +134,8 @@ class RowFileTier(StorageTier):
             with self._directory.incoming() as incoming:
                 self._files.direct = direct_works(incoming)
             identity = FileIdentity(path)
-            health = HealthMonitor(lambda: identity.problem() or self._directory.problem(namespace.hex()))
+            self._measure_free_space()
+            health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex()))
         except OSError as error:
             raise open_error(error) from error
         if not self._files.direct:
@@ -150,6 +153,21 @@ class RowFileTier(StorageTier):
         self._mount.remember(path)
         self._scanner.start()
         return slots
+
+    def _problem(self, namespace: str) -> str:
+        """On the health monitor's thread, once a second. Raises OSError."""
+        self._measure_free_space()
+        return self._directory.problem(namespace)
+
+    def _measure_free_space(self) -> None:
+        """Below `min_free` rows are only replaced. Raises OSError."""
+        if self._config.write != "off":
+            self._free.lacks(self._row_bytes)
+            self._quota.limit_growth(self._free.spare_bytes)
+
+    @property
+    def denials(self) -> Mapping[str, str]:
+        return {"growth": self._free.problem} if self._free.problem else {}
 
     @property
     def relist_s(self) -> float | None:

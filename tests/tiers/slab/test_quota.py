@@ -161,7 +161,7 @@ def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
 def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tmp_path: Path) -> None:
     spare = [3 * MIB]
     least = FreeSpace(tmp_path, 0)
-    least._measure = lambda: setattr(least, "_spare_bytes", spare[0])  # type: ignore[method-assign]
+    least._measure = lambda: setattr(least, "spare_bytes", spare[0])  # type: ignore[method-assign]
     quota = SlabQuota(tmp_path, 64 * MIB, 1, least)
     old = leave_shard(tmp_path, 1, MIB)
     serve(quota, 2)
