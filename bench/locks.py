@@ -39,8 +39,8 @@ class Bench:
 
     def __init__(self, write: Write = Write.THROUGH, policy: Eviction = "lru") -> None:
         specs = [
-            TierSpec("file", Write.THROUGH, physical_slots=True),
-            TierSpec("s3", write, physical_slots=False, existence_checks=True),
+            TierSpec("file", write, physical_slots=True),
+            TierSpec("s3", Write.THROUGH, physical_slots=False, existence_checks=True),
         ]
         limits = replace(Limits(), wait_s=60.0)
         self.core = TierManager(ROWS, ROW_BYTES, specs, limits, policy)
@@ -82,7 +82,7 @@ class Bench:
         for _ in range(MOST_TURNS):
             new = self.turn(what)
             jobs += new
-            if not (new or getattr(self.core.events, "unfinished", False)):
+            if not (new or self.core.events.unfinished):
                 return jobs
         raise RuntimeError(f"{what}: work is left for ever")
 
@@ -189,7 +189,7 @@ def _evicting(longest: dict[str, float]) -> None:
     bench = Bench(Write.ON_EVICT)
     bench.fill(ROWS)
     bench.settle()
-    target = bench.core.tiers[1]
+    target = bench.core.tiers[0]
     target.send_credits = 0
     for _ in range(200):
         bench.core.complete_store((), ())  # selects victims ahead of need
@@ -245,11 +245,9 @@ def _demote_all(longest: dict[str, float]) -> None:
     bench = Bench(Write.ON_EVICT)
     bench.fill(ROWS)
     bench.settle()
-    core = bench.core
-    demote: Any = core.demote_all
-    left = bench.timed("demote_all", demote)
-    while left:
-        left = bench.timed("demote_all", demote, left)
+    rows = list(bench.core.host.index.values())
+    for start in range(0, len(rows), 256):
+        bench.timed("demote_all", bench.core.demote, rows[start : start + 256])
     _merge(longest, bench, "demote_all")
 
 

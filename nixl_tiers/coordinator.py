@@ -270,6 +270,16 @@ class Coordinator:
                 host.release_unflushed(ended_rows(self.region, host.unflushed_stores(LOCATE_BATCH)))
             return self._core.prepare_store(keys, request, call=call)
 
+    def look_on(self) -> bool:
+        """Whether the last prepare_store found too little room only because it looks at a bounded number of pinned
+        rows, and there are others behind them: prepare_store finds them now."""
+        while True:
+            with self._lock:
+                if not self._core.host.searching:
+                    return False
+                if self._core.host.look_on():
+                    return True
+
     def complete_store(self, keys: Collection[Key]) -> None:
         """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""
         with self._lock:
@@ -343,7 +353,10 @@ class Coordinator:
     def demote_all(self) -> None:
         """Queue all rows that a tier with `write: on_evict` does not hold yet, because the process is about to exit."""
         with self._lock:
-            self._core.demote_all()
+            rows = list(self._core.host.index.values())
+        for start in range(0, len(rows), LOCATE_BATCH):
+            with self._lock:
+                self._core.demote(rows[start : start + LOCATE_BATCH])
         self._link.supervisor.wake()
 
     def backlog(self) -> int:

@@ -118,7 +118,9 @@ class TieredStore:
                     self._wait_for_room(stall, interrupts)
                     part = keys[start : start + self._batch]
                     self._put_part(part, chunks[start : start + self._batch], interrupts)
-                    if None in self.coordinator.locate(part):
+                    while (missing := None in self.coordinator.locate(part)) and self.coordinator.look_on():
+                        self._put_part(part, chunks[start : start + self._batch], interrupts)
+                    if missing:
                         break
                     self.coordinator.pin(part, whole)
                 places = self.coordinator.locate(keys)

@@ -118,6 +118,7 @@ class Events:
             self._promotion.busy
             or self._checks.busy
             or self._state.host.has_old
+            or self._state.host.searching
             or any(
                 tier.jobs
                 or tier.dead
@@ -142,6 +143,7 @@ class Events:
         self._state.begin_slice()
         self._health.watch(now)
         self._work(now)
+        self._promotion.expire(now)
         self._state.unfinished = self._state.slice_used_up
 
     def plan(self, now: float) -> list[Job]:
@@ -209,8 +211,11 @@ class Events:
             while tier.to_cancel > 0 and self._state.take():
                 tier.cancel_victim(self._state.tick)
         self._promotion.retry(now)
-        while self._state.host.has_old and self._state.take():
-            self._state.host.reclaim_old(1)
+        host = self._state.host
+        while host.has_old and self._state.take():
+            host.reclaim_old(1)
+        if host.searching and self._state.take(self._state.limits.rows_per_slice):
+            host.look_on()
 
     def _listed_tick(self, index: TierIndex, tick: int) -> None:
         """Ticks go on from the newest that any process has given, so that recency survives restarts."""

@@ -17,6 +17,7 @@ from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
 
 CPU = "cpu"
+MAX_LOOKS: Final = 512  # pinned rows that one search for victims passes over
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
 
 
@@ -97,6 +98,8 @@ class HostTier:
         self._old: deque[dict[int, Row] | dict[Key, Row]] = deque()  # of generations that have ended, not yet judged
         self._unflushed: OrderedDict[int, Row] = OrderedDict()  # by index: judged, and workers may still use them
         self._ended: list[Generation] = []  # and not flushed
+        self._unseen = 0  # rows that a search for victims has not looked at
+        self._gave_up = False  # whether the last one looked at some of the rows only
 
     @property
     def used(self) -> int:
@@ -108,21 +111,41 @@ class HostTier:
         return self._slots.free
 
     def make_room(self, count: int) -> list[Key]:
-        """Evict until `count` rows are free, or all that are left are pinned; returns the victims' keys."""
+        """Evict until `count` rows are free, or all that are left are pinned, or `searching`; returns the victims'
+        keys."""
         if count > self._slots.free and self._old:
             self.reclaim_old(count + MAX_JUDGED)
         missing = count - self._slots.free
         victims: list[Row] = []
         if missing > 0:
-            victims = [row for key, row in self.evicting.items() if not self._is_pinned(key)][:missing]
-            victims += [self.index[key] for key in self._policy.evict(missing - len(victims), self._is_pinned)]
+            victims = list(islice((r for r in self.evicting.values() if not self._is_pinned(r.key)), missing))
+            victims += self._take_victims(missing - len(victims))
             for row in victims:
                 self._remove(row)
+            if len(victims) == missing or not self._gave_up:
+                self._unseen = 0
+            elif not self._unseen:
+                self._unseen = len(self._policy)
         return [row.key for row in victims]
+
+    @property
+    def searching(self) -> bool:
+        """Whether there may be victims among rows that the last `make_room` has not looked at; `look_on` does."""
+        return self._unseen > 0
+
+    def look_on(self) -> bool:
+        """Pass over some of the pinned rows that are next to be evicted, so that an eviction need not; whether one is
+        behind them that can be evicted."""
+        self._unseen = max(0, self._unseen - MAX_LOOKS)
+        found = self._take_victims(1)
+        for row in found:
+            self._policy.add(row.key, row.tick)
+            self._unseen = 0
+        return bool(found)
 
     def select_victims(self, count: int) -> list[Row]:
         """Start the eviction of the `count` least valuable rows: still hits, until `finish_eviction` is called."""
-        rows = [self.index[key] for key in self._policy.evict(count, self._is_pinned)]
+        rows = self._take_victims(count)
         for row in rows:
             row.evicting = True
             self.evicting[row.key] = row
@@ -203,6 +226,7 @@ class HostTier:
         self._old.append(self.index)
         garbage.add(self.evicting, self._policy)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
+        self._unseen = 0
 
     def reclaim_old(self, most: int) -> None:
         """Judge up to `most` rows from before a reset: free those that no job uses."""
@@ -252,6 +276,26 @@ class HostTier:
         self._slots.release(row.index)
         self.counters.evictions += 1
         self.evicted.append(row.key)
+
+    def _take_victims(self, count: int) -> list[Row]:
+        """Up to `count` rows that the policy evicts; looks at so many rows that are pinned, and no more."""
+        before, most = len(self._policy), MAX_LOOKS + count
+        left = most
+
+        def is_pinned(key: Key) -> bool:
+            nonlocal left
+            left -= 1
+            return left >= 0 and self._is_pinned(key)  # give up: the policy takes the next ones for victims
+
+        rows = [self.index[key] for key in self._policy.evict(count, is_pinned)]
+        self._gave_up = left < 0 or (len(rows) < count and most - left < before)
+        if left >= 0:
+            return rows
+        pinned = {row.key for row in rows if self._is_pinned(row.key)}
+        for row in reversed(rows):
+            if row.key in pinned:
+                self._policy.add(row.key, row.tick)
+        return [row for row in rows if row.key not in pinned]
 
     def _is_pinned(self, key: Key) -> bool:
         row = self.index[key]

@@ -285,9 +285,9 @@ class TierManager:
         self._writeback.clean()
         self.finish_request(name)
 
-    def demote_all(self) -> None:
-        """The engine shuts down: queue every row that a tier written on eviction lacks."""
-        self._writeback.demote_all()
+    def demote(self, rows: Iterable[Row]) -> None:
+        """The engine shuts down: queue those of the host's rows that the tier below it lacks."""
+        self._writeback.demote(rows)
 
     def backlog(self) -> int:
         """Rows queued for or being written to the tier that is furthest behind."""
@@ -322,7 +322,6 @@ class TierManager:
         """Apply timeouts: of jobs, of existence checks, and of rows that were promoted for nothing."""
         self.events.expire(now)
         self.checks.expire(now)
-        self._promotion.expire(now)
 
     # --- what is where -----------------------------------------------------------------------------------------
 
@@ -354,7 +353,8 @@ class TierManager:
     def _request(self, name: str) -> Request:
         request = self._requests.get(name)
         if request is None:
-            request = self._requests[name] = Request(name, self._allowed.get(name))
+            request = self._requests[name] = Request(name, self.host.generation, self._allowed.get(name))
+        request.belongs_to(self.host.generation)
         return request
 
     def _reference(self, row: Row, name: str, call: bool) -> None:

@@ -15,6 +15,7 @@ from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
 
+PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
 MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it looks all of them up again
 
 
@@ -116,17 +117,16 @@ class Promotion:
         self._waiting.pop(request.name, None)
 
     def reset(self, garbage: Garbage) -> None:
-        """Requests go on, keep their deadlines, and wait for nothing."""
-        waiting, self._waiting = self._waiting, {}
-        for request in waiting.values():
-            garbage.add(*request.forget())
-        garbage.add(self._retries, waiting)
-        self._retries = deque()
+        """Requests go on, keep their deadlines, and wait for nothing (`Request.belongs_to`)."""
+        garbage.add(self._retries, self._waiting)
+        self._retries, self._waiting = deque(), {}
 
     def expire(self, now: float) -> None:
         """Unpin rows that were promoted for requests that never came back for them."""
         limit = now - self._state.limits.pin_s
         for request in [r for r in self._waiting.values() if r.deadline_s is None or r.deadline_s < limit]:
+            if not self._state.take(1 + len(request.pinned) // PINS_PER_ROW):
+                return
             request.expired = True
             self.release(request)
 
@@ -153,8 +153,12 @@ class Promotion:
                 request.asked.pop(key, None)
         room = self._state.make_room(len(wanted))
         moves: list[PlannedMove] = []
+        put_off: list[tuple[Request, Key]] = []
         for key, requests in wanted.items():
             if len(moves) == room:
+                if self._host.searching:
+                    put_off += ((request, key) for request in requests)
+                    continue
                 # The host is full of pinned rows: this prefix ends here.
                 for request in requests:
                     request.asked[key] = False
@@ -166,6 +170,7 @@ class Promotion:
             for request in requests:
                 request.pin(row)
             moves.append(tier.start_load(row))
+        tier.to_load.extendleft(reversed(put_off))
         return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_load), most - len(wanted)))
 
     def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from nixl_tiers.cascade.host import Row
+from nixl_tiers.cascade.host import Generation, Row
 from nixl_tiers.chunk import Key
 
 
@@ -26,6 +26,7 @@ class Request:
         "expired",
         "first_key_found",
         "first_scan",
+        "generation",
         "load_failed",
         "missing",
         "name",
@@ -42,8 +43,9 @@ class Request:
         "waits_for_listing",
     )
 
-    def __init__(self, name: str, allowed: frozenset[int] | None = None) -> None:
+    def __init__(self, name: str, generation: Generation, allowed: frozenset[int] | None = None) -> None:
         self.name = name
+        self.generation = generation
         self.allowed = allowed  # the storage tiers that it may load from; None: all
         self.tick: int | None = None
         # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
@@ -115,13 +117,13 @@ class Request:
         if self.first_scan or not self.missing:
             self.missing.append((self.position, key))
 
-    def forget(self) -> tuple[dict[Key, Row], list[Row], dict[Key, bool]]:
-        """After a reset it waits for nothing, and no row of before needs to be unpinned. O(1); returns what is to be
-        freed."""
-        self.pending = False
-        old = self.pinned, self.scan_hits, self.asked
-        self.pinned, self.scan_hits, self.asked = {}, [], {}
-        return old
+    def belongs_to(self, generation: Generation) -> None:
+        """If there was a reset since its last use, it waits for nothing, and no row of before needs to be unpinned."""
+        if self.generation is not generation:
+            self.generation = generation
+            self.pending = False
+            for collection in (self.pinned, self.scan_hits, self.asked):
+                collection.clear()
 
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""

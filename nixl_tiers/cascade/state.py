@@ -58,8 +58,9 @@ class CascadeState:
         self._slice_left = self.limits.rows_per_slice
 
     def take(self, rows: int = 1) -> bool:
-        """Whether the slice has room for more work, on so many rows. The last of it may exceed the slice."""
-        if self._slice_left <= 0:
+        """Whether the slice has room for work on so many rows. Nothing follows in this slice once it has not."""
+        if self._slice_left < min(rows, self.limits.rows_per_slice):
+            self._slice_left = 0
             return False
         self._slice_left -= rows
         return True

@@ -141,7 +141,7 @@ class TierIndex:
         if missing <= 0:
             return []
         # Victims that were selected before go first; they are lost if they were not written below yet.
-        victims = [key for key in self.evicting if not self._is_pinned(key)][:missing]
+        victims = list(islice((key for key in self.evicting if not self._is_pinned(key)), missing))
         victims += self._take_coldest(missing - len(victims))
         for key in victims:
             self._evict(key)

@@ -34,13 +34,14 @@ class WriteBack:
                 else:
                     tier.to_store[row.key] = row.tick
 
-    def demote_all(self) -> None:
-        """Queue every ready row of the host that the tier below it lacks: the engine shuts down."""
+    def demote(self, rows: Iterable[Row]) -> None:
+        """Queue those of these rows that are ready and that the tier below the host lacks."""
         target = self._state.below_host
         if target is not None and target.writable:
-            for key, row in self._host.index.items():
-                if row.state is RowState.READY and key not in target:
-                    target.to_store.setdefault(key, row.tick)
+            for row in rows:
+                is_here = row.state is RowState.READY and self._host.index.get(row.key) is row
+                if is_here and row.key not in target:
+                    target.to_store.setdefault(row.key, row.tick)
 
     def clean(self) -> None:
         """Select victims ahead of need in every tier whose evictions are written below, so that a reserve of rows is

@@ -117,7 +117,7 @@ def test_shutdown_can_write_all_dirty_rows() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(6):
         put(core, key, 0.0)
-    core.demote_all()
+    core.demote(list(core.host.index.values()))
     settle(core)
     assert set(core.tiers[0].index) == set(keys(6))
 

@@ -26,7 +26,8 @@ class EvictionPolicy(Protocol):
     def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
         """Remove and return up to `count` victims, the least valuable first, skipping pinned keys.
 
-        Returns fewer only where every key that is left is pinned. Amortised, a victim costs a constant number of
+        Returns fewer only where every key that is left is pinned, or after a bounded number of steps (more than a
+        thousand), behind which the next call goes on. Amortised, a victim costs a constant number of
         steps, however many pinned keys are before it.
         """
 

@@ -21,6 +21,7 @@ from nixl_tiers.chunk import Key
 MOST_USES: Final = 3
 USES_TO_STAY: Final = 2
 SMALL_SHARE: Final = 0.1
+MAX_STEPS: Final = 1024  # of one eviction beyond what its victims need; the next one goes on
 
 
 class S3Fifo:
@@ -65,7 +66,9 @@ class S3Fifo:
         # full of pinned keys is walked over once.
         pinned_small: list[Key] = []
         pinned_main: list[Key] = []
-        while len(victims) < count and (self._small or self._main):
+        for _ in range(MAX_STEPS + 2 * count):
+            if len(victims) >= count or not (self._small or self._main):
+                break
             if self._small and (not self._main or len(self._small) + len(pinned_small) >= self._small_rows):
                 key, tick = self._small.pop()
                 if self._uses[key] >= USES_TO_STAY:
