@@ -221,12 +221,17 @@ class PrefixLease:
                 self._step()
             except (BotoCoreError, ClientError, KeyError):
                 self._state.failed(lease_clock())
-            self._report()
             if self._supported is False:
+                logger.warning(
+                    "prefix: this server does not support conditional writes (If-None-Match, If-Match), so two engines "
+                    'on the private prefix "%s" would not notice each other, and delete each other\'s rows',
+                    self.prefix,
+                )
                 self._answered.set()
                 return
             wait_s = self._state.next_at_s - lease_clock()
             if wait_s > 0:
+                self._report()
                 self._answered.set()
                 self._stop.wait(wait_s)
         write = self._state.release()
@@ -269,13 +274,7 @@ class PrefixLease:
         return None if answer is None else str(answer["ETag"])
 
     def _report(self) -> None:
-        if self._supported is False:
-            logger.warning(
-                "prefix: this server does not support conditional writes (If-None-Match, If-Match), so two engines on "
-                'the private prefix "%s" would not notice each other, and delete each other\'s rows',
-                self.prefix,
-            )
-        elif self._state.tenure(lease_clock()):
+        if self._state.tenure(lease_clock()):
             self.denials.succeeded(KIND)
         elif (other := self._state.other) is not None:
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.since_s))

@@ -239,6 +239,30 @@ def test_lost_answer_of_a_renewal_keeps_the_tenure() -> None:
     assert one.tenure(21.0 + TERMS.lease_s - TERMS.margin_s - 0.1) == 1
 
 
+def test_time_counts_from_before_a_renewal_was_sent() -> None:
+    server, one, two = owner_and_reader()
+    renewal = Request(one.state.next_request(15.0), record("one"), 15.0)
+    renewal.arrive(server)
+    two.step(server, 15.0)
+    one.answer(renewal, 50.0)
+    assert not one.tenure(55.0)
+    two.step(server, 75.0)
+    assert two.tenure(75.0)
+
+
+def test_write_whose_answer_was_lost_is_not_repeated_blindly() -> None:
+    _, one, _ = owner_and_reader()
+    one.state.failed(15.0)
+    assert isinstance(one.state.next_request(16.0), Read)
+
+
+def test_owner_that_reads_another_engines_lease_stops_at_once() -> None:
+    _, one, _ = owner_and_reader()
+    one.state.failed(15.0)
+    one.state.read('"other"', record("two"), 16.0)
+    assert not one.tenure(16.0)
+
+
 def test_longer_lease_of_another_engine_is_respected() -> None:
     state = LeaseState("two", TERMS)
     state.read('"1"', Record("one", SINCE_S, 300.0), 0.0)
