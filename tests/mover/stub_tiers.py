@@ -70,12 +70,11 @@ class FastJanitorConfig(S3Config):
 
 
 def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import janitor
+    from nixl_tiers.tiers.s3 import janitor, usage
     from nixl_tiers.tiers.s3 import tier as s3_tier
 
     s3_tier.INTERVALS = janitor.JanitorIntervals(renew_s=0.1, lease_timeout_s=5.0, usage_timeout_s=10.0, sweep_s=1.0)
-    janitor.SKEW_S = 0.0
-    janitor.WINDOW_SHARE = config.window_share
+    usage.WINDOW_SHARE = config.window_share
     return s3_tier.S3Tier(config, geometry, region)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -33,11 +34,12 @@ from nixl_tiers.tiers.nixl_agent import TransferState
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, MAX_DOWNLOADS, MAX_UPLOADS, ObjectTransfer, S3Data
 from nixl_tiers.tiers.s3.existence import Answer, ExistenceChecker
-from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals, UploadQuota
+from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals
 from nixl_tiers.tiers.s3.lease import LeaseTerms, PrefixLease
 from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing, Relisting
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import PrefixQuota
+from nixl_tiers.tiers.s3.usage import UploadQuota
 
 TRIES: Final = 2
 POLL_S: Final = (0.0002, 0.003)  # between two polls of the transfers while none of them ends: first, longest
@@ -63,7 +65,7 @@ class S3Tier(StorageTier):
         self._data = S3Data(config, geometry, region)
         self._control = S3Control(config, lambda: self._may_write)
         self._existence = ExistenceChecker(lambda key: self._control.exists(self._name(key), self._row_bytes))
-        self._upload_quota = UploadQuota(config.capacity, self._row_bytes) if config.shared else None
+        self._upload_quota = UploadQuota(uuid.uuid4().hex, config.capacity, self._row_bytes) if config.shared else None
         self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
         self._names = RowNames(config.prefix)
@@ -116,7 +118,6 @@ class S3Tier(StorageTier):
                 self._config.bucket,
                 prefix,
                 quota=self._upload_quota,
-                is_row=lambda name: self._names.parse(self._names.root + name) is not None,
                 intervals=INTERVALS,
                 denials=self._control.denials,
                 max_age_s=self._config.max_age,

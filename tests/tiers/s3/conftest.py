@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
-from nixl_tiers.tiers.s3 import janitor
 from nixl_tiers.tiers.s3 import tier as tier_module
 from tests.tiers.s3.harness import FAST_JANITOR, FaultyS3, faulty_s3
 
@@ -43,4 +42,3 @@ def faulty(server_credentials: None) -> Iterator[FaultyS3]:
 def fast_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The S3 tier's janitor has short intervals."""
     monkeypatch.setattr(tier_module, "INTERVALS", FAST_JANITOR)
-    monkeypatch.setattr(janitor, "SKEW_S", 0.0)

@@ -15,9 +15,9 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.base import GONE
-from nixl_tiers.tiers.s3 import janitor
 from nixl_tiers.tiers.s3 import tier as tier_module
-from nixl_tiers.tiers.s3.janitor import JanitorIntervals, UploadQuota, Usage
+from nixl_tiers.tiers.s3 import usage
+from nixl_tiers.tiers.s3.janitor import JanitorIntervals
 from tests.tiers.s3.harness import FAST_JANITOR, NAMESPACE, OTHER_NAMESPACE, TierDriver, faulty_s3, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
@@ -28,7 +28,7 @@ WINDOW_ROWS = 8
 
 @pytest.fixture(autouse=True)
 def _fast_janitor(fast_janitor: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(janitor, "WINDOW_SHARE", CAPACITY_ROWS // WINDOW_ROWS)
+    monkeypatch.setattr(usage, "WINDOW_SHARE", CAPACITY_ROWS // WINDOW_ROWS)
 
 
 @pytest.fixture
@@ -205,6 +205,21 @@ class TestBudget:
         assert fresh in rows_in(s3_server, place)
         assert client.head_object(Bucket=bucket, Key=f"{place['prefix']}/notes.txt")
 
+    def test_uploads_go_on_between_listings(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            tier_module,
+            "INTERVALS",
+            JanitorIntervals(renew_s=0.1, lease_timeout_s=20.0, usage_timeout_s=60.0, sweep_s=3600.0),
+        )
+        with TierDriver(SMALL, 32, **place) as one:
+            one.open()
+            for number in range(CAPACITY_ROWS - WINDOW_ROWS):
+                assert stored(one, number)
+            assert one.tier._janitor is not None
+            assert one.tier._janitor._rows == 0, "the only listing found nothing"
+            assert stored(one, 100), "out of names, the janitor lists at once"
+            assert one.tier._janitor._rows > 0
+
 
 class TestLease:
     def test_a_dead_janitor_is_replaced(self, drivers: list[TierDriver]) -> None:
@@ -275,65 +290,3 @@ class TestServersAndRights:
 
     def test_shared_is_off_by_default(self) -> None:
         assert S3Config(type="s3", bucket="kv-cache", capacity=ROW).shared is False
-
-
-class TestUploadQuota:
-    """Capacity 100, window 25."""
-
-    @pytest.fixture
-    def quota(self) -> UploadQuota:
-        quota = UploadQuota(100, 5)
-        self.refresh(quota, 10.0, None)
-        return quota
-
-    @staticmethod
-    def refresh(quota: UploadQuota, now_s: float, usage: Usage | None, valid_for_s: float = 60.0) -> None:
-        quota.begin_refresh()
-        quota.refresh(now_s, usage, valid_for_s)
-
-    def test_nothing_is_granted_before_a_listing_that_began_after_start(self, quota: UploadQuota) -> None:
-        assert not quota.try_acquire(5)
-        self.refresh(quota, 11.0, Usage(0, 10.0))
-        assert not quota.try_acquire(5)
-        self.refresh(quota, 12.0, Usage(0, 11.0))
-        assert quota.try_acquire(5)
-
-    def test_one_window_is_granted_until_a_listing_has_counted_it(self, quota: UploadQuota) -> None:
-        self.refresh(quota, 12.0, Usage(0, 11.0))
-        assert [quota.try_acquire(5) for _ in range(6)] == [True] * 5 + [False]
-        for _ in range(5):
-            quota.upload_ended(5)
-        assert not quota.try_acquire(5), "the record has not counted it"
-        self.refresh(quota, 13.0, Usage(0, 12.0))
-        assert not quota.try_acquire(5), "that listing began before it had ended"
-        self.refresh(quota, 14.0, Usage(25, 13.0))
-        assert not quota.try_acquire(5), "the order within one second is unknown"
-        self.refresh(quota, 15.0, Usage(25, 14.0))
-        assert quota.try_acquire(5)
-
-    def test_uploads_in_flight_never_count_as_listed(self, quota: UploadQuota) -> None:
-        self.refresh(quota, 12.0, Usage(0, 11.0))
-        assert quota.try_acquire(25)
-        self.refresh(quota, 99.0, Usage(0, 98.0))
-        assert not quota.try_acquire(5)
-
-    @pytest.mark.parametrize(("nbytes", "room"), [(75, True), (76, False)])
-    def test_a_whole_window_must_be_free(self, quota: UploadQuota, nbytes: int, room: bool) -> None:
-        self.refresh(quota, 12.0, Usage(nbytes, 11.0))
-        assert quota.try_acquire(5) is room
-        assert quota.used_bytes == nbytes
-
-    def test_a_stale_record_grants_nothing(self, quota: UploadQuota) -> None:
-        self.refresh(quota, 12.0, Usage(0, 11.0), valid_for_s=-1.0)
-        assert not quota.try_acquire(5)
-
-    def test_an_older_record_is_ignored(self, quota: UploadQuota) -> None:
-        self.refresh(quota, 13.0, Usage(90, 12.0))
-        self.refresh(quota, 14.0, Usage(0, 11.0))
-        assert not quota.try_acquire(5)
-
-
-@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"null", b'{"bytes": 1}', b'{"bytes": "x", "began": 1}', b"\xff"])
-def test_invalid_usage_records_are_rejected(raw: bytes) -> None:
-    assert Usage.decode(raw) is None
-    assert Usage.decode(Usage(5, 7.0).encode()) == Usage(5, 7.0)
