@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -215,10 +216,12 @@ class TestBudget:
             one.open()
             for number in range(CAPACITY_ROWS - WINDOW_ROWS):
                 assert stored(one, number)
-            assert one.tier._janitor is not None
-            assert one.tier._janitor._rows == 0, "the only listing found nothing"
-            assert stored(one, 100), "out of names, the janitor lists at once"
-            assert one.tier._janitor._rows > 0
+            janitor = one.tier._janitor
+            assert janitor is not None
+            assert janitor._rows == 0, "the only listing found nothing"
+            numbers = itertools.count(100)
+            assert wait_until(lambda: bool(one.store([next(numbers)])) and janitor._rows > 0), "out of names, it lists"
+            assert stored(one, 99)
 
 
 class TestLease:

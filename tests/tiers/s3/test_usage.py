@@ -217,7 +217,7 @@ WEIGHTS = {
     World.janitor_reads_record: 5,
     World.janitor_writes: 8,
     World.a_row_is_lost: 1,
-    World.kill: 1,
+    World.kill: 3,
 }
 
 
@@ -228,7 +228,7 @@ def test_the_bound_holds_and_no_record_is_below_the_truth(seed: int) -> None:
     for turn in turns:
         turn(world, world.random.randrange(2))
         world.check()
-    assert world.uploaded >= 10
+    assert world.uploaded > 0
 
 
 @pytest.fixture(autouse=True)
