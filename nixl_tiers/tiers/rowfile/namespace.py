@@ -180,12 +180,16 @@ class NamespaceRows:
         return new & ~self._hidden(rows)
 
     def _hidden(self, rows: PackedRows) -> NDArray[np.bool_]:
+        if not self.hidden_until():
+            return np.zeros(len(rows.flags), np.bool_)
         age_from = rows.columns["age_from"]
         hidden: NDArray[np.bool_] = (age_from > 0) & (age_from <= self.hidden_until())
         return hidden
 
     def _without_moves(self, rows: PackedRows, places: Places) -> Places:
         """Of these rows those that are neither stored nor deleted now."""
+        if not len(places):
+            return places
         moving = key_array(encoded(key) for key in [*self.storing, *self.deleting])
         return places[without(rows.keys[places], moving)]
 

@@ -324,14 +324,16 @@ class DirQuota:
         self._scans_ended = number
         self.lock.notify_all()
 
-    def least_recently_read(self, namespace: str, dirs: int, rows: int) -> set[tuple[str, str]]:
-        """Fan-out directories of a namespace: up to `dirs`, and the last one that exceeds `rows` in total."""
+    def least_recently_read(self, namespace: str, dirs: int, rows: int) -> tuple[set[tuple[str, str]], int]:
+        """Fan-out directories of a namespace: up to `dirs`, up to the one that exceeds `rows` in total; and what is
+        left of `rows`, negative if they exceed it."""
         names = set[tuple[str, str]]()
         for name, directory in heapq.nsmallest(dirs, self.directories(namespace), key=lambda item: item[1].read_in):
-            if rows > 0:
-                names.add(name)
+            if rows <= 0:
+                break
+            names.add(name)
             rows -= directory.rows.present
-        return names
+        return names, rows
 
     def begin_dir(self, name: tuple[str, str], mtime_ns: int, *, trust: bool) -> tuple[FanoutDir, Keys | None]:
         """A fan-out directory is about to be read: the rows known in it, as encoded keys, sorted. None: it need not be

@@ -45,6 +45,7 @@ class DirScanner:
         self._thread: threading.Thread | None = None
         self._seen: dict[str, tuple[int, set[tuple[str, str]]]] = {}  # what the last scan of each namespace returned
         self._turn = 0
+        self._credits: dict[str, int] = {}  # how many rows may be read by distrust, less those that were read
         self.served = ""
         """The namespace that this process serves."""
         self.cpu_s = 0.0
@@ -114,7 +115,8 @@ class DirScanner:
     def _scan_namespace(self, base: Folder, namespace: str) -> tuple[int, set[tuple[str, str]]]:
         """Bytes of everything in it but rows, and its fan-out directories."""
         overhead_bytes, found = 0, set[tuple[str, str]]()
-        distrusted = self._quota.least_recently_read(namespace, _DISTRUSTED_DIRS, _DISTRUSTED_ROWS)
+        credit = min(_DISTRUSTED_ROWS, self._credits.get(namespace, 0) + _DISTRUSTED_ROWS)
+        distrusted, self._credits[namespace] = self._quota.least_recently_read(namespace, _DISTRUSTED_DIRS, credit)
         with suppress(FileNotFoundError, NotOwned), base.folder(namespace) as home:
             overhead_bytes += allocated_bytes(os.fstat(home.descriptor))
             for entry in os.scandir(fd_path(home.descriptor)):
