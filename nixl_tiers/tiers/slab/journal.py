@@ -158,11 +158,9 @@ class Journal:
         for start in range(0, len(order), MAX_ENTRIES):
             slots = order[start : start + MAX_ENTRIES]
             slots = slots[self.tags[slots] != 0]
-            yield [
-                Entry(slot, self._listing.key(slot), tick)
-                for slot, tick in zip(slots.tolist(), self._ticks[slots].tolist(), strict=True)
-                if not self.was_stored(slot)
-            ]
+            if self._stored is not None:
+                slots = slots[~self._stored[slots]]
+            yield list(map(Entry, slots.tolist(), map(self._listing.key, slots.tolist()), self._ticks[slots].tolist()))
         self._listing.clear()
 
     def unknown_slots(self) -> NDArray[np.bool_]:
@@ -387,7 +385,7 @@ class _Listing:
 
     def clear(self) -> None:
         self.keys.clear()
-        self.order = np.zeros(0, np.int64)
+        self.order, self.allocated = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
 def _older_duplicates(

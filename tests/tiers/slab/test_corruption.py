@@ -6,12 +6,15 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
 from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.slab.journal_file import Header
+from nixl_tiers.tiers.slab.journal_record import encode
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
 from tests.support.journals import journal_in, overwrite_record, rows
 
@@ -188,6 +191,27 @@ def test_rows_missing_in_the_journal_are_recovered_but_not_deleted_ones(stored: 
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         assert [entry.slot for entry in mover.listed_rows()] == list(range(4, ROWS))
+
+
+def test_records_older_than_the_rows_after_a_power_failure_are_corrected(stored: Path) -> None:
+    """One says that its slot is empty, one names the key of another slot, one another key: no key is listed twice, no
+    row is wrong, and the row in the slot that seemed empty is found."""
+    journal = journal_in(slab(stored).parent)
+    header = Header.read(journal.read_bytes())
+    assert header is not None
+    with journal.open("r+b") as file:
+        file.write(header._replace(boot=bytes(16), flushed=False).pack())
+    for slot, key in ((3, b""), (5, key_of(7)), (6, b"another key")):
+        record = encode(np.array([slot]), [key], np.array([0]), np.array([1], np.uint32), header.salt)
+        overwrite_record(journal, slot, record.tobytes())
+    with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
+        mover.open()
+        listed = {entry.slot: entry.key for entry in mover.listed_rows()}
+        right = {n: key_of(n) for n in range(ROWS) if n not in (5, 6)}
+        assert listed == {**right, 6: b"another key"}
+        assert set(mover.load(sorted(right))) == {Outcome.OK}
+        moves = [Move(0, 6, b"another key")]
+        assert mover.finished(mover.begin(Load, moves)) == [Outcome.CORRUPT]
 
 
 def test_lost_description_is_recovered_from_the_seals(stored: Path) -> None:
