@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -87,6 +90,7 @@ class JournalModel(RuleBasedStateMachine):
         self.path = Path(tempfile.mkdtemp())
         self.folder = Folder.base(self.path)
         self.boot = 1
+        self.salts = 0
         self.disk = Disk()
         self.bytes_in: dict[int, bytes] = {}
         self.bytes_before: dict[int, bytes] = {}
@@ -95,20 +99,25 @@ class JournalModel(RuleBasedStateMachine):
         self.ticks: dict[int, int] = {}
         self.overwriting: dict[int, bytes] = {}
         self.certain = True  # no power failure: nothing that was recorded may be forgotten
-        self.originals = journal_module.threading.Thread, journal_module.JournalFile, journal_file.boot_id, os.fdatasync
-        journal_module.threading.Thread = StepThread  # type: ignore[misc, assignment]
         RecordedFile.disk = self.disk
-        journal_module.JournalFile = RecordedFile  # type: ignore[misc]
-        journal_file.boot_id = lambda: self.boot.to_bytes(16, "big")
-        os.fdatasync = self._flushed
+        self.patches = pytest.MonkeyPatch()
+        threads = SimpleNamespace(Thread=StepThread, Condition=threading.Condition)
+        self.patches.setattr(journal_module, "threading", threads)
+        self.patches.setattr(journal_module, "JournalFile", RecordedFile)
+        self.patches.setattr(journal_file, "boot_id", lambda: self.boot.to_bytes(16, "big"))
+        # The same in each run, as damage that writes what is there already is none.
+        self.patches.setattr(journal_file, "secrets", SimpleNamespace(randbits=lambda bits: self._salt()))
+        self.patches.setattr(os, "fdatasync", self._flushed)
+
+    def _salt(self) -> int:
+        self.salts += 1
+        return 0x9E3779B97F4A7C15 * self.salts % 2**64
 
     def _flushed(self, descriptor: int) -> None:
         self.disk.durable, self.disk.writes = (self.path / NAME).read_bytes(), []
 
     def teardown(self) -> None:
-        thread, file, boot, sync = self.originals
-        journal_module.threading.Thread, journal_module.JournalFile = thread, file  # type: ignore[misc]
-        journal_file.boot_id, os.fdatasync = boot, sync
+        self.patches.undo()
         self.folder.close()
         shutil.rmtree(self.path)
 
@@ -250,4 +259,4 @@ class JournalModel(RuleBasedStateMachine):
 
 
 TestJournal = JournalModel.TestCase
-TestJournal.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestJournal.settings = settings(max_examples=30, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
