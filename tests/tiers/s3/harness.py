@@ -68,9 +68,15 @@ class TierDriver:
         self.region.close()
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> list[Entry]:
-        """Open, with retries as a mover does (the machine may be busy), and wait for the listed rows."""
-        assert wait_until(lambda: self._try_open(namespace, epoch))
+        """Open as `open_only`, and wait for the listed rows."""
+        self.open_only(namespace, epoch)
         return self.listed_rows()
+
+    def open_only(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
+        """Open, with retries as a mover does: on a busy machine the server may answer late. Returns the slots."""
+        slots: list[int] = []
+        assert wait_until(lambda: self._try_open(namespace, epoch, slots))
+        return slots[0]
 
     def try_open(self) -> None:
         """Open or raise, once."""
@@ -91,9 +97,9 @@ class TierDriver:
         assert wait_until(fails), errors
         return errors[-1]
 
-    def _try_open(self, namespace: bytes, epoch: int) -> bool:
+    def _try_open(self, namespace: bytes, epoch: int, slots: list[int]) -> bool:
         try:
-            self.tier.open(namespace, epoch)
+            slots.append(self.tier.open(namespace, epoch))
         except TierDown:
             return False
         return True

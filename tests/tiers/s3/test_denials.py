@@ -67,7 +67,7 @@ def test_each_kind_is_reported_with_its_right_and_cleared(driver: TierDriver, fa
     assert driver.store([1, 2]) == [Outcome.OK] * 2
     assert driver.tier.denials == {}
     faulty.fault = denying(KINDS[kind])
-    driver.tier.open(NAMESPACE, 0)
+    driver.open_only(NAMESPACE, 0)
     listing = driver.tier.list_rows()
     driver.delete(2)
 
@@ -196,7 +196,7 @@ def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: st
     faulty.ignores_conditions = True
     faulty.fault = lambda request: denied(request) or supports_conditions(request, count)
     with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
-        driver.tier.open(NAMESPACE, 0)
+        driver.open_only(NAMESPACE, 0)
         assert wait_until(lambda: kind in driver.tier.denials)
 
 

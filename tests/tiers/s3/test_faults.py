@@ -109,7 +109,7 @@ class TestOpen:
     def test_a_reset_ends_a_hanging_listing(self, driver: TierDriver, faulty: FaultyS3) -> None:
         driver.store([1])
         faulty.fault = failing("GET")
-        driver.tier.open(NAMESPACE, 1)
+        driver.open_only(NAMESPACE, 1)
         listing = driver.tier.list_rows()
         assert next(listing) == []
         faulty.fault = lambda _: None
@@ -497,7 +497,7 @@ class TestBudget:
             assert small.tier.used_bytes == 2 * epoch * ROW
             assert small.store([3, 4]) == [Outcome.OK] * 2
         assert sum(map(is_listing, faulty.requests)) == before
-        small.tier.open(bytes([3] * 16), 3)
+        small.open_only(bytes([3] * 16), 3)
         assert small.store(range(10, 13)) == [Outcome.OK] * 3
         assert {small.name(1), small.name(2)} < set(faulty.objects), "rows of later epochs are deleted first"
         assert faulty.max_objects <= self.CAPACITY_ROWS
@@ -506,12 +506,12 @@ class TestBudget:
     def test_any_capacity_has_a_number_of_slots(self, faulty: FaultyS3, shared: bool) -> None:
         place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "shared": shared}
         with TierDriver(SMALL, 4, **place, capacity="1EiB") as driver:
-            assert driver.tier.open(NAMESPACE, 0) == MAX_SLOTS
+            assert driver.open_only(NAMESPACE, 0) == MAX_SLOTS
 
     def test_a_row_deleted_during_the_listing_is_not_listed(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store([1, 2])
         gate = hold_requests(faulty, is_listing)
-        small.tier.open(NAMESPACE, 0)
+        small.open_only(NAMESPACE, 0)
         small.delete(1)
         gate.set()
         assert [entry.key for entry in small.listed_rows()] == [small.moves([2])[0].key]
