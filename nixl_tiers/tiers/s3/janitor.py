@@ -74,6 +74,7 @@ class Janitor:
         self._id = quota.mover
         self._lease: str | None = None  # the ETag that it was last renewed with
         self._usage_etag: str | None = None  # the usage record's ETag
+        self._usage: Usage | None = None  # the record with that ETag
         self._account: Account | None = None  # of this mover's last sweep
         self._victims = Victims(0)
         self._rows = 0  # found by the last sweep
@@ -177,15 +178,13 @@ class Janitor:
         except ClientError as error:
             if status_of(error) != 404:
                 raise
-            self._usage_etag = None
+            self._usage_etag = self._usage = None
             return
-        self._usage_etag = found["ETag"]
         usage = Usage.decode(found["Body"].read())
+        self._usage_etag, self._usage = found["ETag"], usage
         age_s = _date(found) - found["LastModified"].timestamp()
         valid_for_s = self._intervals.usage_timeout_s - age_s - (time.monotonic() - requested)
         self._quota.refresh(usage, valid_for_s)
-        if usage is not None and self._account is not None:
-            self._account.read(usage.counted)
 
     # The lease holder's work
 
@@ -267,10 +266,20 @@ class Janitor:
         return sum(nbytes for name, nbytes in victims.items() if name not in failed)
 
     def _write_usage(self) -> None:
-        """Replace the record that was last read; if there is another one by now, the next `_renew` reads it."""
+        """Replace the record that was last read; if there is another one by now, the next `_renew` reads it.
+
+        What the record has counted, the new one counts too. If it has counted a mover that began after this account's
+        listing, another janitor's listing is newer: the record stays until the next sweep."""
         assert self._account is not None
+        if self._usage is not None:
+            unknown = self._account.unknown(self._usage)
+            if unknown and unknown & self._read_counters().keys():
+                return
+            self._account.read(self._usage.counted)
+        usage = self._account.usage
         condition = {"IfNoneMatch": "*"} if self._usage_etag is None else {"IfMatch": self._usage_etag}
-        self._usage_etag = self._put(USAGE_NAME, self._account.usage.encode(), **condition) or self._usage_etag
+        if etag := self._put(USAGE_NAME, usage.encode(), **condition):
+            self._usage_etag, self._usage = etag, usage
 
     # Requests
 

@@ -116,6 +116,11 @@ class Account:
             if mover in self._counters:
                 self._counters[mover] = max(self._counters[mover], counter)
 
+    def unknown(self, usage: Usage) -> set[str]:
+        """Movers that this record has counted and this account cannot, as they began after its listing; or whose
+        counters were deleted."""
+        return usage.counted.keys() - self._counters.keys()
+
     @property
     def landed_bytes(self) -> int:
         """Of uploads that have ended since the counters were first read; the listing may have found some of them."""

@@ -18,7 +18,9 @@ from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3 import usage
-from nixl_tiers.tiers.s3.janitor import JanitorIntervals
+from nixl_tiers.tiers.s3.denials import Denials
+from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
 from tests.tiers.s3.harness import FAST_JANITOR, NAMESPACE, OTHER_NAMESPACE, TierDriver, faulty_s3, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
@@ -222,6 +224,29 @@ class TestBudget:
             numbers = itertools.count(100)
             assert wait_until(lambda: bool(one.store([next(numbers)])) and janitor._rows > 0), "out of names, it lists"
             assert stored(one, 99)
+
+    def test_what_another_janitors_record_has_counted_stays_counted(
+        self, s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
+        client, bucket, prefix = s3_server.client(), place["bucket"], place["prefix"]
+        quota = UploadQuota("me", CAPACITY_ROWS * ROW, ROW)
+        janitor = Janitor(
+            lambda: client, bucket, prefix, quota=quota, intervals=FAST_JANITOR, denials=Denials("the bucket")
+        )
+        janitor._account = Account({"me": 5})
+
+        def replaced(record: Usage) -> Usage | None:
+            client.put_object(Bucket=bucket, Key=f"{prefix}/{USAGE_NAME}", Body=record.encode())
+            janitor._read_usage()
+            janitor._write_usage()
+            return Usage.decode(client.get_object(Bucket=bucket, Key=f"{prefix}/{USAGE_NAME}")["Body"].read())
+
+        assert replaced(Usage(50, {"me": 9})) == Usage(4, {"me": 9})
+        late = Usage(50, {"me": 9, "late": 7})
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{COUNTER_NAME}late", Body=b"7")
+        assert replaced(late) == late, "this janitor's listing began before that mover"
+        client.delete_object(Bucket=bucket, Key=f"{prefix}/{COUNTER_NAME}late")
+        assert replaced(late) == Usage(4, {"me": 9}), "a mover that is long gone"
 
 
 class TestLease:

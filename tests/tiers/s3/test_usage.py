@@ -57,6 +57,27 @@ def test_invalid_usage_records_are_rejected(raw: bytes) -> None:
     assert Usage.decode(Usage(5, {"me": 7}).encode()) == Usage(5, {"me": 7})
 
 
+class TestAccount:
+    def test_counters_since_the_listing_are_added(self) -> None:
+        account = Account({"a": 5, "b": 0})
+        account.listed(100)
+        account.deleted(30)
+        account.read({"a": 12, "b": 3})
+        assert account.usage == Usage(70 + 7 + 3, {"a": 12, "b": 3})
+
+    def test_counter_never_goes_backwards(self) -> None:
+        account = Account({"a": 5})
+        account.read({"a": 9})
+        account.read({"a": 7})
+        assert account.usage == Usage(4, {"a": 9})
+
+    def test_mover_that_began_after_the_listing_is_not_counted(self) -> None:
+        account = Account({"a": 5})
+        account.read({"a": 5, "late": 8})
+        assert account.usage == Usage(0, {"a": 5})
+        assert account.unknown(Usage(0, {"a": 5, "late": 8})) == {"late"}
+
+
 class TestVictims:
     def test_the_oldest_are_taken_first(self) -> None:
         ages = list(range(1000))
@@ -185,14 +206,11 @@ class World:
 
     def janitor_reads_record(self, who: int) -> None:
         self.seen[who] = self.record
-        account = self.janitors[who].account
-        if account is not None:
-            account.read(self.record.counted)
 
     def janitor_writes(self, who: int) -> None:
-        """If the record is the one that it has read last (If-Match)."""
+        """If the record is the one that it has read last (If-Match), and counts no mover that it cannot count."""
         account = self.janitors[who].account
-        if account is not None and self.seen[who] is self.record:
+        if account is not None and self.seen[who] is self.record and not account.unknown(self.record):
             account.read(self.record.counted)
             self.record = account.usage
             self.seen[who] = self.record
