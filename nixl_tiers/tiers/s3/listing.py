@@ -167,6 +167,7 @@ class FullListing(Listing):
         self._modified_s = array("d")
         self._order: np.ndarray[Any, np.dtype[np.intp]] = np.empty(0, np.intp)
         self._known = 0  # how many of the rows listed were known before
+        self._gone: set[Key] = set()  # handed over when the quota does not hold them any more
         self._page: Page | None = None
 
     def entries(self, tick: Callable[[], int]) -> Iterator[list[Entry]]:
@@ -210,6 +211,7 @@ class FullListing(Listing):
         if self._differences_only:
             self._leave_out_known()
         self._quota.adopt({kind: Group(KeySet(run.leaves), run.newest_s) for kind, run in self._runs.items()})
+        self._differences.extend((False, key) for key in self._gone)
         order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")  # with NaN last
         self._order = order[: len(order) - self._known]
         return True
@@ -226,7 +228,7 @@ class FullListing(Listing):
                 rest = [place for place in places if place > compared]
                 some, gone, reached = self._quota.compare(compared, upto, rest, adopt=False)
                 found.update(some)
-                self._differences.extend((False, place[1:]) for place in gone)
+                self._gone.update(place[1:] for place in gone)
                 if reached is None:
                     break
                 compared = reached
@@ -247,7 +249,7 @@ class FullListing(Listing):
         elif not served:
             return False
         if self._whole and served:
-            self._differences.append((False, row.key))
+            self._gone.add(row.key)
         return True
 
 

@@ -85,27 +85,16 @@ class PrefixQuota:
         """How many rows are held."""
         return len(self._rows.keys)
 
-    def reserve(self, key: Key) -> bool:
-        """Count a row that is about to be uploaded, or was found. False if it does not fit."""
+    def reserve(self, key: Key, *, upload: bool = False) -> bool:
+        """Count a row that was found, or with `upload` is being uploaded until `upload_ended`. False if it does not
+        fit."""
         name = self._name(key)
         with self._lock:
             self._change(name)
-            if key in self._rows.keys:
-                return True
-            twins = [kind for kind in self._groups if kind[0] == self._served[0] and kind != self._served]
-            twins = [kind for kind in twins if key in self._groups[kind].keys]  # objects of that name, of other sizes
-            before = self._pending_deletes.get(name, 0) + sum(nbytes for _, nbytes in twins)
-            if self._group_bytes + self._pending_bytes - before + self._row_bytes > self._capacity_bytes:
-                return False
-            self._confirm(name)
-            for kind in twins:
-                self._remove(kind, [place_of(key)])
-            self._add(self._served, [place_of(key)])
-            return True
-
-    def upload_started(self, key: Key) -> None:
-        with self._lock:
-            self._uploading.add(self._name(key))
+            fits = key in self._rows.keys or self._add_row(name, key)
+            if fits and upload:
+                self._uploading.add(name)
+            return fits
 
     def upload_ended(self, key: Key) -> None:
         name = self._name(key)
@@ -257,6 +246,19 @@ class PrefixQuota:
 
     def _is_settled(self, name: str) -> bool:
         return not (name in self._pending_deletes or name in self._uploading or name in (self._changed or ()))
+
+    def _add_row(self, name: str, key: Key) -> bool:
+        """Add a row that is not held, if it fits, in place of objects of that name."""
+        twins = [kind for kind in self._groups if kind[0] == self._served[0] and kind != self._served]
+        twins = [kind for kind in twins if key in self._groups[kind].keys]  # objects of that name, of other sizes
+        before = self._pending_deletes.get(name, 0) + sum(nbytes for _, nbytes in twins)
+        if self._group_bytes + self._pending_bytes - before + self._row_bytes > self._capacity_bytes:
+            return False
+        self._confirm(name)
+        for kind in twins:
+            self._remove(kind, [place_of(key)])
+        self._add(self._served, [place_of(key)])
+        return True
 
     def _add(self, kind: Kind, places: Sequence[Place]) -> None:
         keys = self._groups[kind].keys

@@ -27,7 +27,7 @@ from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, seal_row
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, seal_row
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
@@ -87,6 +87,7 @@ class S3Tier(StorageTier):
             may_start=self._may_start,
         )
         self._deferred_deletes: set[Key] = set()  # of rows whose upload runs
+        self._evicted: set[Key] = set()  # while a listing of a new tenure ran: the core gets them again
 
     def identify(self, engine: str) -> None:
         self._engine = engine
@@ -98,6 +99,7 @@ class S3Tier(StorageTier):
         self._existence.clear()
         self._deferred_deletes = set()
         self._unusable = set()
+        self._evicted = set()
         self._tick = 0
         if self._upload_quota is not None:
             self._quota = self._new_quota()
@@ -138,7 +140,7 @@ class S3Tier(StorageTier):
             self._start_listing(
                 Relisting(self._quota, self._names, served, max_age_s=age_s, pause_s=self._page_pause_s)
             )
-        elif self._listing is None and self._tenure not in (0, self._tenures[0]):
+        elif self._listing is None and self._has_new_tenure:
             self._start_listing(self._full_listing())
         yield from self._listed_rows()
 
@@ -170,10 +172,13 @@ class S3Tier(StorageTier):
         if listing is None:
             return
         for entries in listing.entries(lambda: self._tick):
-            if listing.done.is_set() and isinstance(listing, FullListing):
-                self._tenures = (self._tenures[1], self._tenures[1])
             if listing is not self._listing:  # the tier was opened again
                 return
+            if listing.done.is_set() and isinstance(listing, FullListing):
+                self._tenures = (self._tenures[1], self._tenures[1])
+            if isinstance(listing, ExpirySweep) and self._has_new_tenure:  # which may take hours
+                self._control.start_listing(None)
+                listing.done.set()
             self._tick = max([self._tick, *(entry.tick + 1 for entry in entries)])
             yield entries
             if listing is not self._listing:
@@ -181,6 +186,12 @@ class S3Tier(StorageTier):
         self._quota.unwatch()
         if isinstance(listing, FullListing):
             self._tenures = (self._tenures[1], self._tenures[1])
+            evicted, self._evicted = [*self._evicted], set()
+            for start in range(0, len(evicted), MAX_ENTRIES):
+                some = evicted[start : start + MAX_ENTRIES]
+                yield [Entry(0, key, self._tick) for key in some if key in self._quota]
+                if listing is not self._listing:
+                    return
         self._listing = None
         self._listed = True
 
@@ -328,7 +339,7 @@ class S3Tier(StorageTier):
         if self._control.cancel_delete(name):
             if self._upload_quota is not None and not self._upload_quota.try_acquire(self._row_bytes):
                 return Outcome.NO_SPACE
-            if self._quota.reserve(key):
+            if self._quota.reserve(key, upload=True):
                 return Outcome.OK
             if self._quota.is_pending_delete(key):
                 self._control.delete([name])
@@ -347,7 +358,6 @@ class S3Tier(StorageTier):
             # The later of two clocks, so that the row seems no older than it is by either of them.
             seal_row(self._sealer, self._region, move, max(time.time(), self._control.server_time_s()))
         self._deferred_deletes.discard(move.key)
-        self._quota.upload_started(move.key)
         upload = self._data.upload(move.row, self._name(move.key))
         yield upload.over
         unit.end_all(self._uploaded(move.key, done=upload.state is TransferState.DONE))
@@ -377,12 +387,19 @@ class S3Tier(StorageTier):
             kept = set(keys) - self._unusable if self._may_write else set(keys)
             for key in kept:
                 if self._upload_quota is None:
-                    self._quota.hide(key)
+                    self._hide(key)
                 else:
                     self._quota.forget(key)
             keys = tuple(key for key in keys if key not in kept)
         self._unusable.difference_update(keys)
         self._control.delete([name for key in keys if (name := self._quota.delete(key)) is not None])
+
+    def _hide(self, key: Key) -> None:
+        """Forget a row that is there until a new tenure's listing counts it. One that runs may have counted it."""
+        if isinstance(self._listing, FullListing) and self._tenures[1]:
+            self._evicted.add(key)
+        else:
+            self._quota.hide(key)
 
     def _count_confirmed_deletes(self) -> None:
         self._quota.confirm_deletes(self._control.confirmed_deletes())
@@ -407,6 +424,11 @@ class S3Tier(StorageTier):
     @property
     def _tenure(self) -> int:
         return 0 if self._lease is None else self._lease.tenure()
+
+    @property
+    def _has_new_tenure(self) -> bool:
+        """Whether everything must be listed before rows are stored and deleted."""
+        return self._upload_quota is None and self._tenure not in (0, self._tenures[0])
 
     @property
     def _may_write(self) -> bool:

@@ -18,6 +18,7 @@ from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.data import MAX_UPLOADS
 from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, Record
+from nixl_tiers.tiers.s3.listing import ExpirySweep
 from tests.mover.harness import MoverProcess
 from tests.tiers.s3.harness import FaultyS3, TierDriver, key_of, wait_until
 
@@ -144,6 +145,45 @@ class TestTwoEngines:
         assert wait_until(lambda: bool(entries.extend(heir.listed_rows()) or entries))
         assert {entry.key for entry in entries} == {key_of(0), key_of(1)}
         assert heir.settled(4)
+
+    def test_rows_evicted_during_the_new_owners_listing_are_counted_and_listed_again(
+        self, make: Callable[..., TierDriver]
+    ) -> None:
+        owner, heir = make("one"), make("two")
+        owner.open()
+        for number in range(4):
+            assert stored(owner, number)
+        assert len(heir.open()) == 4
+        quota = heir.tier._quota
+        adopt = quota.adopt
+
+        def adopt_between_evictions(listed: Any) -> None:
+            heir.delete(0)
+            adopt(listed)
+            heir.delete(1)
+
+        quota.adopt = adopt_between_evictions  # type: ignore[method-assign]
+        owner.tier.close()
+        entries: list[Any] = []
+        assert wait_until(lambda: bool(entries.extend(heir.listed_rows()) or heir.tier._may_write))
+        assert {entry.key for entry in entries} == {key_of(0), key_of(1)}
+        assert heir.settled(4)
+
+    def test_expiry_sweep_does_not_delay_the_new_owner(
+        self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ExpirySweep, "next_step_s", lambda _, now: now + 3600.0)
+        owner, heir = make("one"), make("two", max_age=3600)
+        owner.open()
+        assert stored(owner, 1)
+        assert len(heir.open()) == 1
+        sweep = heir.tier.maintain()
+        assert next(sweep) == []
+        owner.tier.close()
+        assert wait_until(lambda: next(sweep, None) is None)
+        for _ in heir.tier.list_rows():
+            time.sleep(0.002)
+        assert heir.store([2]) == [Outcome.OK]
 
     def test_owner_without_answers_stops_before_another_takes_over(
         self, make: Callable[..., TierDriver], s3_server: S3Server, place: dict[str, Any]

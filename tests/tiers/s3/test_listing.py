@@ -171,8 +171,7 @@ class SharedPrefixMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def upload_starts(self, key: bytes) -> None:
-        assert self.quota.reserve(key)
-        self.quota.upload_started(key)
+        assert self.quota.reserve(key, upload=True)
         self.uploads.add(key)
 
     @rule(data=st.data())
@@ -251,6 +250,31 @@ class TestFullListing:
         assert [entry.tick for entry in entries] == [int(age) for age in ages]
         assert quota.used_bytes == 1000 * ROW + 7
 
+    def test_differences_that_the_loop_takes_while_the_books_are_replaced_are_not_lost(self) -> None:
+        bucket, quota = FakeBucket(page_rows=3), new_quota()
+        for number in range(20):
+            bucket.put(b"%d" % number, modified_s=0.0 if number < 5 else 900.0)
+        run(full(quota), bucket)
+        del bucket.objects[NAMES.name(OURS, b"7")]
+        bucket.now_s = 1000.0
+        listing = full(quota, differences_only=True, max_age_s=500.0)
+        entries = listing.entries(lambda: 0)
+        taken: list[Entry] = []
+        adopt = quota.adopt
+
+        def adopt_late(listed: Any) -> None:
+            taken.extend(next(entries))
+            adopt(listed)
+
+        quota.adopt = adopt_late  # type: ignore[method-assign]
+        while not listing.done.is_set():
+            listing.step(bucket, "bucket")
+            if not listing.done.is_set():
+                taken.extend(next(entries))
+        taken += [entry for batch in entries for entry in batch]
+        assert {entry.key for entry in taken if entry.slot == GONE} == {b"0", b"1", b"2", b"3", b"4", b"7"}
+        assert len(taken) == 6
+
     def test_a_new_owner_gets_the_differences(self) -> None:
         bucket, quota = FakeBucket(page_rows=3), new_quota()
         for number in range(200):
@@ -328,8 +352,7 @@ def test_a_row_stored_behind_a_page_that_ends_with_a_foreign_object_stays() -> N
     key = next(key for number in range(256) if place_of(key := b"%d" % number) < b"\x80")
     listing = relisting(quota)
     listing.step(bucket, "bucket")
-    quota.reserve(key)
-    quota.upload_started(key)
+    quota.reserve(key, upload=True)
     bucket.put(key)
     quota.upload_ended(key)
     assert run(listing, bucket) == []
@@ -385,8 +408,7 @@ def test_a_listing_runs_while_rows_are_stored_on_another_thread() -> None:
         nonlocal stored
         while not stop.is_set():
             key = b"new %d" % stored
-            quota.reserve(key)
-            quota.upload_started(key)
+            quota.reserve(key, upload=True)
             bucket.objects = {**bucket.objects, NAMES.name(OURS, key): (ROW, 0.0)}
             quota.upload_ended(key)
             stored += 1
