@@ -167,6 +167,10 @@ class Journal:
         """After `list_rows`: by slot, whether there is no record of it, and nothing was stored into it since open."""
         return ~self._known if self._stored is None else ~(self._known | self._stored)
 
+    def is_unknown(self, slot: int) -> bool:
+        """Whether the slot's record says nothing, as since `start_overwrite`."""
+        return 0 <= slot < len(self.tags) and not self._known[slot]
+
     def was_stored(self, slot: int) -> bool:
         """Whether the slot was stored into since open. Not for use after `mark_complete`."""
         return self._stored is not None and bool(self._stored[slot])

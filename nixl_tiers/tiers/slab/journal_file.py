@@ -125,18 +125,21 @@ class JournalFile:
         return decode(np.concatenate([np.zeros(0, RECORD), *runs]), slots, self.salt)
 
     def write(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> None:
-        """Write the records of these slots, which are sorted; neighbours together. Makes room for them."""
+        """Write the records of these slots, which are sorted; neighbours together. Makes room for them; where there is
+        none (a full disk), those that have room are written before it raises."""
         if not len(slots):
             return
         if not self._marked_open:
             self._write_header(self._header)
             os.fdatasync(self._descriptor)  # else a power failure could leave the old header over new records
             self._marked_open = True
-        self._extend(PAGE + RECORD_BYTES * (int(slots[-1]) + 1))
-        start = 0
-        for run in _runs(slots):
-            self._write_at(records[start : start + len(run)].tobytes(), PAGE + RECORD_BYTES * int(run[0]))
-            start += len(run)
+        try:
+            self._extend(PAGE + RECORD_BYTES * (int(slots[-1]) + 1))
+        finally:
+            start = 0
+            for run in _runs(slots[slots < self.records]):
+                self._write_at(records[start : start + len(run)].tobytes(), PAGE + RECORD_BYTES * int(run[0]))
+                start += len(run)
 
     def close(self, *, flush: bool) -> None:
         """`flush`: its records are right, and all were written; make them durable, and say so in the header. Does not

@@ -200,7 +200,9 @@ class Shard:
                 rows, young = erased
                 # The slot may hold bytes of a row that was deleted, and its key be in another slot.
                 gone = [Entry(GONE, row.key, 0) for row in rows if self.journal.holds(row.slot, row.key)]
-                for slot in self.erasing.difference(row.slot for row in young):
+                # A store that came meanwhile waits for this round: its slot's record has to stay unknown.
+                stored = {slot for slot in in_use() if self.journal.is_unknown(slot)}
+                for slot in self.erasing.difference(stored, (row.slot for row in young)):
                     self.journal.mark_erased(slot)
                 for row in young:
                     self.journal.restore_time(row.slot, row.sealed_at)

@@ -101,6 +101,7 @@ class SlabTier(StorageTier):
         self._quota.forget_uid()
         with self._quota.locked():
             directory = self._quota.acquire_shard(namespace)
+            shard = None
             try:
                 shard = Shard(
                     directory,
@@ -111,10 +112,12 @@ class SlabTier(StorageTier):
                     max_age_s=self._config.max_age,
                     clock=self._clock,
                 )
+                self._quota.make_room(0)  # the capacity may be smaller than last time
             except BaseException:
+                if shard is not None:
+                    shard.close()
                 self._quota.discard(directory)
                 raise
-            self._quota.make_room(0)  # the capacity may be smaller than last time
             return shard
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -420,3 +421,20 @@ def test_journal_that_cannot_be_written_stops_no_store(
     journal.close()
     assert reopened(folder) == {1: (b"b", 3)}
     assert caplog.text.count("what is stored now may be lost at a restart") == 1
+
+
+def test_journal_that_cannot_grow_records_what_has_room(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: slots beyond the end of the file are unknown, and those before it must not keep old keys."""
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.01)
+    journal = opened(folder)
+    journal.put(1, b"a", 1, NOW)
+    assert wait_until(lambda: 1 in rows(folder.path / NAME))
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+        journal.put(9_000, b"far", 1, NOW)
+        journal.start_overwrite(1)
+        assert wait_until(lambda: 1 not in records(folder.path / NAME))
+        journal.put(1, b"b", 2, NOW)
+        assert wait_until(lambda: rows(folder.path / NAME) == {1: b"b"})
+    assert wait_until(lambda: rows(folder.path / NAME) == {1: b"b", 9_000: b"far"})
+    journal.close()

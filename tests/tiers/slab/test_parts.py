@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,26 @@ def test_kills_at_random_moments_stay_within_the_capacity_and_cost_no_row_of_the
                 victim.kill()
             for start in range(0, slots - BATCH, BATCH):
                 assert set(steady.load(range(start, start + BATCH))) == {Outcome.OK}
+
+
+def test_tier_that_cannot_make_room_at_open_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened again and again: each time that would leave threads and open files of a part it no longer holds."""
+    make_room = SlabQuota.make_room
+
+    def failing(quota: SlabQuota, need_bytes: int) -> str:
+        if not need_bytes:
+            raise OSError(5, "Input/output error")
+        return make_room(quota, need_bytes)
+
+    with HostRegion.create(GEOMETRY, 4) as region:
+        tier = slab_tier.SlabTier(FileConfig(type="file", path=tmp_path, capacity=CAPACITY), GEOMETRY, region)
+        threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(SlabQuota, "make_room", failing)
+            with pytest.raises(TierDown, match="Input/output error"):
+                tier.open(NAMESPACE, 0)
+        assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+        assert tier.open(NAMESPACE, 0) > 0
+        tier.close()
