@@ -200,7 +200,8 @@ class Mover:
     def _report_down(self, message: Open, error: TierDown | TierRefused, now: float) -> None:
         self._accepted = True
         self._stop_serving()
-        self._retry = (now + self._backoff_s, message)
+        delay_s = min(self._backoff_s, error.retry_s) if isinstance(error, TierDown) else self._backoff_s
+        self._retry = (now + delay_s, message)
         self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
         self.send_queue.send(Down(str(error)))
 

@@ -6,6 +6,7 @@ and `load` and collected by `poll`; what blocks (listings, deletes) belongs on a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 class TierDown(Exception):
     """The medium does not answer now; opening may succeed later. The text is one sentence for the log."""
+
+    def __init__(self, sentence: str, *, retry_s: float = math.inf) -> None:
+        """`retry_s`: the longest delay before the next attempt, in seconds, where an attempt is cheap; by default the
+        backoff decides."""
+        super().__init__(sentence)
+        self.retry_s = retry_s
 
 
 class TierRefused(Exception):

@@ -30,6 +30,7 @@ LOCK: Final = ".lock"
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
 
+HELD_RETRY_S: Final = 2.0  # between two attempts to take a part while all are held
 _HOLDERS: Final = 8  # that the sentence names at most
 
 
@@ -91,14 +92,15 @@ def claim(base: Folder, replicas: int, namespace: bytes) -> Part:
         more = f" and {len(holders) - _HOLDERS} more" if len(holders) > _HOLDERS else ""
         raise TierDown(
             f"{base.path} is in use: {', '.join(holders[:_HOLDERS])}{more}; replicas ({replicas} here) is how many "
-            "engines may use it at once"
+            "engines may use it at once",
+            retry_s=HELD_RETRY_S,
         )
     number = preferred(free).number
     folder = base.folder(part_name(number), make=True)
     try:
         lock = try_lock(folder)
         if lock is None:  # by a process that does not take the path's lock
-            raise TierDown(f"{folder.path} is in use by {_holder(folder)}")
+            raise TierDown(f"{folder.path} is in use by {_holder(folder)}", retry_s=HELD_RETRY_S)
     except BaseException:
         folder.close()
         raise

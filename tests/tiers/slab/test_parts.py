@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import tempfile
 import threading
 import time
@@ -18,13 +19,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Open, Opened, Store
+from nixl_tiers.mover.loop import Mover
+from nixl_tiers.mover.protocol import Configure, Down, Open, Opened, Store
 from nixl_tiers.tiers.base import Move, TierDown
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import FreePart, preferred
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, shard_dir
+from tests.mover.harness import KEY_HASH, NAMESPACE, MoverProcess, file_tier, key_of, shard_dir
 from tests.support.disks import assert_never_exceeds, disk_bytes
+from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -179,6 +182,33 @@ def test_second_engine_is_down_with_the_holders_name_and_adopts_its_rows_warm(tm
         assert set(new.load(range(BATCH))) == {Outcome.OK}
 
 
+def test_waiting_engine_tries_again_every_two_seconds_however_long_it_has_waited(tmp_path: Path) -> None:
+    config = FileConfig(type="file", path=tmp_path, capacity=CAPACITY)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with HostRegion.create(GEOMETRY, 4) as region, ends[0], ends[1]:
+        first = slab_tier.SlabTier(config, GEOMETRY, region)
+        first.open(NAMESPACE, 0)
+        mover = Mover(
+            slab_tier.SlabTier(config, GEOMETRY, region), ends[0], region, Configure({}, 1, 1, 1, 4, KEY_HASH)
+        )
+        mover.receive(Open(NAMESPACE, 0))
+        delays, now = list[float](), 0.0
+
+        def attempt_has_ended() -> bool:
+            mover.step(now)
+            return mover._opening is None
+
+        for _ in range(6):
+            until(attempt_has_ended, "the end of the attempt")
+            assert mover._retry is not None
+            retry_at_s, _open = mover._retry
+            delays.append(retry_at_s - now)
+            now = retry_at_s
+        assert delays == [0.5, 1, 2, 2, 2, 2]
+        mover.close()
+        first.close()
+
+
 def test_another_model_waits_too_and_keeps_the_rows_of_the_first(tmp_path: Path) -> None:
     """Until it needs their room."""
     other = bytes(reversed(NAMESPACE))
@@ -298,11 +328,11 @@ def test_tier_that_cannot_make_room_at_open_leaves_nothing_behind(
 
     with HostRegion.create(GEOMETRY, 4) as region:
         tier = slab_tier.SlabTier(FileConfig(type="file", path=tmp_path, capacity=CAPACITY), GEOMETRY, region)
-        threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        before = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
         with monkeypatch.context() as patch:
             patch.setattr(SlabQuota, "make_room", failing)
             with pytest.raises(TierDown, match="Input/output error"):
                 tier.open(NAMESPACE, 0)
-        assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+        assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
         assert tier.open(NAMESPACE, 0) > 0
         tier.close()
