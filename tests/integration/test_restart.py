@@ -71,7 +71,14 @@ def load(coordinator: Coordinator, number: int) -> None:
     request = f"load {number}"
     assert coordinator.lookup(key(number), request) is Lookup.PENDING
     coordinator.end_step()
-    until(lambda: coordinator.lookup(key(number), request) is Lookup.HIT, "the row")
+
+    def found() -> bool:
+        if coordinator.lookup(key(number), request) is Lookup.HIT:
+            return True
+        coordinator.end_step()  # in one step a waiting request is answered once
+        return False
+
+    until(found, "the row")
     coordinator.prepare_load([key(number)], request)
     coordinator.complete_load([key(number)])
     coordinator.finish_request(request)
