@@ -141,6 +141,8 @@ class Events:
     def expire(self, now: float) -> None:
         """Apply the deadlines of jobs, and do a slice of what is left to do."""
         self._state.begin_slice()
+        if not self._state.unfinished:
+            self._state.host.no_victims = False
         self._health.watch(now)
         self._work(now)
         self._promotion.expire(now)
@@ -215,7 +217,8 @@ class Events:
         while host.has_old and self._state.take():
             host.reclaim_old(1)
         if host.searching and self._state.take(self._state.limits.rows_per_slice):
-            host.look_on()
+            found = host.look_on()
+            host.no_victims = not (found or host.searching)
 
     def _listed_tick(self, index: TierIndex, tick: int) -> None:
         """Ticks go on from the newest that any process has given, so that recency survives restarts."""

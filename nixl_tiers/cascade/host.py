@@ -99,6 +99,7 @@ class HostTier:
         self._unflushed: OrderedDict[int, Row] = OrderedDict()  # by index: judged, and workers may still use them
         self._ended: list[Generation] = []  # and not flushed
         self._unseen = 0  # rows that a search for victims has not looked at
+        self.no_victims = False  # a search through all rows has just ended without any: do not begin the next at once
         self._gave_up = False  # whether the last one looked at some of the rows only
 
     @property
@@ -124,7 +125,8 @@ class HostTier:
                 self._remove(row)
             if len(victims) == missing or not self._gave_up:
                 self._unseen = 0
-            elif not self._unseen:
+                self.no_victims = False
+            elif not self._unseen and not self.no_victims:
                 self._unseen = len(self._policy)
         return [row.key for row in victims]
 
@@ -227,6 +229,7 @@ class HostTier:
         garbage.add(self.evicting, self._policy)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
         self._unseen = 0
+        self.no_victims = False
 
     def reclaim_old(self, most: int) -> None:
         """Judge up to `most` rows from before a reset: free those that no job uses."""

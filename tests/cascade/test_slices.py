@@ -253,6 +253,29 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) 
     assert len(core.prepare_store([b"other"], "other").rows) == 1, "the rows behind the pinned ones were not found"
 
 
+def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
+    rows = 3 * MAX_LOOKS
+    core = manager(rows)
+    fill(core, rows)
+    pinned = [b"filled-%d" % number for number in range(rows)]
+    for key in pinned:
+        assert core.lookup(key, "reader", None, 0.0) is Lookup.HIT
+    core.prepare_load(pinned, "reader")
+    core.end_step()
+    for queue in (tier.to_store for tier in core.tiers):
+        queue.clear()
+    assert Lookup.PENDING in scan(core, "waits")
+    for _ in range(20):
+        assert not turns(core)  # there is an end to what is done at once
+    assert Lookup.PENDING not in scan(core, "waits")  # nothing can come: the request goes on, before its deadline
+    core.complete_load(pinned)
+    assert Lookup.PENDING in scan(core, "comes later")
+    for _ in range(20):
+        if turns(core):
+            return
+    raise AssertionError("no load, though all rows of the host can be evicted")
+
+
 def test_requests_whose_deadlines_pass_together_are_released_in_slices() -> None:
     core = manager()
     for number in range(20):
