@@ -33,13 +33,19 @@ class ColdRows:
     def __len__(self) -> int:
         return sum(map(len, self.tables))
 
-    def replace_stale(self, table: ColdTable | None) -> Steps:
+    @property
+    def clears(self) -> int:
+        """How often they were cleared."""
+        return self._clears
+
+    def replace_stale(self, table: ColdTable | None, clears: int | None = None) -> Steps:
         """The medium has listed the rows of the stale tables again, if it still holds them: in `table`, or not in any.
 
         In a tier of physical slots, rows in slots that are taken are removed from it; elsewhere the tier may be over
-        its limit afterwards. If the tier is cleared meanwhile, `table` is retired.
+        its limit afterwards. If the tier has been cleared since there were `clears` (None: since the first step),
+        `table` is retired.
         """
-        clears = self._clears
+        clears = self._clears if clears is None else clears
         stale = self._detach_stale()
         tables = stale if table is None else [*stale, table]
         if isinstance(self._slots, Slots):

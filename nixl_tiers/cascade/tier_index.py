@@ -178,10 +178,13 @@ class TierIndex:
 
     def add_cold(self, table: ColdTable) -> Steps:
         """Many rows that the medium lists, in place of those that were stale: it listed them before it was opened
-        again. The core owns `table` from now on."""
+        again. The core owns `table` from now on: it is retired if the tier is cleared before the last step."""
+        return self._add_cold(table, self.cold.clears)
+
+    def _add_cold(self, table: ColdTable, clears: int) -> Steps:
         if not self.spec.physical_slots:  # where slots are places, rows in slots that are taken are left out
             yield partial(_remove_all, table, list(self.index))
-        yield from self.cold.replace_stale(table)
+        yield from self.cold.replace_stale(table, clears)
         while self.slots.free < 0 and self.make_room(min(0, self.slots.free + EVICTED_A_STEP)):
             yield None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 from nixl_tiers.cascade.cold_table import take_all
@@ -134,6 +136,24 @@ class TestAnyTier:
         assert len(core.tiers[0].slots) == 4
         if spec is COUNT:
             assert dropped(core.tiers[0]) == {(0, key(0)), (1, key(1))}
+
+
+@pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_table_from_before_a_reset_is_retired(spec: TierSpec, taken: int) -> None:
+    core = opened(spec, held=0)
+    table = rows(range(6))
+    steps = core.events.table_listed(0, table, newest=5)
+    for work in islice(steps, taken):
+        if work is not None:
+            work()
+    core.reset(keep_tiers=False)
+    take_all(steps)
+    tier = core.tiers[0]
+    assert table in tier.take_retired() or not len(table)
+    assert not len(tier.slots)
+    assert not tier.to_delete  # the mover would delete rows of the next namespace
+    assert tier.counters.rows == 0
 
 
 def test_cold_row_in_an_allocated_slot_is_ignored() -> None:
