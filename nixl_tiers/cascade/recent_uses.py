@@ -41,6 +41,3 @@ class RecentUses:
             if entry is not None and not entry.stored:
                 self._ticks[key] = tick
         return [(entry.slot, tick) for _, entry, tick in taken if entry is not None and entry.stored]
-
-    def clear(self) -> None:
-        self._ticks.clear()

@@ -305,16 +305,6 @@ class MissesWhileListing(TierManager):
         pass
 
 
-class UseForgottenWhileStored(TierIndex):
-    """Uses of rows that are still being stored are dropped when others are sent."""
-
-    def take_recent_uses(self, count: int) -> list[tuple[int, int]]:
-        for key, entry in self.index.items():
-            if not entry.stored:
-                self.recent_uses._ticks.pop(key, None)
-        return super().take_recent_uses(count)
-
-
 class StoredOlderThanListed(WriteBack):
     """A row of a request that began before the listing ended is stored with the request's tick."""
 
@@ -344,7 +334,6 @@ MUTANTS = [
     MissesWhileListing,
     OverdueLivesOn,
     StoredOlderThanListed,
-    UseForgottenWhileStored,
     ReusedBeforeReap,
     FailedCopyIsAHit,
     FailedLoadIsAHit,
