@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import nixl_tiers
-from nixl_tiers.mover.protocol import Listed
+from nixl_tiers import mover_link
+from nixl_tiers.mover.protocol import Store, ToMover, sendable
 from nixl_tiers.testing.servers import MotoServer, S3Server
-from nixl_tiers.tiers.base import Entry
 from tests.support.leaks import host_rows_in_use
 from tests.support.waiting import until, until_up
 
@@ -220,20 +220,21 @@ def test_the_package_lists_its_names() -> None:
     assert {"open", "TieredStore", "ConfigError", "__version__"} <= set(dir(nixl_tiers))
 
 
-def test_a_job_too_large_to_send_fails_alone(tmp_path: Any) -> None:
+def test_a_job_that_no_mover_would_accept_fails_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits(message: ToMover) -> bool:
+        return sendable(message) and not (isinstance(message, Store) and message.moves[0].key == b"bad")
+
+    monkeypatch.setattr(mover_link, "sendable", fits)
     config = {"tiers": [*CPU["tiers"], {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}]}
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)
         movers = store.coordinator.mover_pids
         assert store.put([b"good"], [bytes(SIZE)]) == 1
         assert store.flush(300)
-        store.coordinator._link.on_message(
-            0, Listed(0, [Entry(9, b"newest", 2**62)], last=False)
-        )  # rows to come are newer still
         assert store.put([b"bad"], [bytes(SIZE)]) == 1
         assert store.flush(300)
         assert store.locate([b"good", b"bad"]) == ["cpu", "cpu"]
         assert store.stats()["file"]["failed"] == 1
-        assert store.stats()["file"]["rows"] == 2
+        assert store.stats()["file"]["rows"] == 1
         assert store.coordinator.mover_pids == movers
         assert store.stats()["file"]["kills"] == 0
