@@ -39,6 +39,7 @@ CLOSE_TIMEOUT_S: Final = 2.0
 CREDENTIALS_CHECK_S: Final = 60.0
 CREDENTIALS_RECHECK_S: Final = 5.0  # the same while transfers fail
 UPLOAD_CHECK_S: Final = 60.0  # between two test uploads that find out why others fail
+PERMISSION_CHECK_S: Final = 1.0  # while deletes are queued that may not be sent now
 CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 MAX_EXPIRED: Final = 20 * MAX_DELETES  # names that wait for their delete, before sweeps add no more
@@ -246,8 +247,8 @@ class S3Control:
         times = [self._credentials_check_at]
         if self._check_due:
             times.append(self._upload_check_at)
-        if self._sendable_deletes:
-            times.append(self._not_before["delete"])
+        if self._delete_queue:
+            times.append(self._not_before["delete"] if self._sendable_deletes else now + PERMISSION_CHECK_S)
         if self._listing is not None:
             times.append(self._list_at_s(self._listing, now))
         soonest = min(times)
