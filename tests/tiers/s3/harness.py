@@ -19,6 +19,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
+from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.janitor import JanitorIntervals
 from nixl_tiers.tiers.s3.tier import S3Tier
 
@@ -35,6 +36,15 @@ def key_of(number: int) -> bytes:
 def payload(number: int, geometry: Geometry) -> np.ndarray:
     words = np.arange(geometry.row_bytes // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)
     return words.view(np.uint8)
+
+
+def connects(bucket: S3Control) -> bool:
+    """Whether it connects now. On a busy machine an answer may come too late."""
+    try:
+        bucket.connect()
+    except TierDown:
+        return False
+    return True
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:

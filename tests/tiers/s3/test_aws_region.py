@@ -9,10 +9,10 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.base import TierRefused
 from nixl_tiers.tiers.s3.aws_region import Region, configured_region
 from nixl_tiers.tiers.s3.control import S3Control
-from tests.tiers.s3.harness import FaultyS3, TierDriver, wait_until
+from tests.tiers.s3.harness import FaultyS3, TierDriver, connects, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 PROFILES = """[default]
@@ -100,7 +100,7 @@ class TestAws:
     def connect(self, **fields: str) -> S3Control:
         bucket = S3Control(S3Config(type="s3", bucket="kv-regions", capacity="1GiB", **fields))
         try:
-            assert wait_until(lambda: _connects(bucket))
+            assert wait_until(lambda: connects(bucket))
         finally:
             bucket.close()
         return bucket
@@ -126,11 +126,3 @@ class TestAws:
 
     def test_the_buckets_region_is_the_default(self, aws: FaultyS3) -> None:
         assert self.connect().region == Region("sa-east-1", "the bucket")
-
-
-def _connects(bucket: S3Control) -> bool:
-    try:
-        bucket.connect()
-    except TierDown:
-        return False
-    return True

@@ -7,20 +7,11 @@ import threading
 import pytest
 
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.s3 import control
 from nixl_tiers.tiers.s3.control import S3Control
-from tests.tiers.s3.harness import FaultyS3, wait_until
+from tests.tiers.s3.harness import FaultyS3, connects, wait_until
 
 pytestmark = pytest.mark.usefixtures("server_credentials")
-
-
-def _connects(bucket: S3Control) -> bool:
-    try:
-        bucket.connect()
-    except TierDown:
-        return False
-    return True
 
 
 def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +29,7 @@ def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeyp
     config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB")
     bucket = S3Control(config, may_delete)
     try:
-        assert wait_until(lambda: _connects(bucket))
+        assert wait_until(lambda: connects(bucket))
         bucket.delete(["nixl-tiers/row"])
         assert refused.wait(60)
         with bucket._wake:  # it waits by now

@@ -69,6 +69,16 @@ def disconnect_lease(driver: TierDriver) -> None:
     driver.tier._lease.client = client
 
 
+def owner_and_reader(make: Callable[..., TierDriver], rows: int) -> tuple[TierDriver, TierDriver]:
+    """An engine that has stored rows, and another without the lease that has listed them."""
+    owner, reader = make("one"), make("two")
+    owner.open()
+    for number in range(rows):
+        assert stored(owner, number)
+    assert len(reader.open()) == rows
+    return owner, reader
+
+
 class TestTwoEngines:
     def test_one_stores_and_the_other_only_reads(
         self, make: Callable[..., TierDriver], s3_server: S3Server, place: dict[str, Any]
@@ -133,11 +143,7 @@ class TestTwoEngines:
     def test_rows_that_were_forgotten_without_the_lease_are_counted_again(
         self, make: Callable[..., TierDriver]
     ) -> None:
-        owner, heir = make("one"), make("two")
-        owner.open()
-        for number in range(4):
-            assert stored(owner, number)
-        assert len(heir.open()) == 4
+        owner, heir = owner_and_reader(make, rows=4)
         heir.delete(0, 1)
         assert heir.settled(2)
         owner.tier.close()
@@ -149,11 +155,7 @@ class TestTwoEngines:
     def test_rows_evicted_during_the_new_owners_listing_are_counted_and_listed_again(
         self, make: Callable[..., TierDriver]
     ) -> None:
-        owner, heir = make("one"), make("two")
-        owner.open()
-        for number in range(4):
-            assert stored(owner, number)
-        assert len(heir.open()) == 4
+        owner, heir = owner_and_reader(make, rows=4)
         quota = heir.tier._quota
         adopt = quota.adopt
 
