@@ -25,18 +25,14 @@ class ColdRows:
         self._stale = 0  # how many of `tables`, from the first
         self._slots = slots
         self._counters = counters
-        self._clears = 0
+        self.clears = 0
+        """How often they were cleared."""
 
     def __contains__(self, key: Key) -> bool:
         return bool(self.tables) and any(table.find(key) is not None for table in self.tables)
 
     def __len__(self) -> int:
         return sum(map(len, self.tables))
-
-    @property
-    def clears(self) -> int:
-        """How often they were cleared."""
-        return self._clears
 
     def replace_stale(self, table: ColdTable | None, clears: int | None = None) -> Steps:
         """The medium has listed the rows of the stale tables again, if it still holds them: in `table`, or not in any.
@@ -45,24 +41,24 @@ class ColdRows:
         its limit afterwards. If the tier has been cleared since there were `clears` (None: since the first step),
         `table` is retired.
         """
-        clears = self._clears if clears is None else clears
+        clears = self.clears if clears is None else clears
         stale = self._detach_stale()
         tables = stale if table is None else [*stale, table]
         if isinstance(self._slots, Slots):
             for each in tables:
                 yield each.prepare_slots
             for start in range(0, max((each.slots_end for each in tables), default=0), SLOTS_A_STEP):
-                if self._clears == clears:
+                if self.clears == clears:
                     self._slots.exchange(stale, table, start, start + SLOTS_A_STEP)
                     yield None
             if table is not None:
                 limit = self._slots.limit
                 yield lambda: table.drop_unclaimed(limit)
-        elif self._clears == clears:
+        elif self.clears == clears:
             self._slots.adjust_used((0 if table is None else len(table)) - sum(map(len, stale)))
         self._retired += stale
         if table is not None:
-            if self._clears == clears:
+            if self.clears == clears:
                 self._counters.found += len(table)
                 self.tables.append(table)
                 self.retire_empty()
@@ -103,10 +99,6 @@ class ColdRows:
         """The tier was opened again: it is going to list its rows again."""
         self._stale = len(self.tables)
 
-    @property
-    def has_stale(self) -> bool:
-        return self._stale > 0
-
     def retire_empty(self) -> None:
         for number in reversed(range(len(self.tables))):
             if not len(self.tables[number]):
@@ -118,7 +110,7 @@ class ColdRows:
         self._retired += self.tables
         self.tables.clear()
         self._stale = 0
-        self._clears += 1
+        self.clears += 1
 
     def retire(self, what: Retired) -> None:
         self._retired.append(what)
