@@ -168,9 +168,10 @@ class PackedRows:
         return bool(before & INDEXED)
 
     def set_age(self, key: Key, age_from: int) -> None:
-        """When the age of a known row begins, in Unix seconds."""
+        """When the age of a row begins, in Unix seconds. Without effect unless it is PRESENT: a file that comes later
+        has an age of its own."""
         row = self._find(encoded(key))
-        if row >= 0:
+        if row >= 0 and self._flags[row] & PRESENT:
             self._columns["age_from"][row] = age_from
 
     # --- many rows --------------------------------------------------------------------------------------------------

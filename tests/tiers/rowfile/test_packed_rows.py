@@ -95,6 +95,14 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_the_age_of_a_file_that_is_gone_is_not_that_of_the_next_one() -> None:
+    rows, key = PackedRows(), b"key"
+    rows.set_indexed(key, True)
+    rows.set_age(key, 7)
+    rows.put(key, KnownRow(1, BLOCK_BYTES, 0))
+    assert rows.get(key) == KnownRow(1, BLOCK_BYTES, 0)
+
+
 def test_a_row_takes_less_than_64_bytes() -> None:
     rows, random = PackedRows(), np.random.default_rng(0)
     for _ in range(2000):
