@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from nixl_tiers.cascade.cold_table import Steps
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.chunk import Namespace, Outcome
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
+from nixl_tiers.index_spill import IndexSpill, take_steps
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.row_table import RowTable
@@ -103,6 +103,7 @@ class MoverLink:
         self._clock = clock
         self._touch_s = TOUCH_S
         key_hash = KeyHash.random()
+        self._spill = IndexSpill(core.tiers, key_hash, changed)
         self.supervisor = Supervisor(
             _configures(config.storage, region, key_hash, engine_id()), config.names, region.fd, self, clock
         )
@@ -139,7 +140,7 @@ class MoverLink:
     def on_message(self, tier: int, message: ToCoordinator) -> None:
         status = self.tiers[tier]
         if isinstance(message, Listed) and message.last and message.epoch == self.namespace.epoch:
-            self._take(self._core.events.listing_ends(tier))
+            take_steps(self._core.events.listing_ends(tier), self.changed)
         with self.changed:
             now = self._clock()
             match message:
@@ -188,7 +189,7 @@ class MoverLink:
                 steps = self._core.events.table_listed(tier, table, message.newest)
             else:
                 steps = iter((table.close,))
-        self._take(steps)
+        take_steps(steps, self.changed)
 
     def on_problem(self, tier: int, reason: str) -> None:
         with self.changed:
@@ -232,11 +233,9 @@ class MoverLink:
                     self._core.events.existence_checked(check.tier, check.id, (), now)
             for status, index in zip(self.tiers, self._core.tiers, strict=True):
                 status.log.watch(index.breakers, now)
-            closing = [rows for index in self._core.tiers for rows in index.take_retired()]
+            self._spill.wake()
             overdue = self._core.health.overdue(received_s)
             busy, unfinished = self._core.events.busy, self._core.events.unfinished
-        for rows in closing:
-            rows.close()
         messages += self._touches(now)
         garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)
@@ -259,20 +258,6 @@ class MoverLink:
                 index.send_credits -= 1
                 status.touch_at_s = now + self._touch_s
         return messages
-
-    def _take(self, steps: Steps) -> None:
-        """Take the lock for one step at a time."""
-        ended = False
-        while not ended:
-            work: Callable[[], object] | None = None
-            with self.changed:
-                try:
-                    work = next(steps)
-                except StopIteration:
-                    ended = True
-                    self.changed.notify_all()
-            if work is not None:
-                work()
 
     def _sendable(self, job: Job, now: float) -> Store | Load | None:
         """The message for a job; None if it is too large for any mover to accept, which fails this job only."""

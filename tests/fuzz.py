@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FUZZED = [
     "tests/cascade/test_stateful.py",
+    "tests/cascade/test_spill.py",
     "tests/cascade/test_eviction.py",
     "tests/cascade/test_eviction_batches.py",
     "tests/memory/test_seal.py",

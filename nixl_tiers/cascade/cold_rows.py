@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.cascade.cold_table import ColdTable, Retired, Steps
@@ -10,6 +11,8 @@ from nixl_tiers.cascade.slots import SlotCount, Slots
 from nixl_tiers.chunk import Key
 
 SLOTS_A_STEP: Final = 1 << 17
+SPARSE_ROWS: Final = 1 << 16
+MAX_TABLES: Final = 3  # a look-up searches each of them
 
 
 class ColdRows:
@@ -27,6 +30,8 @@ class ColdRows:
         self._counters = counters
         self.clears = 0
         """How often they were cleared."""
+        self._merging: list[ColdTable] = []
+        self._changes: list[Key] = []  # rows that were removed from these since the merge began
 
     def __contains__(self, key: Key) -> bool:
         return bool(self.tables) and any(table.find(key) is not None for table in self.tables)
@@ -70,6 +75,8 @@ class ColdRows:
         for table in self.tables:
             found = table.remove(key)
             if found is not None:
+                if table in self._merging:
+                    self._changes.append(key)
                 if not len(table):
                     self.retire_empty()
                 return found
@@ -92,8 +99,36 @@ class ColdRows:
             if not some:
                 break
             victims += some
+            if self.tables[number] in self._merging:
+                self._changes += (key for key, _ in some)
         self.retire_empty()
         return victims
+
+    @property
+    def needs_merge(self) -> bool:
+        """Whether there are too many tables, or much memory is held for rows that are not here any more."""
+        return len(self.tables) > MAX_TABLES or any(map(_is_sparse, self.tables))
+
+    def begin_merge(self, count: int, changes: list[Key]) -> list[ColdTable]:
+        """The tables to make one of, together with `count` other rows: the small ones, so that a row is copied seldom,
+        and as many as must go so that there are not too many. Rows that leave them are noted in `changes`."""
+        self._merging, self._changes = [], changes
+        left = len(self.tables)
+        for table in sorted(self.tables[self._stale :], key=len):
+            if len(table) <= 2 * count or left >= MAX_TABLES or _is_sparse(table):
+                self._merging.append(table)
+                count += len(table)
+                left -= 1
+        return self._merging
+
+    def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
+        """A table of all rows of `sources` serves in their place; of others, the slots are allocated already."""
+        self._retired += (each for each in self.tables if each in sources)
+        self.tables = [each for each in self.tables if each not in sources] + [table]
+        self.retire_empty()
+
+    def end_merge(self) -> None:
+        self._merging, self._changes = [], []
 
     def mark_stale(self) -> None:
         """The tier was opened again: it is going to list its rows again."""
@@ -115,6 +150,10 @@ class ColdRows:
     def retire(self, what: Retired) -> None:
         self._retired.append(what)
 
+    @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
     def take_retired(self) -> list[Retired]:
         """What was retired, for the caller to close. That releases much memory: do it without a lock."""
         retired, self._retired = self._retired, []
@@ -126,3 +165,7 @@ class ColdRows:
         self._stale = 0
         self._counters.relisted += sum(map(len, stale))
         return stale
+
+
+def _is_sparse(table: ColdTable) -> bool:
+    return table.built_rows > 2 * len(table) + SPARSE_ROWS

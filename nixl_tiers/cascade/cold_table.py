@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from nixl_tiers.chunk import Key
@@ -17,6 +17,11 @@ def take_all(steps: Steps) -> None:
     for work in steps:
         if work is not None:
             work()
+
+
+def remove_all(table: ColdTable, keys: Iterable[Key]) -> None:
+    for key in keys:
+        table.remove(key)
 
 
 class Retired(Protocol):

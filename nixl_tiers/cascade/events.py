@@ -70,7 +70,7 @@ class Events:
     def listing_ends(self, tier: int) -> Steps:
         """To be done before the last `listed`, if that is not to take long: rows of before the tier was opened again
         are retired."""
-        return self._state.tiers[tier].cold.replace_stale(None)
+        return self._state.tiers[tier].end_listing()
 
     def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
         """An existence check was answered: what it found was listed before this, `absent` is not there."""

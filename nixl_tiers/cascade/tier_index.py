@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -11,17 +11,19 @@ from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
 from nixl_tiers.cascade.cold_rows import ColdRows
-from nixl_tiers.cascade.cold_table import ColdTable, Retired, Steps, take_all
+from nixl_tiers.cascade.cold_table import ColdTable, Retired, Steps, remove_all, take_all
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.denylist import Denylist
 from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
+from nixl_tiers.cascade.eviction.lru import LeafFirstLru
 from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.recent_uses import RecentUses
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import SlotCount, Slots
+from nixl_tiers.cascade.spill import Spill
 from nixl_tiers.cascade.throughput import ThroughputEstimate
 from nixl_tiers.cascade.types import DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
 from nixl_tiers.chunk import Key
@@ -35,7 +37,8 @@ UNLIMITED: Final = 1 << 62
 class TierIndex:
     """The rows of one storage tier. Slots are allocated and released here only.
 
-    A row is in `index`, or in `cold` until it is used: those that the medium listed at the start.
+    A row is in `index`, or in `cold` until it is used: those that the medium listed at the start, and the coldest ones
+    of an index that has become too large (spill.py).
     """
 
     spec: TierSpec
@@ -46,6 +49,7 @@ class TierIndex:
     index: dict[Key, Entry] = field(default_factory=dict)
     policy: EvictionPolicy = field(init=False)
     slots: SlotCount = field(init=False)
+    spill: Spill | None = None  # the one that is under way
     jobs: dict[int, Job] = field(default_factory=dict)
     dead: deque[DeadJobs] = field(default_factory=deque)  # of movers that were killed or have died, the oldest first
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
@@ -118,11 +122,11 @@ class TierIndex:
         """The entry of a row that is about to be loaded; None if it cannot be loaded now."""
         if not self.can_load(key, now):
             return None
-        return self.index.get(key) or self._warm(key)
+        return self._entry(key)
 
     def open_for_trial(self, key: Key) -> Entry | None:
         """The entry of a stored row that is about to be tried, even if it is a suspect or the circuit is open."""
-        entry = self.index.get(key) or self._warm(key)
+        entry = self._entry(key)
         return entry if entry is not None and entry.stored else None
 
     def probe_candidate(self) -> Key | None:
@@ -159,7 +163,7 @@ class TierIndex:
     def add_listed(self, slot: int, key: Key, tick: int) -> None:
         """A row that the medium lists: it held it at the start, or another engine has stored it; a negative slot: one
         that was removed. One that is known in another slot, or finds no slot, is deleted there."""
-        entry = self.index.get(key) or self._warm(key)
+        entry = self._entry(key)
         if slot < 0:
             if entry is not None and not self._is_pinned(key):
                 self.invalidate(key, entry)
@@ -182,17 +186,27 @@ class TierIndex:
         return self._add_cold(table, self.cold.clears)
 
     def _add_cold(self, table: ColdTable, clears: int) -> Steps:
+        while self.settle_spill(self.limits.rows_per_slice):
+            yield None
         if not self.spec.physical_slots:  # where slots are places, rows in slots that are taken are left out
-            yield partial(_remove_all, table, list(self.index))
+            yield partial(remove_all, table, list(self.index))
         yield from self.cold.replace_stale(table, clears)
         while self.slots.free < 0 and self.make_room(min(0, self.slots.free + EVICTED_A_STEP)):
             yield None
 
+    def end_listing(self) -> Steps:
+        """All has been listed: what the medium listed before it was opened again, and not since, is gone."""
+        while self.settle_spill(self.limits.rows_per_slice):
+            yield None
+        yield from self.cold.replace_stale(None)
+
     def resize(self, limit: int) -> None:
         """The tier was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first."""
+        if self.spill is not None and self.spill.table is None:
+            self.spill.cancelled = True
         self.cold.mark_stale()
         if limit < self.slots.limit:
-            take_all(self.cold.replace_stale(None))
+            take_all(self.end_listing())
         self.slots.limit = limit
         self.policy.resize(limit)
         if isinstance(self.slots, Slots) and self.slots.end > limit:
@@ -208,7 +222,7 @@ class TierIndex:
 
     def touch(self, key: Key, tick: int) -> None:
         """A row of this tier was used, here or in a tier above."""
-        entry = self.index.get(key) or self._warm(key)
+        entry = self._entry(key)
         if entry is None:
             return
         if entry.evicting:
@@ -243,16 +257,14 @@ class TierIndex:
         """Evict this row now, unless it is pinned."""
         entry = self.index.get(key)
         if entry is not None and not self._is_pinned(key):
-            if not entry.evicting:
-                self.policy.remove(key)
+            self._leave_order(key, entry)
             self._evict(key)
 
     def invalidate(self, key: Key, entry: Entry) -> bool:
         """This row cannot be used. Does nothing, and returns False, if the key has another entry by now."""
         if self.index.get(key) is not entry:
             return False
-        if not entry.evicting:
-            self.policy.remove(key)
+        self._leave_order(key, entry)
         self._remove(key)
         return True
 
@@ -288,7 +300,11 @@ class TierIndex:
     def clear(self) -> None:
         """A new epoch: no row of before it is found. Jobs under way end as usual, for entries that are not indexed."""
         self.counters.reset += self.counters.rows
-        self.cold.retire(_Discarded(self.index, self.policy))
+        leaving = {} if self.spill is None else self.spill.leaving
+        self.cold.retire(_Discarded(self.index, leaving, self.policy))
+        if self.spill is not None:
+            self.spill.cancelled = True
+            self.spill = None
         self.index = {}
         self.policy = make_policy(self.spec.policy, 0)
         self.slots.clear()
@@ -309,6 +325,75 @@ class TierIndex:
         """The medium lists its rows when it is opened again, including those that were to be deleted."""
         self.garbage.add(self.to_delete)
         self.to_delete = []
+
+    # --- spilling ----------------------------------------------------------------------------------------------
+
+    @property
+    def needs_spill(self) -> bool:
+        """Whether `index` has become too large, which only LRU has a remedy for; or there are too many tables, or
+        nearly empty ones."""
+        most = self.limits.hot_rows - self.limits.hot_rows // 4
+        wanted = (len(self.index) > most and isinstance(self.policy, LeafFirstLru)) or self.cold.needs_merge
+        return wanted and self.state is TierState.UP and self.spill is None
+
+    def begin_spill(self) -> Spill:
+        self.spill = Spill()
+        return self.spill
+
+    def collect_for_spill(self, spill: Spill, count: int) -> bool:
+        """Have up to `count` rows leave the index, the coldest first; whether there are more. Rows stay that are being
+        moved or evicted, are suspects, or have uses that the medium has not heard of."""
+        missing = len(self.index) - len(spill.leaving) - self.limits.hot_rows // 2
+        if spill.cancelled or missing <= 0 or not isinstance(self.policy, LeafFirstLru):
+            return False
+        rows = self.policy.pop(min(count, missing), self._must_stay)
+        for key, tick in rows:
+            spill.add(key, self.index[key].slot, tick)
+        return bool(rows)
+
+    def serve_spilled(self, spill: Spill, table: ColdTable, sources: Sequence[ColdTable]) -> None:
+        """The table that a spill has built serves from now on in place of `sources`, unless it was cancelled."""
+        if spill.cancelled:
+            self.cold.retire(table)
+        else:
+            spill.table = table
+            self.cold.serve(table, sources)
+
+    def settle_spill(self, count: int) -> bool:
+        """Up to `count` rows leave the index for the new table; or they stay, if there is none. Whether there are more:
+        else the spill has ended. A spill that is neither cancelled nor has a table is left alone."""
+        spill = self.spill
+        if spill is None or (spill.table is None and not spill.cancelled):
+            return False
+        table = spill.table if spill.table in self.cold.tables else None
+        for _ in range(min(count, len(spill.leaving))):
+            key, place = spill.leaving.popitem()
+            if table is not None and table.find(key) is not None:
+                del self.index[key]
+            else:
+                self.policy.add(key, spill.ticks[place])
+        if not spill.leaving:
+            self.spill = None
+        return self.spill is not None
+
+    def _must_stay(self, key: Key) -> bool:
+        return self._is_pinned(key) or self.denylist.is_suspect(key) or key in self.recent_uses
+
+    def _entry(self, key: Key) -> Entry | None:
+        """The entry of a row that is used or judged by itself: it is in `index`, and the policy has it, from now on."""
+        entry = self.index.get(key)
+        if entry is None:
+            return self._warm(key)
+        if self.spill is not None and key in self.spill.leaving:
+            self.policy.add(key, self.spill.keep(key))
+        return entry
+
+    def _leave_order(self, key: Key, entry: Entry) -> None:
+        """A row of `index` goes for another reason than eviction."""
+        if self.spill is not None and key in self.spill.leaving:
+            self.spill.keep(key)
+        elif not entry.evicting:
+            self.policy.remove(key)
 
     @property
     def store_credits(self) -> int:
@@ -349,21 +434,36 @@ class TierIndex:
     def _take_coldest(self, count: int) -> list[Key]:
         """Take up to `count` rows, the least valuable first, out of the order of eviction; they are in `index`."""
         keys: list[Key] = []
-        before = self.policy.coldest_tick()
+        before = self._coldest_tick()
         while (missing := count - len(keys)) > 0:
             cold = self.cold.coldest(missing, before)
             for key, slot in cold:
-                if key in self.index:
-                    self._drop_duplicate(key, slot)
-                else:
+                if key not in self.index:
                     self.index[key] = Entry(slot, stored=True)
                     keys.append(key)
-            hot = [] if cold else self.policy.evict(1 if self.cold.tables else missing, self._is_pinned)
+                elif self.spill is not None and self.spill.leaving.pop(key, None) is not None:
+                    keys.append(key)
+                else:
+                    self._drop_duplicate(key, slot)
+            hot = [] if cold else self._take_coldest_hot(1 if self.cold.tables else missing)
             keys += hot
             if not (cold or hot or before is not None):
                 break
-            before = self.policy.coldest_tick() if cold or hot else None  # None: all others are pinned
+            before = self._coldest_tick() if cold or hot else None  # None: all others are pinned
         return keys
+
+    def _coldest_tick(self) -> int | None:
+        """Of the rows in `index`."""
+        leaving = None if self.spill is None else self.spill.coldest()
+        return self.policy.coldest_tick() if leaving is None else leaving[1]
+
+    def _take_coldest_hot(self, count: int) -> list[Key]:
+        """The same of those that `cold` does not have."""
+        keys: list[Key] = []
+        while self.spill is not None and len(keys) < count and (coldest := self.spill.coldest()) is not None:
+            self.spill.keep(coldest[0])
+            keys.append(coldest[0])
+        return keys + self.policy.evict(count - len(keys), self._is_pinned)
 
     def _evict(self, key: Key) -> None:
         self._remove(key)
@@ -383,21 +483,18 @@ class TierIndex:
 class _Discarded:
     """An index and a policy that are not used any more."""
 
-    def __init__(self, index: dict[Key, Entry], policy: EvictionPolicy) -> None:
-        self._index, self._policy = index, policy
+    def __init__(self, index: dict[Key, Entry], leaving: dict[Key, int], policy: EvictionPolicy) -> None:
+        self._index, self._leaving, self._policy = index, leaving, policy
 
     def close(self) -> None:
         """Free them a few rows at a time: a dict that is freed as a whole holds the interpreter lock all the while."""
         while self._index:
             self._index.popitem()
+        while self._leaving:
+            self._leaving.popitem()
         while self._policy.evict(EVICTED_A_STEP, _never_pinned):
             pass
 
 
 def _never_pinned(_key: Key) -> bool:
     return False
-
-
-def _remove_all(table: ColdTable, keys: Iterable[Key]) -> None:
-    for key in keys:
-        table.remove(key)

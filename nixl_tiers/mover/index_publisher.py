@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.05  # while the listing has nothing new
 IDLE_S: Final = 1.0  # a table is built of the pending rows when the listing has had nothing new for this long
-MAX_TABLES: Final = 4  # a lookup searches each of them; the last one waits for the end of the listing
+MAX_TABLES: Final = 3  # a lookup searches each of them; the last one waits for the end of the listing
 STEP_S: Final = 0.002  # the longest that one step collects rows for a table
 
 

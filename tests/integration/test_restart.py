@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
@@ -31,7 +32,9 @@ def key(number: int) -> Key:
 
 
 @contextmanager
-def coordinator_over_many_rows(tmp_path: Path, slots: int, rows: int = ROWS, more: int = 0) -> Iterator[Coordinator]:
+def coordinator_over_many_rows(
+    tmp_path: Path, slots: int, rows: int = ROWS, more: int = 0, limits: Limits | None = None
+) -> Iterator[Coordinator]:
     """`more`: so many others are found later, for which the oldest must go."""
     config = configuration.load(
         {
@@ -51,7 +54,7 @@ def coordinator_over_many_rows(tmp_path: Path, slots: int, rows: int = ROWS, mor
         }
     )
     with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
-        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region)
+        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region, limits=limits)
         try:
             coordinator.start(120.0)
             wait_until_listed(coordinator, rows)
@@ -132,6 +135,26 @@ def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatc
         until(lambda: len(dropped(tmp_path)) == 20_002, "two more")
         stats = coordinator.counters()["stub"]
         assert stats["kills"] == stats["dropped"] == 0
+
+
+def test_most_rows_are_spilled_into_tables_and_used_from_there(tmp_path: Path) -> None:
+    few = Limits(hot_rows=1000)
+    with coordinator_over_many_rows(tmp_path, slots=ROWS + 2, limits=few) as coordinator:
+        (tier,) = coordinator._core.tiers
+        until(lambda: len(tier.index) <= 1000 and tier.spill is None, "the coldest rows to be spilled")
+        assert len(tier.cold) + len(tier.index) == ROWS
+        assert coordinator.locate([key(n) for n in range(ROWS)]) == ["stub"] * ROWS
+        load(coordinator, 0)
+        load(coordinator, ROWS - 1)
+        store(coordinator, b"new", b"newer", b"newest")
+        until(lambda: dropped(tmp_path), "a drop")
+        assert dropped(tmp_path) == ["1 row-1"]  # row 0 was used since
+        (pid,) = coordinator.mover_pids
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
+        until(lambda: coordinator.counters()["stub"]["up"], "all rows to be listed again")
+        assert coordinator.where(key(2)) == coordinator.where(key(ROWS - 2)) == "stub"
 
 
 def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:

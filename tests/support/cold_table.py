@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from nixl_tiers.cascade.cold_table import ColdTable
+from nixl_tiers.cascade.spill import NO_SLOT
 from nixl_tiers.chunk import Key
+
+
+def build_table(
+    keys: Sequence[Key], slots: Sequence[int], ticks: Sequence[int], sources: Sequence[ColdTable]
+) -> PlainColdTable:
+    """As a core has tables built."""
+    tables = [table for table in sources if isinstance(table, PlainColdTable)]
+    rows = [row for row in zip(slots, keys, ticks, strict=True) if row[0] != NO_SLOT]
+    return PlainColdTable([*(row for table in tables for row in table.rows), *rows])
 
 
 class PlainColdTable:
@@ -15,7 +26,10 @@ class PlainColdTable:
         self.closed = False
         self.built_rows = len(by_use)
         self.slots_end = 0
-        self._rows = {key: (slot, tick) for slot, key, tick in by_use}
+        self._rows: dict[Key, tuple[int, int]] = {}
+        for slot, key, tick in by_use:
+            self._rows.pop(key, None)  # of two rows with one key, the one used later stays
+            self._rows[key] = slot, tick
         self._unclaimed: set[int] = set()
 
     @property

@@ -15,16 +15,18 @@ from enum import Enum
 from typing import NamedTuple
 
 from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
-from nixl_tiers.cascade.cold_table import ColdTable, take_all
+from nixl_tiers.cascade.cold_rows import MAX_TABLES
+from nixl_tiers.cascade.cold_table import Steps, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck
 from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.tier_index import UNLIMITED
+from nixl_tiers.cascade.spill import spill_steps
+from nixl_tiers.cascade.tier_index import UNLIMITED, TierIndex
 from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-from tests.support.cold_table import PlainColdTable
+from tests.support.cold_table import PlainColdTable, build_table
 
 ROW_BYTES = 4096
 MANY_TURNS = 1000
@@ -51,9 +53,13 @@ def require(kept: bool, what: str) -> None:
         raise BrokenInvariant(what)
 
 
-def _slots_of(table: ColdTable) -> list[int]:
-    assert isinstance(table, PlainColdTable)
-    return table.slots
+def _rows_of(index: TierIndex) -> list[tuple[int, Key, int]]:
+    """(slot, key, tick) of the rows in its tables."""
+    rows: list[tuple[int, Key, int]] = []
+    for table in index.cold.tables:
+        assert isinstance(table, PlainColdTable)
+        rows += table.rows
+    return rows
 
 
 class Scan(Enum):
@@ -184,6 +190,7 @@ class Simulation:
             retry_s=3.0,
             moves_per_job=3,
             rows_per_slice=3,
+            hot_rows=4,  # so that rows are spilled all the time
             deletes_per_batch=3,
             check_timeout_s=0.5,
             max_checks=2,
@@ -215,6 +222,8 @@ class Simulation:
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._requests = 0
         self._uses_due_s = 0.0
+        self._spills: dict[int, Steps] = {}  # by tier: the spill under way
+        self._spill_work: dict[int, Callable[[], object]] = {}  # what it does without the lock
         self._load_failed: set[str] = set()  # requests a load of which has failed: everything is a miss to them
         self.core = self._start()
 
@@ -271,8 +280,6 @@ class Simulation:
             for batch in index.delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, batch)
             self.core.garbage.drop(4)
-            for rows in index.take_retired():
-                rows.close()
             require(index.send_credits >= 0, "more is sent than there is room for")
             stores = any(job.tier == tier for job in jobs[loads:])
             require(not (stores and index.to_delete), "a store overtakes what goes before it")
@@ -288,7 +295,44 @@ class Simulation:
         for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
             self._send(probe.tier, probe)
+        self._index_works()
         self.check()
+
+    def _index_works(self) -> None:
+        """What the thread beside the supervisor's does: one step, or what a step has left to do without the lock."""
+        for tier, index in enumerate(self.core.tiers):
+            if (work := self._spill_work.pop(tier, None)) is not None:
+                work()
+            elif (steps := self._spills.get(tier)) is not None:
+                try:
+                    work = next(steps)
+                except StopIteration:
+                    del self._spills[tier]
+                else:
+                    if work is not None:
+                        self._spill_work[tier] = work
+            else:
+                for retired in index.take_retired():
+                    retired.close()
+                self._spills[tier] = spill_steps(index, build_table)
+
+    def _end_spills(self) -> None:
+        """End those under way, and do what is left to do."""
+        for tier, index in enumerate(self.core.tiers):
+            if (work := self._spill_work.pop(tier, None)) is not None:
+                work()
+            take_all(self._spills.pop(tier, iter(())))
+            take_all(spill_steps(index, build_table))
+            require(index.spill is None, "a spill never ends")
+            require(len(index.cold.tables) <= MAX_TABLES or index.state is not TierState.UP, "too many tables")
+        self.check()
+
+    def entry_slot(self, index: TierIndex, key: Key) -> int:
+        """The slot of a row that the tier has, in whatever form."""
+        entry = index.index.get(key)
+        if entry is not None:
+            return entry.slot
+        return next(found[0] for table in index.cold.tables if (found := table.find(key)) is not None)
 
     def _send_jobs(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -314,6 +358,8 @@ class Simulation:
 
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
+        self._spills.clear()
+        self._spill_work.clear()
         for mover in self.movers:
             for queue in (mover.inbox, mover.finished, mover.unreported, mover.listing):
                 queue.clear()
@@ -567,13 +613,21 @@ class Simulation:
             core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
         )
         for index, mover in zip(core.tiers, self.movers, strict=True):
-            held = sum(entry.stored for entry in index.index.values()) + len(index.cold)
+            leaving = {} if index.spill is None else index.spill.leaving
+            moved = [key for key in leaving if key in index.cold]  # they are in the new table, and in the index still
+            require(set(leaving) <= set(index.index), "a row that is gone is moved")
+            cold = _rows_of(index)
+            keys = [key for _, key, _ in cold] + [key for key in index.index if key not in leaving]
+            require(len(set(keys)) == len(keys), "a row is in the index and in a table, or in two tables")
+            held = sum(entry.stored for entry in index.index.values()) + len(index.cold) - len(moved)
             require(index.counters.rows == held, f"a tier holds {held} rows, and {index.counters} say otherwise")
             slots = [entry.slot for entry in index.index.values()] if mover.physical else []
             if mover.physical:
-                slots += [slot for table in index.cold.tables for slot in _slots_of(table)]
+                slots += [slot for slot, _, _ in cold]
+                for key in moved:
+                    slots.remove(index.index[key].slot)
             require(len(set(slots)) == len(slots), "two keys in one slot")
-            used = len(index.index) + len(index.cold)
+            used = len(index.index) + len(index.cold) - len(moved)
             require(used == len(index.slots) <= max(index.slots.limit, 0), "slots leak, or above the budget")
             require(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             require(not index.rows_loading < 0 and not index.rows_storing < 0, "window counts below nothing")
@@ -614,10 +668,11 @@ class Simulation:
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
+        self._end_spills()
         require(not any(s.to_delete for s in self.core.tiers), "rows to delete are never sent")
         for index, mover in zip(self.core.tiers, self.movers, strict=True):
             for key, tick in mover.used.items():
-                recorded = mover.ticks.get((mover.epoch, index.index[key].slot), 0) >= tick
+                recorded = mover.ticks.get((mover.epoch, self.entry_slot(index, key)), 0) >= tick
                 require(recorded or key in index.recent_uses, "a use is never recorded")
         require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
         require(not any(s.dead or s.trials_running or s.quarantined for s in self.core.tiers), "a dead job never ends")

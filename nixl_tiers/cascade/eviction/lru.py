@@ -20,7 +20,7 @@ class LeafFirstLru:
         self._keys = Batches()
         # Keys that were pinned when they would have been victims, in that order. Without this, a long job that pins the
         # oldest keys would make every eviction walk over all of them.
-        self._aside: OrderedDict[Key, None] = OrderedDict()
+        self._aside: OrderedDict[Key, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys) + len(self._aside)
@@ -43,19 +43,22 @@ class LeafFirstLru:
             del self._aside[key]
 
     def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
-        victims: list[Key] = []
+        return [key for key, _ in self.pop(count, is_pinned)]
+
+    def pop(self, count: int, is_pinned: Callable[[Key], bool]) -> list[tuple[Key, int]]:
+        """As `evict`: (key, tick of last use)."""
+        victims: list[tuple[Key, int]] = []
         waiting = len(self._aside)
         soon = min(waiting, 2 * count + 16)
         if soon:
             self._review(soon, count, is_pinned, victims)
-        pinned: list[Key] = []
+        pinned: list[tuple[Key, int]] = []
         while len(victims) < count and self._keys:
-            key, _ = self._keys.pop()
-            (pinned if is_pinned(key) else victims).append(key)
+            key, tick = self._keys.pop()
+            (pinned if is_pinned(key) else victims).append((key, tick))
         if waiting > soon and len(victims) < count:
             self._review(waiting - soon, count, is_pinned, victims)  # there are no other keys: walk over all
-        for key in pinned:
-            self._aside[key] = None
+        self._aside.update(pinned)
         return victims
 
     def coldest_tick(self) -> int | None:
@@ -64,14 +67,14 @@ class LeafFirstLru:
     def resize(self, rows: int) -> None:
         pass
 
-    def _review(self, most: int, count: int, is_pinned: Callable[[Key], bool], victims: list[Key]) -> None:
+    def _review(self, most: int, count: int, is_pinned: Callable[[Key], bool], victims: list[tuple[Key, int]]) -> None:
         """Check up to `most` of the keys set aside again, the one checked longest ago first."""
         for _ in range(most):
             if len(victims) >= count:
                 break
-            key = next(iter(self._aside))
+            key, tick = next(iter(self._aside.items()))
             if is_pinned(key):
                 self._aside.move_to_end(key)
             else:
                 del self._aside[key]
-                victims.append(key)
+                victims.append((key, tick))

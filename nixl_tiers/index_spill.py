@@ -1,0 +1,87 @@
+"""IndexSpill: a thread beside the supervisor's that spills cold rows into tables, and frees what is not used any more.
+
+It runs only while there is something to do. The lock is taken for one step at a time, and nothing here holds the
+interpreter's lock for more than a few milliseconds: tables are built by numpy, which releases it, and in pieces.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from nixl_tiers.cascade.cold_table import ColdTable, Steps
+from nixl_tiers.cascade.spill import spill_steps
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.chunk import Key
+from nixl_tiers.memory.key_hash import KeyHash
+from nixl_tiers.memory.row_table import Rows, RowTable, RowTableError
+
+log = logging.getLogger(__name__)
+
+REST_S: Final = 1.0  # after each pass: a spill that finds all rows pinned must not be tried again at once
+PAUSE_S: Final = 0.0002  # between two steps, so that a thread that waits for the lock gets it
+
+
+class IndexSpill:
+    """One for a coordinator, whose core and lock it shares."""
+
+    def __init__(self, tiers: Sequence[TierIndex], key_hash: KeyHash, lock: threading.Condition) -> None:
+        self.key_hash = key_hash
+        self._tiers = tiers
+        self._lock = lock
+        self._running = False
+        self._rest_until_s = 0.0
+
+    def wake(self) -> None:
+        """Start the thread if there is something to do. Call it with the lock held."""
+        wanted = any(tier.needs_spill or tier.cold.has_retired for tier in self._tiers)
+        if wanted and not self._running and time.monotonic() >= self._rest_until_s:
+            self._running = True
+            threading.Thread(target=self._run, name="nixl_tiers index", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for tier in self._tiers:
+                with self._lock:
+                    retired = tier.take_retired()
+                for each in retired:
+                    each.close()
+                take_steps(spill_steps(tier, self._build), self._lock)
+        except Exception:  # the index works without it, and only grows
+            log.exception("nixl_tiers: the rows of a tier could not be moved into a table")
+            self._rest_until_s = float("inf")
+        finally:
+            with self._lock:
+                self._running = False
+                self._rest_until_s = max(self._rest_until_s, time.monotonic() + REST_S)
+
+    def _build(
+        self, keys: Sequence[Key], slots: Sequence[int], ticks: Sequence[int], sources: Sequence[ColdTable]
+    ) -> RowTable | None:
+        rows = Rows()
+        rows.add(keys, slots, ticks)
+        tables = [table for table in sources if isinstance(table, RowTable)]
+        try:
+            return RowTable.build(rows, tables, key_hash=self.key_hash)
+        except (MemoryError, RowTableError) as error:
+            log.warning("nixl_tiers: %d rows stay in the index: %s", len(keys), error)
+            return None
+
+
+def take_steps(steps: Steps, lock: threading.Condition) -> None:
+    """Take the lock for one step at a time."""
+    while True:
+        work: Callable[[], object] | None = None
+        with lock:
+            try:
+                work = next(steps)
+            except StopIteration:
+                lock.notify_all()
+                return
+        if work is None:
+            time.sleep(PAUSE_S)
+        else:
+            work()
