@@ -312,7 +312,8 @@ class S3Control:
         try:
             answer = self._client.delete_objects(Bucket=self._tier.bucket, Delete=request)
             failed = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
-        except (BotoCoreError, ClientError):
+        except Exception as error:  # noqa: BLE001 (this thread must not end)
+            self._request_failed("delete request", error)
             failed = names
         with self._wake:
             self._in_flight_deletes = frozenset()
@@ -327,19 +328,27 @@ class S3Control:
         try:
             listing.step(self._client, self._tier.bucket)
             failed = False
-        except (BotoCoreError, ClientError):
+        except Exception as error:  # noqa: BLE001 (this thread must not end)
+            self._request_failed("listing", error)
             failed = True
         with self._wake:
             self._set_backoff("list", failed)
             if listing.done.is_set() and self._listing is listing:
                 self._listing = None
 
+    def _request_failed(self, what: str, error: Exception) -> None:
+        """Log errors that are not the server's or the network's: `denials` and circuit breakers know of these."""
+        if not isinstance(error, (BotoCoreError, ClientError, TierDown, TierRefused, OSError)):
+            where = f's3 bucket "{self._tier.bucket}"'
+            self._log_once.report(what, f"{what} for {where} has failed, and is retried ({type(error).__name__})")
+
     def _check_credentials(self) -> None:
         """Use credentials that were renewed (a role's, or in their file); keep the old ones if none are found."""
         self._schedule_credentials_check()
         try:
             self._credential_source, found = find_credentials(self._tier, self._credential_source)
-        except (BotoCoreError, TierDown, TierRefused, OSError):
+        except Exception as error:  # noqa: BLE001 (this thread must not end)
+            self._request_failed("renewal of the credentials", error)
             return
         if found != self.credentials:
             self.credentials = found

@@ -1,7 +1,8 @@
 """Requests that the server denies: one sentence for each kind, from the first denial until that kind succeeds again.
 
 NIXL reports that a transfer failed but not why, so denials are learned from answers with an error code: those to boto3,
-and error pages in place of rows.
+and error pages in place of rows. An answer that is not S3's at all counts as a denial too: boto3 takes a proxy's page
+for an empty listing, and every row would be forgotten.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from botocore.exceptions import HTTPClientError
+
 CLEAR_S: Final = 5.0  # a success clears a denial after so long without another: some servers deny every other request
 
 _OPERATIONS: Final = {"PutObject": "put", "GetObject": "get", "DeleteObjects": "delete", "ListObjectsV2": "list"}
@@ -23,6 +26,9 @@ _EFFECTS: Final = {
     "delete": ("deletes", "s3:DeleteObject", "evicted rows stay and use space"),
     "list": ("listings", "s3:ListBucket", "rows stored earlier, or by others, are not found"),
 }
+_ROOTS: Final = {"list": b"ListBucketResult", "delete": b"DeleteResult"}
+"""The root elements of answers that boto3 takes for empty, and so for good, whatever XML they are."""
+_ELEMENT: Final = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 _NOT_ABOUT_RIGHTS: Final = {408, 409, 416, 429}
 """Statuses from 400 to 499 that are not denials: too slow, too many requests, a condition that does not hold."""
 _SERVED: Final = {404, 412}
@@ -55,7 +61,7 @@ class Denials:
         self._denials: dict[str, _Denial] = {}
 
     def watch(self, client: Any) -> None:
-        """Learn from every answer to this boto3 client."""
+        """Learn from every answer to this boto3 client. An answer that is not S3's raises HTTPClientError."""
         for operation, kind in _OPERATIONS.items():
             client.meta.events.register(f"after-call.s3.{operation}", partial(self._on_response, kind))
 
@@ -107,6 +113,10 @@ class Denials:
         """Called by botocore with each answer."""
         status = int(http_response.status_code)
         if status < 300:
+            if kind in _ROOTS and not _is_from_s3(kind, http_response.content, parsed):
+                what, _right, so = _EFFECTS[kind]
+                self.report(kind, f"{what} get answers that are not S3's, perhaps a proxy's page: {so}")
+                raise HTTPClientError(error="the answer is not S3's")
             # DeleteObjects reports errors per object.
             codes = [str(each.get("Code")) for each in parsed.get("Errors", ())]
             denied = next((code for code in codes if code in _DENIED), None)
@@ -120,3 +130,8 @@ class Denials:
             self.succeeded(kind)
         elif 400 <= status < 500 and status not in _NOT_ABOUT_RIGHTS:
             self.denied(kind, code)
+
+
+def _is_from_s3(kind: str, body: bytes, parsed: Mapping[str, Any]) -> bool:
+    root = _ELEMENT.search(body, 0, 1024)
+    return root is not None and root[1] == _ROOTS[kind] and (kind != "list" or "IsTruncated" in parsed)

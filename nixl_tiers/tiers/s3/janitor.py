@@ -13,6 +13,7 @@ Requests that block run on a thread of the janitor's own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -23,10 +24,13 @@ from typing import Any, Final
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.chunk import NAMESPACE_BYTES
+from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import conditional_writes_work, put_if, status_of
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
+
+logger = logging.getLogger(__name__)
 
 LEASE_NAME: Final = ".janitor"
 USAGE_NAME: Final = ".usage"
@@ -70,6 +74,7 @@ class Janitor:
         self._names = RowNames(prefix)
         self._intervals = intervals
         self._denials = denials
+        self._log_once = LogOnce(logger)
         self._max_age_s = float("inf") if max_age_s is None else max_age_s
         self._id = quota.mover
         self._lease: str | None = None  # the ETag that it was last renewed with
@@ -128,6 +133,13 @@ class Janitor:
                     "shared prefix",
                     "answers lack an ETag, a Date or a Last-Modified, "
                     f'so nothing is written below the shared prefix "{self._prefix}"',
+                )
+            except Exception as error:  # noqa: BLE001 (this thread must not end)
+                self._lease = None
+                self._log_once.report(
+                    "janitor",
+                    f'the janitor of the shared prefix "{self._prefix}" has stopped after an unexpected error '
+                    f"({type(error).__name__}), and starts again",
                 )
             self._stop.wait(self._intervals.renew_s)
         if self._lease is not None:

@@ -28,6 +28,7 @@ from typing import Any, Final, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import conditional_writes_work, put_if, status_of
 from nixl_tiers.tiers.s3.denials import Denials
 
@@ -161,6 +162,11 @@ class LeaseState:
         self.next_at_s = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, self.terms.renew_s)
 
+    def lost(self, now: float) -> None:
+        """Something unknown went wrong: write no more rows until a new tenure begins."""
+        self._held = (self._held[0], NEVER_S)
+        self.failed(now)
+
     def release(self) -> Write | None:
         """Write no more rows from now on. The request that hands the lease over; None: it must expire."""
         held = self._held[1] > NEVER_S
@@ -192,6 +198,7 @@ class PrefixLease:
         self._state = LeaseState(self.engine, self.terms)
         self._supported: bool | None = None
         self._since_s: float | None = None
+        self._log_once = LogOnce(logger)
         self._answered = threading.Event()
         self._stop = threading.Event()
         self._release = False
@@ -221,6 +228,13 @@ class PrefixLease:
                 self._step()
             except (BotoCoreError, ClientError, KeyError):
                 self._state.failed(lease_clock())
+            except Exception as error:  # noqa: BLE001 (this thread must not end: nobody would renew, nor say why)
+                self._state.lost(lease_clock())
+                self._log_once.report(
+                    "lease",
+                    f'the lease of the private prefix "{self.prefix}" is given up after an unexpected error '
+                    f"({type(error).__name__}), and asked for again",
+                )
             if self._supported is False:
                 logger.warning(
                     "prefix: this server does not support conditional writes (If-None-Match, If-Match), so two engines "
@@ -236,7 +250,7 @@ class PrefixLease:
                 self._stop.wait(wait_s)
         write = self._state.release()
         if self._release and write is not None:
-            with contextlib.suppress(BotoCoreError, ClientError):
+            with contextlib.suppress(Exception):  # it expires then
                 self._put(LEASE_NAME, Record("", 0.0, self.terms.lease_s).encode(), **write.condition)
 
     def _step(self) -> None:

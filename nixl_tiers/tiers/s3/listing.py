@@ -248,7 +248,7 @@ class FullListing(Listing):
                 self._deleter.delete([name])
         elif not served:
             return False
-        if self._whole and served:
+        if self._whole and served and row.key in self._quota:
             self._gone.add(row.key)
         return True
 

@@ -49,6 +49,7 @@ class PrefixQuota:
         self._group_bytes = 0
         self._pending_deletes: dict[str, int] = {}  # bytes by name
         self._pending_bytes = 0
+        self._unlisted: set[str] = set()  # pending deletes that the first listing has found, and leaves out
         self._uploading: set[str] = set()
         self._changed: set[str] | None = None  # names changed since `watch`; None: nobody watches
         self._complete = False
@@ -139,6 +140,7 @@ class PrefixQuota:
         """Their objects may still be there: a listing that begins now finds them again."""
         with self._lock:
             self._pending_deletes.clear()
+            self._unlisted.clear()
             self._pending_bytes = 0
 
     def hide(self, key: Key) -> None:
@@ -158,6 +160,7 @@ class PrefixQuota:
         """A page, or all pages of a first listing, are about to be requested."""
         with self._lock:
             self._changed = set()
+            self._unlisted.clear()
 
     def unwatch(self) -> None:
         """No page of a listing is being compared any more."""
@@ -222,13 +225,14 @@ class PrefixQuota:
             return name
 
     def expire_unknown(self, namespace: str, key: Key, nbytes: int) -> str | None:
-        """The same during the first listing, when no group has the object yet: count it as a pending delete."""
+        """The same during a first listing, which leaves this object out: count it as a pending delete only."""
         name = self._names.name(namespace, key)
         with self._lock:
             if not self._is_settled(name):
                 return None
             self._pending_deletes[name] = nbytes
             self._pending_bytes += nbytes
+            self._unlisted.add(name)
             return name
 
     # --- with the lock ----------------------------------------------------------------------------------------------
@@ -284,5 +288,8 @@ class PrefixQuota:
         return names
 
     def _confirm(self, name: str) -> None:
-        self._change(name)
+        if name in self._unlisted:  # no later page shows it, and there may be millions of them
+            self._unlisted.remove(name)
+        else:
+            self._change(name)
         self._pending_bytes -= self._pending_deletes.pop(name, 0)

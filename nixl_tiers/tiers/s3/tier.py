@@ -63,7 +63,7 @@ class S3Tier(StorageTier):
         self._region = region
         self._row_bytes = geometry.row_bytes
         self._data = S3Data(config, geometry, region)
-        self._control = S3Control(config, lambda: self._may_write)
+        self._control = S3Control(config, lambda: self._may_delete)
         self._existence = ExistenceChecker(lambda key: self._control.exists(self._name(key), self._row_bytes))
         self._upload_quota = UploadQuota(uuid.uuid4().hex, config.capacity, self._row_bytes) if config.shared else None
         self._reads_only = config.write == "off"
@@ -437,6 +437,14 @@ class S3Tier(StorageTier):
         if self._upload_quota is not None:
             return not self._reads_only
         return (tenure := self._tenure) != 0 and tenure == self._tenures[0]
+
+    @property
+    def _may_delete(self) -> bool:
+        """Whether queued deletes may be sent now: as `_may_write`, and while that listing runs, in which only expired
+        objects that it has found are queued. For any thread."""
+        if self._upload_quota is not None:
+            return not self._reads_only
+        return (tenure := self._tenure) != 0 and tenure == self._tenures[1]
 
     def _full_listing(self) -> FullListing:
         private, tenure = self._upload_quota is None, self._tenure

@@ -165,6 +165,42 @@ def test_errors_of_a_busy_server_are_no_denials(driver: TierDriver, faulty: Faul
     assert driver.tier.denials == {}
 
 
+FOREIGN = {
+    "a page": b"<?xml version='1.0'?><!DOCTYPE html>\n<html><body><Contents/>please log in</body></html>",
+    "nothing": b"",
+    "half a listing": b"<ListBucketResult><Name>kv-rights</Name></ListBucketResult>",
+}
+
+
+@pytest.mark.parametrize("answer", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.usefixtures("short_intervals")
+def test_answer_that_is_no_listing_forgets_no_row(driver: TierDriver, faulty: FaultyS3, answer: bytes) -> None:
+    driver.store([1, 2])
+    faulty.fault = lambda request: answer if is_listing(request) else None
+    driver.open_only(NAMESPACE, 0)
+    listing = driver.tier.list_rows()
+    assert wait_until(lambda: next(listing) == [] and "list" in driver.tier.denials)
+    assert driver.tier.denials["list"].endswith(
+        "listings get answers that are not S3's, perhaps a proxy's page: rows stored earlier, or by others, are not "
+        "found"
+    )
+    faulty.fault = no_fault
+    assert len(driver.open()) == 2
+    assert wait_until(lambda: driver.tier.denials == {})
+
+
+@pytest.mark.usefixtures("short_intervals")
+def test_answer_that_is_no_delete_result_frees_no_space(driver: TierDriver, faulty: FaultyS3) -> None:
+    driver.store([1])
+    faulty.fault = lambda request: FOREIGN["a page"] if is_delete(request) else None
+    driver.delete(1)
+    assert wait_until(lambda: "perhaps a proxy's page: evicted rows stay" in driver.tier.denials.get("delete", ""))
+    assert driver.tier.used_bytes == SMALL.row_bytes
+    faulty.fault = no_fault
+    assert driver.settled(0)
+    assert set(faulty.objects) == set()
+
+
 def supports_conditions(request: Request, count: list[int]) -> tuple[int, str] | None:
     """How a server with conditional writes answers the janitor's three tests."""
     if request.name != TEST_OBJECT:

@@ -10,7 +10,9 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import GONE
+from nixl_tiers.tiers.s3 import control
 from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3.listing import FullListing
 from tests.tiers.s3.harness import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -146,6 +148,32 @@ class TestOneListing:
             assert [entry.key for entry in driver.open() if entry.slot != GONE] == [key_of(2)]
             assert driver.settled(2)
             assert set(faulty.objects) == young | {"nixl-tiers/notes.txt"}
+
+    def test_open_deletes_more_expired_rows_than_may_wait(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are deleted page by page, while the listing runs."""
+        monkeypatch.setattr(control, "MAX_EXPIRED", 1000)
+        rows, old, books = 3500, bytes(ROW), [0]
+        with TierDriver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:
+            for number in range(rows):
+                faulty.objects[driver.name(number, (NAMESPACE, OTHER_NAMESPACE)[number % 2])] = old
+            faulty.objects[driver.name(rows)] = bytes(ROW)
+            faulty.modified[driver.name(rows)] = NOW
+            quota = driver.tier._quota
+            plain = quota.expire_unknown
+
+            def expire_unknown(*args: Any) -> str | None:
+                listing = driver.tier._listing
+                assert isinstance(listing, FullListing)
+                books.append(len(quota._changed or ()) + len(listing._gone) + len(driver.tier._control._delete_queue))
+                return plain(*args)
+
+            monkeypatch.setattr(quota, "expire_unknown", expire_unknown)
+            assert [entry.key for entry in driver.open() if entry.slot != GONE] == [key_of(rows)]
+            assert driver.settled(1)
+            assert set(faulty.objects) == {driver.name(rows)}
+            assert max(books) <= 1000
 
     def test_a_row_stored_during_the_listing_stays(self, faulty: FaultyS3) -> None:
         with TierDriver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR) as driver:

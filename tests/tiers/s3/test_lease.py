@@ -228,6 +228,24 @@ class TestTwoEngines:
         assert owner.load([1, 2, 3]) == [Outcome.MISSING, Outcome.OK, Outcome.OK]
         assert owner.settled(2)
 
+    def test_unexpected_error_ends_the_tenure_and_the_lease_is_asked_for_again(
+        self, make: Callable[..., TierDriver], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        owner = make("one")
+        owner.open()
+        assert stored(owner, 1)
+        assert owner.tier._lease is not None
+        connect = owner.tier._lease.client
+        owner.tier._lease.client = lambda: 1 // 0
+        assert wait_until(lambda: not owner.tier._may_write)
+        assert owner.store([2]) == [Outcome.NO_SPACE]
+        assert wait_until(lambda: "cannot be renewed" in owner.tier.denials.get(KIND, ""))
+        owner.tier._lease.client = connect
+        assert stored(owner, 2)
+        lines = [r.getMessage() for r in caplog.records if "unexpected error" in r.getMessage()]
+        assert len(lines) == 1
+        assert lines[0].endswith("unexpected error (ZeroDivisionError), and asked for again")
+
     def test_restarted_mover_of_the_same_engine_continues(self, make: Callable[..., TierDriver]) -> None:
         before, after = make("one"), make("one")
         before.open()

@@ -128,6 +128,13 @@ class LeaseMachine(RuleBasedStateMachine):
             self._abandon(engine)
             engine.state.failed(engine.clock(self.now))
 
+    @rule(number=ENGINES)
+    def unexpected_error(self, number: int) -> None:
+        engine = self.engines[number]
+        self._abandon(engine)
+        engine.state.lost(engine.clock(self.now))
+        assert not engine.tenure(self.now)
+
     @precondition(lambda self: self.strays)
     @rule(pick=st.integers(0, 1 << 20))
     def stray_arrives(self, pick: int) -> None:
