@@ -297,7 +297,7 @@ def _configures(tiers: Sequence[StorageConfig], region: HostRegion, key_hash: Ke
             geometry.cell_payload,
             geometry.sub_blocks,
             region.rows,
-            key_hash=(key_hash.prime, key_hash.multiplier),
+            key_hash=key_hash.seed,
             physical_slots=tier.physical_slots,
             engine=engine,
             secret_variables=tier.secret_variables,

@@ -64,7 +64,7 @@ class Mover:
         self.stopping = False
         self._tier = tier
         self._region = region
-        self._key_hash = KeyHash.of(*configure.key_hash)
+        self._key_hash = KeyHash(configure.key_hash)
         self._physical_slots = configure.physical_slots
         self._received: deque[ToMover] = deque()
         self._jobs: dict[int, tuple[Store | Load, float]] = {}  # batch_id -> the coordinator's job, started at

@@ -34,7 +34,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     cell_payload: int
     sub_blocks: int
     rows: int
-    key_hash: tuple[int, int]  # prime and multiplier of memory.key_hash, the same for all row tables
+    key_hash: int  # seed of memory.key_hash, the same for all row tables
     physical_slots: bool = False  # a slot is a place on the medium
     engine: str = ""  # StorageTier.identify
     secret_variables: list[str] = []  # environment variables whose values must not be logged
