@@ -377,6 +377,7 @@ class Coordinator:
                 "used_bytes": self._core.host.used * self.region.geometry.row_bytes,
                 "capacity_bytes": self.config.cpu.capacity,
                 "denials": 0.0,
+                "huge_page_bytes": float(self.region.huge_bytes or 0),
                 "listed_rows": 0.0,
             }
             return {

@@ -15,6 +15,14 @@ class Write(StrEnum):
     OFF = "off"  # never: a read-only tier
 
 
+class HugePages(StrEnum):
+    """Which pages the host region lies in."""
+
+    AUTO = "auto"  # transparent huge pages where the kernel gives them to shared memory, else 4 KiB
+    HUGETLB = "hugetlb"  # 2 MiB pages out of the machine's pool; as `auto` where the pool or a limit has too few
+    OFF = "off"  # 4 KiB
+
+
 Eviction = Literal["lru", "s3fifo", "arc"]
 
 DEFAULT_WAIT_S: Final = 10.0  # for promotions

@@ -53,7 +53,7 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     configuration.check_paths(checked)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
     checked = checked.shared_by(checked.replicas or 1)
-    region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes)
+    region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
     region.prefault()
     try:
         return TieredStore(Coordinator.open(checked, Namespace.of(facts), region, ready_s=READY_S))

@@ -6,8 +6,8 @@ import json
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
+from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_setting
 from nixl_tiers.swap import autotune, kernels, numa
 from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
 from nixl_tiers.swap.host import backend
@@ -23,11 +23,11 @@ def _host() -> Iterator[str]:
     yield f"copies in host memory: {'compiled' if backend() == 'c' else 'numpy (the library was not built)'}"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield f"memory that may be locked: {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'}"
-    try:
-        huge = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip()
-    except OSError:
-        huge = "unknown"
-    yield f"huge pages for shared memory: {huge} (the region asks for them: advise or always is good)"
+    pool = min(room.free_bytes for room in hugetlb_rooms())
+    yield f"transparent huge pages for shared memory: {transparent_setting() or 'unknown to this kernel'}"
+    yield f"pages of 2 MiB in a pool (`huge_pages: hugetlb`): {pool // HUGE_PAGE_BYTES} free for this process"
+    if hint := advice():
+        yield f"  {hint}"
 
 
 def _gpus() -> Iterator[str]:

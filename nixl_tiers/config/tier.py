@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.policies import Eviction, Write
+from nixl_tiers.policies import Eviction, HugePages, Write
 
 Size = Annotated[int, BeforeValidator(fields.parse_size)]
 Seconds = Annotated[float, BeforeValidator(fields.parse_seconds)]  # a field adds its bounds
@@ -67,6 +67,11 @@ class CpuConfig(Model):
     type: Literal["cpu"] = Field(description="kind of the tier")
     capacity: Size = Field(description="budget in host memory, per node")
     eviction: EvictionField = "lru"
+    huge_pages: HugePages = Field(
+        HugePages.AUTO,
+        description="`auto`: transparent huge pages where the kernel gives them to shared memory; `hugetlb`: the "
+        "machine's pool of 2 MiB pages, as `auto` where it has too few; `off`: 4 KiB pages",
+    )
 
 
 class StorageConfig(Model):

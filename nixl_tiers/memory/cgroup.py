@@ -50,25 +50,47 @@ def _machine(root: Path) -> Iterator[Room]:
             yield Room("the machine", free_bytes)
 
 
-def _cgroups(root: Path) -> Iterator[Room]:
+def levels(root: Path, controller: str) -> Iterator[tuple[int, Path, PurePosixPath]]:
+    """(cgroup version, where it is mounted, path below) of this process's cgroup with `controller`, and of each
+    parent."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            v2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
-            yield from _walk(root / "sys/fs/cgroup", path, *v2)
-        elif "memory" in controllers.split(","):
-            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-            yield from _walk(root / "sys/fs/cgroup/memory", path, *v1)
-
-
-def _walk(mount: Path, path: str, limit: str, usage: str, reclaimable: tuple[str, ...]) -> Iterator[Room]:
-    # Inside a container `path` may be the host's name of the cgroup that is mounted here as the root: no such folders
-    # then, but the last level is the root itself.
-    inner = PurePosixPath(path.lstrip("/"))
-    for level in (inner, *inner.parents):
-        limit_bytes, used_bytes = _number(mount / level / limit), _number(mount / level / usage)
-        if limit_bytes is None or used_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
+            version, mount = 2, root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup" / controller
+        else:
             continue
+        # Inside a container `path` may be the host's name of the cgroup that is mounted here as the root: no such
+        # folders then, but the last level is the root itself.
+        inner = PurePosixPath(path.lstrip("/"))
+        for level in (inner, *inner.parents):
+            yield version, mount, level
+
+
+def limit_of(folder: Path, limit: str, usage: str) -> tuple[int, int] | None:
+    """(limit, what is used) in bytes out of two files in `folder`; None without a limit."""
+    limit_bytes, used_bytes = number(folder / limit), number(folder / usage)
+    if limit_bytes is None or used_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
+        return None
+    return limit_bytes, used_bytes
+
+
+def number(file: Path) -> int | None:
+    """The whole number in a file; None if there is none."""
+    text = next(iter(_lines(file)), "")
+    return int(text) if text.isdigit() else None
+
+
+def _cgroups(root: Path) -> Iterator[Room]:
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+    v2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+    for version, mount, level in levels(root, "memory"):
+        limit, usage, reclaimable = v2 if version == 2 else v1
+        bound = limit_of(mount / level, limit, usage)
+        if bound is None:
+            continue
+        limit_bytes, used_bytes = bound
         # Clean file cache is counted as used and reclaimed on demand. Shared memory is not part of these two lists.
         used_bytes -= sum(count for name, count in _pairs(mount / level / "memory.stat") if name in reclaimable)
         free_bytes = max(0, limit_bytes - max(0, used_bytes))
@@ -80,11 +102,6 @@ def _lines(file: Path) -> list[str]:
         return file.read_text().splitlines()
     except OSError:
         return []
-
-
-def _number(file: Path) -> int | None:
-    text = next(iter(_lines(file)), "")
-    return int(text) if text.isdigit() else None
 
 
 def _pairs(file: Path, scale: int = 1) -> Iterator[tuple[str, int]]:

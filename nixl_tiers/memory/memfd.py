@@ -16,9 +16,9 @@ CHECK: Final = struct.Struct("<Q")  # after a header: the XXH3 of its bytes
 _MFD_NOEXEC_SEAL: Final = 8  # Linux 6.3; where sysctl vm.memfd_noexec is 2, nothing else is allowed
 
 
-def memfd(name: str) -> int:
+def memfd(name: str, flags: int = 0) -> int:
     """A descriptor of an empty memfd that can be sealed; `name` is only seen in /proc. Raises OSError."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError as error:

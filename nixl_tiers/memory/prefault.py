@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -26,7 +27,9 @@ _log = logging.getLogger(__name__)
 class Prefault:
     """Populates [address, address + nbytes) in order, never changing a byte: others may use the memory meanwhile."""
 
-    def __init__(self, address: int, nbytes: int, threads: int) -> None:
+    def __init__(self, address: int, nbytes: int, threads: int, at_end: Callable[[], None] | None = None) -> None:
+        """`at_end` is called by the last thread when all is populated."""
+        self._at_end = at_end
         self._address = address
         self._nbytes = nbytes
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -70,6 +73,9 @@ class Prefault:
                 return
             with self._count:
                 self._populated_bytes += size
+                all_populated = self._populated_bytes == self._nbytes
+            if all_populated and self._at_end is not None:
+                self._at_end()
 
     def _populate(self, address: int, size: int) -> int:
         """Populate one part (the call releases the GIL) and return 0 or an errno."""

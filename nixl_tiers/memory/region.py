@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -25,20 +26,34 @@ from xxhash import xxh3_64_intdigest
 from nixl_tiers.chunk import NAMESPACE_BYTES, PAGE, Geometry, align
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
+from nixl_tiers.memory.huge_pages import (
+    HUGE_PAGE_BYTES,
+    advice,
+    found,
+    hugetlb_memfd,
+    hugetlb_rooms,
+    is_hugetlb,
+    transparent_bytes,
+)
 from nixl_tiers.memory.memfd import CHECK, SIZE_SEALS, header_of, memfd
 from nixl_tiers.memory.prefault import Prefault
+from nixl_tiers.policies import HugePages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAGIC: Final = b"nixlregn"
 _VERSION: Final = 1
-_HEADER: Final = struct.Struct("<8sQQQQQ16s")  # magic, version, cells, cell_payload, sub_blocks, rows, identity
-_ROWS_ALIGNMENT: Final = 2 << 20
+_HEADER: Final = struct.Struct(
+    "<8sQQQQQ?16s"
+)  # magic, version, cells, cell_payload, sub_blocks, rows, advise, identity
+_HUGE_BYTES_AT: Final = PAGE - 16  # of the header page: how many bytes lie in huge pages, and whether that is known
+_HUGE_BYTES: Final = struct.Struct("<Q?")
 
 _RECORD_BYTES: Final = 512  # of one fingerprint: check word, length of the note, digest, note
 _RECORD: Final = struct.Struct("<H16s")
 MAX_NOTE_BYTES: Final = 400
+_OFF: Final = "`huge_pages` is off"
 
 WRITTEN: Final = 1
 FAILED: Final = 2
@@ -48,6 +63,9 @@ INCOMPLETE: Final = 3  # copied, but a load may need what was not there to be co
 _STORE_SEQ_AT: Final = 24
 _MISSING_AT: Final = 8
 MAX_MISSING: Final = (1 << _STORE_SEQ_AT - _MISSING_AT) - 1
+
+
+_log = logging.getLogger(__name__)
 
 
 class RegionError(RuntimeError):
@@ -60,11 +78,12 @@ _regions: weakref.WeakSet[HostRegion] = weakref.WeakSet()
 class _Layout:
     """Where the parts are, in bytes from the start: a function of geometry and rows, so that it can be checked."""
 
-    def __init__(self, geometry: Geometry, rows: int) -> None:
+    def __init__(self, geometry: Geometry, rows: int, *, hugetlb: bool) -> None:
         self.records = PAGE
         self.control = self.records + align((geometry.cells + 1) * _RECORD_BYTES)
-        self.rows = align(self.control + rows * geometry.cells * 8, _ROWS_ALIGNMENT)
-        self.total = self.rows + rows * geometry.row_bytes
+        self.rows = align(self.control + rows * geometry.cells * 8, HUGE_PAGE_BYTES)
+        end = self.rows + rows * geometry.row_bytes
+        self.total = align(end, HUGE_PAGE_BYTES) if hugetlb else end
 
 
 class HostRegion:
@@ -79,18 +98,19 @@ class HostRegion:
     rows_view   uint8 (rows, row_bytes), writable
     """
 
-    def __init__(self, fd: int, geometry: Geometry, rows: int, identity: bytes) -> None:
+    def __init__(self, fd: int, geometry: Geometry, rows: int, identity: bytes, *, transparent: bool) -> None:
         """Map `fd`. Not for callers: use create or attach, which check it."""
-        layout = _Layout(geometry, rows)
+        self._hugetlb = is_hugetlb(fd)
+        layout = _Layout(geometry, rows, hugetlb=self._hugetlb)
         self.geometry = geometry
         self.rows = rows
         self.fd = fd
         self.identity = identity
         self.nbytes = rows * geometry.row_bytes
         self._map = mmap.mmap(fd, layout.total)
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # a core file must not hold gigabytes of prompts
-            with contextlib.suppress(OSError):
-                self._map.madvise(advice)
+        self._transparent = transparent
+        self._advise(mmap.MADV_HUGEPAGE if transparent else mmap.MADV_NOHUGEPAGE)
+        self._advise(mmap.MADV_DONTDUMP)  # a core file must not hold gigabytes of prompts
         self.rows_view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.nbytes, layout.rows).reshape(
             rows, geometry.row_bytes
         )
@@ -98,6 +118,7 @@ class HostRegion:
             self._map, np.uint64, rows * geometry.cells, layout.control
         ).reshape(rows, geometry.cells)
         self._records = layout.records
+        self._rows_at = layout.rows
         self.address = int(self.rows_view.ctypes.data)
         self._at_close: list[Callable[[], object]] = []
         self._closing = threading.Lock()
@@ -105,30 +126,56 @@ class HostRegion:
         _regions.add(self)
 
     @classmethod
-    def create(cls, geometry: Geometry, rows: int, bounds: Iterable[Room] | None = None) -> HostRegion:
+    def create(
+        cls,
+        geometry: Geometry,
+        rows: int,
+        bounds: Iterable[Room] | None = None,
+        huge_pages: HugePages = HugePages.AUTO,
+    ) -> HostRegion:
         """Make a region of `rows` rows. RegionError names what is short: the cgroup's memory, the machine's, a limit.
 
         `bounds`: how much memory is available; None reads it from the system (cgroup.rooms). No page is touched
-        yet: pages are allocated at first use, or by `prefault`.
+        yet: pages are allocated at first use, or by `prefault`. Only with HugePages.HUGETLB all are allocated now;
+        where that fails, a warning says why, and the region is made as with HugePages.AUTO.
         """
         if rows < 1:
             raise RegionError(f"a region needs at least one row, not {rows}")
-        layout = _Layout(geometry, rows)
-        problem = shortage(layout.total, rooms_of_this_process() if bounds is None else bounds)
+        if huge_pages is HugePages.HUGETLB:
+            size = _Layout(geometry, rows, hugetlb=True).total
+            problem = shortage(size, hugetlb_rooms())
+            try:
+                if problem is None:
+                    return cls._made(hugetlb_memfd("nixl_tiers", size), geometry, rows, transparent=True)
+            except OSError as error:
+                problem = f"{error.strerror} while {size >> 21} pages of 2 MiB were taken"
+            _log.warning("huge_pages: hugetlb is not possible, other pages are used: %s", problem)
+        size = _Layout(geometry, rows, hugetlb=False).total
+        problem = shortage(size, rooms_of_this_process() if bounds is None else bounds)
         if problem:
             raise RegionError(problem)
         fd = _memfd()
         try:
-            os.ftruncate(fd, layout.total)
+            os.ftruncate(fd, size)
+            return cls._made(fd, geometry, rows, transparent=huge_pages is not HugePages.OFF)
+        except OSError as error:
+            raise RegionError(f"cannot make a region of {size} bytes: {error.strerror}") from error
+
+    @classmethod
+    def _made(cls, fd: int, geometry: Geometry, rows: int, *, transparent: bool) -> HostRegion:
+        """The region in this memfd, which has its size; closed if that raises OSError."""
+        try:
             identity = secrets.token_bytes(16)
             sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows)
-            header = _HEADER.pack(_MAGIC, _VERSION, *sizes, identity)
-            os.pwrite(fd, header + CHECK.pack(xxh3_64_intdigest(header)), 0)
+            header = _HEADER.pack(_MAGIC, _VERSION, *sizes, transparent, identity)
+            first = HUGE_PAGE_BYTES if is_hugetlb(fd) else PAGE
+            with mmap.mmap(fd, first) as page:  # hugetlbfs has no write()
+                page[: len(header) + CHECK.size] = header + CHECK.pack(xxh3_64_intdigest(header))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
-            return cls(fd, geometry, rows, identity)
-        except OSError as error:
+            return cls(fd, geometry, rows, identity, transparent=transparent)
+        except OSError:
             os.close(fd)
-            raise RegionError(f"cannot make a region of {layout.total} bytes: {error.strerror}") from error
+            raise
 
     @classmethod
     def attach(cls, fd: int) -> HostRegion:
@@ -139,8 +186,8 @@ class HostRegion:
         """
         try:
             os.set_inheritable(fd, False)
-            geometry, rows, identity = _checked(fd)
-            return cls(fd, geometry, rows, identity)
+            geometry, rows, transparent, identity = _checked(fd)
+            return cls(fd, geometry, rows, identity, transparent=transparent)
         except (OSError, RegionError) as error:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -224,10 +271,32 @@ class HostRegion:
         return found
 
     def prefault(self, threads: int = 4) -> Prefault:
-        """Allocate all rows' pages now, in the background. Ends early when the region is closed."""
-        prefault = Prefault(self.address, self.nbytes, threads)
+        """Allocate all rows' pages now, in the background, and log at the end which pages they are. Ends early when
+        the region is closed."""
+        prefault = Prefault(self.address, self.nbytes, threads, self._note_pages)
         self.at_close(prefault.stop)
         return prefault
+
+    @property
+    def huge_bytes(self) -> int | None:
+        """How much of the region lies in pages of 2 MiB; None until a process has prefaulted it, and when it is
+        closed."""
+        try:
+            nbytes, known = _HUGE_BYTES.unpack_from(self._map, _HUGE_BYTES_AT)
+        except ValueError:  # unmapped
+            return None
+        return nbytes if known else None
+
+    def _note_pages(self) -> None:
+        size = len(self._map)
+        start = self.address - self._rows_at
+        huge_bytes = size if self._hugetlb else transparent_bytes(start)
+        _HUGE_BYTES.pack_into(self._map, _HUGE_BYTES_AT, huge_bytes, True)
+        _log.info("the host region: %s", found(size, huge_bytes, advice() if self._transparent else _OFF))
+
+    def _advise(self, advice: int) -> None:
+        with contextlib.suppress(OSError):
+            self._map.madvise(advice)
 
     def at_close(self, call: Callable[[], object]) -> None:
         """Have `call` made when the region is closed, before it is unmapped."""
@@ -299,10 +368,12 @@ def _memfd() -> int:
         raise RegionError(f"the kernel gives no memfd for the region: {error.strerror}") from error
 
 
-def _checked(fd: int) -> tuple[Geometry, int, bytes]:
-    """Geometry, rows and identity of the region behind `fd`. RegionError names what is wrong with it."""
+def _checked(fd: int) -> tuple[Geometry, int, bool, bytes]:
+    """Geometry, rows, whether it asks for transparent huge pages, and identity of the region behind `fd`. RegionError
+    names what is wrong with it."""
     try:
-        _, _, cells, cell_payload, sub_blocks, rows, identity = header_of(fd, _HEADER, _MAGIC, _VERSION, "region")
+        fields = header_of(fd, _HEADER, _MAGIC, _VERSION, "region")
+        _, _, cells, cell_payload, sub_blocks, rows, transparent, identity = fields
     except ValueError as error:
         raise RegionError(str(error)) from error
     try:
@@ -310,10 +381,10 @@ def _checked(fd: int) -> tuple[Geometry, int, bytes]:
     except ValueError as error:
         raise RegionError(f"the region behind descriptor {fd} has an impossible geometry: {error}") from error
     size = os.fstat(fd).st_size
-    expected = _Layout(geometry, rows).total
+    expected = _Layout(geometry, rows, hugetlb=is_hugetlb(fd)).total
     if rows < 1 or size != expected:
         raise RegionError(f"the region behind descriptor {fd} has {size} bytes where its header needs {expected}")
-    return geometry, rows, identity
+    return geometry, rows, transparent, identity
 
 
 def _leave_to_parent() -> None:

@@ -21,6 +21,7 @@ from typing import Final
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.policies import HugePages
 
 ADDRESS_PREFIX: Final = "nixl-tiers-"
 SERVE_S: Final = 600.0  # how long the owner waits for the others
@@ -50,7 +51,15 @@ def address_of(name: str) -> str:
     return f"{ADDRESS_PREFIX}{os.geteuid()}-{digest}"
 
 
-def rendezvous(name: str, geometry: Geometry, rows: int, processes: int, timeout_s: float = 60.0) -> HostRegion:
+def rendezvous(
+    name: str,
+    geometry: Geometry,
+    rows: int,
+    processes: int,
+    timeout_s: float = 60.0,
+    *,
+    huge_pages: HugePages = HugePages.AUTO,
+) -> HostRegion:
     """Create the region `name`, or attach to the one that another of its `processes` (this one included) has created.
 
     `name` must belong to one start of one engine: processes of different starts must not meet. All must ask for the
@@ -61,11 +70,11 @@ def rendezvous(name: str, geometry: Geometry, rows: int, processes: int, timeout
     if processes < 1:
         raise RegionError(f"region {name!r} needs at least one process, not {processes}")
     if processes == 1:
-        return HostRegion.create(geometry, rows)
+        return HostRegion.create(geometry, rows, huge_pages=huge_pages)
     sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, processes)
     deadline = time.monotonic() + timeout_s
     while True:
-        region = _create(name, geometry, rows, sizes) or _ask_owner(name, sizes, deadline)
+        region = _create(name, geometry, rows, sizes, huge_pages) or _ask_owner(name, sizes, deadline)
         if region is not None:
             return region
         if time.monotonic() >= deadline:
@@ -73,7 +82,9 @@ def rendezvous(name: str, geometry: Geometry, rows: int, processes: int, timeout
         time.sleep(_RETRY_S)
 
 
-def _create(name: str, geometry: Geometry, rows: int, sizes: tuple[int, ...]) -> HostRegion | None:
+def _create(
+    name: str, geometry: Geometry, rows: int, sizes: tuple[int, ...], huge_pages: HugePages
+) -> HostRegion | None:
     """Become the owner, or None if another process is."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -85,7 +96,7 @@ def _create(name: str, geometry: Geometry, rows: int, sizes: tuple[int, ...]) ->
         raise RegionError(f"region {name!r} cannot be offered to others: {error.strerror}") from error
     _listeners.add(listener)
     try:
-        region = HostRegion.create(geometry, rows)
+        region = HostRegion.create(geometry, rows, huge_pages=huge_pages)
     except RegionError:
         listener.close()
         raise

@@ -41,6 +41,7 @@ COUNTERS: Final = {
 GAUGES: Final = {
     "used_bytes": "Bytes that this tier uses on its medium now.",
     "capacity_bytes": "Bytes that this tier may use.",
+    "huge_page_bytes": "Bytes of the host tier's memory that lie in pages of 2 MiB.",
     "rows": "Chunks that this tier holds, as far as is known: what a look-up can hit.",
     "listed_rows": "Chunks listed by the tier's medium since it was opened: the progress of a long listing.",
     "up": "1 while the tier's medium is open, 0 while it is not.",

@@ -70,7 +70,8 @@ class NixlTiersSpec(OffloadingSpec):
 
     def _rendezvous(self) -> HostRegion:
         processes = self.config.parallel.world_size + 1  # the workers and the scheduler
-        return rendezvous(self.config.engine_id, self.geometry, self.rows, processes, RENDEZVOUS_S)
+        name, huge_pages = self.config.engine_id, self.tiers.cpu.huge_pages
+        return rendezvous(name, self.geometry, self.rows, processes, RENDEZVOUS_S, huge_pages=huge_pages)
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, weights_of

@@ -102,7 +102,7 @@ def test_a_child_attaches_by_number(made: HostRegion) -> None:
 
 
 def header_with(made: HostRegion, **changes: int) -> bytes:
-    names = ("magic", "version", "cells", "cell_payload", "sub_blocks", "rows", "identity")
+    names = ("magic", "version", "cells", "cell_payload", "sub_blocks", "rows", "transparent", "identity")
     fields = dict(zip(names, region._HEADER.unpack_from(image(made)), strict=True)) | changes
     header = region._HEADER.pack(*fields.values())
     return header + CHECK.pack(region.xxh3_64_intdigest(header)) + image(made)[len(header) + 8 :]

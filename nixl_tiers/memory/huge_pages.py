@@ -1,0 +1,135 @@
+"""Huge pages for the host region: an explicit pool (hugetlbfs), and what the kernel gave transparently (THP).
+
+O_DIRECT pins a row page by page, and a disk request has a bounded number of segments: with scattered 4 KiB pages a row
+of some MB becomes several requests. With 2 MiB pages it is one.
+
+See the kernel's Documentation/admin-guide/mm/hugetlbpage.rst and transhuge.rst, and cgroup-v2.rst for `hugetlb.2MB.*`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from nixl_tiers.memory.cgroup import Room, levels, limit_of, number
+from nixl_tiers.memory.memfd import memfd
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+_MFD_HUGETLB_2MB: Final = 0x4 | 21 << 26  # MFD_HUGETLB with the page size's logarithm: never the machine's default size
+
+_POOL: Final = Path("sys/kernel/mm/hugepages/hugepages-2048kB")
+_SHMEM_ENABLED: Final = Path("sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_SLICE_BYTES: Final = 1 << 30
+_THREADS: Final = 4
+_MOSTLY: Final = 0.9
+
+
+def hugetlb_rooms(root: Path = Path("/")) -> list[Room]:
+    """Every bound on explicit 2 MiB pages for this process: the pool's free pages that nobody has reserved, with those
+    that it may still grow by, and the hugetlb cgroups. They are not charged to `memory.max`.
+
+    `root`: the file system to read proc and sys from.
+    """
+    return [_pool(root), *_cgroups(root)]
+
+
+def hugetlb_memfd(name: str, nbytes: int) -> int:
+    """A memfd of `nbytes` (a multiple of 2 MiB) in explicit huge pages that can be sealed.
+
+    All pages are allocated now, on a few threads: one that is missing later is a SIGBUS at its first use. OSError if
+    the pool, a limit or the kernel does not allow it.
+    """
+    fd = memfd(name, _MFD_HUGETLB_2MB)
+
+    def take(start: int) -> None:
+        os.posix_fallocate(fd, start, min(_SLICE_BYTES, nbytes - start))
+
+    try:
+        os.ftruncate(fd, nbytes)
+        with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as threads:
+            list(threads.map(take, range(0, nbytes, _SLICE_BYTES)))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_hugetlb(fd: int) -> bool:
+    """Whether the memfd behind `fd` lies in explicit 2 MiB pages."""
+    return os.fstat(fd).st_blksize == HUGE_PAGE_BYTES
+
+
+def transparent_bytes(address: int, smaps: Path = Path("/proc/self/smaps")) -> int:
+    """How many bytes of the mapping that begins at `address` this process has mapped as transparent huge pages.
+
+    The kernel walks the page tables for it: seconds for a terabyte. Not for a thread that others wait for.
+    """
+    inside = False
+    with contextlib.suppress(OSError), smaps.open() as lines:
+        for line in lines:
+            name, *rest = line.split(None, 2)
+            if not name.endswith(":"):  # the first line of a mapping: "7f00-7f80 rw-s ..."
+                if inside:
+                    break
+                inside = int(name.partition("-")[0], 16) == address
+            elif inside and name == "ShmemPmdMapped:":
+                return int(rest[0]) << 10
+    return 0
+
+
+def transparent_setting(root: Path = Path("/")) -> str:
+    """The word that is chosen in `shmem_enabled`, such as never or advise; "" on a kernel without it."""
+    with contextlib.suppress(OSError):
+        words = (root / _SHMEM_ENABLED).read_text().split()
+        return next((word.strip("[]") for word in words if word.startswith("[")), "")
+    return ""
+
+
+def advice(root: Path = Path("/")) -> str:
+    """What gives shared memory huge pages on this machine, in words; "" where the kernel gives them already."""
+    setting = transparent_setting(root)
+    if setting in ("advise", "always", "within_size", "force"):
+        return ""
+    pool = "a pool of 2 MiB pages (vm.nr_hugepages) with `huge_pages: hugetlb` on the cpu tier"
+    if not setting:
+        return f"with {pool}, file tiers read and write large rows about twice as fast"
+    return (
+        f"with huge pages file tiers read and write large rows about twice as fast: before the start, write `advise` "
+        f"to /{_SHMEM_ENABLED} (it is `{setting}`), or use {pool}"
+    )
+
+
+def found(nbytes: int, huge_bytes: int, advice: str) -> str:
+    """One sentence: how much of a region of `nbytes` lies in 2 MiB pages, and what to do about the rest."""
+    share = f"{_gib(huge_bytes)} of {_gib(nbytes)} lie in pages of 2 MiB"
+    if huge_bytes >= nbytes * _MOSTLY:
+        return share
+    return f"{share}; {advice or 'the kernel found no more free memory in one piece'}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
+def _pool(root: Path) -> Room:
+    def count(name: str) -> int:
+        return number(root / _POOL / name) or 0
+
+    free = count("free_hugepages") - count("resv_hugepages")
+    growth = max(0, count("nr_overcommit_hugepages") - count("surplus_hugepages"))
+    return Room("the pool of 2 MiB pages", max(0, free + growth) * HUGE_PAGE_BYTES)
+
+
+def _cgroups(root: Path) -> Iterator[Room]:
+    for version, mount, level in levels(root, "hugetlb"):
+        limit, usage = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+        for kind in ("hugetlb.2MB", "hugetlb.2MB.rsvd"):
+            bound = limit_of(mount / level, f"{kind}.{limit}", f"{kind}.{usage}")
+            if bound is not None:
+                limit_bytes, used_bytes = bound
+                free_bytes = max(0, limit_bytes - used_bytes)
+                yield Room(f"{kind} of the cgroup {PurePosixPath('/') / level}", free_bytes, limit_bytes)

@@ -1,0 +1,254 @@
+"""Huge pages under the region: what is asked for, what the kernel gave, and that too few of them never break it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.memory import huge_pages, region
+from nixl_tiers.memory.cgroup import Room
+from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, found, hugetlb_rooms, transparent_bytes
+from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.policies import HugePages
+from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting
+
+GEOMETRY = Geometry(cells=1, cell_payload=1 << 20)
+ROWS = 9
+PAGES = 6  # of 2 MiB: one for the header, five for nine rows of 1 MiB and their seals
+GiB = 1 << 30
+
+
+def tree(root: Path, files: dict[str, object]) -> Path:
+    for name, contents in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{contents}\n")
+    return root
+
+
+def pool(**counts: int) -> dict[str, object]:
+    return {f"sys/kernel/mm/hugepages/hugepages-2048kB/{name}": count for name, count in counts.items()}
+
+
+def free_pages() -> int:
+    return int((NR_HUGEPAGES.parent / "free_hugepages").read_text())
+
+
+# --- a pool -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_region_in_a_pool_is_all_taken_shared_and_given_back() -> None:
+    with setting(NR_HUGEPAGES, str(PAGES)):
+        with HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
+            assert free_pages() == 0
+            assert os.fstat(made.fd).st_size == PAGES * HUGE_PAGE_BYTES
+            assert made.huge_bytes is None
+            made.prefault().wait()
+            assert made.huge_bytes == PAGES * HUGE_PAGE_BYTES
+            with HostRegion.attach(os.dup(made.fd)) as other:
+                assert other.huge_bytes == PAGES * HUGE_PAGE_BYTES
+                other.rows_view[ROWS - 1, -1] = 77
+                assert made.rows_view[ROWS - 1, -1] == 77
+                other.mark([3], 0, 1, True)
+            assert made.written([3], 1).all()
+        assert made.huge_bytes is None
+        assert free_pages() == PAGES
+
+
+@pytest.mark.parametrize("free", [0, 1, PAGES - 1])
+def test_an_exhausted_pool_falls_back_with_a_sentence(free: int, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        setting(NR_HUGEPAGES, str(free)),
+        HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made,
+    ):
+        made.rows_view[:] = 1
+        assert free_pages() == free
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith(
+        "huge_pages: hugetlb is not possible, other pages are used: the region needs 0.01 GiB, but the pool of 2 MiB "
+        "pages has 0.0"
+    )
+
+
+def test_pages_that_others_take_meanwhile_fall_back_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(region, "hugetlb_rooms", list)
+    with setting(NR_HUGEPAGES, "2"), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
+        made.rows_view[:] = 1
+        assert free_pages() == 2
+    assert f"while {PAGES} pages of 2 MiB were taken" in caplog.text
+
+
+def test_a_kernel_without_huge_pages_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str, flags: int = 0) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(region, "hugetlb_rooms", list)
+    monkeypatch.setattr(huge_pages, "memfd", refuse)
+    with HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
+        made.rows_view[:] = 1
+    assert "Invalid argument" in caplog.text
+
+
+def test_memory_limits_do_not_bound_a_pool_but_bound_the_fall_back() -> None:
+    nothing = [Room("the memory cgroup /", 0, GiB)]
+    with setting(NR_HUGEPAGES, str(PAGES)):
+        HostRegion.create(GEOMETRY, ROWS, nothing, HugePages.HUGETLB).close()
+    with pytest.raises(RegionError, match=r"the memory cgroup / has 0\.00 GiB left"):
+        HostRegion.create(GEOMETRY, 1 << 30, nothing, HugePages.HUGETLB)
+
+
+def test_a_fork_keeps_no_page_of_the_pool() -> None:
+    with setting(NR_HUGEPAGES, str(PAGES)):
+        made = HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB)
+        ready, wake = os.pipe()
+        gone, go = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(wake, b"1")
+            os.read(gone, 1)
+            os._exit(0)
+        os.read(ready, 1)
+        made.close()
+        assert free_pages() == PAGES
+        os.write(go, b"1")
+        assert os.waitpid(child, 0)[1] == 0
+        for end in (ready, wake, gone, go):
+            os.close(end)
+
+
+def test_rows_go_to_files_and_back_through_a_pool(tmp_path: Path) -> None:
+    config = {
+        "tiers": [
+            {"type": "cpu", "capacity": "8MiB", "huge_pages": "hugetlb"},
+            {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"},
+        ]
+    }
+    keys = [bytes((i,)) for i in range(24)]
+    rows = np.random.default_rng(0).integers(0, 256, (24, 1 << 20), np.uint8)
+    with setting(NR_HUGEPAGES, "8"), nixl_tiers.open(config, 1 << 20, "test") as store:
+        assert free_pages() < 8
+        for key, row in zip(keys, rows, strict=True):
+            assert store.put([key], row[None]) == 1
+        out = np.zeros_like(rows)
+        assert store.get(keys, out) == [True] * len(keys)
+        assert np.array_equal(out, rows)
+
+
+# --- what there is for this process, from made-up trees ---------------------------------------------------------------
+
+
+def test_a_pool_has_what_is_free_and_not_reserved_and_what_it_may_grow_by(tmp_path: Path) -> None:
+    root = tree(tmp_path, pool(free_hugepages=9, resv_hugepages=4, nr_overcommit_hugepages=3, surplus_hugepages=1))
+    assert hugetlb_rooms(root) == [Room("the pool of 2 MiB pages", 7 * HUGE_PAGE_BYTES)]
+    assert hugetlb_rooms(tmp_path / "none") == [Room("the pool of 2 MiB pages", 0)]
+
+
+def test_hugetlb_limits_of_every_cgroup_count(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/pods"
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "0::/pods/engine",
+        f"{base}/hugetlb.2MB.max": 4 * GiB,
+        f"{base}/hugetlb.2MB.current": GiB,
+        f"{base}/engine/hugetlb.2MB.max": "max",
+        f"{base}/engine/hugetlb.2MB.current": 0,
+        f"{base}/engine/hugetlb.2MB.rsvd.max": 0,
+        f"{base}/engine/hugetlb.2MB.rsvd.current": 0,
+        f"{base}/engine/memory.max": 5,
+        f"{base}/engine/memory.current": 5,
+    })  # fmt: skip
+    assert hugetlb_rooms(root)[1:] == [
+        Room("hugetlb.2MB.rsvd of the cgroup /pods/engine", 0, 0),
+        Room("hugetlb.2MB of the cgroup /pods", 3 * GiB, 4 * GiB),
+    ]
+
+
+def test_hugetlb_limits_of_cgroups_v1_count(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/hugetlb/a"
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "5:memory:/b\n4:hugetlb:/a\n0::/",
+        f"{base}/hugetlb.2MB.limit_in_bytes": GiB,
+        f"{base}/hugetlb.2MB.usage_in_bytes": GiB // 4,
+        f"{base}/hugetlb.2MB.rsvd.limit_in_bytes": 9223372036854771712,
+        f"{base}/hugetlb.2MB.rsvd.usage_in_bytes": 0,
+    })  # fmt: skip
+    assert hugetlb_rooms(root)[1:] == [Room("hugetlb.2MB of the cgroup /a", 3 * GiB // 4, GiB)]
+
+
+def test_a_pod_without_huge_pages_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    limited = [Room("the pool of 2 MiB pages", GiB), Room("hugetlb.2MB of the cgroup /", 0, 0)]
+    monkeypatch.setattr(region, "hugetlb_rooms", lambda: limited)
+    HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB).close()
+    assert "but hugetlb.2MB of the cgroup / has 0.00 GiB left of its limit of 0.00 GiB" in caplog.text
+
+
+# --- transparent ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "huge"), [(HugePages.AUTO, True), (HugePages.OFF, False)])
+def test_transparent_pages_come_where_the_kernel_gives_them(
+    mode: HugePages, huge: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with (
+        setting(SHMEM_ENABLED, "advise"),
+        HostRegion.create(GEOMETRY, 64, huge_pages=mode) as made,
+        HostRegion.attach(os.dup(made.fd)) as other,
+    ):
+        other.prefault().wait()  # a rank does it, and the others know of it
+        assert made.huge_bytes is not None
+        assert (made.huge_bytes > 0) == huge
+        assert f"the host region: {made.huge_bytes / GiB:.2f} GiB of 0.06 GiB lie in pages of 2 MiB" in caplog.text
+        assert ("`huge_pages` is off" in caplog.text) == (mode is HugePages.OFF)
+
+
+def test_without_huge_pages_the_log_says_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with setting(SHMEM_ENABLED, "never"), HostRegion.create(GEOMETRY, ROWS) as made:
+        made.prefault().wait()
+        assert made.huge_bytes == 0
+    assert "write `advise` to /sys/kernel/mm/transparent_hugepage/shmem_enabled (it is `never`)" in caplog.text
+
+
+def test_smaps_count_for_the_mapping_at_the_address_only(tmp_path: Path) -> None:
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "1000-2000 rw-s 00000000 00:01 1 /memfd:a (deleted)\nSize: 4 kB\nShmemPmdMapped:  8192 kB\nVmFlags: rd wr\n"
+        "2000-4000 rw-s 00000000 00:01 1 /memfd:b (deleted)\nSize: 8 kB\nShmemPmdMapped:  4096 kB\nVmFlags: rd wr\n"
+        "4000-5000 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr\n"
+    )
+    assert [transparent_bytes(at, smaps) for at in (0x1000, 0x2000, 0x3000, 0x4000)] == [8 << 20, 4 << 20, 0, 0]
+    assert transparent_bytes(0x1000, tmp_path / "none") == 0
+
+
+def test_advice_names_the_setting_and_what_it_brings(tmp_path: Path) -> None:
+    file = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    root = tree(tmp_path, {file: "always within_size advise [never] deny force"})
+    assert "(it is `never`)" in advice(root)
+    tree(root, {file: "always within_size [advise] never deny force"})
+    assert not advice(root)
+    assert "hugetlb" in advice(tmp_path / "none")
+
+
+def test_a_sentence_says_how_much_is_huge_and_what_to_do_about_the_rest() -> None:
+    assert found(4 * GiB, 4 * GiB, "do this") == "4.00 GiB of 4.00 GiB lie in pages of 2 MiB"
+    assert found(4 * GiB, GiB, "do this") == "1.00 GiB of 4.00 GiB lie in pages of 2 MiB; do this"
+    assert "no more free memory in one piece" in found(4 * GiB, GiB, "")
+
+
+def test_rows_are_at_the_same_place_with_and_without() -> None:
+    small, huge = (region._Layout(GEOMETRY, ROWS, hugetlb=hugetlb) for hugetlb in (False, True))
+    assert (small.rows, huge.total % HUGE_PAGE_BYTES) == (huge.rows, 0)
+    assert 0 <= huge.total - small.total < HUGE_PAGE_BYTES
+    assert small.total % PAGE == 0
