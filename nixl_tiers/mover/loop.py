@@ -119,6 +119,13 @@ class Mover:
             if not self.send_queue:  # a coordinator that does not read needs no more of them
                 self._send_heartbeat()
 
+    def abandon(self) -> None:
+        """The coordinator is gone: nobody reads results, and nothing more is begun."""
+        self.send_queue.close()
+        self._received.clear()
+        if self._served is not None:
+            self._tier.give_up_waiting()
+
     def close(self) -> None:
         """Let the tier write its pending state."""
         if self._opening is not None:

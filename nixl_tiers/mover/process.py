@@ -109,7 +109,7 @@ def _exit(mover: Mover, *, orphaned: bool) -> None:
     """Finish what runs and write the journal; without a coordinator, only as far as that is quick."""
     watchdog.limit_exit(ORPHAN_EXIT_S if orphaned else STOP_EXIT_S)
     if orphaned:
-        mover.send_queue.close()
+        mover.abandon()
         # The results are not read any more, but rows that are written now are found after a restart.
         deadline = time.monotonic() + ORPHAN_EXIT_S / 5
         while mover.busy and time.monotonic() < deadline:

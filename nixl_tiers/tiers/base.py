@@ -131,6 +131,10 @@ class StorageTier(ABC):
         after a restart. Called at most once a second, and only where slots are places (`physical_slots`). A slot that
         holds no row stays without."""
 
+    def give_up_waiting(self) -> None:  # noqa: B027 (optional)
+        """The engine is gone, and this process ends within seconds: start nothing more. Moves that have not been
+        started may end as FAILED; it matters where another engine waits for what this one holds."""
+
     @property
     @abstractmethod
     def busy(self) -> bool:

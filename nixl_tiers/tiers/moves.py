@@ -198,6 +198,11 @@ class MovePipeline:
         """Go on with what runs; returns how many steps that were. Starts nothing."""
         return self.loads.poll() + self.stores.poll()
 
+    def give_up(self) -> None:
+        """End what has not been started as FAILED."""
+        self.loads.give_up()
+        self.stores.give_up()
+
     def make_way(self, unit: Unit) -> None:
         """For the last step of a running unit: let others start before it goes on."""
         unit.queue.running.remove(unit)

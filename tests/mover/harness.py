@@ -221,3 +221,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> b
             return True
         time.sleep(0.01)
     return condition()
+
+
+def has_exited(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -18,7 +18,7 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Finished, Heartbeat, Listed, Load, Open, Opened, Refused, Stop, Store
 from nixl_tiers.tiers.base import Entry, Move
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, has_exited, key_of, wait_until
 
 GEOMETRY = Geometry(1, 60_000)
 
@@ -31,13 +31,6 @@ def stub(name: str, tmp_path: Path) -> MoverProcess:
         "wake": str(tmp_path / "wake"),
     }
     return MoverProcess(tier, GEOMETRY, 8)
-
-
-def has_exited(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -216,6 +216,10 @@ class S3Tier(StorageTier):
         self._moves.start()
         return self._moves.take()
 
+    def give_up_waiting(self) -> None:
+        """The lease is handed over when nothing runs."""
+        self._moves.give_up()
+
     def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
         if self._upload_quota is None:
             return False
@@ -266,8 +270,7 @@ class S3Tier(StorageTier):
     def _may_start(self) -> bool:
         """New credentials need a new agent; the old one is released when nothing of it runs, and starts nothing."""
         if self._data.credentials is None:
-            self._moves.loads.give_up()
-            self._moves.stores.give_up()
+            self._moves.give_up()
             return False
         credentials = self._control.credentials
         if credentials is not None and credentials != self._data.credentials:

@@ -489,6 +489,13 @@ class TestBudget:
         assert wait_until(lambda: not small.tier._control.has_pending_deletes)
         assert set(faulty.objects) == {small.name(2)}
 
+    def test_uploads_that_wait_are_given_up_and_those_that_run_end(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        gate = hold_requests(faulty, lambda request: request.method == "PUT")
+        batch = driver.begin_store(range(24))
+        driver.tier.give_up_waiting()
+        gate.set()
+        assert driver.finish(batch)[0] == [Outcome.OK] * data.MAX_UPLOADS + [Outcome.FAILED] * (24 - data.MAX_UPLOADS)
+
     def test_a_reset_needs_no_listing(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store([1, 2])
         before = sum(map(is_listing, faulty.requests))

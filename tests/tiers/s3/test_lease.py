@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import random
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +25,7 @@ from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.data import MAX_UPLOADS
 from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, Record
 from nixl_tiers.tiers.s3.listing import ExpirySweep
-from tests.mover.harness import MoverProcess
+from tests.mover.harness import MoverProcess, has_exited
 from tests.tiers.s3.harness import FaultyS3, TierDriver, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
@@ -281,6 +287,47 @@ class TestWithoutALease:
         warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         assert len([text for text in warnings if "does not support conditional writes" in text]) == 1
         assert f"nixl-tiers/{LEASE_NAME}" not in faulty.objects
+
+
+ENGINE = """
+    import json, sys, time
+    from tests.mover.harness import MoverProcess, key_of
+    from nixl_tiers.chunk import Geometry
+    from nixl_tiers.mover.protocol import Store
+    from nixl_tiers.tiers.base import Move
+
+    mover = MoverProcess(json.loads(sys.argv[1]), Geometry(1, 64 << 10), 8, engine="engine-0")
+    mover.open()
+    mover.listed_rows()
+    mover.store([1])
+    for number in range(200):
+        mover.begin(Store, [Move(n % 8, n, key_of(n), seal=True) for n in range(10 * number, 10 * number + 10)])
+    print(mover.process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_mover_of_a_killed_engine_releases_the_lease_though_uploads_wait(
+    moto: MotoServer, s3_credentials: Callable[[S3Server], None], s3_bucket: Callable[[S3Server], str], s3_prefix: str
+) -> None:
+    s3_credentials(moto)
+    place = {"bucket": s3_bucket(moto), "prefix": s3_prefix}
+    tier = {"type": "s3", "endpoint": moto.endpoint, "capacity": "1GiB", **place}
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", textwrap.dedent(ENGINE), json.dumps(tier)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, env=environment)
+    assert engine.stdout is not None
+    mover = int(engine.stdout.readline())
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+    assert wait_until(lambda: has_exited(mover))
+    found = moto.client().get_object(Bucket=place["bucket"], Key=f"{s3_prefix}/{LEASE_NAME}")
+    record = Record.decode(found["Body"].read())
+    assert record is not None
+    assert record.engine == "", "released: the next engine takes it when it reads it"
+    assert 1 <= len(objects(moto, place)) < 2000
 
 
 def test_killed_owners_rows_stay_and_the_capacity_is_kept(

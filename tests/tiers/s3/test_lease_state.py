@@ -206,6 +206,23 @@ def test_expired_lease_is_taken_over() -> None:
     assert one.state.other == record("two")
 
 
+def test_engine_that_starts_after_the_owner_has_died_waits_one_lease() -> None:
+    server, _, _ = owner_and_reader()
+    heir = Engine("three", 1.0, 77.0)
+    began = 42.0
+    seconds = next(s for s in range(600) if heir.step(server, began + s) or heir.tenure(began + s))
+    assert seconds == TERMS.lease_s
+
+
+def test_deleted_lease_object_is_taken_at_the_next_read() -> None:
+    server, one, two = owner_and_reader()
+    server.etag = server.record = None
+    two.step(server, TERMS.poll_s)
+    assert two.tenure(TERMS.poll_s)
+    one.step(server, TERMS.renew_s)
+    assert not one.tenure(TERMS.renew_s + TERMS.retry_s + 40)
+
+
 def test_owner_stops_before_the_lease_expires() -> None:
     _, one, _ = owner_and_reader()
     assert one.tenure(TERMS.lease_s - TERMS.margin_s - 0.1) == 1
