@@ -37,7 +37,7 @@ from nixl_tiers.tiers.base import Entry, Move
 
 TIMEOUT_S = 120.0
 NAMESPACE = bytes(range(16))
-KEY_HASH = (536870923, 1)
+KEY_HASH = 536870923  # its seed
 
 
 def key_of(number: int) -> bytes:
