@@ -65,6 +65,7 @@ class FastJanitorConfig(S3Config):
 
     type: str
     window_share: int
+    lease_timeout_s: float = 5.0
     label: ClassVar[str] = "s3"
     implementation: ClassVar[str] = f"{__name__}:s3_with_fast_janitor"
 
@@ -73,7 +74,9 @@ def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: 
     from nixl_tiers.tiers.s3 import janitor, usage
     from nixl_tiers.tiers.s3 import tier as s3_tier
 
-    s3_tier.INTERVALS = janitor.JanitorIntervals(renew_s=0.1, lease_timeout_s=5.0, usage_timeout_s=10.0, sweep_s=1.0)
+    s3_tier.INTERVALS = janitor.JanitorIntervals(
+        renew_s=0.1, lease_timeout_s=config.lease_timeout_s, usage_timeout_s=2 * config.lease_timeout_s, sweep_s=1.0
+    )
     usage.WINDOW_SHARE = config.window_share
     return s3_tier.S3Tier(config, geometry, region)
 

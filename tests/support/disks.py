@@ -34,16 +34,18 @@ def volume_bytes(path: Path) -> int:
 
 
 @contextmanager
-def assert_never_exceeds(path: Path, capacity: int, used: Callable[[Path], int] = disk_bytes) -> Iterator[list[int]]:
-    """Sample the disk usage every millisecond inside of it. Yields the samples; asserts at the end that none exceeds
-    `capacity`, in bytes."""
+def assert_never_exceeds(
+    path: Path, capacity: int, used: Callable[[Path], int] = disk_bytes, pause_s: float = _SAMPLE_S
+) -> Iterator[list[int]]:
+    """Sample the disk usage every millisecond, or so often, inside of it. Yields the samples; asserts at the end that
+    none exceeds `capacity`, in bytes."""
     samples: list[int] = []
     stop = threading.Event()
 
     def sample() -> None:
         while not stop.is_set():
             samples.append(used(path))
-            stop.wait(_SAMPLE_S)
+            stop.wait(pause_s)
 
     thread = threading.Thread(target=sample)
     thread.start()

@@ -1,0 +1,290 @@
+"""Two engines on one medium under kill -9 at random moments: a killed engine costs the other none of its rows, the
+bounds hold all the time, and the engine that replaces it finds what it has left.
+
+In every round one of the two, or its mover, or both engines are killed under load and started again, while the other
+goes on. `SEED=n` repeats a run whose seed was printed, `KILL_ROUNDS=n` sets the rounds of the slow ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_tiers.testing.servers import S3Server
+from nixl_tiers.tiers.s3.data import MAX_UPLOADS
+from nixl_tiers.tiers.s3.janitor import USAGE_NAME
+from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from nixl_tiers.tiers.s3.usage import Usage
+from tests.support.disks import assert_never_exceeds, disk_bytes
+from tests.support.engines import (
+    MOST_ROWS,
+    ROW,
+    TIMEOUT_S,
+    Census,
+    Engine,
+    Engines,
+    Tier,
+    s3_rows,
+    sleep_a_moment,
+)
+from tests.support.leaks import shared_memory_names
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(3600)
+
+SHORT, LONG = 2, int(os.environ.get("KILL_ROUNDS", "30"))
+STEPS = 12  # of the load of each engine, at most before a kill
+KINDS = ["engine", "mover", "both", "idle", "crowd"]
+"""What is killed: an engine, its mover, both at once, both without a load, both processes of both engines."""
+WINDOW_SHARE = 4  # of a small shared prefix
+IN_FLIGHT = 8  # rows that a killed engine may have been writing
+
+
+class Medium:
+    """What two engines use, seen from outside."""
+
+    tier: Tier
+    bound: int
+    """In bytes, at every moment."""
+    pause_s = 0.01  # between two measurements
+
+    def nbytes(self, _: object = None) -> int:
+        raise NotImplementedError
+
+    def owner(self) -> object:
+        """Another one: another engine than before may write and delete."""
+        return None
+
+    def ready(self, pair: list[Engine]) -> bool:
+        return all(engine.writes for engine in pair)
+
+    def check_survivor(self, census: Census) -> None:
+        """Of an engine that was the same owner before and after the other was killed."""
+        assert not any(census.losses.values()), census.losses
+        assert census.rows == census.served
+
+    def check_idle_heir(self, left: Census, found: Census) -> None:
+        """`left`: by an engine that was killed when all was written. `found`: by the one that replaces it."""
+        assert found.rows == left.rows
+
+    def check_heirs(self, left_rows: list[int], found: list[Census]) -> None:
+        """The same for engines, or movers, that were killed under load."""
+
+    def check_quiet(self, pair: list[Engine], both: list[Census]) -> None:
+        """Both engines have paused."""
+
+
+class Parts(Medium):
+    """Two parts of one path: each engine has rows of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bound = 3 << 20
+        self.tier = {"type": "file", "path": str(path), "capacity": self.bound, "replicas": 2}
+
+    def nbytes(self, _: object = None) -> int:
+        return disk_bytes(self.path)
+
+    def check_heirs(self, left_rows: list[int], found: list[Census]) -> None:
+        assert sum(len(census.rows) for census in found) >= sum(left_rows) - IN_FLIGHT * len(found), "they are not warm"
+
+    def check_quiet(self, pair: list[Engine], both: list[Census]) -> None:
+        for census in both:
+            assert census.rows == census.served
+        assert {each.name for each in self.path.iterdir() if not each.name.startswith(".")} == {"part-0", "part-1"}
+        for part in self.path.glob("part-*"):
+            names = {each.name for shard in part.iterdir() if shard.is_dir() for each in shard.iterdir()}
+            assert {name for name in names if not name.startswith(("slab-", "manifest.", "namespace.json"))} == set()
+
+
+class Prefix(Medium):
+    """Below a prefix of a bucket."""
+
+    pause_s = 0.1
+
+    def __init__(self, server: S3Server, place: dict[str, Any]) -> None:
+        self.client = server.client()
+        self.tier = {"endpoint": server.endpoint, **place}
+
+    def nbytes(self, _: object = None) -> int:
+        return len(s3_rows(self.client, self.tier)) * ROW
+
+    def read(self, name: str) -> bytes:
+        found = self.client.get_object(Bucket=self.tier["bucket"], Key=f"{self.tier['prefix']}/{name}")
+        body: bytes = found["Body"].read()
+        return body
+
+    def check_idle_heir(self, left: Census, found: Census) -> None:
+        assert len(found.rows) * ROW == self.nbytes()
+        assert found.rows == found.served
+
+
+class PrivatePrefix(Prefix):
+    """One engine owns it, the other reads."""
+
+    def __init__(self, server: S3Server, place: dict[str, Any]) -> None:
+        super().__init__(server, place)
+        self.tier |= {"type": "tests.mover.stub_tiers:ShortLeaseConfig", "lease_s": 3.0, "capacity": MOST_ROWS * ROW}
+        self.bound = (MOST_ROWS + MAX_UPLOADS) * ROW
+
+    def owner(self) -> object:
+        record = Record.decode(self.read(LEASE_NAME))
+        assert record is not None
+        return record.engine, record.since_s
+
+    def ready(self, pair: list[Engine]) -> bool:
+        return any(engine.writes for engine in pair)
+
+    def check_idle_heir(self, left: Census, found: Census) -> None:
+        super().check_idle_heir(left, found)
+        assert left.problem or found.rows == left.rows
+
+    def check_quiet(self, pair: list[Engine], both: list[Census]) -> None:
+        def settled() -> bool:
+            """The owner's index, its account and the medium agree."""
+            found = [engine.census() for engine in pair]  # one of them may just have got the lease
+            return any(not each.problem and len(each.rows) * ROW == each.used_bytes == self.nbytes() for each in found)
+
+        until(settled, "an owner that knows what is there, and nothing else", timeout_s=TIMEOUT_S)
+
+
+class LargeSharedPrefix(Prefix):
+    """Nothing need be deleted."""
+
+    def __init__(self, server: S3Server, place: dict[str, Any]) -> None:
+        super().__init__(server, place)
+        kind = "tests.mover.stub_tiers:FastJanitorConfig"
+        self.bound = 64 << 20
+        self.tier |= {"type": kind, "window_share": 64, "lease_timeout_s": 2.0, "capacity": self.bound, "shared": True}
+        self._kept: set[int] = set()
+
+    def check_heirs(self, left_rows: list[int], found: list[Census]) -> None:
+        for census in found:
+            assert census.served >= self._kept
+            assert census.rows >= census.served
+
+    def check_quiet(self, pair: list[Engine], both: list[Census]) -> None:
+        for census in both:
+            assert not any(census.losses.values()), census.losses
+            self._kept |= census.served
+
+
+class SmallSharedPrefix(Prefix):
+    """The janitor deletes all the time."""
+
+    def __init__(self, server: S3Server, place: dict[str, Any]) -> None:
+        super().__init__(server, place)
+        kind, capacity = "tests.mover.stub_tiers:FastJanitorConfig", MOST_ROWS * ROW
+        self._free_bytes = capacity - capacity // WINDOW_SHARE
+        self.bound = capacity + 2 * capacity // WINDOW_SHARE
+        self.tier |= {
+            "type": kind,
+            "window_share": WINDOW_SHARE,
+            "lease_timeout_s": 2.0,
+            "capacity": capacity,
+            "shared": True,
+        }
+
+    def check_survivor(self, census: Census) -> None:
+        assert census.losses["corrupt"] == 0
+
+    def check_idle_heir(self, left: Census, found: Census) -> None:
+        assert found.rows >= found.served  # the janitor goes on
+
+    def check_quiet(self, pair: list[Engine], both: list[Census]) -> None:
+        def settled() -> bool:
+            usage, nbytes = Usage.decode(self.read(USAGE_NAME)), self.nbytes()
+            return usage is not None and usage.nbytes == nbytes <= self._free_bytes
+
+        until(settled, "a record of what is there, with a window free", timeout_s=TIMEOUT_S)
+
+
+def kill_rounds(medium: Medium, rounds: int, temporary: Path) -> None:
+    seed = int(os.environ.get("SEED", "7" if rounds == SHORT else str(time.time_ns() % 10_000)))
+    print(f"SEED={seed}")
+    draw = random.Random(seed)
+    kinds = draw.sample(KINDS, len(KINDS))
+    shared = shared_memory_names()
+    temporary.mkdir()
+    most = 0
+    with (
+        assert_never_exceeds(Path(), medium.bound, medium.nbytes, medium.pause_s) as samples,
+        Engines(temporary) as engines,
+    ):
+        pair = [engines.start(medium.tier, seed), engines.start(medium.tier, seed)]
+        for round_ in range(rounds):
+            kind = kinds[round_ % len(kinds)]
+            until(lambda: medium.ready(pair), "engines that store", timeout_s=TIMEOUT_S)
+            for engine in pair:
+                engine.load()
+            writing = [number for number in range(2) if pair[number].writes]
+            number = draw.choice(writing if draw.random() < 0.7 and writing else [0, 1])
+            killed = [0, 1] if kind == "crowd" else [number]
+            for engine in pair:
+                engine.run(draw.randrange(1, STEPS))
+            owner = medium.owner()
+            left = [engine.census() for engine in pair] if kind == "idle" else []
+            sleep_a_moment(draw)
+            left_rows = [pair[each].rows for each in killed]
+            print(f"round {round_}: {kind} {killed}, {left_rows} rows, {medium.nbytes() // ROW} rows in all")
+            for each in killed:
+                if kind == "mover":
+                    pair[each].kill_mover()
+                else:
+                    engines.kill(pair[each], mover=kind != "engine")
+            if kind != "mover":
+                for each in killed:
+                    pair[each] = engines.start(medium.tier, seed)
+                    if draw.random() < 0.3:  # while it starts
+                        time.sleep(draw.uniform(0.0, 1.0))
+                        engines.kill(pair[each], mover=True)
+                        pair[each] = engines.start(medium.tier, seed)
+            found = [pair[each].census() for each in killed]
+            if kind == "idle":
+                medium.check_idle_heir(left[number], found[0])
+            medium.check_heirs(left_rows, found)
+            both = [engine.census() for engine in pair]
+            assert all(census.losses["corrupt"] == 0 for census in both)
+            if medium.owner() == owner:
+                for each in {0, 1}.difference(killed):
+                    medium.check_survivor(both[each])
+            medium.check_quiet(pair, both)
+            most = max(most, *(len(census.rows) for census in both))
+    assert most > MOST_ROWS / 2, "rounds in which little is stored show little"
+    assert max(samples) > 0
+    assert shared_memory_names() <= shared
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.fixture(params=[SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+def rounds(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.fixture
+def prefix(
+    request: pytest.FixtureRequest,
+    seaweedfs: S3Server,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> Prefix:
+    s3_credentials(seaweedfs)
+    made: Prefix = request.param(seaweedfs, {"bucket": s3_bucket(seaweedfs), "prefix": s3_prefix})
+    return made
+
+
+def test_two_parts_of_one_path(tmp_path: Path, rounds: int) -> None:
+    kill_rounds(Parts(tmp_path / "kv"), rounds, tmp_path / "tmp")
+
+
+@pytest.mark.parametrize("prefix", [PrivatePrefix, LargeSharedPrefix, SmallSharedPrefix], indirect=True)
+def test_one_prefix(prefix: Prefix, tmp_path: Path, rounds: int) -> None:
+    kill_rounds(prefix, rounds, tmp_path / "tmp")

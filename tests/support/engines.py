@@ -1,0 +1,248 @@
+"""Engines in processes of their own, which tests kill: a store under a random load that verifies every byte of every
+hit, and that answers questions between two steps of the load."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final, Self
+
+import numpy as np
+
+import nixl_tiers
+from nixl_tiers.store import TieredStore
+from tests.support.leaks import MARK, ProcessWatch, processes_with_mark, reclaim_all_host_rows
+from tests.support.waiting import until
+
+SIZE: Final = 16 << 10
+ROW: Final = 20 << 10  # with its seal
+HOST_ROWS, MOST_ROWS, KEYS = 30, 60, 150  # so that the load never stops storing, loading and evicting
+TIMEOUT_S: Final = 120.0
+LOSSES: Final = ("missing", "corrupt", "removed")
+"""Counters of rows that a tier's index has and its medium has not."""
+
+Tier = dict[str, Any]
+
+
+def key_of(number: int) -> bytes:
+    return b"key-%06d" % number
+
+
+def content(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+
+
+def open_store(tier: Tier) -> TieredStore:
+    config = {"tiers": [{"type": "cpu", "capacity": HOST_ROWS * ROW}, tier], "wait_s": 5.0}
+    return nixl_tiers.open(config, SIZE, "kill-rounds")
+
+
+def name_of(tier: Tier) -> str:
+    return "s3" if "bucket" in tier else str(tier["type"])
+
+
+def found_in(store: TieredStore, numbers: Iterable[int]) -> set[int]:
+    """Those that are hits; AssertionError for one with a wrong byte."""
+    wanted = list(numbers)
+    out = np.full((len(wanted), SIZE), 0xEE, np.uint8)
+    hits = store.get([key_of(number) for number in wanted], out)
+    for number, hit, row in zip(wanted, hits, out, strict=True):
+        assert not hit or np.array_equal(row, content(number)), f"a wrong byte for key {number}"
+    return {number for number, hit in zip(wanted, hits, strict=True) if hit}
+
+
+def load_step(store: TieredStore, draw: random.Random) -> None:
+    some = draw.sample(range(KEYS), 12)
+    if draw.random() < 0.6:
+        store.put([key_of(number) for number in some], np.stack([content(number) for number in some]))
+    else:
+        found_in(store, some)
+
+
+@dataclass(frozen=True)
+class Census:
+    """What a store's storage tier holds while it has no load."""
+
+    rows: frozenset[int]  # in its index
+    served: frozenset[int]  # of all keys, those that are hits, byte by byte
+    losses: Mapping[str, int]  # since the store was opened
+    used_bytes: int
+    problem: str
+
+
+def _census(store: TieredStore, name: str) -> Census:
+    """Writes what is queued, empties the host, so that all hits come from the storage tier, and gets all keys."""
+    until(lambda: store.stats()[name]["up"] == 1.0, "the tier", timeout_s=TIMEOUT_S)
+    until(lambda: store.flush(1.0) and reclaim_all_host_rows(store), "every host row to be free", timeout_s=TIMEOUT_S)
+    keys = range(KEYS)
+    served: set[int] = set()
+
+    def complete() -> bool:
+        # On a busy machine a load may come too late, and is tried again. What is lost is no longer in the index.
+        served.update(found_in(store, [n for n in keys if n not in served]))
+        return all(n in served or place is None for n, place in zip(keys, _located(store), strict=True))
+
+    until(complete, "every row of the index to be loaded", timeout_s=TIMEOUT_S)
+    until(lambda: reclaim_all_host_rows(store), "every host row to be free", timeout_s=TIMEOUT_S)
+    rows = {n for n, place in zip(keys, _located(store), strict=True) if place == name}
+    numbers = store.stats()[name]
+    losses = {each: int(numbers[each]) for each in LOSSES}
+    return Census(frozenset(rows), frozenset(served), losses, int(numbers["used_bytes"]), str(numbers["problem"]))
+
+
+def _located(store: TieredStore) -> list[str | None]:
+    return store.locate([key_of(number) for number in range(KEYS)])
+
+
+def _serve(tier: Tier, env: dict[str, str], seed: int, talk: Connection, shown: Any) -> None:
+    """The engine's process. Between two steps of the load it answers: `True` continues the load, `False` is for a
+    census, with the load paused from then on. `shown`: steps, the mover's process, rows, whether it may write."""
+    os.environ.update(env)  # that of the process it was forked from is older
+    draw, name = random.Random(seed), name_of(tier)
+    try:
+        store = open_store(tier)
+        loading = False
+        while True:
+            numbers = store.stats()[name]
+            shown[1:] = [
+                store.coordinator.mover_pids[0] or 0,
+                int(numbers["rows"]),
+                int(numbers["up"] == 1.0 and not numbers["problem"]),
+            ]
+            if talk.poll(0.0 if loading else 0.05):
+                loading = talk.recv()
+                talk.send(None if loading else _census(store, name))
+            elif loading:
+                load_step(store, draw)
+                shown[0] += 1
+    except EOFError:  # the test has ended
+        os._exit(0)
+    except BaseException as error:
+        talk.send(error)
+        raise
+
+
+class Engine:
+    """An engine's process and its mover's. It starts when this is made; no load until `load`."""
+
+    def __init__(self, context: Any, tier: Tier, env: Mapping[str, str], seed: int) -> None:
+        """`context`: of `multiprocessing`."""
+        self.mark = uuid.uuid4().hex
+        self._talk, theirs = context.Pipe()
+        self._shown = context.Array("q", 4, lock=False)
+        env = {**env, MARK: self.mark}
+        self._process = context.Process(target=_serve, args=(tier, env, seed, theirs, self._shown), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def rows(self) -> int:
+        """In its storage tier after the last step."""
+        return int(self._shown[2])
+
+    @property
+    def writes(self) -> bool:
+        """Whether its storage tier is up and has no problem: the lease of a private prefix is its own."""
+        self._raise_error()
+        return bool(self._shown[3])
+
+    def load(self) -> None:
+        self._ask(True)
+
+    def census(self) -> Census:
+        """Pauses the load."""
+        found = self._ask(False)
+        assert isinstance(found, Census)
+        return found
+
+    def run(self, steps: int) -> None:
+        """Return after so many more steps of the load, so that a moment is one of the load on any machine."""
+        end = self._shown[0] + steps
+        until(lambda: self._raise_error() or self._shown[0] >= end, f"{steps} steps", timeout_s=TIMEOUT_S)
+
+    def kill_mover(self) -> None:
+        """kill -9; returns when its engine has started another one."""
+        killed = {0, *self._kill_movers()}
+        until(lambda: self._raise_error() or self._shown[1] not in killed, "another mover", timeout_s=TIMEOUT_S)
+
+    def kill(self, *, mover: bool = False) -> None:
+        """kill -9; its mover at the same time, or else the mover finds out by itself. Returns when both have ended."""
+        processes = ProcessWatch(processes_with_mark(self.mark))
+        if mover:
+            self._kill_movers()
+        self._process.kill()
+        self._process.join()
+        self._talk.close()
+        assert processes.wait_for_exit(TIMEOUT_S), "an orphaned mover stays"
+        until(lambda: not processes_with_mark(self.mark), "its last processes to end", timeout_s=TIMEOUT_S)
+
+    def _kill_movers(self) -> set[int]:
+        killed = set(processes_with_mark(self.mark))
+        for pid in killed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return killed
+
+    def _ask(self, load: bool) -> object:
+        self._talk.send(load)
+        return self._answer()
+
+    def _answer(self) -> object:
+        assert self._talk.poll(4 * TIMEOUT_S), "no answer from an engine"  # it has timeouts of its own
+        answer = self._talk.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _raise_error(self) -> None:
+        if self._talk.poll(0):
+            self._answer()
+
+
+class Engines:
+    """Makes engines, forked from a process that has imported everything: most of a round is then the load itself.
+    A context manager: all are killed at its end."""
+
+    def __init__(self, temporary: os.PathLike[str]) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.support.engines"])
+        self._env = {**os.environ, "TMPDIR": os.fspath(temporary)}
+        self._numbers = itertools.count()
+        self._living: list[Engine] = []
+
+    def start(self, tier: Tier, seed: int) -> Engine:
+        engine = Engine(self._context, tier, self._env, 1000 * seed + next(self._numbers))
+        self._living.append(engine)
+        return engine
+
+    def kill(self, engine: Engine, *, mover: bool = False) -> None:
+        self._living.remove(engine)
+        engine.kill(mover=mover)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._living:
+            self.kill(self._living[-1])
+
+
+def sleep_a_moment(draw: random.Random) -> None:
+    """So that a kill is at no step's beginning or end."""
+    time.sleep(draw.uniform(0.0, 0.05))
+
+
+def s3_rows(client: Any, tier: Tier) -> list[str]:
+    """The names of the objects of rows below a prefix."""
+    pages = client.get_paginator("list_objects_v2")
+    found = pages.paginate(Bucket=tier["bucket"], Prefix=f"{tier['prefix']}/")
+    return [each["Key"] for page in found for each in page.get("Contents", ()) if each["Key"].count("/") > 1]
