@@ -10,7 +10,7 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ import numpy as np
 
 import nixl_tiers
 from nixl_tiers.store import TieredStore
-from tests.support.leaks import MARK, ProcessWatch, processes_with_mark, reclaim_all_host_rows
+from tests.support.leaks import MARK, ProcessWatch, has_mark, processes_with_mark, reclaim_all_host_rows
 from tests.support.waiting import until
 
 SIZE: Final = 16 << 10
@@ -99,13 +99,23 @@ def _census(store: TieredStore, name: str) -> Census:
     return Census(frozenset(rows), frozenset(served), losses, int(numbers["used_bytes"]), str(numbers["problem"]))
 
 
+def _store_and_flush(store: TieredStore, name: str, draw: random.Random) -> int:
+    """Returns how many rows the storage tier then has: the newest of them for some milliseconds only."""
+    new = [number for number, place in enumerate(_located(store)) if place is None]
+    some = draw.sample(new, min(12, len(new)))
+    if some:
+        store.put([key_of(number) for number in some], np.stack([content(number) for number in some]))
+    until(lambda: store.flush(1.0), "all rows to be written", timeout_s=TIMEOUT_S)
+    return int(store.stats()[name]["rows"])
+
+
 def _located(store: TieredStore) -> list[str | None]:
     return store.locate([key_of(number) for number in range(KEYS)])
 
 
 def _serve(tier: Tier, env: dict[str, str], seed: int, talk: Connection, shown: Any) -> None:
-    """The engine's process. Between two steps of the load it answers: `True` continues the load, `False` is for a
-    census, with the load paused from then on. `shown`: steps, the mover's process, rows, whether it may write."""
+    """The engine's process. Between two steps of the load it answers requests; the load pauses after all but "load".
+    `shown`: steps, the mover's process, rows, whether it may write."""
     os.environ.update(env)  # that of the process it was forked from is older
     draw, name = random.Random(seed), name_of(tier)
     try:
@@ -119,8 +129,12 @@ def _serve(tier: Tier, env: dict[str, str], seed: int, talk: Connection, shown: 
                 int(numbers["up"] == 1.0 and not numbers["problem"]),
             ]
             if talk.poll(0.0 if loading else 0.05):
-                loading = talk.recv()
-                talk.send(None if loading else _census(store, name))
+                request = talk.recv()
+                loading = request == "load"
+                if request == "census":
+                    talk.send(_census(store, name))
+                elif request == "flush":
+                    talk.send(_store_and_flush(store, name, draw))
             elif loading:
                 load_step(store, draw)
                 shown[0] += 1
@@ -156,45 +170,56 @@ class Engine:
         return bool(self._shown[3])
 
     def load(self) -> None:
-        self._ask(True)
+        """Start or continue the load."""
+        self._talk.send("load")
 
     def census(self) -> Census:
         """Pauses the load."""
-        found = self._ask(False)
+        self._talk.send("census")
+        found = self._answer()
         assert isinstance(found, Census)
         return found
+
+    def flush(self) -> int:
+        """Pauses the load. How many rows the storage tier has: it has just written some of them, and writes none."""
+        self._talk.send("flush")
+        rows = self._answer()
+        assert isinstance(rows, int)
+        return rows
 
     def run(self, steps: int) -> None:
         """Return after so many more steps of the load, so that a moment is one of the load on any machine."""
         end = self._shown[0] + steps
-        until(lambda: self._raise_error() or self._shown[0] >= end, f"{steps} steps", timeout_s=TIMEOUT_S)
+        self._until(lambda: self._shown[0] >= end, f"{steps} steps")
 
     def kill_mover(self) -> None:
         """kill -9; returns when its engine has started another one."""
-        killed = {0, *self._kill_movers()}
-        until(lambda: self._raise_error() or self._shown[1] not in killed, "another mover", timeout_s=TIMEOUT_S)
+        killed = self._shown[1]
+        self._kill_mover()
+        self._until(lambda: self._shown[1] not in {0, killed}, "another mover")
 
     def kill(self, *, mover: bool = False) -> None:
         """kill -9; its mover at the same time, or else the mover finds out by itself. Returns when both have ended."""
-        processes = ProcessWatch(processes_with_mark(self.mark))
+        ended = ProcessWatch(pid for pid in (self._process.pid, self._shown[1]) if pid)
         if mover:
-            self._kill_movers()
+            self._kill_mover()
         self._process.kill()
         self._process.join()
         self._talk.close()
-        assert processes.wait_for_exit(TIMEOUT_S), "an orphaned mover stays"
+        assert ended.wait_for_exit(TIMEOUT_S), "an orphaned mover stays"
         until(lambda: not processes_with_mark(self.mark), "its last processes to end", timeout_s=TIMEOUT_S)
 
-    def _kill_movers(self) -> set[int]:
-        killed = set(processes_with_mark(self.mark))
-        for pid in killed:
+    def _kill_mover(self) -> None:
+        if has_mark(self._shown[1], self.mark):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return killed
+                os.kill(self._shown[1], signal.SIGKILL)
 
-    def _ask(self, load: bool) -> object:
-        self._talk.send(load)
-        return self._answer()
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        def holds() -> bool:
+            self._raise_error()
+            return condition()
+
+        until(holds, what, timeout_s=TIMEOUT_S)
 
     def _answer(self) -> object:
         assert self._talk.poll(4 * TIMEOUT_S), "no answer from an engine"  # it has timeouts of its own

@@ -58,13 +58,17 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 def processes_with_mark(mark: str) -> dict[int, str]:
     """The command line of every process with MARK=mark in its environment, without zombies."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            alive = (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-            if alive and f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
-                found[int(process.name)] = command_line(int(process.name))
-    return found
+    pids = [int(process.name) for process in Path("/proc").glob("[0-9]*")]
+    return {pid: command_line(pid) for pid in pids if has_mark(pid, mark)}
+
+
+def has_mark(pid: int, mark: str) -> bool:
+    """Whether this process has MARK=mark in its environment, and is no zombie."""
+    process = Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):
+        alive = (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return alive and f"{MARK}={mark}".encode() in (process / "environ").read_bytes()
+    return False
 
 
 def process_tree(root: int) -> dict[int, str]:
