@@ -12,7 +12,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from nixl_tiers.cascade.manager import TierManager
@@ -46,7 +47,7 @@ from nixl_tiers.mover.protocol import (
     sendable,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
-from nixl_tiers.tier_log import TierLog
+from nixl_tiers.tier_log import LogQueue, TierLog, Write
 from nixl_tiers.tiers.base import Move
 
 TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
@@ -58,10 +59,10 @@ MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this e
 class TierStatus:
     """What the mover of one storage tier last reported. Guarded by the coordinator's lock."""
 
-    def __init__(self, name: str, config: StorageConfig) -> None:
+    def __init__(self, name: str, config: StorageConfig, write: Write) -> None:
         self.name = name
         self.capacity = config.capacity  # bytes
-        self.log = TierLog(name, config.place, format_size(config.capacity))
+        self.log = TierLog(name, config.place, format_size(config.capacity), write)
         self.answered = False  # opened, down or refused since the current namespace was sent
         self.refusal = ""  # why the tier can never work as configured
         self.used_bytes = 0
@@ -96,7 +97,11 @@ class MoverLink:
     ) -> None:
         """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
         self.namespace = namespace
-        self.tiers = [TierStatus(name, tier) for name, tier in zip(config.names, config.storage, strict=True)]
+        self._log_queue = LogQueue()
+        self.tiers = [
+            TierStatus(name, tier, self._log_queue.put)
+            for name, tier in zip(config.names, config.storage, strict=True)
+        ]
         self.changed: threading.Condition = changed
         self._core = core
         self._row_bytes = region.geometry.row_bytes
@@ -141,7 +146,7 @@ class MoverLink:
         status = self.tiers[tier]
         if isinstance(message, Listed) and message.last and message.epoch == self.namespace.epoch:
             take_steps(self._core.events.listing_ends(tier), self.changed)
-        with self.changed:
+        with self._locked():
             now = self._clock()
             match message:
                 case Finished():
@@ -175,16 +180,16 @@ class MoverLink:
                 case Down():
                     status.answered = True
                     self._core.events.down(tier, now)
-                    self.on_problem(tier, message.reason)
+                    status.log.down(message.reason, now)
                 case Refused():
                     status.answered = True
                     status.refusal = message.reason
                     self._core.events.down(tier, now)
-                    self.on_problem(tier, message.reason)
+                    status.log.down(message.reason, now)
             self.changed.notify_all()
 
     def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
-        with self.changed:
+        with self._locked():
             if message.epoch == self.namespace.epoch:
                 steps = self._core.events.table_listed(tier, table, message.newest)
             else:
@@ -192,20 +197,20 @@ class MoverLink:
         take_steps(steps, self.changed)
 
     def on_problem(self, tier: int, reason: str) -> None:
-        with self.changed:
+        with self._locked():
             self.tiers[tier].log.down(reason, self._clock())
 
     def on_log_line(self, tier: int, level: int, text: str) -> None:
-        with self.changed:
+        with self._locked():
             self.tiers[tier].log.line(level, text)
 
     def on_killed(self, tier: int) -> None:
-        with self.changed:
+        with self._locked():
             self._core.events.killed(tier, self._clock())
             self.changed.notify_all()
 
     def on_reaped(self, tier: int) -> None:
-        with self.changed:
+        with self._locked():
             self.tiers[tier].log.mover_lost()
             self._core.events.lost(tier, self._clock())
             self.changed.notify_all()
@@ -213,7 +218,7 @@ class MoverLink:
     def on_tick(
         self, received_s: float, send_credits: Sequence[int]
     ) -> tuple[list[tuple[int, ToMover]], dict[int, str], float]:
-        with self.changed:
+        with self._locked():
             now = self._clock()
             self._core.expire(received_s)
             for index, free in zip(self._core.tiers, send_credits, strict=True):
@@ -242,6 +247,15 @@ class MoverLink:
         return messages, overdue, 0.0 if unfinished or garbage else TICK_S if busy else IDLE_S
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock; what is to be logged is written after its release."""
+        try:
+            with self.changed:
+                yield
+        finally:
+            self._log_queue.write()
 
     def _touches(self, now: float) -> list[tuple[int, ToMover]]:
         """The rows used lately, in at most one packet a tier every `_touch_s`. Takes the lock for a part at a time."""

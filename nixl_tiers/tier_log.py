@@ -2,13 +2,17 @@
 
 A tier that fails, fails for every job and at every restart of its mover; a line for each would bury the one that
 gives the reason. Times (`now`) are readings of the caller's clock, in seconds.
+
+Lines are made while the coordinator's lock is held, and written after its release: standard error may be a pipe that
+nobody reads, and would stop the scheduler.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker
@@ -25,10 +29,31 @@ LISTING_S: Final = 10.0  # between two lines about a listing that is still runni
 _DIRECTIONS: Final = {Direction.LOAD: "loads from", Direction.STORE: "stores to"}
 
 
+Write = Callable[[int, str], None]
+"""Takes a level of `logging` and a line."""
+
+
+class LogQueue:
+    """Lines of all tiers, in order. `put` with the lock held, `write` without it."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[int, str]] = deque()
+
+    def put(self, level: int, line: str) -> None:
+        self._lines.append((level, line))
+
+    def write(self) -> None:
+        """Log what has been put. An error of a logging handler costs its line only."""
+        while self._lines:
+            with contextlib.suppress(Exception):
+                log.log(*self._lines.popleft())
+
+
 class Outage:
     """Logs when something begins to fail and when it works again; of what flaps, less and less often."""
 
-    def __init__(self, fails: str, works: str) -> None:
+    def __init__(self, fails: str, works: str, write: Write) -> None:
+        self._write = write
         self.lasts = False
         self._fails = fails
         self._works = works
@@ -46,10 +71,10 @@ class Outage:
             self._steady_s = min(max(STEADY_S, 2 * self._steady_s), RELAPSE_S) if again else 0.0
             self.lasts, self._since, self._reasons = True, now, {reason}
             note = f" (again; not logged again until it has worked for {self._steady_s:g} s)" if again else ""
-            log.warning("nixl_tiers: %s: %s%s", self._fails, reason, note)
+            self._write(logging.WARNING, f"nixl_tiers: {self._fails}: {reason}{note}")
         elif reason not in self._reasons and len(self._reasons) <= REASONS:
             self._reasons.add(reason)
-            log.info("nixl_tiers: %s, another reason: %s", self._fails, reason)
+            self._write(logging.INFO, f"nixl_tiers: {self._fails}, another reason: {reason}")
 
     def end(self, now: float) -> None:
         """It works. May be called as often as that is seen."""
@@ -61,18 +86,20 @@ class Outage:
         """Log the end of an outage once it has worked for long enough. Call it periodically."""
         if self.lasts and self._works_since is not None and now - self._works_since >= self._steady_s:
             self.lasts, self._ended_at = False, now
-            log.warning("nixl_tiers: %s after %.0f s", self._works, self._works_since - self._since)
+            lasted_s = self._works_since - self._since
+            self._write(logging.WARNING, f"nixl_tiers: {self._works} after {lasted_s:.0f} s")
 
 
 class TierLog:
     """Of one tier. `place` and `capacity` appear in the line at the start."""
 
-    def __init__(self, name: str, place: str, capacity: str) -> None:
+    def __init__(self, name: str, place: str, capacity: str, write: Write) -> None:
+        self._write = write
         self._where = f"{name} tier ({place}, {capacity})"
         self._name = name
-        self._tier = Outage(f"the {self._where} is down", f"the {name} tier is up again")
+        self._tier = Outage(f"the {self._where} is down", f"the {name} tier is up again", write)
         self._circuits = {
-            direction: Outage(f"{words} the {name} tier fail", f"{words} the {name} tier work again")
+            direction: Outage(f"{words} the {name} tier fail", f"{words} the {name} tier work again", write)
             for direction, words in _DIRECTIONS.items()
         }
         self._episodes = dict.fromkeys(Direction, 0)
@@ -92,25 +119,25 @@ class TierLog:
         """The tier is up and all its `rows` are listed. Only the first time is logged."""
         if not self._listed:
             self._listed = True
-            log.info("nixl_tiers: the %s is up, %d rows found", self._where, rows)
+            self._write(logging.INFO, f"nixl_tiers: the {self._where} is up, {rows} rows found")
 
     def listing(self, rows: int, now: float) -> None:
         """The tier is being listed, with `rows` so far: one line every LISTING_S."""
         if now >= self._listing_at:
             self._listing_at = now + LISTING_S
-            log.info(
-                "nixl_tiers: the %s tier is still being listed: %s rows so far; a row that is not listed yet is a miss",
-                self._name,
-                f"{rows:,}",
+            self._write(
+                logging.INFO,
+                f"nixl_tiers: the {self._name} tier is still being listed: {rows:,} rows so far; "
+                "a row that is not listed yet is a miss",
             )
 
     def denied(self, denials: Mapping[str, str]) -> None:
         """What the medium denies now: one line for each kind of request when that begins, and one when it ends."""
         before, self.denials = self.denials, denials
         for kind in denials.keys() - before.keys():
-            log.warning("nixl_tiers: the %s tier: %s", self._name, denials[kind])
+            self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {denials[kind]}")
         for kind in before.keys() - denials.keys():
-            log.warning("nixl_tiers: the %s tier: %s is no longer denied", self._name, kind)
+            self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {kind} is no longer denied")
 
     def mover_lost(self) -> None:
         """The tier's mover is dead: the next one finds out again what is denied."""
@@ -149,4 +176,4 @@ class TierLog:
         if len(self._lines) > LINES:
             self._lines.popitem(last=False)
         if not (repeated and self._tier.lasts):
-            log.log(level, "nixl_tiers: %s mover: %s", self._name, text)
+            self._write(level, f"nixl_tiers: {self._name} mover: {text}")

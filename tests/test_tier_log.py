@@ -19,7 +19,7 @@ def caplog_info(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.fixture
 def tier() -> TierLog:
-    return TierLog("s3", "s3://bucket/prefix", "10TiB")
+    return TierLog("s3", "s3://bucket/prefix", "10TiB", logging.getLogger("nixl_tiers.tier_log").log)
 
 
 def test_a_start_logs_one_line(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
