@@ -99,8 +99,7 @@ class MoverLink:
         self.namespace = namespace
         self._log_queue = LogQueue()
         self.tiers = [
-            TierStatus(name, tier, self._log_queue.put)
-            for name, tier in zip(config.names, config.storage, strict=True)
+            TierStatus(name, tier, self._log_queue.put) for name, tier in zip(config.names, config.storage, strict=True)
         ]
         self.changed: threading.Condition = changed
         self._core = core

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import Final, NoReturn
 
@@ -40,6 +41,7 @@ def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
     Never returns, never unwinds: an interpreter that tears NIXL down may wait for dead servers, or crash.
     """
     status = 1
+    threading.excepthook = _thread_failed
     try:
         _run(socket_fd, region_fd, parent)
         status = 0
@@ -49,6 +51,13 @@ def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
         with contextlib.suppress(OSError):  # the scheduler's process, which reads it, may be gone
             sys.stderr.flush()
         os._exit(status)
+
+
+def _thread_failed(failed: threading.ExceptHookArgs) -> NoReturn:
+    """A tier whose thread has ended would wait for it for ever. The next mover begins anew."""
+    name = "?" if failed.thread is None else failed.thread.name
+    logger.error("the thread %s failed: %s", name, failed.exc_type.__name__, exc_info=failed.exc_value)
+    os._exit(1)
 
 
 def _run(socket_fd: int, region_fd: int, parent: int) -> None:

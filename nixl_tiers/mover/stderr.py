@@ -11,7 +11,7 @@ from typing import Final
 
 READ_BYTES: Final = 64 << 10  # in one call
 LINE_BYTES: Final = 2000  # longer lines are cut
-LAST_LINES: Final = 20  # not in our log format, kept to explain the mover's death
+LAST_LINES: Final = 20  # errors, and what is not in our log format: kept to explain the mover's death
 
 FORMAT: Final = "nixl_tiers mover[%s] %%(levelname)s: %%(message)s"
 _OURS: Final = re.compile(r"nixl_tiers mover\[[^\]]*\] ([A-Z]+): (.*)")
@@ -35,8 +35,8 @@ def secrets_of(environment: Mapping[str, str], names: Iterable[str]) -> list[str
 
 
 class Stderr:
-    """The reading end of the pipe. `last`: the last LAST_LINES lines that are not in our log format (tracebacks,
-    libraries)."""
+    """The reading end of the pipe. `last`: the last LAST_LINES lines that are errors, without their tracebacks, or not
+    in our log format (libraries)."""
 
     def __init__(self, fd: int, secrets: Iterable[str]) -> None:
         os.set_blocking(fd, False)
@@ -75,6 +75,8 @@ class Stderr:
         ours = _OURS.fullmatch(text)
         level = logging.getLevelNamesMapping().get(ours[1]) if ours else None
         if ours and level is not None:
+            if level >= logging.ERROR:
+                self.last.append(ours[2].partition(" | ")[0])
             return level, ours[2]
         text = _SECRET_FIELD.sub(r"\1***", text)
         self.last.append(text)

@@ -13,7 +13,9 @@ import os
 import selectors
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -57,10 +59,11 @@ class Handler(Protocol):
         """The tier's mover has logged a line."""
 
     def on_killed(self, tier: int) -> None:
-        """The tier's mover is being killed. No message of it follows; transfers may still write to its rows."""
+        """The tier's mover is being killed. No message of it follows; transfers may still write to its rows. Called
+        again if it raises."""
 
     def on_reaped(self, tier: int) -> None:
-        """The tier's mover is dead and reaped."""
+        """The tier's mover is dead and reaped. Called again if it raises."""
 
     def on_tick(
         self, received_s: float, send_credits: Sequence[int]
@@ -76,7 +79,8 @@ class Supervisor:
     """Keeps one mover alive for each storage tier and carries messages both ways.
 
     `reopen`, `wake` and `close` may be called from any thread; everything else happens on the supervisor's own. That
-    thread ends with `close` and for no other reason: an error about a mover ends that mover only.
+    thread ends with `close` and for no other reason: an error about a mover ends that mover only, any other error ends
+    all of them, since it is unknown what they have not been sent. New ones are started as after any death.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Supervisor:
         self._accepted: set[int] = set()  # tiers that ever accepted their configuration
         self._refused: set[int] = set()  # not started again
         self._spawn_at: dict[int, float] = {}
+        self._reports: deque[Callable[[], None]] = deque()  # calls of the handler that it has not applied yet
         self._logged: set[str] = set()
         self._stopping = False
         self.turns = 0
@@ -176,6 +181,7 @@ class Supervisor:
             self.turns += 1
             try:
                 self._wait(wait_s)
+                self._report()
                 now = self._clock()
                 # Before deadlines are judged: messages may have come while this thread, or this process, did not run.
                 for tier, mover in enumerate(self._movers):
@@ -184,7 +190,10 @@ class Supervisor:
                 wait_s = self._step(now)
             except Exception as error:  # noqa: BLE001 (whatever it is: without this thread all tiers are lost)
                 self._log_once("the supervisor", error)
-                wait_s = IDLE_S
+                for tier, mover in enumerate(self._movers):
+                    if mover is not None:
+                        self._end(tier, mover, f"the supervisor failed ({type(error).__name__})")
+                wait_s = 0.0
                 time.sleep(TICK_S)  # it may be raised again at once
         self._release()
 
@@ -260,9 +269,9 @@ class Supervisor:
             return
         try:
             mover = Child(self._configures[tier], self._region_fd, self._clock)
-        except OSError as error:
-            self._handler.on_problem(tier, f"its mover cannot be started: {error}")
+        except Exception as error:  # noqa: BLE001 (whatever it is: the tier must not stay without a mover for ever)
             self._spawn_at[tier] = self._backoff[tier].died(self._clock())
+            self._handler.on_problem(tier, f"its mover cannot be started: {error}")
             return
         self._to_open.discard(tier)
         mover.send(self._open)
@@ -280,8 +289,8 @@ class Supervisor:
 
     def _receive(self, tier: int, mover: Child) -> None:
         exited = mover.exited  # checked first: messages that it sent before it exited count
-        self._relay_log(tier, mover)
         try:
+            self._relay_log(tier, mover)
             for message, table in mover.receive():
                 if isinstance(message, (Opened, Down)):
                     self._accepted.add(tier)
@@ -302,13 +311,27 @@ class Supervisor:
             self._reap(tier, mover)
 
     def _kill(self, tier: int, mover: Child, why: str) -> None:
+        self._end(tier, mover, why)
+        self._report()
+
+    def _end(self, tier: int, mover: Child, why: str) -> None:
+        """Kill it; the handler is told by `_report`."""
         if mover.killed:
             return
-        self._handler.on_problem(tier, f"its mover is killed: {why}")
         mover.kill()
         self._backoff[tier].killed(self._clock())
         self._stop_reading(mover)
-        self._handler.on_killed(tier)
+        self._reports += (
+            partial(self._handler.on_problem, tier, f"its mover is killed: {why}"),
+            partial(self._handler.on_killed, tier),
+        )
+
+    def _report(self) -> None:
+        """Have the handler apply what has happened to movers. What raises is tried again at the next turn, before any
+        other mover is started: its rows would stay pinned for ever."""
+        while self._reports:
+            self._reports[0]()
+            self._reports.popleft()
 
     def _relay_log(self, tier: int, mover: Child) -> None:
         """Pass on the lines that it has written to its standard error."""
@@ -323,18 +346,20 @@ class Supervisor:
             self._selector.unregister(mover.socket)
 
     def _reap(self, tier: int, mover: Child) -> None:
+        self._movers[tier] = None
+        if not self._stopping and tier not in self._refused:
+            if not mover.killed:
+                last = "; its last lines: " + " | ".join(mover.stderr.last) if mover.stderr.last else ""
+                why = f"its mover ended with {mover.process.returncode}{last}"
+                self._reports.append(partial(self._handler.on_problem, tier, why))
+            self._spawn_at[tier] = self._backoff[tier].died(self._clock())
+        self._reports.append(partial(self._handler.on_reaped, tier))
         self._stop_reading(mover)
         self._selector.unregister(mover.pidfd)
         if mover.stderr.fd in self._selector.get_map():  # a process that it has started holds the other end
             self._selector.unregister(mover.stderr.fd)
         mover.close()
-        self._movers[tier] = None
-        if not self._stopping and tier not in self._refused:
-            if not mover.killed:
-                last = "; its last lines: " + " | ".join(mover.stderr.last) if mover.stderr.last else ""
-                self._handler.on_problem(tier, f"its mover ended with {mover.process.returncode}{last}")
-            self._spawn_at[tier] = self._backoff[tier].died(self._clock())
-        self._handler.on_reaped(tier)
+        self._report()
 
     def _log_once(self, where: str, error: Exception) -> None:
         """One line for each place and type of error."""

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
@@ -99,6 +100,55 @@ def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: Ho
     terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1)
     s3_tier.LEASE_TERMS = terms  # type: ignore[misc]
     return s3_tier.S3Tier(config, geometry, region)
+
+
+class FailingFileConfig(FileConfig):
+    """A file tier in which the method `fails` ("module:Class.method") raises once, when the file `failed` is not there
+    yet."""
+
+    type: str
+    fails: str
+    failed: Path
+    label: ClassVar[str] = "file"
+    implementation: ClassVar[str] = f"{__name__}:with_failing_thread"  # type: ignore[misc,assignment]
+
+
+class FailingS3Config(S3Config):
+    """The same of an S3 tier."""
+
+    type: str
+    fails: str
+    failed: Path
+    label: ClassVar[str] = "s3"
+    implementation: ClassVar[str] = f"{__name__}:with_failing_thread"
+
+
+def with_failing_thread(
+    config: FailingFileConfig | FailingS3Config, geometry: Geometry, region: HostRegion
+) -> StorageTier:
+    _plant_failure(config)
+    if isinstance(config, S3Config):
+        place = S3Config.implementation
+    else:
+        slabs = config.layout == "slabs"
+        place = "nixl_tiers.tiers.slab.tier:SlabTier" if slabs else "nixl_tiers.tiers.rowfile.tier:RowFileTier"
+    tier = import_object(place)(config, geometry, region)
+    assert isinstance(tier, StorageTier)
+    return tier
+
+
+def _plant_failure(config: FailingFileConfig | FailingS3Config) -> None:
+    owner, _, name = config.fails.rpartition(".")
+    planted_in = import_object(owner)
+    original = getattr(planted_in, name)
+
+    def fail_once(*arguments: Any, **named: Any) -> Any:
+        if not config.failed.exists():
+            config.failed.touch()
+            raise ZeroDivisionError
+        return original(*arguments, **named)
+
+    setattr(planted_in, name, fail_once)
 
 
 def dies_at_start(config: StubConfig, geometry: Geometry, region: HostRegion) -> StorageTier:

@@ -214,6 +214,7 @@ class RowFileTier(StorageTier):
         """Begin to delete what is too old: the next listing finds out what is gone. A reader deletes nothing."""
         age_s = self._config.max_age
         if age_s is not None and self._config.write != "off" and self._sweeping.done():
+            self._sweeping.result()  # an error of it ends this mover
             now_s = self._directory.server_time.now_s()
             self._sweeping = self._sweeper.submit(self._evictor.expire, now_s, age_s)
         return iter(())

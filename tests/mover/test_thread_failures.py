@@ -1,0 +1,174 @@
+"""An unexpected error on any background thread: the tier is down with a sentence, and comes up again by itself.
+
+Threads of a mover end it, whatever they do; so a new thread is safe without a test of its own here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nixl_tiers
+from nixl_tiers.cascade.events import Events
+from nixl_tiers.chunk import Key
+from nixl_tiers.mover.child import Child
+from nixl_tiers.mover.stderr import Stderr
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing.servers import S3Server
+from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config
+from tests.support.load import get, put
+from tests.support.waiting import until, until_up
+
+SIZE = 60_000
+KEYS: list[Key] = [b"key-%d" % number for number in range(8)]
+CPU = {"type": "cpu", "capacity": 4 << 20}
+
+
+@pytest.fixture(autouse=True)
+def _levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nixl_tiers")
+
+
+def some_marked(names: Iterable[str], unmarked: set[str]) -> list[object]:
+    """All, marked `faults` (run by `make faults` only) unless in `unmarked`: each starts two movers."""
+    return [pytest.param(name, marks=[] if name in unmarked else pytest.mark.faults) for name in names]
+
+
+def is_down(caplog: pytest.LogCaptureFixture, reason: str) -> bool:
+    return any(message.startswith("nixl_tiers: the") and reason in message for message in caplog.messages)
+
+
+def serves(store: TieredStore) -> bool:
+    """Whether the tier holds what is stored now."""
+    until_up(store)
+    put(store, KEYS)
+    return store.flush(60) and None not in store.locate(KEYS)
+
+
+# --- threads of movers ------------------------------------------------------------------------------------------------
+
+FILE_THREADS = {
+    "journal": ("slabs", "nixl_tiers.tiers.slab.journal:Journal._commit_pending"),
+    "seal-scan": ("slabs", "nixl_tiers.tiers.slab.recovery:SealScan._run"),
+    "scanner": ("files", "nixl_tiers.tiers.rowfile.scanner:DirScanner._scan"),
+}
+
+
+def _ends(store: TieredStore, caplog: pytest.LogCaptureFixture, thread: str) -> None:
+    reason = f"its mover ended with 1; its last lines: the thread {thread} failed: ZeroDivisionError"
+    until(lambda: is_down(caplog, reason), "the sentence")
+    assert serves(store)
+
+
+@pytest.mark.parametrize("thread", some_marked(FILE_THREADS, unmarked={"journal"}))
+def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, thread: str
+) -> None:
+    layout, method = FILE_THREADS[thread]
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20, "layout": layout}
+    if thread == "seal-scan":  # it runs where the journal is lost
+        with nixl_tiers.open({"tiers": [CPU, tier]}, SIZE, "n") as store:
+            assert serves(store)
+        for journal in (tmp_path / "kv").rglob("*journal*"):
+            journal.unlink()
+    kind = f"{FailingFileConfig.__module__}:{FailingFileConfig.__name__}"
+    tier |= {"type": kind, "fails": method, "failed": str(tmp_path / "failed")}
+    with nixl_tiers.open({"tiers": [CPU, tier], "ready_s": 0}, SIZE, "n") as store:
+        put(store, KEYS)
+        _ends(store, caplog, thread)
+
+
+S3_THREADS = {
+    "nixl_tiers-s3-control": "nixl_tiers.tiers.s3.control:S3Control._next",
+    "nixl_tiers-lease": "nixl_tiers.tiers.s3.lease:PrefixLease._step",
+    "nixl_tiers-janitor": "nixl_tiers.tiers.s3.janitor:Janitor._renew",
+}
+
+
+@pytest.fixture
+def objects(
+    moto: S3Server,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> dict[str, Any]:
+    """Of an S3 tier on a prefix of its own."""
+    s3_credentials(moto)
+    return {"bucket": s3_bucket(moto), "endpoint": moto.endpoint, "prefix": s3_prefix, "capacity": 64 << 20}
+
+
+@pytest.mark.parametrize("thread", some_marked(S3_THREADS, unmarked=set()))
+def test_an_error_on_a_thread_of_an_s3_tier_ends_its_mover(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: dict[str, Any], thread: str
+) -> None:
+    kind = f"{FailingS3Config.__module__}:{FailingS3Config.__name__}"
+    shared = thread == "nixl_tiers-janitor"
+    tier = objects | {"type": kind, "fails": S3_THREADS[thread], "failed": str(tmp_path / "failed"), "shared": shared}
+    with nixl_tiers.open({"tiers": [CPU, tier], "ready_s": 0}, SIZE, "n") as store:
+        _ends(store, caplog, thread)
+
+
+# --- the supervisor's thread, which applies what movers report --------------------------------------------------------
+
+FAILED = "its mover is killed: the supervisor failed (ZeroDivisionError)"
+NOT_APPLIED = "its mover is killed: its message could not be applied"
+SUPERVISED: dict[str, tuple[type, str, str]] = {
+    "deadlines": (Events, "expire", FAILED),
+    "a plan": (Events, "plan", FAILED),
+    "existence checks": (Events, "plan_checks", FAILED),
+    "the end of a job": (Events, "finished", NOT_APPLIED),
+    "a listing": (Events, "listed", NOT_APPLIED),
+    "an opened tier": (Events, "opened", NOT_APPLIED),
+    "log lines": (Stderr, "read", NOT_APPLIED),
+    "the start of a mover": (Child, "__init__", "its mover cannot be started: "),
+    "a kill": (Events, "killed", NOT_APPLIED),
+    "a death": (Events, "lost", "its mover ended with -9"),
+}
+
+
+@pytest.fixture
+def fails_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type, str], list[bool]]]:
+    """Makes a method raise at its next call. The list says whether it has."""
+
+    def plant(owner: type, name: str) -> list[bool]:
+        original, failed = getattr(owner, name), list[bool]()
+
+        def fail_once(*arguments: Any, **named: Any) -> Any:
+            if not failed:
+                failed.append(True)
+                raise ZeroDivisionError
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, fail_once)
+        return failed
+
+    return plant
+
+
+@pytest.mark.parametrize("what", some_marked(SUPERVISED, unmarked={"a plan", "the end of a job", "a death"}))
+def test_an_error_on_the_supervisors_thread_ends_its_movers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_once: Callable[[type, str], list[bool]], what: str
+) -> None:
+    owner, method, reason = SUPERVISED[what]
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20}
+    with nixl_tiers.open({"tiers": [CPU, tier], "wait_s": 600}, SIZE, "n") as store:
+        assert serves(store)
+        failed = fails_once(owner, method)
+        if what in {"the start of a mover", "a death", "an opened tier", "a listing"}:
+            pid = store.coordinator.mover_pids[0]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        elif what == "a kill":
+            fails_once(Events, "finished")
+        put(store, [b"another"])
+        until(lambda: failed, "the error")
+        until(lambda: is_down(caplog, reason), "the sentence")
+        assert serves(store)
+        assert get(store, KEYS) == ([True] * len(KEYS), [])  # no request waits for what has been lost
+        assert store.coordinator.backlog() == 0
