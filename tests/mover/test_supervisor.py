@@ -236,7 +236,7 @@ def test_a_mover_that_dies_at_its_start_is_logged_with_its_last_lines_without_se
     recorder = Recorder()
     with HostRegion.create(GEOMETRY, 4) as region:
         configure = Configure(
-            {"type": "tests.mover.stub_tiers:StubConfig", "stub": "dies_at_start"}, 1, 60_000, 1, 4, (536870923, 1)
+            {"type": "tests.mover.stub_tiers:StubConfig", "stub": "dies_at_start"}, 1, 60_000, 1, 4, KEY_HASH
         )
         supervisor = Supervisor([configure], ["stub"], region.fd, recorder, time.monotonic)
         before = len(list(Path("/proc/self/fd").iterdir()))
