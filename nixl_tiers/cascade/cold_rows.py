@@ -34,7 +34,10 @@ class ColdRows:
         self._changes: list[Key] = []  # rows that were removed from these since the merge began
 
     def __contains__(self, key: Key) -> bool:
-        return bool(self.tables) and any(table.find(key) is not None for table in self.tables)
+        for table in self.tables:  # noqa: SIM110 (a generator takes longer than a table)
+            if table.find(key) is not None:
+                return True
+        return False
 
     def __len__(self) -> int:
         return sum(map(len, self.tables))
