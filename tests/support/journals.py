@@ -22,7 +22,11 @@ class Record(NamedTuple):
 
 def records(journal: Path) -> dict[int, Record]:
     """The valid records by slot."""
-    raw = journal.read_bytes()
+    return records_of(journal.read_bytes())
+
+
+def records_of(raw: bytes) -> dict[int, Record]:
+    """The valid records in the contents of a journal."""
     header = Header.read(raw)
     if header is None:
         return {}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Final
 
@@ -23,7 +24,8 @@ from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, JournalFile
-from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, Records, decode, encode, tag_of, tags_of
+from nixl_tiers.tiers.slab.journal_listing import Listing, older_duplicates
+from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode, tag_of, tags_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +49,12 @@ class Journal:
         self._rewrite_at_s = 0.0
         self._rewriting = np.zeros(0, np.int64)  # those of them whose turn it is; for the journal's thread
         self._overwriting: set[int] = set()  # slots that the file does not show as unknown yet
+        self._without_room: dict[int, bytes | None] = {}  # as `_pending`, beyond the end of a file that cannot grow
+        self._grow_at_s = 0.0
         self._closing = False
         self._failing = False
+        self._distrusted = False  # the header says that records are missing
+        self._defect = ""  # which has ended the thread
         self.tags = np.zeros(slots, np.uint64)
         """By slot: a hash of the key that it holds; 0: none. For the caller's thread, complete after `list_rows`."""
         self.sealed_at = np.zeros(slots, np.uint32)
@@ -59,7 +65,7 @@ class Journal:
         self._recorded = np.zeros(slots, np.bool_)  # the file may have a valid record
         self._stored: NDArray[np.bool_] | None = np.zeros(slots, np.bool_)  # changed while old rows are being listed
         self._reading = True
-        self._listing = _Listing(np.ones(slots, np.bool_) if allocated is None else allocated)
+        self._listing = Listing(np.ones(slots, np.bool_) if allocated is None else allocated)
         self.complete = False
         """Whether it knows every row. `mark_complete` makes it true."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -128,12 +134,17 @@ class Journal:
                 self._stored[slot] = True
 
     def may_overwrite(self, slots: Iterable[int]) -> bool:
-        """Whether the file no longer records the content of these slots before `start_overwrite`. That takes a write;
-        if the file cannot be written, it is not waited for.
+        """Whether the file no longer records the content of these slots before `start_overwrite`. That takes a write,
+        which is not waited for while writes fail and the header says so.
 
-        A row that is written earlier would be lost to a crash: the file would have another key for its slot.
+        A row that is written earlier would be lost to a crash: the file would have another key for its slot. Or, worse,
+        the file would say that the slot is empty, and nothing would ever erase the row.
         """
-        return self._failing or self._overwriting.isdisjoint(slots)
+        return self._overwriting.isdisjoint(slots) or (self._failing and self._distrusted)
+
+    def denies(self, slot: int) -> bool:
+        """Whether `may_overwrite` cannot hold for this slot, as not even the header can be written."""
+        return self._failing and not self._distrusted and slot in self._overwriting
 
     def touch(self, slots: Sequence[int] | NDArray[np.int64], ticks: Sequence[int] | NDArray[np.int64]) -> None:
         """The rows in these slots, each named once, were used at these ticks. Slots that hold no row are skipped. It is
@@ -189,8 +200,9 @@ class Journal:
         self.complete = True
 
     def problem(self) -> str:
-        """Whether its file was deleted, replaced or cut short, as a sentence, or "". On any thread. Raises OSError."""
-        return self._file.problem()
+        """Whether its file was deleted, replaced or cut short, or its thread has ended, as a sentence, or "". On any
+        thread. Raises OSError."""
+        return self._defect or self._file.problem()
 
     def close(self) -> None:
         """Write what is pending, as far as the medium allows, and close the file."""
@@ -229,18 +241,29 @@ class Journal:
     # --- the journal's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        closing = False
-        while not closing:
-            closing = self._wait()
-            try:
-                self._step(closing=closing)
-                self._failing = False
-            except OSError as error:
-                if not self._failing:
-                    reason = f"{self._file.path} cannot be written ({describe(error)})"
-                    self._log_once.report("write", f"{reason}: what is stored now may be lost at a restart")
-                self._failing = True
-        self._file.close(flush=not self._failing and (self._file.trusted or self.complete))
+        try:
+            closing = False
+            while not closing:
+                closing = self._wait()
+                self._turn(closing=closing)
+        except Exception as error:  # without its thread nothing could be listed or stored: the tier is opened again
+            logger.exception("%s: the journal's thread has failed", self._file.path)
+            self._defect = f"the thread of {self._file.path} has failed ({type(error).__name__}: {error})"
+        right = not self._failing and not self._defect and (self._file.trusted or self.complete)
+        self._file.close(flush=right)
+
+    def _turn(self, *, closing: bool) -> None:
+        try:
+            self._step(closing=closing)
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                reason = f"{self._file.path} cannot be written ({describe(error)})"
+                self._log_once.report("write", f"{reason}: what is stored now may be lost at a restart")
+            with suppress(OSError):
+                self._file.distrust()
+                self._distrusted = True
+            self._failing = True
 
     def _wait(self) -> bool:
         """Wait for work, and then up to _COMMIT_S for more of it, to write together; whether to close."""
@@ -248,7 +271,8 @@ class Journal:
             if self._failing:
                 self._lock.wait_for(lambda: self._closing, _RETRY_S)
             elif not self._reading and not len(self._rewriting):
-                self._lock.wait_for(lambda: self._closing or self._pending or self._rewrites)
+                growing_s = max(0.0, self._grow_at_s - time.monotonic()) if self._without_room else None
+                self._lock.wait_for(lambda: self._closing or self._pending or self._rewrites, growing_s)
                 if self._pending:
                     self._lock.wait_for(
                         lambda: self._closing or self._overwriting or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S
@@ -266,6 +290,9 @@ class Journal:
             self._read_some()
             if not closing:
                 break
+        if self._without_room and (closing or time.monotonic() >= self._grow_at_s):
+            self._retry(self._without_room)
+            self._without_room = {}
         while self._commit_pending():
             pass
         while self._commit_rewrites(now=closing) and closing:
@@ -285,9 +312,11 @@ class Journal:
             found = decode(np.zeros(len(slots), RECORD), slots, file.salt)
             self._recorded[slots] = True
         listing.add(found)
-        believed = found.valid & listing.allocated[slots]
+        allocated = listing.allocated[slots]
+        believed = found.valid & allocated
         with self._lock:
             self._recorded[slots] |= found.valid
+            self._rewrite(slots[found.valid & ~allocated])  # their slabs have gone: not to count for other bytes
             if self._stored is not None:
                 believed &= ~self._stored[slots]
             self.sealed_at[slots[believed]] = found.sealed_at[believed]
@@ -307,7 +336,7 @@ class Journal:
                     self._drop(slot)
         rows = np.flatnonzero(self.tags != 0)  # not of the column itself: it changes meanwhile
         tags, ticks = self.tags[rows], self._ticks[rows]
-        for slot in rows[_older_duplicates(tags, ticks, self.sealed_at[rows])].tolist():
+        for slot in rows[older_duplicates(tags, ticks, self.sealed_at[rows])].tolist():
             with self._lock:
                 if not self.was_stored(slot):
                     self._drop(slot)
@@ -321,16 +350,22 @@ class Journal:
                 del self._pending[slot]
         slots = np.array(sorted(batch), np.int64)
         try:
-            self._write(slots, [batch[slot] for slot in slots.tolist()])
+            without_room = self._write(slots, [batch[slot] for slot in slots.tolist()])
         except OSError:
-            with self._lock:
-                for slot, key in batch.items():
-                    if self._pending.get(slot) is None:
-                        self._pending[slot] = key
+            self._retry(batch)
             raise
+        for slot in without_room.tolist():
+            self._without_room[slot] = batch[slot]
+            self._grow_at_s = time.monotonic() + _RETRY_S
         with self._lock:
             self._overwriting -= batch.keys() - self._pending.keys()
         return bool(batch)
+
+    def _retry(self, changes: Mapping[int, bytes | None]) -> None:
+        with self._lock:
+            for slot, key in changes.items():
+                if self._pending.get(slot) is None:  # else there is a newer one
+                    self._pending[slot] = key
 
     def _commit_rewrites(self, *, now: bool) -> bool:
         """Write some of what may wait, if it is due; whether there is more."""
@@ -345,10 +380,11 @@ class Journal:
         self._rewriting = self._rewriting[CHUNK_RECORDS:]
         return bool(len(self._rewriting)) or (now and bool(self._rewrites))
 
-    def _write(self, slots: NDArray[np.int64], new_keys: Sequence[bytes | None]) -> None:
-        """Write the records of sorted slots as the columns have them now. `new_keys`: those that the file may lack."""
+    def _write(self, slots: NDArray[np.int64], new_keys: Sequence[bytes | None]) -> NDArray[np.int64]:
+        """Write the records of sorted slots as the columns have them now. `new_keys`: those that the file may lack.
+        Returns the slots that lack a record because the file cannot grow."""
         if not len(slots):
-            return
+            return slots
         file = self._file
         with self._lock:
             tags, ticks, sealed_at = self.tags[slots], self._ticks[slots], self.sealed_at[slots]
@@ -363,42 +399,9 @@ class Journal:
         records = encode(slots, keys, ticks, sealed_at, file.salt)
         records[~known] = np.zeros((), RECORD)
         written = known | (slots < file.records)
-        file.write(slots[written], records[written])
+        if full := file.write(slots[written], records[written]):
+            reason = f"{file.path} cannot grow ({full})"
+            self._log_once.report("full", f"{reason}: at a restart, seals are read of what is stored now")
         with self._lock:
             self._recorded[slots[~known]] = False
-
-
-class _Listing:
-    """What was read at open, until it is listed. `removed`: (slot, tag) of rows that were removed before."""
-
-    def __init__(self, allocated: NDArray[np.bool_]) -> None:
-        self.allocated = allocated
-        self.removed: list[tuple[int, int]] = []
-        self.order: NDArray[np.int64] | None = None  # slots, least recently used first; None: not all is read
-        self.keys: list[tuple[bytes, int, bytes]] = []  # by chunk: lengths of keys, bytes from one to the next, keys
-
-    def add(self, found: Records) -> None:
-        width = int(found.lengths.max(initial=0))
-        padded = found.keys.view(np.uint8).reshape(len(found.keys), -1)[:, :width]
-        self.keys.append((found.lengths.tobytes(), width, padded.tobytes()))
-
-    def key(self, slot: int) -> bytes:
-        chunk, place = divmod(slot, CHUNK_RECORDS)
-        lengths, width, keys = self.keys[chunk]
-        return keys[place * width : place * width + lengths[place]]
-
-    def clear(self) -> None:
-        self.keys.clear()
-        self.order, self.allocated = np.zeros(0, np.int64), np.zeros(0, np.bool_)
-
-
-def _older_duplicates(
-    tags: NDArray[np.uint64], ticks: NDArray[np.int64], sealed_at: NDArray[np.uint32]
-) -> NDArray[np.int64]:
-    """Places of rows whose key another row has that was used later, or sealed later."""
-    order = np.argsort(tags)
-    (same,) = np.nonzero(tags[order[1:]] == tags[order[:-1]])
-    among = np.unique(order[np.concatenate([same, same + 1])])
-    among = among[np.lexsort((sealed_at[among], ticks[among], tags[among]))]
-    older: NDArray[np.int64] = among[:-1][tags[among[1:]] == tags[among[:-1]]]
-    return older
+        return slots[known & (slots >= file.records)]

@@ -37,6 +37,7 @@ _MAGIC: Final = b"nixljrnl"
 _VERSION: Final = 1
 _BESIDE_BYTES: Final = 64 << 10  # the header, and what a file system adds
 _EXTENT_BYTES: Final = 1 << 20  # by which the file grows
+_NO_BOOT: Final = bytes(16)  # no machine's
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -124,30 +125,38 @@ class JournalFile:
         runs = [self._read_run(int(run[0]), len(run)) for run in _runs(slots)]
         return decode(np.concatenate([np.zeros(0, RECORD), *runs]), slots, self.salt)
 
-    def write(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> None:
+    def write(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> str:
         """Write the records of these slots, which are sorted; neighbours together. Makes room for them; where there is
-        none (a full disk), those that have room are written before it raises."""
+        none (a full disk), those from `self.records` on are not written. Returns why, or ""."""
         if not len(slots):
-            return
+            return ""
         if not self._marked_open:
+            self._mark_open()
+        full = self._extend(PAGE + RECORD_BYTES * (int(slots[-1]) + 1))
+        start = 0
+        for run in _runs(slots[slots < self.records]):
+            self._write_at(records[start : start + len(run)].tobytes(), PAGE + RECORD_BYTES * int(run[0]))
+            start += len(run)
+        return full
+
+    def distrust(self) -> None:
+        """Not all changes can be written: the next open is to treat the file as after a power failure."""
+        self._header = self._header._replace(boot=_NO_BOOT)
+        if self._marked_open:
             self._write_header(self._header)
-            os.fdatasync(self._descriptor)  # else a power failure could leave the old header over new records
-            self._marked_open = True
-        try:
-            self._extend(PAGE + RECORD_BYTES * (int(slots[-1]) + 1))
-        finally:
-            start = 0
-            for run in _runs(slots[slots < self.records]):
-                self._write_at(records[start : start + len(run)].tobytes(), PAGE + RECORD_BYTES * int(run[0]))
-                start += len(run)
+        else:
+            self._mark_open()
 
     def close(self, *, flush: bool) -> None:
         """`flush`: its records are right, and all were written; make them durable, and say so in the header. Does not
         raise."""
-        with suppress(OSError):
+        try:
             if flush and self._marked_open:
                 os.fdatasync(self._descriptor)
                 self._write_header(self._header._replace(flushed=True))
+        except OSError:  # the page cache may forget what the disk has not taken
+            with suppress(OSError):
+                self.distrust()
         os.close(self._descriptor)
 
     def _read_header(self) -> Header | None:
@@ -157,21 +166,28 @@ class JournalFile:
             logger.warning("%s cannot be read (%s): starting with an empty one", self.path, error.strerror)
             return None
 
+    def _mark_open(self) -> None:
+        self._write_header(self._header)
+        os.fdatasync(self._descriptor)  # else a power failure could leave the old header over new records
+        self._marked_open = True
+
     def _write_header(self, header: Header) -> None:
         self._write_at(header.pack(), 0)
         self._bytes = max(self._bytes, PAGE)
 
-    def _extend(self, nbytes: int) -> None:
-        """Allocate the file up to here, and some more, as slots are used in ascending order."""
+    def _extend(self, nbytes: int) -> str:
+        """Allocate the file up to here, and some more, as slots are used in ascending order. Returns why that is not
+        possible, or ""."""
         if nbytes <= self._bytes:
-            return
+            return ""
         end = min(-(-nbytes // _EXTENT_BYTES) * _EXTENT_BYTES, PAGE + RECORD_BYTES * self._slots)
         failed = fallocate(self._descriptor, self._bytes, end - self._bytes)
         if failed == errno.EOPNOTSUPP:
             os.ftruncate(self._descriptor, end)
         elif failed:
-            raise OSError(failed, os.strerror(failed), str(self.path))
+            return os.strerror(failed)
         self._bytes = end
+        return ""
 
     def _read_run(self, first: int, count: int) -> NDArray[np.void]:
         raw = os.pread(self._descriptor, count * RECORD_BYTES, PAGE + first * RECORD_BYTES)

@@ -217,10 +217,12 @@ class SlabTier(StorageTier):
 
     def _admit_store(self, unit: Unit) -> bool:
         """Stores that need a new extent wait for it, and for each other."""
-        served, slots = self._served, {move.slot for move in unit.moves}
-        slabs = served.slabs
-        if self._growth is not None or not served.journal.may_overwrite(slots) or served.erasing & slots:
-            return False
+        served = self._served
+        slabs, journal = served.slabs, served.journal
+        unit.end_each(lambda move: Outcome.FAILED if journal.denies(move.slot) else None)
+        slots = {move.slot for move in unit.moves}
+        if self._growth is not None or not journal.may_overwrite(slots) or served.erasing & slots:
+            return not unit.moves
         unit.end_each(lambda move: None if 0 <= move.slot < slabs.layout.slots else Outcome.FAILED)
         lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]
         if not lacking:

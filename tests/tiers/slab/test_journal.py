@@ -20,7 +20,7 @@ from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import NAME, journal_bytes
+from nixl_tiers.tiers.slab.journal_file import NAME, JournalFile, journal_bytes
 from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode
 from tests.mover.harness import wait_until
 from tests.support.journals import overwrite_record, records, rows
@@ -189,6 +189,7 @@ def test_rows_without_room_in_a_slab_are_not_listed(folder: Folder) -> None:
     journal = Journal(folder, 4, np.arange(4) < 2)
     assert [entry.slot for entry in listed(journal)] == [0, 1]
     journal.close()
+    assert reopened(folder, 4).keys() == {0, 1}  # also when new slabs have room for the others
 
 
 def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> None:
@@ -411,8 +412,9 @@ def test_journal_that_cannot_be_written_stops_no_store(
     journal = opened(folder)
     journal.put(1, b"a", 1, NOW)
     assert wait_until(lambda: 1 in rows(folder.path / NAME))
+    write = os.pwrite
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", failing)
+        patch.setattr(os, "pwrite", lambda fd, raw, at: failing() if at else write(fd, raw, at))
         journal.start_overwrite(1)
         assert wait_until(lambda: journal.may_overwrite([1]))
         journal.put(1, b"b", 2, NOW)
@@ -421,6 +423,69 @@ def test_journal_that_cannot_be_written_stops_no_store(
     journal.close()
     assert reopened(folder) == {1: (b"b", 3)}
     assert caplog.text.count("what is stored now may be lost at a restart") == 1
+
+
+@pytest.mark.parametrize("end", ["closed", "killed", "flush fails"])
+def test_empty_slots_are_unknown_after_an_io_error(folder: Folder, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """In the same boot: the file says that a slot is empty which has got a row since."""
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.01)
+    write = os.pwrite
+    journal = opened(folder, 4)
+    journal.mark_complete()
+    journal.mark_erased(1)
+    assert wait_until(lambda: 1 in records(folder.path / NAME))
+    if end == "flush fails":
+        journal.put(2, b"a", 1, NOW)
+        assert wait_until(lambda: 2 in records(folder.path / NAME))
+        monkeypatch.setattr(os, "fdatasync", failing)
+    else:
+        monkeypatch.setattr(os, "pwrite", lambda fd, raw, at: failing() if at else write(fd, raw, at))
+        journal.start_overwrite(1)
+        assert wait_until(lambda: journal.may_overwrite([1]))
+        journal.put(1, b"a", 1, NOW)
+    raw = (folder.path / NAME).read_bytes()
+    journal.close()
+    monkeypatch.undo()
+    if end == "killed":
+        (folder.path / NAME).write_bytes(raw)
+    journal = opened(folder, 4)
+    assert journal.unknown_slots()[1]
+    journal.close()
+
+
+def test_slot_is_not_overwritten_while_not_even_the_header_can_be_written(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.01)
+    journal = opened(folder, 4)
+    journal.put(1, b"a", 1, NOW)
+    assert wait_until(lambda: 1 in rows(folder.path / NAME))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing)
+        journal.start_overwrite(1)
+        assert wait_until(lambda: journal.denies(1))
+        assert not journal.may_overwrite([1])
+        assert journal.may_overwrite([2])  # of which the file has no record
+    assert wait_until(lambda: journal.may_overwrite([1]))
+    assert not journal.denies(1)
+    journal.close()
+
+
+def test_defect_of_the_thread_is_a_problem(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the listing would never end."""
+    monkeypatch.setattr(JournalFile, "read", lambda *_: 1 // 0)
+    journal = Journal(folder, 4)
+    journal.put(1, b"a", 1, NOW)
+    journal.close()
+    journal = Journal(folder, 4)
+    assert wait_until(lambda: bool(journal.problem()))
+    assert "ZeroDivisionError" in journal.problem()
+    assert caplog.text.count("the journal's thread has failed") == 1
+    journal.close()
+    monkeypatch.undo()
+    assert reopened(folder, 4) == {1: (b"a", 1)}
 
 
 def test_journal_that_cannot_grow_records_what_has_room(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

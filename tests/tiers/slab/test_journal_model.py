@@ -25,10 +25,12 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import NAME, JournalFile
+from nixl_tiers.tiers.slab.journal_file import NAME, Header, JournalFile
+from tests.support.journals import records, records_of
 
 SLOTS = 6
 SECTOR = 512
+TORN = b"not a row"
 KEYS = [b"key-%d" % number * (1 + number % 3) for number in range(8)]
 
 slots = st.integers(0, SLOTS - 1)
@@ -41,6 +43,7 @@ class Disk:
     def __init__(self) -> None:
         self.durable = b""
         self.writes: list[tuple[int, bytes]] = []  # since the last flush
+        self.denies = ""  # "records" or "all": such writes are I/O errors
 
     def lose_power(self, choose: Callable[[int], int]) -> bytes:
         """The file afterwards. `choose(n)`: a number below n."""
@@ -60,11 +63,13 @@ class Disk:
 
 
 class RecordedFile(JournalFile):
-    """Keeps what it writes in `disk`."""
+    """Keeps what it writes in `disk`, which may deny it."""
 
     disk: Disk
 
     def _write_at(self, raw: bytes, offset: int) -> None:
+        if self.disk.denies == "all" or (self.disk.denies == "records" and offset):
+            raise OSError(5, "Input/output error")
         super()._write_at(raw, offset)
         self.disk.writes.append((offset, raw))
 
@@ -83,7 +88,10 @@ class StepThread:
 
 
 class JournalModel(RuleBasedStateMachine):
-    """`bytes_in`: the key whose bytes are in each slot. `held`: what the caller knows of each slot."""
+    """`bytes_in`: the key whose bytes are in each slot. `held`: what the caller knows of each slot.
+
+    While the journal's thread runs, the caller may act whenever that thread is about to take the lock (`interrupt`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,10 +106,18 @@ class JournalModel(RuleBasedStateMachine):
         self.tick = 1
         self.ticks: dict[int, int] = {}
         self.overwriting: dict[int, bytes] = {}
-        self.certain = True  # no power failure: nothing that was recorded may be forgotten
+        self.right = True  # the file: all was written since the last power failure or I/O error
+        self.interrupts: list[tuple[int, Callable[[], None]]] = []
         RecordedFile.disk = self.disk
         self.patches = pytest.MonkeyPatch()
-        threads = SimpleNamespace(Thread=StepThread, Condition=threading.Condition)
+        model = self
+
+        class Lock(threading.Condition):  # type: ignore[misc]  # named so to be the model's
+            def __enter__(self) -> bool:
+                model._before_lock()
+                return super().__enter__()
+
+        threads = SimpleNamespace(Thread=StepThread, Condition=Lock)
         self.patches.setattr(journal_module, "threading", threads)
         self.patches.setattr(journal_module, "JournalFile", RecordedFile)
         self.patches.setattr(journal_file, "boot_id", lambda: self.boot.to_bytes(16, "big"))
@@ -115,6 +131,14 @@ class JournalModel(RuleBasedStateMachine):
 
     def _flushed(self, descriptor: int) -> None:
         self.disk.durable, self.disk.writes = (self.path / NAME).read_bytes(), []
+
+    def _before_lock(self) -> None:
+        if self.interrupts:
+            (count, act), *later = self.interrupts
+            self.interrupts = [] if not count else [(count - 1, act), *later]
+            if not count:
+                act()
+                self.interrupts = later
 
     def teardown(self) -> None:
         self.patches.undo()
@@ -144,7 +168,7 @@ class JournalModel(RuleBasedStateMachine):
         assert not any(unknown[slot] for slot in found)
         for slot in np.flatnonzero(unknown).tolist():
             key = self.bytes_in.get(slot)
-            if key:
+            if key and key != TORN:
                 if self.journal.duplicates([key]).any():
                     self.journal.mark_garbage(slot, self.tick)
                 else:
@@ -152,7 +176,7 @@ class JournalModel(RuleBasedStateMachine):
                     self.journal.put(slot, key, self.tick, self.tick)
         # After a kill: no row over other bytes, and none that was held is lost but to a later copy. A row may still be
         # recorded that was erased just before.
-        if self.certain:
+        if self.right:
             assert all(self.bytes_in[slot] in (key, b"") for slot, key in found.items())
             assert set(self.held.values()) <= set(found.values())
         self.journal.mark_empty(np.ones(SLOTS, np.bool_), self.tick)
@@ -163,7 +187,6 @@ class JournalModel(RuleBasedStateMachine):
                 self.held[slot] = key
             else:
                 self.journal.remove(slot, key)
-        self.certain = True
         self.overwriting.clear()
         self.tick += 1
 
@@ -181,8 +204,7 @@ class JournalModel(RuleBasedStateMachine):
         """From begin to end."""
         self.begin_stores(chosen)
         self.write()
-        self.transfer()
-        self.end_stores()
+        self.finish_stores()
         if written:
             self.write()
 
@@ -191,6 +213,7 @@ class JournalModel(RuleBasedStateMachine):
         """Of all that may be made now."""
         for slot, key in self.overwriting.items():
             if self.journal.may_overwrite([slot]):
+                assert self.journal._failing or slot not in records(self.path / NAME)
                 self.bytes_before[slot] = self.bytes_in.get(slot, b"")
                 self.bytes_in[slot] = key
 
@@ -202,6 +225,10 @@ class JournalModel(RuleBasedStateMachine):
                 self.journal.put(slot, key, self.tick, self.tick)
                 self.held[slot] = key
                 self.tick += 1
+
+    def finish_stores(self) -> None:
+        self.transfer()
+        self.end_stores()
 
     @rule(slot=slots)
     def remove(self, slot: int) -> None:
@@ -220,18 +247,65 @@ class JournalModel(RuleBasedStateMachine):
         self.journal.touch(sorted(touched), [self.tick] * len(touched))
         self.tick += 1
 
-    @rule()
+    @rule(
+        acts=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["begin", "finish", "remove"])), max_size=4),
+        data=st.data(),
+    )
+    def write_while_the_caller_acts(self, acts: list[tuple[int, str]], data: st.DataObject) -> None:
+        """A turn of the journal's thread, interrupted: (how often it takes the lock before, what the caller does)."""
+        chosen = data.draw(st.dictionaries(slots, keys, min_size=1))
+        calls = {
+            "begin": lambda: self.begin_stores(chosen),
+            "finish": self.finish_stores,
+            "remove": lambda: self.remove(min(chosen)),
+        }
+        self.interrupts = [(pause, calls[act]) for pause, act in acts]
+        self.write()
+        self.interrupts = []
+
+    @rule(chosen=st.dictionaries(slots, keys, min_size=1), pauses=st.tuples(st.integers(0, 4), st.integers(0, 6)))
+    def store_in_one_turn(self, chosen: dict[int, bytes], pauses: tuple[int, int]) -> None:
+        """Of the journal's thread: over rows that it is about to write."""
+        self.touch(set(chosen))
+        self.interrupts = [(pauses[0], lambda: self.begin_stores(chosen)), (pauses[1], self.finish_stores)]
+        self.write()
+        self.interrupts = []
+
     def write(self) -> None:
-        """A turn of the journal's thread."""
         self.journal._rewrite_at_s = 0.0
-        self.journal._step(closing=False)
+        self.journal._turn(closing=False)
+        self.right = not self.journal._failing and (self.right or not self.disk.denies)
+
+    @rule(what=st.sampled_from(["", "records", "all"]))
+    def deny_writes(self, what: str) -> None:
+        self.disk.denies = what
+
+    @rule(
+        chosen=st.dictionaries(slots, keys, min_size=1),
+        what=st.sampled_from(["records", "all"]),
+        how=st.sampled_from(["closed", "killed"]),
+        data=st.data(),
+    )
+    def store_over_erased_slots_and_fail(
+        self, chosen: dict[int, bytes], what: str, how: str, data: st.DataObject
+    ) -> None:
+        for slot in chosen:
+            self.erase(slot)
+        self.write()
+        self.deny_writes(what)
+        self.begin_stores(chosen)
+        self.write()
+        self.finish_stores()
+        self.open_again(how, data)
 
     @rule(how=st.sampled_from(["closed", "killed", "power", "damaged"]), data=st.data())
     def open_again(self, how: str, data: st.DataObject) -> None:
         if how in {"closed", "damaged"}:
             self.journal.close()
+            self.right = not self.journal._failing and (self.right or not self.disk.denies)
         else:
             os.close(self.journal._file._descriptor)
+        self.disk.denies = ""
         file = self.path / NAME
         if how == "damaged":  # somebody writes over a part of it
             raw = bytearray(file.read_bytes())
@@ -241,11 +315,11 @@ class JournalModel(RuleBasedStateMachine):
         if how == "power" and file.exists():
             file.write_bytes(self.disk.lose_power(lambda n: data.draw(st.integers(0, n - 1))))
             self.boot += 1
-            self.certain = False
+            self.right = False
             for slot in range(SLOTS):  # slabs are not flushed either
                 lost = data.draw(st.sampled_from(["", "", "to the bytes before", "torn"]))
-                if lost:
-                    self.bytes_in[slot] = self.bytes_before.get(slot, b"") if lost != "torn" else b""
+                if lost and self.bytes_in.get(slot):
+                    self.bytes_in[slot] = self.bytes_before.get(slot, b"") if lost != "torn" else TORN
         if how in {"power", "damaged"} and file.exists():
             self.disk.durable, self.disk.writes = file.read_bytes(), []
         self._open()
@@ -257,8 +331,24 @@ class JournalModel(RuleBasedStateMachine):
             key = self.held.get(slot)
             assert self.journal.holds(slot, key) if key else not self.journal.tags[slot]
             if self.bytes_in.get(slot) and slot not in self.overwriting:
-                assert self.journal.sealed_at[slot] or not self.held.get(slot)
+                assert self.journal.sealed_at[slot], "bytes that nothing will erase"
+
+    @precondition(lambda self: self.right)
+    @invariant()
+    def file_is_right_for_a_kill_now(self) -> None:
+        raw = (self.path / NAME).read_bytes()
+        header = Header.read(raw)
+        if header is None:
+            return
+        trusted = header.flushed or header.boot == journal_file.boot_id()
+        for slot, record in records_of(raw).items():
+            there = self.bytes_in.get(slot, b"")
+            if record.key:
+                assert there in (record.key, b"")
+            elif trusted:
+                assert slot not in self.held
+                assert record.sealed_at or not there, "bytes that nothing will erase"
 
 
 TestJournal = JournalModel.TestCase
-TestJournal.settings = settings(max_examples=30, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
+TestJournal.settings = settings(max_examples=50, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
