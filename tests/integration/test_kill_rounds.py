@@ -69,13 +69,14 @@ class Medium:
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
     if request.param != "s3":
         capacity = FILES_BYTES if request.param == "files" else 4 << 20
-        yield Medium({"type": "file", "layout": request.param, "path": str(tmp_path / "kv"), "capacity": capacity})
+        kind = "tests.mover.stub_tiers:FastScanConfig" if request.param == "files" else "file"
+        yield Medium({"type": kind, "layout": request.param, "path": str(tmp_path / "kv"), "capacity": capacity})
         return
     moto: MotoServer = request.getfixturevalue("moto")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
     request.getfixturevalue("s3_credentials")(moto)
     kind = "tests.mover.stub_tiers:ShortLeaseConfig"  # or each round would wait for its predecessor's lease to expire
-    tier = {"type": kind, "lease_s": 2.0, "bucket": bucket(moto), "prefix": request.getfixturevalue("s3_prefix")}
+    tier = {"type": kind, "lease_s": 1.2, "bucket": bucket(moto), "prefix": request.getfixturevalue("s3_prefix")}
     yield Medium(tier | {"endpoint": moto.endpoint, "capacity": MOST_ROWS * ROW}, moto)
 
 

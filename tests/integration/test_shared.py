@@ -13,7 +13,8 @@ from tests.support.waiting import until, until_up
 
 
 def test_another_engine_hits_stored_rows_unless_the_salt_differs(tmp_path: Path) -> None:
-    files = {"type": "file", "layout": "files", "path": str(tmp_path / "kv"), "capacity": 32 * MIB}
+    kind = "tests.mover.stub_tiers:FastScanConfig"
+    files = {"type": kind, "layout": "files", "path": str(tmp_path / "kv"), "capacity": 32 * MIB}
     shared: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": 4 * MIB}, files], "wait_s": 120.0}
     keys, rows = chunks(80, 64 * KIB)  # more than a host tier holds
     with (

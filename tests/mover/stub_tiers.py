@@ -61,6 +61,21 @@ def paused_listing(config: PausedListingConfig, geometry: Geometry, region: Host
     return PausedListing(config, geometry, region)
 
 
+class FastScanConfig(FileConfig):
+    """Row files, whose tier looks for the changes of others often."""
+
+    type: str
+    label: ClassVar[str] = "file"
+    implementation: ClassVar[str] = f"{__name__}:row_files_with_fast_scan"
+
+
+def row_files_with_fast_scan(config: FastScanConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
+    from nixl_tiers.tiers.rowfile import tier
+
+    tier.RELIST_S = 0.2  # type: ignore[misc]
+    return tier.RowFileTier(config, geometry, region)
+
+
 class FastJanitorConfig(S3Config):
     """An S3 tier whose janitor has short intervals."""
 
@@ -243,7 +258,7 @@ class ShortWatchdog(InstantTier):
     def open(self, namespace: bytes, epoch: int) -> int:
         from nixl_tiers.mover import watchdog
 
-        watchdog.TIMEOUT_S = 3.0  # type: ignore[misc]
+        watchdog.TIMEOUT_S = 1.5  # type: ignore[misc]
         return super().open(namespace, epoch)
 
 
@@ -253,8 +268,8 @@ class HangsWithInterpreterLock(InstantTier):
     def store(self, moves: Sequence[Move]) -> int:
         from nixl_tiers.mover import watchdog
 
-        watchdog.TIMEOUT_S = 4.0  # type: ignore[misc]
-        self._hang_at_s = time.monotonic() + 2.0
+        watchdog.TIMEOUT_S = 2.0  # type: ignore[misc]
+        self._hang_at_s = time.monotonic() + 1.0
         return 1
 
     def poll(self) -> list[FinishedBatch]:

@@ -226,7 +226,7 @@ def test_the_watchdog_spares_a_process_that_was_stopped(tmp_path: Path) -> None:
             while mover.heartbeats < before + 3:
                 mover.expect(lambda m: isinstance(m, Heartbeat))
             os.kill(mover.process.pid, signal.SIGSTOP)
-            time.sleep(5.0)  # longer than the timeout
+            time.sleep(2.5)  # longer than the timeout
             os.kill(mover.process.pid, signal.SIGCONT)
         assert mover.store(range(2)) == [Outcome.OK] * 2
 

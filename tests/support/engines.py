@@ -47,7 +47,7 @@ def open_store(tier: Tier) -> TieredStore:
 
 
 def name_of(tier: Tier) -> str:
-    return "s3" if "bucket" in tier else str(tier["type"])
+    return "s3" if "bucket" in tier else "file"
 
 
 def found_in(store: TieredStore, numbers: Iterable[int]) -> set[int]:
