@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from nixl_tiers.cascade.cold_table import ColdTable, Steps
-from nixl_tiers.cascade.spill import spill_steps
+from nixl_tiers.cascade.spill import cancel_steps, spill_steps
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.key_hash import KeyHash
@@ -21,7 +21,8 @@ from nixl_tiers.memory.row_table import Rows, RowTable, RowTableError
 
 log = logging.getLogger(__name__)
 
-REST_S: Final = 1.0  # after each pass: a spill that finds all rows pinned must not be tried again at once
+REST_S: Final = 1.0  # after each spill of a tier: one that finds all rows pinned must not be tried again at once
+FAILED_REST_S: Final = 60.0
 PAUSE_S: Final = 0.0002  # between two steps, so that a thread that waits for the lock gets it
 
 
@@ -33,42 +34,48 @@ class IndexSpill:
         self._tiers = tiers
         self._lock = lock
         self._running = False
-        self._rest_until_s = 0.0
+        self._rest_until_s = [0.0] * len(tiers)
 
     def wake(self) -> None:
         """Start the thread if there is something to do. Call it with the lock held."""
-        wanted = any(tier.needs_spill or tier.cold.has_retired for tier in self._tiers)
-        if wanted and not self._running and time.monotonic() >= self._rest_until_s:
+        if not self._running and any(tier.cold.has_retired or self._spills(tier) for tier in self._tiers):
             self._running = True
             threading.Thread(target=self._run, name="nixl_tiers index", daemon=True).start()
+
+    def _spills(self, tier: TierIndex) -> bool:
+        return tier.needs_spill and time.monotonic() >= self._rest_until_s[tier.number]
 
     def _run(self) -> None:
         try:
             for tier in self._tiers:
                 with self._lock:
-                    retired = tier.take_retired()
+                    retired, spills = tier.take_retired(), self._spills(tier)
                 for each in retired:
                     each.close()
-                take_steps(spill_steps(tier, self._build), self._lock)
-        except Exception:  # the index works without it, and only grows
-            log.exception("nixl_tiers: the rows of a tier could not be moved into a table")
-            self._rest_until_s = float("inf")
+                if spills:
+                    self._spill(tier)
         finally:
             with self._lock:
                 self._running = False
-                self._rest_until_s = max(self._rest_until_s, time.monotonic() + REST_S)
+
+    def _spill(self, tier: TierIndex) -> None:
+        rest_s = REST_S
+        try:
+            take_steps(spill_steps(tier, self._build), self._lock)
+        except Exception as error:  # the index works without it, and only grows
+            expected = isinstance(error, MemoryError | RowTableError)
+            log.warning("nixl_tiers: no table for the rows of %s: %r", tier.spec.name, error, exc_info=not expected)
+            rest_s = FAILED_REST_S
+            take_steps(cancel_steps(tier), self._lock)
+        self._rest_until_s[tier.number] = time.monotonic() + rest_s
 
     def _build(
         self, keys: Sequence[Key], slots: Sequence[int], ticks: Sequence[int], sources: Sequence[ColdTable]
-    ) -> RowTable | None:
+    ) -> RowTable:
         rows = Rows()
         rows.add(keys, slots, ticks)
         tables = [table for table in sources if isinstance(table, RowTable)]
-        try:
-            return RowTable.build(rows, tables, key_hash=self.key_hash)
-        except (MemoryError, RowTableError) as error:
-            log.warning("nixl_tiers: %d rows stay in the index: %s", len(keys), error)
-            return None
+        return RowTable.build(rows, tables, key_hash=self.key_hash)
 
 
 def take_steps(steps: Steps, lock: threading.Condition) -> None:

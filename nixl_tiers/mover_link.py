@@ -145,6 +145,9 @@ class MoverLink:
         status = self.tiers[tier]
         if isinstance(message, Listed) and message.last and message.epoch == self.namespace.epoch:
             take_steps(self._core.events.listing_ends(tier), self.changed)
+        elif isinstance(message, Opened):
+            self._on_opened(tier, message)
+            return
         with self._locked():
             now = self._clock()
             match message:
@@ -166,12 +169,6 @@ class MoverLink:
                             status.log.listed(len(self._core.tiers[tier].slots))
                 case ExistenceChecked():
                     self._core.events.existence_checked(tier, message.check_id, message.absent, now)
-                case Opened():
-                    self._check_slots(status, message.slots)
-                    if message.epoch == self.namespace.epoch:
-                        status.answered = True
-                        self._core.events.opened(tier, message.slots)
-                        status.log.up(now)
                 case Slots():
                     self._check_slots(status, message.slots)
                     if message.epoch == self.namespace.epoch:
@@ -186,6 +183,19 @@ class MoverLink:
                     self._core.events.down(tier, now)
                     status.log.down(message.reason, now)
             self.changed.notify_all()
+
+    def _on_opened(self, tier: int, message: Opened) -> None:
+        status = self.tiers[tier]
+        self._check_slots(status, message.slots)
+        with self._locked():
+            if message.epoch != self.namespace.epoch:
+                return
+            steps = self._core.events.opens(tier, message.slots)
+        take_steps(steps, self.changed)
+        with self._locked():
+            if message.epoch == self.namespace.epoch:
+                status.answered = True
+                status.log.up(self._clock())
 
     def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
         with self._locked():

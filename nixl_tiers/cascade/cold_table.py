@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 from nixl_tiers.chunk import Key
@@ -22,6 +23,17 @@ def take_all(steps: Steps) -> None:
 def remove_all(table: ColdTable, keys: Iterable[Key]) -> None:
     for key in keys:
         table.remove(key)
+
+
+def replay(table: ColdTable, changes: list[Key], batch: int) -> Steps:
+    """Remove all of `changes` from `table`, to which keys are added meanwhile: the last of them when the last step is
+    taken."""
+    replayed = 0
+    while len(changes) > replayed + batch:
+        some = changes[replayed:]
+        replayed += len(some)
+        yield partial(remove_all, table, some)
+    remove_all(table, changes[replayed:])
 
 
 class Retired(Protocol):

@@ -8,6 +8,7 @@ from typing import Final
 from nixl_tiers.cascade.cold_table import ColdTable, Steps, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.cascade.health import Health
+from nixl_tiers.cascade.listing import add_table, begin_listing, end_listing
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
@@ -39,10 +40,12 @@ class Events:
 
     def opened(self, tier: int, slots: int) -> None:
         """A mover serves this tier (again), with room for `slots` rows; the rows that it holds are listed next."""
-        index = self._state.tiers[tier]
-        index.clear_deletes()
-        index.state = TierState.LISTING
-        index.resize(slots)
+        take_all(self.opens(tier, slots))
+
+    def opens(self, tier: int, slots: int) -> Steps:
+        """`opened`, step by step: it may have room for fewer rows than before. Nothing of the tier is a hit, and
+        nothing is planned for it, before the last step."""
+        return begin_listing(self._state.tiers[tier], slots)
 
     def resized(self, tier: int, slots: int) -> None:
         """The tier has room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
@@ -65,12 +68,12 @@ class Events:
         on. No other event of this tier may come before the last step."""
         index = self._state.tiers[tier]
         self._listed_tick(index, newest)
-        return index.add_cold(table)
+        return add_table(index, table)
 
     def listing_ends(self, tier: int) -> Steps:
         """To be done before the last `listed`, if that is not to take long: rows of before the tier was opened again
         are retired."""
-        return self._state.tiers[tier].end_listing()
+        return end_listing(self._state.tiers[tier])
 
     def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
         """An existence check was answered: what it found was listed before this, `absent` is not there."""

@@ -12,18 +12,18 @@ the index stays there (`TierIndex` calls `keep`), and the log of these is all th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.cascade.cold_table import ColdTable, Steps, remove_all
+from nixl_tiers.cascade.cold_table import ColdTable, Steps, replay
+from nixl_tiers.cascade.eviction.lru import LeafFirstLru
 from nixl_tiers.chunk import Key
 
 if TYPE_CHECKING:
     from nixl_tiers.cascade.tier_index import TierIndex
 
-Build = Callable[[Sequence[Key], Sequence[int], Sequence[int], Sequence[ColdTable]], ColdTable | None]
-"""A table of keys, slots and ticks, but for those in slot NO_SLOT, and of what is left in other tables; None if there
-is no memory for it. Called without the lock, while rows of both may be removed."""
+Build = Callable[[Sequence[Key], Sequence[int], Sequence[int], Sequence[ColdTable]], ColdTable]
+"""A table of keys, slots and ticks, but for those in slot NO_SLOT, and of what is left in other tables. Called without
+the lock, while rows of both may be removed. If it raises, take `cancel_steps`."""
 
 NO_SLOT: Final = 0xFFFFFFFF
 
@@ -31,7 +31,8 @@ NO_SLOT: Final = 0xFFFFFFFF
 class Spill:
     """The rows that one spill moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: TierIndex) -> None:
+        self._index = index
         self.keys: list[Key] = []
         self.slots: list[int] = []  # NO_SLOT: the row stays in the index
         self.ticks: list[int] = []
@@ -41,12 +42,45 @@ class Spill:
         self.cancelled = False
         self._coldest = 0  # no row before this place is leaving
 
-    def add(self, key: Key, slot: int, tick: int) -> None:
-        """This row of the index leaves it."""
-        self.leaving[key] = len(self.keys)
-        self.keys.append(key)
-        self.slots.append(slot)
-        self.ticks.append(tick)
+    def collect(self, count: int) -> bool:
+        """Have up to `count` rows leave the index, the coldest first; whether there are more. Rows stay that are being
+        moved or evicted, are suspects, or have uses that the medium has not heard of."""
+        index = self._index
+        missing = len(index.index) - len(self.leaving) - index.limits.hot_rows // 2
+        if self.cancelled or missing <= 0 or not isinstance(index.policy, LeafFirstLru):
+            return False
+        rows = index.policy.pop(min(count, missing), self._must_stay)
+        for key, tick in rows:
+            self.leaving[key] = len(self.keys)
+            self.keys.append(key)
+            self.slots.append(index.index[key].slot)
+            self.ticks.append(tick)
+        return bool(rows)
+
+    def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
+        """The new table serves from now on in place of `sources`, unless the spill was cancelled."""
+        if self.cancelled:
+            self._index.cold.retire(table)
+        else:
+            self.table = table
+            self._index.cold.serve(table, sources)
+
+    def settle(self, count: int) -> bool:
+        """Up to `count` rows leave the index for the new table; or they stay, if there is none. Whether there are more:
+        else the spill has ended. A spill that is neither cancelled nor has a table is left alone."""
+        index = self._index
+        if index.spill is not self or (self.table is None and not self.cancelled):
+            return False
+        table = self.table if self.table in index.cold.tables else None
+        for _ in range(min(count, len(self.leaving))):
+            key, place = self.leaving.popitem()
+            if table is not None and table.find(key) is not None:
+                del index.index[key]
+            else:
+                index.policy.add(key, self.ticks[place])
+        if not self.leaving:
+            index.spill = None
+        return index.spill is not None
 
     def keep(self, key: Key) -> int:
         """This row does not leave the index, or leaves it for good; returns its tick."""
@@ -66,6 +100,10 @@ class Spill:
             self._coldest += 1
         return self.keys[self._coldest], self.ticks[self._coldest]
 
+    def _must_stay(self, key: Key) -> bool:
+        index = self._index
+        return index.is_pinned(key) or index.denylist.is_suspect(key) or key in index.recent_uses
+
 
 def spill_steps(index: TierIndex, build: Build) -> Steps:
     """One spill of `index`, if it needs one. Only one at a time may be under way. It is cancelled when the tier is
@@ -73,24 +111,30 @@ def spill_steps(index: TierIndex, build: Build) -> Steps:
     if not index.needs_spill:
         return
     batch = index.limits.rows_per_slice
-    spill = index.begin_spill()
-    while index.collect_for_spill(spill, batch):
+    spill = index.spill = Spill(index)
+    while spill.collect(batch):
         yield None
     spill.changes = []
     sources = index.cold.begin_merge(len(spill.leaving), spill.changes)
-    built: list[ColdTable | None] = []
+    built: list[ColdTable] = []
     yield lambda: built.append(build(spill.keys, spill.slots, spill.ticks, sources))
-    table = built[0]
-    if table is None:
-        spill.cancelled = True
-    else:
-        replayed = 0
-        while len(spill.changes) > replayed + batch:
-            some = spill.changes[replayed:]
-            replayed = len(spill.changes)
-            yield partial(remove_all, table, some)
-        remove_all(table, spill.changes[replayed:])
-        index.serve_spilled(spill, table, sources)
+    (table,) = built
+    yield from replay(table, spill.changes, batch)
+    spill.serve(table, sources)
     index.cold.end_merge()
-    while index.settle_spill(batch):
+    while spill.settle(batch):
+        yield None
+
+
+def cancel_steps(index: TierIndex) -> Steps:
+    """Instead of the steps that are left of a spill."""
+    index.cold.end_merge()
+    if index.spill is not None:
+        index.spill.cancelled = True
+    yield from settle_steps(index)
+
+
+def settle_steps(index: TierIndex) -> Steps:
+    """End a spill whose table serves, or that was cancelled; one whose table is being built is left alone."""
+    while index.spill is not None and index.spill.settle(index.limits.rows_per_slice):
         yield None

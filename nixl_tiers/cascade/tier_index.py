@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
 from nixl_tiers.cascade.cold_rows import ColdRows
-from nixl_tiers.cascade.cold_table import ColdTable, Retired, Steps, remove_all, take_all
+from nixl_tiers.cascade.cold_table import Retired
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.denylist import Denylist
 from nixl_tiers.cascade.eviction import make_policy
@@ -50,6 +48,7 @@ class TierIndex:
     policy: EvictionPolicy = field(init=False)
     slots: SlotCount = field(init=False)
     spill: Spill | None = None  # the one that is under way
+    warmed: list[Key] | None = None  # while a listed table is added: rows that moved from older ones into `index`
     jobs: dict[int, Job] = field(default_factory=dict)
     dead: deque[DeadJobs] = field(default_factory=deque)  # of movers that were killed or have died, the oldest first
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
@@ -145,7 +144,7 @@ class TierIndex:
         if missing <= 0:
             return []
         # Victims that were selected before go first; they are lost if they were not written below yet.
-        victims = list(islice((key for key in self.evicting if not self._is_pinned(key)), missing))
+        victims = list(islice((key for key in self.evicting if not self.is_pinned(key)), missing))
         victims += self._take_coldest(missing - len(victims))
         for key in victims:
             self._evict(key)
@@ -165,7 +164,7 @@ class TierIndex:
         that was removed. One that is known in another slot, or finds no slot, is deleted there."""
         entry = self._entry(key)
         if slot < 0:
-            if entry is not None and not self._is_pinned(key):
+            if entry is not None and not self.is_pinned(key):
                 self.invalidate(key, entry)
                 self.counters.removed += 1
             return
@@ -179,41 +178,6 @@ class TierIndex:
         self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
         self.counters.found += 1
-
-    def add_cold(self, table: ColdTable) -> Steps:
-        """Many rows that the medium lists, in place of those that were stale: it listed them before it was opened
-        again. The core owns `table` from now on: it is retired if the tier is cleared before the last step."""
-        return self._add_cold(table, self.cold.clears)
-
-    def _add_cold(self, table: ColdTable, clears: int) -> Steps:
-        while self.settle_spill(self.limits.rows_per_slice):
-            yield None
-        if not self.spec.physical_slots:  # where slots are places, rows in slots that are taken are left out
-            yield partial(remove_all, table, list(self.index))
-        yield from self.cold.replace_stale(table, clears)
-        while self.slots.free < 0 and self.make_room(min(0, self.slots.free + EVICTED_A_STEP)):
-            yield None
-
-    def end_listing(self) -> Steps:
-        """All has been listed: what the medium listed before it was opened again, and not since, is gone."""
-        while self.settle_spill(self.limits.rows_per_slice):
-            yield None
-        yield from self.cold.replace_stale(None)
-
-    def resize(self, limit: int) -> None:
-        """The tier was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first."""
-        if self.spill is not None and self.spill.table is None:
-            self.spill.cancelled = True
-        self.cold.mark_stale()
-        if limit < self.slots.limit:
-            take_all(self.end_listing())
-        self.slots.limit = limit
-        self.policy.resize(limit)
-        if isinstance(self.slots, Slots) and self.slots.end > limit:
-            for key in [key for key, entry in self.index.items() if entry.slot >= limit and not self._is_pinned(key)]:
-                self.evict(key)
-        else:
-            self.make_room(0)
 
     def set_limit(self, limit: int) -> None:
         """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
@@ -256,7 +220,7 @@ class TierIndex:
     def evict(self, key: Key) -> None:
         """Evict this row now, unless it is pinned."""
         entry = self.index.get(key)
-        if entry is not None and not self._is_pinned(key):
+        if entry is not None and not self.is_pinned(key):
             self._leave_order(key, entry)
             self._evict(key)
 
@@ -300,8 +264,7 @@ class TierIndex:
     def clear(self) -> None:
         """A new epoch: no row of before it is found. Jobs under way end as usual, for entries that are not indexed."""
         self.counters.reset += self.counters.rows
-        leaving = {} if self.spill is None else self.spill.leaving
-        self.cold.retire(_Discarded(self.index, leaving, self.policy))
+        self.garbage.add(self.index, self.policy)
         if self.spill is not None:
             self.spill.cancelled = True
             self.spill = None
@@ -318,6 +281,8 @@ class TierIndex:
         self.newest_listed = 0
         self.trials.clear()
         self.denylist.reset()
+        for dead in self.dead:
+            dead.to_suspect = deque()  # rows of before
         self.last_refused = None
         self.state = TierState.DOWN
 
@@ -326,8 +291,6 @@ class TierIndex:
         self.garbage.add(self.to_delete)
         self.to_delete = []
 
-    # --- spilling ----------------------------------------------------------------------------------------------
-
     @property
     def needs_spill(self) -> bool:
         """Whether `index` has become too large, which only LRU has a remedy for; or there are too many tables, or
@@ -335,49 +298,6 @@ class TierIndex:
         most = self.limits.hot_rows - self.limits.hot_rows // 4
         wanted = (len(self.index) > most and isinstance(self.policy, LeafFirstLru)) or self.cold.needs_merge
         return wanted and self.state is TierState.UP and self.spill is None
-
-    def begin_spill(self) -> Spill:
-        self.spill = Spill()
-        return self.spill
-
-    def collect_for_spill(self, spill: Spill, count: int) -> bool:
-        """Have up to `count` rows leave the index, the coldest first; whether there are more. Rows stay that are being
-        moved or evicted, are suspects, or have uses that the medium has not heard of."""
-        missing = len(self.index) - len(spill.leaving) - self.limits.hot_rows // 2
-        if spill.cancelled or missing <= 0 or not isinstance(self.policy, LeafFirstLru):
-            return False
-        rows = self.policy.pop(min(count, missing), self._must_stay)
-        for key, tick in rows:
-            spill.add(key, self.index[key].slot, tick)
-        return bool(rows)
-
-    def serve_spilled(self, spill: Spill, table: ColdTable, sources: Sequence[ColdTable]) -> None:
-        """The table that a spill has built serves from now on in place of `sources`, unless it was cancelled."""
-        if spill.cancelled:
-            self.cold.retire(table)
-        else:
-            spill.table = table
-            self.cold.serve(table, sources)
-
-    def settle_spill(self, count: int) -> bool:
-        """Up to `count` rows leave the index for the new table; or they stay, if there is none. Whether there are more:
-        else the spill has ended. A spill that is neither cancelled nor has a table is left alone."""
-        spill = self.spill
-        if spill is None or (spill.table is None and not spill.cancelled):
-            return False
-        table = spill.table if spill.table in self.cold.tables else None
-        for _ in range(min(count, len(spill.leaving))):
-            key, place = spill.leaving.popitem()
-            if table is not None and table.find(key) is not None:
-                del self.index[key]
-            else:
-                self.policy.add(key, spill.ticks[place])
-        if not spill.leaving:
-            self.spill = None
-        return self.spill is not None
-
-    def _must_stay(self, key: Key) -> bool:
-        return self._is_pinned(key) or self.denylist.is_suspect(key) or key in self.recent_uses
 
     def _entry(self, key: Key) -> Entry | None:
         """The entry of a row that is used or judged by itself: it is in `index`, and the policy has it, from now on."""
@@ -420,6 +340,8 @@ class TierIndex:
         if found is None:
             return None
         slot, tick = found
+        if self.warmed is not None:
+            self.warmed.append(key)
         entry = self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
         return entry
@@ -463,7 +385,7 @@ class TierIndex:
         while self.spill is not None and len(keys) < count and (coldest := self.spill.coldest()) is not None:
             self.spill.keep(coldest[0])
             keys.append(coldest[0])
-        return keys + self.policy.evict(count - len(keys), self._is_pinned)
+        return keys + self.policy.evict(count - len(keys), self.is_pinned)
 
     def _evict(self, key: Key) -> None:
         self._remove(key)
@@ -475,26 +397,7 @@ class TierIndex:
         self.slots.release(entry.slot)
         self.to_delete.append((entry.slot, key))
 
-    def _is_pinned(self, key: Key) -> bool:
+    def is_pinned(self, key: Key) -> bool:
+        """Whether a row of `index` is being loaded or stored."""
         entry = self.index[key]
         return bool(entry.readers) or not entry.stored
-
-
-class _Discarded:
-    """An index and a policy that are not used any more."""
-
-    def __init__(self, index: dict[Key, Entry], leaving: dict[Key, int], policy: EvictionPolicy) -> None:
-        self._index, self._leaving, self._policy = index, leaving, policy
-
-    def close(self) -> None:
-        """Free them a few rows at a time: a dict that is freed as a whole holds the interpreter lock all the while."""
-        while self._index:
-            self._index.popitem()
-        while self._leaving:
-            self._leaving.popitem()
-        while self._policy.evict(EVICTED_A_STEP, _never_pinned):
-            pass
-
-
-def _never_pinned(_key: Key) -> bool:
-    return False

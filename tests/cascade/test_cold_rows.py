@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 
 from nixl_tiers.cascade.cold_table import take_all
+from nixl_tiers.cascade.listing import EVICTED_A_STEP
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Direction, TierSpec, TierState
@@ -136,6 +137,37 @@ class TestAnyTier:
         assert len(core.tiers[0].slots) == 4
         if spec is COUNT:
             assert dropped(core.tiers[0]) == {(0, key(0)), (1, key(1))}
+
+    def test_tier_that_is_reset_while_it_is_reopened_with_fewer_slots_stays_down(self, spec: TierSpec) -> None:
+        for taken in range(12):
+            core = opened(spec, slots=1200)
+            store(core, *range(100, 110))
+            steps = core.events.opens(0, 4)
+            for work in islice(steps, taken):
+                assert core.tiers[0].state is TierState.DOWN
+                if work is not None:
+                    work()
+            done = core.tiers[0].state is TierState.LISTING
+            core.reset(keep_tiers=False)
+            take_all(steps)
+            assert core.tiers[0].state is TierState.DOWN
+            assert len(core.tiers[0].slots) == core.tiers[0].counters.rows == 0
+            if done:
+                return
+        pytest.fail("it takes too many steps")
+
+    def test_reopening_with_fewer_slots_evicts_a_few_rows_a_step(self, spec: TierSpec) -> None:
+        core = opened(spec, slots=2000)
+        for start in range(100, 1600, 8):
+            store(core, *range(start, start + 8))
+        before = core.tiers[0].counters.evictions
+        for work in core.events.opens(0, 4):
+            if work is not None:
+                work()
+            evicted = core.tiers[0].counters.evictions - before
+            assert evicted <= EVICTED_A_STEP
+            before += evicted
+        assert len(core.tiers[0].index) <= 4
 
 
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])

@@ -120,6 +120,17 @@ def test_mover_that_is_reaped_while_its_kill_is_worked_off_loses_no_row() -> Non
     assert core.tiers[0].rows_loading == 0
 
 
+def test_reset_while_a_kill_is_worked_off_leaves_no_suspects() -> None:
+    core = manager()
+    scan(core, "request")
+    turns(core)
+    core.events.killed(0, 1.0)
+    assert core.tiers[0].dead[0].to_suspect
+    core.reset(keep_tiers=False, now=1.0)
+    turns(core, 1.0)
+    assert not len(core.tiers[0].denylist)
+
+
 def test_result_of_a_dead_job_is_ignored() -> None:
     core = manager()
     scan(core, "request")

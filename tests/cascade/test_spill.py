@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from nixl_tiers.cascade.cold_rows import MAX_TABLES
 from nixl_tiers.cascade.cold_table import Steps, take_all
 from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.spill import Build, Spill, spill_steps
+from nixl_tiers.cascade.listing import add_table, begin_listing, end_listing
+from nixl_tiers.cascade.spill import Build, Spill, cancel_steps, spill_steps
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import TierSpec, TierState
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable
 from nixl_tiers.policies import Write
-from tests.support.cold_table import build_table
+from tests.support.cold_table import PlainColdTable, build_table
 
 HOT = 8
 LIMITS = Limits(hot_rows=HOT, rows_per_slice=2)
@@ -33,7 +34,7 @@ def build_row_table(keys, slots, ticks, sources):  # type: ignore[no-untyped-def
 
 def new_index(physical: bool) -> TierIndex:
     index = TierIndex(TierSpec("tier", Write.THROUGH, physical_slots=physical), 0, LIMITS)
-    index.resize(SLOTS)
+    take_all(begin_listing(index, SLOTS))
     index.state = TierState.UP
     return index
 
@@ -135,22 +136,21 @@ class Rig:
     def reset(self) -> None:
         self.index.clear()
         self.model.clear()
-        self.index.resize(SLOTS)
+        take_all(begin_listing(self.index, SLOTS))
         self.index.state = TierState.UP
 
     def reopen(self) -> None:
         """The mover lists again all that it had listed, in tables of five."""
         listed = [(self.slot(key), key, tick) for key, tick in self.model.items()]
-        self.index.state = TierState.LISTING
-        self.index.resize(self.index.slots.limit)
+        take_all(begin_listing(self.index, self.index.slots.limit))
         self.spill(1)
         for start in range(0, len(listed), 5):
             slots, keys, ticks = zip(*listed[start : start + 5], strict=True)
             table = self.build(keys, slots, ticks, ())
             assert table is not None
-            take_all(self.index.add_cold(table))
+            take_all(add_table(self.index, table))
             self.spill(1)
-        take_all(self.index.end_listing())
+        take_all(end_listing(self.index))
         self.index.state = TierState.UP
 
     def shrink(self) -> None:
@@ -288,15 +288,14 @@ def test_nothing_is_spilled_if_the_tier_is_opened_again_before_the_first_step() 
     for number, key in enumerate(KEYS[:SLOTS]):
         store(index, key, number)
     steps = spill_steps(index, build_table)
-    index.state = TierState.LISTING
-    index.resize(SLOTS)
+    take_all(begin_listing(index, SLOTS))
     take_all(steps)
     assert not index.cold.tables
 
 
 def test_other_policies_do_not_spill() -> None:
     index = TierIndex(TierSpec("tier", Write.THROUGH, physical_slots=True, policy="arc"), 0, LIMITS)
-    index.resize(SLOTS)
+    take_all(begin_listing(index, SLOTS))
     index.state = TierState.UP
     for key in KEYS[:SLOTS]:
         store(index, key, 0)
@@ -305,7 +304,7 @@ def test_other_policies_do_not_spill() -> None:
 
 def test_index_is_bounded_and_there_are_few_tables() -> None:
     index = TierIndex(TierSpec("tier", Write.THROUGH, physical_slots=True), 0, LIMITS)
-    index.resize(1000)
+    take_all(begin_listing(index, 1000))
     index.state = TierState.UP
     for number in range(1000):
         store(index, b"row-%d" % number, number)
@@ -334,6 +333,33 @@ def test_no_memory_for_a_table_leaves_the_rows_in_the_index() -> None:
     index = new_index(physical=True)
     for number, key in enumerate(KEYS[:SLOTS]):
         store(index, key, number)
-    take_all(spill_steps(index, lambda *_: None))
+
+    def no_memory(*_: object) -> PlainColdTable:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        take_all(spill_steps(index, no_memory))
+    assert index.spill is not None
+    take_all(cancel_steps(index))
+    assert index.spill is None
+    assert index.needs_spill
     assert len(index.index) == SLOTS
     assert index.make_room(SLOTS) == KEYS[:SLOTS]
+
+
+def test_row_that_warms_while_a_table_is_listed_again_is_counted_once() -> None:
+    """Where rows are found by key, the table that replaces the stale one has it too."""
+    index = new_index(physical=False)
+    listed = [(0, key, number) for number, key in enumerate(KEYS[:6])]
+    take_all(add_table(index, PlainColdTable(listed)))
+    take_all(begin_listing(index, SLOTS))
+    steps = add_table(index, PlainColdTable(listed))
+    work = next(steps)
+    assert work is not None
+    work()
+    index.touch(KEYS[3], 100)
+    take_all(steps)
+    take_all(end_listing(index))
+    assert KEYS[3] in index.index
+    assert len(index.slots) == index.counters.rows == 6
+    assert index.make_room(SLOTS) == [*KEYS[:3], *KEYS[4:6], KEYS[3]]
