@@ -222,6 +222,8 @@ class Simulation:
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._requests = 0
         self._uses_due_s = 0.0
+        self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
+        self._stepping = 0  # the tier that they are of
         self._spills: dict[int, Steps] = {}  # by tier: the spill under way
         self._spill_work: dict[int, Callable[[], object]] = {}  # what it does without the lock
         self._load_failed: set[str] = set()  # requests a load of which has failed: everything is a miss to them
@@ -262,11 +264,35 @@ class Simulation:
         """What the supervisor does, as often as it has time for: at once again where work is left."""
         for _ in range(self.turns):
             self._turn()
-            if not (self.core.events.unfinished or self.core.garbage):
+            if not (self.core.events.unfinished or self.core.garbage or self._steps):
                 return
         require(self.turns < MANY_TURNS, "work is left for ever")
 
     def _turn(self) -> None:
+        """One of the supervisor's thread, and one of the thread beside it."""
+        if self._steps is not None:
+            self._take_step()
+        else:
+            self._supervise()
+        self._index_works()
+        self.check()
+
+    def _take_step(self) -> None:
+        assert self._steps is not None
+        try:
+            work = next(self._steps)
+        except StopIteration:
+            self._steps = None
+        else:
+            if work is not None:
+                work()
+
+    def _end_steps(self) -> None:
+        """The supervisor's thread comes to something else, of which this is the first."""
+        while self._steps is not None:
+            self._take_step()
+
+    def _supervise(self) -> None:
         """Expire, plan, send; kill what is overdue."""
         self.core.expire(self.now)
         for tier in self.core.health.overdue(self.now):
@@ -295,8 +321,6 @@ class Simulation:
         for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
             self._send(probe.tier, probe)
-        self._index_works()
-        self.check()
 
     def _index_works(self) -> None:
         """What the thread beside the supervisor's does: one step, or what a step has left to do without the lock."""
@@ -351,6 +375,7 @@ class Simulation:
         for mover in self.movers:
             mover.reported_absent.clear()
             mover.used.clear()
+            mover.listing.clear()
         self.core.reset(keep_tiers=False, now=self.now)
         for tier in range(len(self.movers)):
             self._send(tier, self.epoch)
@@ -358,6 +383,7 @@ class Simulation:
 
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
+        self._steps = None
         self._spills.clear()
         self._spill_work.clear()
         for mover in self.movers:
@@ -506,6 +532,7 @@ class Simulation:
         mover = self.movers[tier]
         if mover.dying:
             return
+        self._end_steps()
         if mover.listing:
             self._list_part(tier)
             self.tick()
@@ -539,6 +566,7 @@ class Simulation:
         """The mover is killed; until it is reaped, it may still write its current row, and reports nothing."""
         mover = self.movers[tier]
         if not mover.dying:
+            self._end_steps()
             mover.dying = True
             mover.stuck = False
             mover.unreported.extend(job for job in mover.finished if isinstance(job, SimulatedJob))
@@ -554,11 +582,13 @@ class Simulation:
         """A result of a dead mover arrives."""
         mover = self.movers[tier]
         if mover.unreported and not mover.dying:
+            self._end_steps()
             stale = mover.unreported.popleft()
             self.core.events.finished(tier, stale.job.id, stale.done, self.now)
             self.tick()
 
     def _reap_and_restart(self, tier: int) -> None:
+        self._end_steps()
         mover = self.movers[tier]
         for head in list(mover.inbox)[:1]:
             if isinstance(head, SimulatedJob) and len(head.done) < len(head.job.moves):
@@ -574,6 +604,7 @@ class Simulation:
 
     def fail(self, tier: int) -> None:
         """The medium does not answer (the mover says Down)."""
+        self._end_steps()
         self.core.events.down(tier, self.now)
         self.movers[tier].alive = False
         self.movers[tier].listing.clear()
@@ -617,7 +648,9 @@ class Simulation:
             moved = [key for key in leaving if key in index.cold]  # they are in the new table, and in the index still
             require(set(leaving) <= set(index.index), "a row that is gone is moved")
             cold = _rows_of(index)
-            keys = [key for _, key, _ in cold] + [key for key in index.index if key not in leaving]
+            keys = [key for _, key, _ in cold] + [
+                k for k, entry in index.index.items() if entry.stored and k not in leaving
+            ]
             require(len(set(keys)) == len(keys), "a row is in the index and in a table, or in two tables")
             held = sum(entry.stored for entry in index.index.values()) + len(index.cold) - len(moved)
             require(index.counters.rows == held, f"a tier holds {held} rows, and {index.counters} say otherwise")
@@ -628,7 +661,10 @@ class Simulation:
                     slots.remove(index.index[key].slot)
             require(len(set(slots)) == len(slots), "two keys in one slot")
             used = len(index.index) + len(index.cold) - len(moved)
-            require(used == len(index.slots) <= max(index.slots.limit, 0), "slots leak, or above the budget")
+            if self._steps is not None and index.number == self._stepping:
+                require(used <= len(index.slots), "a row without a slot")
+            else:
+                require(used == len(index.slots) <= max(index.slots.limit, 0), "slots leak, or above the budget")
             require(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             require(not index.rows_loading < 0 and not index.rows_storing < 0, "window counts below nothing")
             staged = [row for row in index.staged.values() if not row.invalidated]
@@ -703,7 +739,7 @@ class Simulation:
             for tier in range(len(self.movers)):
                 self.mover_works(tier)
                 self.deliver(tier)
-            silent = not any(mover.inbox or mover.finished or mover.listing for mover in self.movers)
+            silent = not (self._steps or any(m.inbox or m.finished or m.listing for m in self.movers))
             if silent and not (self.workers or self.waiting or self.calls or self.getting):
                 return
 
@@ -720,7 +756,8 @@ class Simulation:
         mover = self.movers[tier]
         if mover.epoch != self.epoch:
             return
-        self.core.events.opened(tier, mover.slots)
+        self._end_steps()
+        self._take_steps(tier, self.core.events.opens(tier, mover.slots))
         places = sorted(mover.here.items(), key=lambda item: (mover.ticks.get((mover.epoch, item[0]), 0), repr(item)))
         held = [
             (place if isinstance(place, int) else number, key, mover.ticks.get((mover.epoch, place), 0))
@@ -733,15 +770,29 @@ class Simulation:
         mover.listing.append([])
         while mover.listing and self.listed is None:
             self._list_part(tier)
+            self._end_steps()
         self.check()
+
+    def _take_steps(self, tier: int, steps: Steps) -> None:
+        """The first one now, the others at the next turns."""
+        self._steps, self._stepping = steps, tier
+        self._take_step()
 
     def _list_part(self, tier: int) -> None:
         listing = self.movers[tier].listing
+        self._end_steps()
         piece = listing.popleft()
         if isinstance(piece, PlainColdTable):
-            take_all(self.core.events.table_listed(tier, piece, self.movers[tier].newest))
+            self._take_steps(tier, self.core.events.table_listed(tier, piece, self.movers[tier].newest))
         else:
-            self.core.events.listed(tier, piece, last=not listing)
+            self._take_steps(tier, self._listed(tier, piece, last=not listing))
+
+    def _listed(self, tier: int, rows: list[tuple[int, Key, int]], last: bool) -> Steps:
+        epoch = self.epoch
+        if last:
+            yield from self.core.events.listing_ends(tier)
+        if self.epoch == epoch:
+            self.core.events.listed(tier, rows, last)
 
     def _look_up(self, name: str, prompt: Prompt) -> list[Key] | None:
         """One step's look-ups of a request: the hits that it is going to load, or None if it must wait."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from nixl_tiers.cascade import host
+from nixl_tiers.cascade.host import MAX_LOOKS
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.tier_index import UNLIMITED
 from nixl_tiers.chunk import Outcome
@@ -27,8 +29,12 @@ class CascadeStateMachine(RuleBasedStateMachine):
     core: type[TierManager] = TierManager
     simulation: Simulation
 
-    @initialize(writes=st.sampled_from(WRITES), listed=st.sampled_from([None, 0, 2]))
-    def begin(self, writes: tuple[Write, Write], listed: int | None) -> None:
+    @initialize(
+        writes=st.sampled_from(WRITES), listed=st.sampled_from([None, 0, 2]), looks=st.sampled_from([MAX_LOOKS, 2, 3])
+    )
+    def begin(self, writes: tuple[Write, Write], listed: int | None, looks: int) -> None:
+        """`looks`: so many pinned rows are passed over in one search for victims."""
+        host.MAX_LOOKS = looks  # type: ignore[misc]
         self.simulation = Simulation(core=self.core, writes=writes, listed=listed)
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY)
@@ -257,5 +263,8 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self.simulation.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "simulation"):
-            self.simulation.quiesce()
+        try:
+            if hasattr(self, "simulation"):
+                self.simulation.quiesce()
+        finally:
+            host.MAX_LOOKS = MAX_LOOKS  # type: ignore[misc]
