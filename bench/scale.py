@@ -195,11 +195,17 @@ class Scheduler:
     def wait_for_room(self, rows: int) -> None:
         """Give the coordinator's threads time to keep the index small, as engines do, which store more slowly."""
         until_s = time.monotonic() + self.patience_s
-        while len(self.tier.index) > rows and self.patience_s:
+        while (len(self.tier.index) > rows or (rows <= HOT_ROWS and self.working)) and self.patience_s:
             self.link.on_tick(time.monotonic(), [100_000])
             time.sleep(0.01)
             if time.monotonic() > until_s:
                 self.patience_s = 0.0  # it does not get smaller
+
+    @property
+    def working(self) -> bool:
+        """Whether these threads have something to do."""
+        tier = self.tier
+        return tier.needs_spill or tier.spill is not None or tier.cold.has_retired or bool(self.core.garbage)
 
     def figures(self) -> Figures:
         """Until now; look-ups are measured after that."""

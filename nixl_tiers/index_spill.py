@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.cascade.cold_table import ColdTable, Steps
-from nixl_tiers.cascade.spill import cancel_steps, spill_steps
+from nixl_tiers.cascade.spill import SomeRows, cancel_steps, spill_steps
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.chunk import Key
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable, RowTableError
 
@@ -49,11 +48,13 @@ class IndexSpill:
         try:
             for tier in self._tiers:
                 with self._lock:
-                    retired, spills = tier.take_retired(), self._spills(tier)
-                for each in retired:
-                    each.close()
+                    spills = self._spills(tier)
                 if spills:
                     self._spill(tier)
+                with self._lock:
+                    retired = tier.take_retired()
+                for each in retired:
+                    each.close()
         finally:
             with self._lock:
                 self._running = False
@@ -69,11 +70,10 @@ class IndexSpill:
             take_steps(cancel_steps(tier), self._lock)
         self._rest_until_s[tier.number] = time.monotonic() + rest_s
 
-    def _build(
-        self, keys: Sequence[Key], slots: Sequence[int], ticks: Sequence[int], sources: Sequence[ColdTable]
-    ) -> RowTable:
+    def _build(self, parts: Iterable[SomeRows], sources: Sequence[ColdTable]) -> RowTable:
         rows = Rows()
-        rows.add(keys, slots, ticks)
+        for part in parts:
+            rows.add(*part)
         tables = [table for table in sources if isinstance(table, RowTable)]
         return RowTable.build(rows, tables, key_hash=self.key_hash)
 

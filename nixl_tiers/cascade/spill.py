@@ -11,7 +11,9 @@ the index stays there (`TierIndex` calls `keep`), and the log of these is all th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.cascade.cold_table import ColdTable, Steps, replay
@@ -21,26 +23,32 @@ from nixl_tiers.chunk import Key
 if TYPE_CHECKING:
     from nixl_tiers.cascade.tier_index import TierIndex
 
-Build = Callable[[Sequence[Key], Sequence[int], Sequence[int], Sequence[ColdTable]], ColdTable]
-"""A table of keys, slots and ticks, but for those in slot NO_SLOT, and of what is left in other tables. Called without
-the lock, while rows of both may be removed. If it raises, take `cancel_steps`."""
+SomeRows = tuple[Sequence[Key], Sequence[int], Sequence[int]]
+"""Keys, slots and ticks."""
+
+Build = Callable[[Iterable[SomeRows], Sequence[ColdTable]], ColdTable]
+"""A table of rows, but for those in slot NO_SLOT, and of what is left in other tables. Called without the lock, while
+rows of both may be removed. If it raises, take `cancel_steps`."""
 
 NO_SLOT: Final = 0xFFFFFFFF
+BATCHES_AT_ONCE: Final = 64
 
 
 class Spill:
-    """The rows that one spill moves."""
+    """The rows that one spill moves. In tuples and arrays, which the interpreter's garbage collector does not walk
+    over."""
 
     def __init__(self, index: TierIndex) -> None:
         self._index = index
-        self.keys: list[Key] = []
-        self.slots: list[int] = []  # NO_SLOT: the row stays in the index
-        self.ticks: list[int] = []
-        self.leaving: dict[Key, int] = {}  # those that have not been used since, with their place in these lists
+        self.keys: list[tuple[Key, ...]] = []  # in batches, as they were collected
+        self.slots = array("I")  # of all batches; NO_SLOT: the row stays in the index
+        self.ticks = array("Q")
+        self.leaving: dict[Key, int] = {}  # those that have not been used since, with their place in these
         self.changes: list[Key] = []  # rows that the new table must not have, though it may be built of them
         self.table: ColdTable | None = None  # the new one, once it serves
         self.cancelled = False
-        self._coldest = 0  # no row before this place is leaving
+        self._coldest = 0  # no row before this place is leaving,
+        self._batch = self._offset = 0  # which is this one in `keys`
 
     def collect(self, count: int) -> bool:
         """Have up to `count` rows leave the index, the coldest first; whether there are more. Rows stay that are being
@@ -50,12 +58,29 @@ class Spill:
         if self.cancelled or missing <= 0 or not isinstance(index.policy, LeafFirstLru):
             return False
         rows = index.policy.pop(min(count, missing), self._must_stay)
+        if rows:
+            self.keys.append(tuple(key for key, _ in rows))
         for key, tick in rows:
-            self.leaving[key] = len(self.keys)
-            self.keys.append(key)
+            self.leaving[key] = len(self.slots)
             self.slots.append(index.index[key].slot)
             self.ticks.append(tick)
         return bool(rows)
+
+    def rows(self) -> Iterator[SomeRows]:
+        """Some thousand at a time. Needs no lock."""
+        at = 0
+        for first in range(0, len(self.keys), BATCHES_AT_ONCE):
+            keys = list(chain.from_iterable(self.keys[first : first + BATCHES_AT_ONCE]))
+            end = at + len(keys)
+            yield keys, self.slots[at:end], self.ticks[at:end]
+            at = end
+
+    def free(self) -> None:
+        """Free what is not used any more, a few rows at a time. Needs no lock."""
+        while self.keys:
+            del self.keys[-BATCHES_AT_ONCE:]
+        while self.leaving:  # of an index that was cleared
+            self.leaving.popitem()
 
     def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
         """The new table serves from now on in place of `sources`, unless the spill was cancelled."""
@@ -98,7 +123,10 @@ class Spill:
             return None
         while self.slots[self._coldest] == NO_SLOT:
             self._coldest += 1
-        return self.keys[self._coldest], self.ticks[self._coldest]
+            self._offset += 1
+            if self._offset == len(self.keys[self._batch]):
+                self._batch, self._offset = self._batch + 1, 0
+        return self.keys[self._batch][self._offset], self.ticks[self._coldest]
 
     def _must_stay(self, key: Key) -> bool:
         index = self._index
@@ -117,13 +145,14 @@ def spill_steps(index: TierIndex, build: Build) -> Steps:
     spill.changes = []
     sources = index.cold.begin_merge(len(spill.leaving), spill.changes)
     built: list[ColdTable] = []
-    yield lambda: built.append(build(spill.keys, spill.slots, spill.ticks, sources))
+    yield lambda: built.append(build(spill.rows(), sources))
     (table,) = built
     yield from replay(table, spill.changes, batch)
     spill.serve(table, sources)
     index.cold.end_merge()
     while spill.settle(batch):
         yield None
+    yield spill.free
 
 
 def cancel_steps(index: TierIndex) -> Steps:

@@ -77,12 +77,13 @@ class TierIndex:
         self.denylist = Denylist(self.limits.retry_s, self.limits.retry_max_s)
         # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
         self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
+        self._loads = self.breakers[Direction.LOAD]
         self.throughput = {direction: ThroughputEstimate(self.limits.assumed_bytes_per_s) for direction in Direction}
 
     @property
     def readable(self) -> bool:
         """Whether loads may be planned."""
-        return self.state is not TierState.DOWN and self.breakers[Direction.LOAD].closed
+        return self.state is not TierState.DOWN and self._loads.closed
 
     @property
     def writable(self) -> bool:

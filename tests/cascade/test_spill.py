@@ -26,9 +26,10 @@ KEYS = [b"key-%d" % n for n in range(24)]
 SLOTS = 20
 
 
-def build_row_table(keys, slots, ticks, sources):  # type: ignore[no-untyped-def]
+def build_row_table(parts, sources):  # type: ignore[no-untyped-def]
     rows = Rows()
-    rows.add(keys, slots, ticks)
+    for part in parts:
+        rows.add(*part)
     return RowTable.build(rows, sources, key_hash=HASH)
 
 
@@ -146,8 +147,7 @@ class Rig:
         self.spill(1)
         for start in range(0, len(listed), 5):
             slots, keys, ticks = zip(*listed[start : start + 5], strict=True)
-            table = self.build(keys, slots, ticks, ())
-            assert table is not None
+            table = self.build([(keys, slots, ticks)], ())
             take_all(add_table(self.index, table))
             self.spill(1)
         take_all(end_listing(self.index))

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from nixl_tiers.cascade.cold_table import ColdTable
-from nixl_tiers.cascade.spill import NO_SLOT
+from nixl_tiers.cascade.spill import NO_SLOT, SomeRows
 from nixl_tiers.chunk import Key
 
 
-def build_table(
-    keys: Sequence[Key], slots: Sequence[int], ticks: Sequence[int], sources: Sequence[ColdTable]
-) -> PlainColdTable:
+def build_table(parts: Iterable[SomeRows], sources: Sequence[ColdTable]) -> PlainColdTable:
     """As a core has tables built."""
-    tables = [table for table in sources if isinstance(table, PlainColdTable)]
-    rows = [row for row in zip(slots, keys, ticks, strict=True) if row[0] != NO_SLOT]
-    return PlainColdTable([*(row for table in tables for row in table.rows), *rows])
+    rows = [row for table in sources if isinstance(table, PlainColdTable) for row in table.rows]
+    for keys, slots, ticks in parts:
+        rows += (row for row in zip(slots, keys, ticks, strict=True) if row[0] != NO_SLOT)
+    return PlainColdTable(rows)
 
 
 class PlainColdTable:
