@@ -44,7 +44,7 @@ START_TIMEOUT_S: Final = 3.0
 CLOSE_TIMEOUT_S: Final = 10.0
 FINALIZER_TIMEOUT_S: Final = 1.0  # for a coordinator that was not closed: its process may be about to end
 POLL_S: Final = 0.25  # deadlines pass without a notification
-LOCATE_BATCH: Final = 256  # keys that are looked up while the lock is held
+LOCATE_BATCH: Final = 64  # keys that are looked up while the lock is held
 
 
 class TierRefusedError(RuntimeError):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.cascade.cold_table import ColdTable, Steps, replay
 from nixl_tiers.cascade.eviction.lru import LeafFirstLru
+from nixl_tiers.cascade.types import Entry
 from nixl_tiers.chunk import Key
 
 if TYPE_CHECKING:
@@ -35,81 +36,46 @@ BATCHES_AT_ONCE: Final = 64
 
 
 class Spill:
-    """The rows that one spill moves. In tuples and arrays, which the interpreter's garbage collector does not walk
-    over."""
+    """The rows that one spill moves: their entries in the index have places here, until they are used. In tuples and
+    arrays, which the interpreter's garbage collector does not walk over."""
 
     def __init__(self, index: TierIndex) -> None:
         self._index = index
         self.keys: list[tuple[Key, ...]] = []  # in batches, as they were collected
         self.slots = array("I")  # of all batches; NO_SLOT: the row stays in the index
         self.ticks = array("Q")
-        self.leaving: dict[Key, int] = {}  # those that have not been used since, with their place in these
+        self.leaving = 0  # how many have not been used since
         self.changes: list[Key] = []  # rows that the new table must not have, though it may be built of them
         self.table: ColdTable | None = None  # the new one, once it serves
         self.cancelled = False
         self._coldest = 0  # no row before this place is leaving,
         self._batch = self._offset = 0  # which is this one in `keys`
+        self._settled = 0  # batches, from the last,
+        self._end = 0  # of which this is the place of the first row
 
     def collect(self, count: int) -> bool:
         """Have up to `count` rows leave the index, the coldest first; whether there are more. Rows stay that are being
         moved or evicted, are suspects, or have uses that the medium has not heard of."""
         index = self._index
-        missing = len(index.index) - len(self.leaving) - index.limits.hot_rows // 2
+        missing = len(index.index) - self.leaving - index.limits.hot_rows // 2
         if self.cancelled or missing <= 0 or not isinstance(index.policy, LeafFirstLru):
             return False
         rows = index.policy.pop(min(count, missing), self._must_stay)
         if rows:
             self.keys.append(tuple(key for key, _ in rows))
         for key, tick in rows:
-            self.leaving[key] = len(self.slots)
-            self.slots.append(index.index[key].slot)
+            entry = index.index[key]
+            entry.spilled_at = len(self.slots)
+            self.slots.append(entry.slot)
             self.ticks.append(tick)
+        self._end = len(self.slots)
+        self.leaving += len(rows)
         return bool(rows)
 
-    def rows(self) -> Iterator[SomeRows]:
-        """Some thousand at a time. Needs no lock."""
-        at = 0
-        for first in range(0, len(self.keys), BATCHES_AT_ONCE):
-            keys = list(chain.from_iterable(self.keys[first : first + BATCHES_AT_ONCE]))
-            end = at + len(keys)
-            yield keys, self.slots[at:end], self.ticks[at:end]
-            at = end
-
-    def free(self) -> None:
-        """Free what is not used any more, a few rows at a time. Needs no lock."""
-        while self.keys:
-            del self.keys[-BATCHES_AT_ONCE:]
-        while self.leaving:  # of an index that was cleared
-            self.leaving.popitem()
-
-    def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
-        """The new table serves from now on in place of `sources`, unless the spill was cancelled."""
-        if self.cancelled:
-            self._index.cold.retire(table)
-        else:
-            self.table = table
-            self._index.cold.serve(table, sources)
-
-    def settle(self, count: int) -> bool:
-        """Up to `count` rows leave the index for the new table; or they stay, if there is none. Whether there are more:
-        else the spill has ended. A spill that is neither cancelled nor has a table is left alone."""
-        index = self._index
-        if index.spill is not self or (self.table is None and not self.cancelled):
-            return False
-        table = self.table if self.table in index.cold.tables else None
-        for _ in range(min(count, len(self.leaving))):
-            key, place = self.leaving.popitem()
-            if table is not None and table.find(key) is not None:
-                del index.index[key]
-            else:
-                index.policy.add(key, self.ticks[place])
-        if not self.leaving:
-            index.spill = None
-        return index.spill is not None
-
-    def keep(self, key: Key) -> int:
+    def keep(self, key: Key, entry: Entry) -> int:
         """This row does not leave the index, or leaves it for good; returns its tick."""
-        place = self.leaving.pop(key)
+        place, entry.spilled_at = entry.spilled_at, -1
+        self.leaving -= 1
         if self.table is None:
             self.slots[place] = NO_SLOT
             self.changes.append(key)
@@ -128,6 +94,52 @@ class Spill:
                 self._batch, self._offset = self._batch + 1, 0
         return self.keys[self._batch][self._offset], self.ticks[self._coldest]
 
+    def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
+        """The new table serves from now on in place of `sources`, unless the spill was cancelled."""
+        if self.cancelled:
+            self._index.cold.retire(table)
+        else:
+            self.table = table
+            self._index.cold.serve(table, sources)
+
+    def settle(self) -> bool:
+        """A batch of rows leave the index for the new table; or they stay, if there is none. Whether there are more:
+        else the spill has ended. A spill that is neither cancelled nor has a table is left alone."""
+        index = self._index
+        if index.spill is not self or (self.table is None and not self.cancelled):
+            return False
+        if self.leaving:
+            table = self.table if self.table in index.cold.tables else None
+            self._settled += 1
+            for key in reversed(self.keys[-self._settled]):
+                self._end -= 1
+                entry = index.index.get(key)
+                if entry is None or entry.spilled_at != self._end:
+                    continue
+                self.leaving -= 1
+                if table is not None and table.find(key) is not None:
+                    del index.index[key]
+                else:
+                    entry.spilled_at = -1
+                    index.policy.add(key, self.ticks[self._end])
+        if not self.leaving:
+            index.spill = None
+        return index.spill is not None
+
+    def rows(self) -> Iterator[SomeRows]:
+        """Some thousand at a time. Needs no lock."""
+        at = 0
+        for first in range(0, len(self.keys), BATCHES_AT_ONCE):
+            keys = list(chain.from_iterable(self.keys[first : first + BATCHES_AT_ONCE]))
+            end = at + len(keys)
+            yield keys, self.slots[at:end], self.ticks[at:end]
+            at = end
+
+    def free(self) -> None:
+        """Free what is not used any more, a few rows at a time. Needs no lock."""
+        while self.keys:
+            del self.keys[-BATCHES_AT_ONCE:]
+
     def _must_stay(self, key: Key) -> bool:
         index = self._index
         return index.is_pinned(key) or index.denylist.is_suspect(key) or key in index.recent_uses
@@ -143,14 +155,14 @@ def spill_steps(index: TierIndex, build: Build) -> Steps:
     while spill.collect(batch):
         yield None
     spill.changes = []
-    sources = index.cold.begin_merge(len(spill.leaving), spill.changes)
+    sources = index.cold.begin_merge(spill.leaving, spill.changes)
     built: list[ColdTable] = []
     yield lambda: built.append(build(spill.rows(), sources))
     (table,) = built
     yield from replay(table, spill.changes, batch)
     spill.serve(table, sources)
     index.cold.end_merge()
-    while spill.settle(batch):
+    while spill.settle():
         yield None
     yield spill.free
 
@@ -165,5 +177,5 @@ def cancel_steps(index: TierIndex) -> Steps:
 
 def settle_steps(index: TierIndex) -> Steps:
     """End a spill whose table serves, or that was cancelled; one whose table is being built is left alone."""
-    while index.spill is not None and index.spill.settle(index.limits.rows_per_slice):
+    while index.spill is not None and index.spill.settle():
         yield None

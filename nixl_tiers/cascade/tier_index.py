@@ -305,14 +305,14 @@ class TierIndex:
         entry = self.index.get(key)
         if entry is None:
             return self._warm(key)
-        if self.spill is not None and key in self.spill.leaving:
-            self.policy.add(key, self.spill.keep(key))
+        if entry.spilled_at >= 0 and self.spill is not None:
+            self.policy.add(key, self.spill.keep(key, entry))
         return entry
 
     def _leave_order(self, key: Key, entry: Entry) -> None:
         """A row of `index` goes for another reason than eviction."""
-        if self.spill is not None and key in self.spill.leaving:
-            self.spill.keep(key)
+        if entry.spilled_at >= 0 and self.spill is not None:
+            self.spill.keep(key, entry)
         elif not entry.evicting:
             self.policy.remove(key)
 
@@ -361,10 +361,12 @@ class TierIndex:
         while (missing := count - len(keys)) > 0:
             cold = self.cold.coldest(missing, before)
             for key, slot in cold:
-                if key not in self.index:
+                entry = self.index.get(key)
+                if entry is None:
                     self.index[key] = Entry(slot, stored=True)
                     keys.append(key)
-                elif self.spill is not None and self.spill.leaving.pop(key, None) is not None:
+                elif entry.spilled_at >= 0 and self.spill is not None:
+                    self.spill.keep(key, entry)
                     keys.append(key)
                 else:
                     self._drop_duplicate(key, slot)
@@ -384,7 +386,7 @@ class TierIndex:
         """The same of those that `cold` does not have."""
         keys: list[Key] = []
         while self.spill is not None and len(keys) < count and (coldest := self.spill.coldest()) is not None:
-            self.spill.keep(coldest[0])
+            self.spill.keep(coldest[0], self.index[coldest[0]])
             keys.append(coldest[0])
         return keys + self.policy.evict(count - len(keys), self.is_pinned)
 

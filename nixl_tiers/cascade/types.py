@@ -37,12 +37,14 @@ class TierSpec:
 
 class Entry(msgspec.Struct, gc=False, eq=False):
     """A key's slot in a storage tier. `stored` is False while its first write is under way; `evicting`: a victim that
-    is written to the tier below first. Hidden from the garbage collector, as Row is."""
+    is written to the tier below first; `spilled_at`: its place in the spill that moves it, -1 if none does. Hidden from
+    the garbage collector, as Row is."""
 
     slot: int
     stored: bool
     evicting: bool = False
     readers: int = 0
+    spilled_at: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.listing import add_table, begin_listing, end_listing
 from nixl_tiers.cascade.spill import Build, Spill, cancel_steps, spill_steps
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import TierSpec, TierState
+from nixl_tiers.cascade.types import Entry, TierSpec, TierState
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable
@@ -209,8 +209,10 @@ def test_spilling_index_behaves_like_a_plain_lru(steps: list[tuple[str, object]]
     behaves_like_a_plain_lru(steps, physical, build)
 
 
-def keep_without_log(self: Spill, key: Key) -> int:
-    return self.ticks[self.leaving.pop(key)]
+def keep_without_log(self: Spill, _key: Key, entry: Entry) -> int:
+    place, entry.spilled_at = entry.spilled_at, -1
+    self.leaving -= 1
+    return self.ticks[place]
 
 
 MUTANTS = {
