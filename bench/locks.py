@@ -1,19 +1,23 @@
 """How long the core keeps the coordinator's lock, at scale: the longest call of each kind, in ms of thread CPU time.
 
-    python bench/locks.py
+    python bench/locks.py [REPEATS]
 
 Builds a host tier of 100,000 rows over a file tier and an S3 tier, with 1,000 requests that wait and 10,000 rows under
 way, and no movers: the same calls as the coordinator makes, one lock hold each. A kind of work that is done in slices
-is repeated until nothing is left, as the supervisor does; the longest slice counts. Prints a table.
+is repeated until nothing is left, as the supervisor does; the longest slice counts. Prints a table of medians over the
+repeats: the longest hold, what Python's garbage collector took of one hold at most, and the median hold. The collector
+runs as it does in an engine, over the bench's own objects too.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from statistics import median
+from typing import Any, Final, NamedTuple
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
@@ -30,6 +34,33 @@ ROW_BYTES: Final = 65_536
 MOST_TURNS: Final = 20_000
 
 
+class Hold(NamedTuple):
+    """Of the lock: in ms of thread CPU time, and what Python's garbage collector took of it."""
+
+    ms: float
+    gc_ms: float
+
+
+Holds = dict[str, list[Hold]]
+
+
+class _Collector:
+    """What Python's garbage collector has taken since `spent_ms` was last set to 0."""
+
+    def __init__(self) -> None:
+        self.spent_ms = 0.0
+        self._began_s = 0.0
+
+    def __call__(self, phase: str, _info: object) -> None:
+        if phase == "start":
+            self._began_s = time.thread_time()
+        else:
+            self.spent_ms += 1e3 * (time.thread_time() - self._began_s)
+
+
+_collector: Final = _Collector()
+
+
 def key_of(number: int) -> Key:
     return b"%036d" % number
 
@@ -44,7 +75,7 @@ class Bench:
         ]
         limits = replace(Limits(), wait_s=60.0)
         self.core = TierManager(ROWS, ROW_BYTES, specs, limits, policy)
-        self.longest: dict[str, float] = {}
+        self.holds: dict[str, list[Hold]] = {}
         self.now = 0.0
         for tier in range(len(specs)):
             self.core.events.opened(tier, SLOTS)
@@ -55,10 +86,11 @@ class Bench:
         self.core.events.listed(tier, entries, last=True)
 
     def timed(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        _collector.spent_ms = 0.0
         began_s = time.thread_time()
         result = call(*arguments)
         took_ms = 1e3 * (time.thread_time() - began_s)
-        self.longest[what] = max(self.longest.get(what, 0.0), took_ms)
+        self.holds.setdefault(what, []).append(Hold(took_ms, _collector.spent_ms))
         return result
 
     def turn(self, what: str) -> list[Job]:
@@ -67,8 +99,7 @@ class Bench:
             tier.send_credits = 1 << 20
 
         def hold() -> list[Job]:
-            self.core.expire(self.now)
-            jobs = self.core.events.plan(self.now)
+            jobs = self.core.turn(self.now, self.now)
             for tier in self.core.tiers:
                 tier.delete_batches(self.core.limits.deletes_per_batch)
             self.core.health.overdue(self.now)
@@ -115,7 +146,7 @@ class Bench:
         return self.drain("plan")
 
 
-def _killed(longest: dict[str, float], *, kill: bool) -> None:
+def _killed(holds: Holds, *, kill: bool) -> None:
     bench = Bench()
     bench.list_rows(0, TIER_ROWS)
     bench.list_rows(1, TIER_ROWS)
@@ -131,10 +162,10 @@ def _killed(longest: dict[str, float], *, kill: bool) -> None:
         bench.drain("killed")
     bench.timed("lost", bench.core.events.lost, 0, bench.now)
     bench.drain("lost")
-    _merge(longest, bench, "killed", "lost", "plan")
+    _merge(holds, bench, "killed", "lost", "plan")
 
 
-def _late(longest: dict[str, float]) -> None:
+def _late(holds: Holds) -> None:
     bench = Bench()
     bench.list_rows(0, TIER_ROWS)
     bench.list_rows(1, TIER_ROWS)
@@ -142,10 +173,10 @@ def _late(longest: dict[str, float]) -> None:
     bench.requests_wait([key_of(1000 + number) for number in range(CHAIN)], 2, "long")
     bench.now += 61.0
     bench.drain("late jobs")
-    _merge(longest, bench, "late jobs")
+    _merge(holds, bench, "late jobs")
 
 
-def _failed(longest: dict[str, float]) -> None:
+def _failed(holds: Holds) -> None:
     """A job fails whose rows all requests wait for."""
     bench = Bench()
     bench.list_rows(0, TIER_ROWS)
@@ -153,10 +184,10 @@ def _failed(longest: dict[str, float]) -> None:
     jobs = bench.requests_wait([key_of(number) for number in range(64)])
     bench.written(jobs, Outcome.FAILED, "a failed job")
     bench.drain("after a failed job")
-    _merge(longest, bench, "a failed job", "after a failed job")
+    _merge(holds, bench, "a failed job", "after a failed job")
 
 
-def _pinned(longest: dict[str, float], policy: Eviction) -> None:
+def _pinned(holds: Holds, policy: Eviction) -> None:
     bench = Bench(policy=policy)
     keys = bench.fill(ROWS)
     bench.settle()
@@ -165,10 +196,10 @@ def _pinned(longest: dict[str, float], policy: Eviction) -> None:
     for number in range(20):
         new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
         bench.timed(f"make_room, pinned ({policy})", bench.core.prepare_store, new, f"new-{number}")
-    _merge(longest, bench, f"make_room, pinned ({policy})")
+    _merge(holds, bench, f"make_room, pinned ({policy})")
 
 
-def _pinned_by_waiting(longest: dict[str, float], policy: Eviction) -> None:
+def _pinned_by_waiting(holds: Holds, policy: Eviction) -> None:
     """Requests that wait pin the oldest half of the host."""
     bench = Bench(policy=policy)
     bench.list_rows(0, TIER_ROWS)
@@ -182,10 +213,10 @@ def _pinned_by_waiting(longest: dict[str, float], policy: Eviction) -> None:
     for number in range(700):
         new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
         bench.timed(f"make_room, waited for ({policy})", bench.core.prepare_store, new, f"new-{number}")
-    _merge(longest, bench, f"make_room, waited for ({policy})")
+    _merge(holds, bench, f"make_room, waited for ({policy})")
 
 
-def _evicting(longest: dict[str, float]) -> None:
+def _evicting(holds: Holds) -> None:
     bench = Bench(Write.ON_EVICT)
     bench.fill(ROWS)
     bench.settle()
@@ -196,7 +227,7 @@ def _evicting(longest: dict[str, float]) -> None:
     for number in range(20):
         new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
         bench.timed("make_room, evicting", bench.core.prepare_store, new, f"new-{number}")
-    _merge(longest, bench, "make_room, evicting")
+    _merge(holds, bench, "make_room, evicting")
 
 
 def _hits(bench: Bench, keys: Sequence[Key], name: str) -> list[Key]:
@@ -205,7 +236,7 @@ def _hits(bench: Bench, keys: Sequence[Key], name: str) -> list[Key]:
     return hits
 
 
-def _reset(longest: dict[str, float]) -> None:
+def _reset(holds: Holds) -> None:
     bench = Bench()
     bench.list_rows(0, TIER_ROWS)
     bench.list_rows(1, TIER_ROWS)
@@ -226,10 +257,10 @@ def _reset(longest: dict[str, float]) -> None:
     bench.timed("prepare_store after a reset", bench.core.prepare_store, new, "new")
     bench.timed("flushed", bench.core.flushed)
     bench.drain("flushed")
-    _merge(longest, bench, "reset", "after a reset", "prepare_store after a reset", "flushed")
+    _merge(holds, bench, "reset", "after a reset", "prepare_store after a reset", "flushed")
 
 
-def _down(longest: dict[str, float]) -> None:
+def _down(holds: Holds) -> None:
     bench = Bench(Write.ON_EVICT)
     bench.list_rows(0, TIER_ROWS)
     bench.fill(ROWS)
@@ -238,20 +269,33 @@ def _down(longest: dict[str, float]) -> None:
             bench.core.lookup(key_of(position), f"request-{number}", position, bench.now)
     bench.timed("down", bench.core.events.down, 0, bench.now)
     bench.drain("down")
-    _merge(longest, bench, "down")
+    _merge(holds, bench, "down")
 
 
-def _demote_all(longest: dict[str, float]) -> None:
+def _demote_all(holds: Holds) -> None:
     bench = Bench(Write.ON_EVICT)
     bench.fill(ROWS)
     bench.settle()
     rows = list(bench.core.host.index.values())
     for start in range(0, len(rows), 256):
         bench.timed("demote_all", bench.core.demote, rows[start : start + 256])
-    _merge(longest, bench, "demote_all")
+    _merge(holds, bench, "demote_all")
 
 
-def _scan(longest: dict[str, float]) -> None:
+def _request_ends(holds: Holds) -> None:
+    """A request with 10,000 rows that it has pinned is finished."""
+    bench = Bench()
+    bench.list_rows(0, TIER_ROWS)
+    chain = [*bench.fill(10_000), key_of(0)]
+    bench.settle()
+    for position, key in enumerate(chain):
+        bench.core.lookup(key, "request", position, bench.now)
+    bench.core.end_step()
+    bench.timed("finish of a request, 10,000 rows", bench.core.finish_request, "request")
+    _merge(holds, bench, "finish of a request, 10,000 rows")
+
+
+def _scan(holds: Holds) -> None:
     """A request waits for the last of 4,000 chunks."""
     bench = Bench()
     bench.list_rows(0, TIER_ROWS)
@@ -269,10 +313,10 @@ def _scan(longest: dict[str, float]) -> None:
         bench.core.end_step()
         bench.drain("plan")
         bench.timed("a waiting request's scan", scan, True)
-    _merge(longest, bench, "a waiting request's scan")
+    _merge(holds, bench, "a waiting request's scan")
 
 
-def _ends(longest: dict[str, float]) -> None:
+def _ends(holds: Holds) -> None:
     """Many requests that wait pass their deadlines in one turn."""
     bench = Bench()
     bench.list_rows(0, TIER_ROWS)
@@ -286,42 +330,54 @@ def _ends(longest: dict[str, float]) -> None:
     bench.now += 1000.0
     bench.core.tiers[0].jobs.clear()
     bench.drain("expire")
-    _merge(longest, bench, "expire")
+    _merge(holds, bench, "expire")
 
 
-def _merge(longest: dict[str, float], bench: Bench, *what: str) -> None:
+def _merge(holds: Holds, bench: Bench, *what: str) -> None:
     for name in what:
-        if name in bench.longest:
-            longest[name] = max(longest.get(name, 0.0), bench.longest[name])
+        holds.setdefault(name, []).extend(bench.holds.get(name, ()))
 
 
-def longest_holds() -> dict[str, float]:
-    """By kind of call: its longest lock hold in ms of thread CPU time."""
-    longest: dict[str, float] = {}
+def all_holds() -> Holds:
+    """By kind of call: its lock holds."""
+    holds: Holds = {}
     gc.collect()
-    gc.disable()  # a collection of the bench's own objects is not the core's time
+    gc.callbacks.append(_collector)
     try:
-        _killed(longest, kill=True)
-        _killed(longest, kill=False)
-        _late(longest)
-        _failed(longest)
+        _killed(holds, kill=True)
+        _killed(holds, kill=False)
+        _late(holds)
+        _failed(holds)
         for policy in ("lru", "s3fifo", "arc"):
-            _pinned(longest, policy)  # type: ignore[arg-type]
-            _pinned_by_waiting(longest, policy)  # type: ignore[arg-type]
-        _evicting(longest)
-        _reset(longest)
-        _down(longest)
-        _demote_all(longest)
-        _scan(longest)
-        _ends(longest)
+            _pinned(holds, policy)  # type: ignore[arg-type]
+            _pinned_by_waiting(holds, policy)  # type: ignore[arg-type]
+        _evicting(holds)
+        _reset(holds)
+        _down(holds)
+        _demote_all(holds)
+        _request_ends(holds)
+        _scan(holds)
+        _ends(holds)
     finally:
-        gc.enable()
-    return longest
+        gc.callbacks.remove(_collector)
+    return holds
+
+
+def longest_holds(repeats: int = 1) -> dict[str, float]:
+    """By kind of call: its longest lock hold in ms of thread CPU time, the median over the repeats."""
+    runs = [all_holds() for _ in range(repeats)]
+    return {name: median(max(hold.ms for hold in run[name]) for run in runs) for name in runs[0]}
 
 
 def main() -> None:
-    for name, took_ms in longest_holds().items():
-        print(f"{name:40} {took_ms:8.2f} ms")
+    runs = [all_holds() for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)]
+    print(f"{'ms':32} {'longest':>8} {'of it gc':>8} {'without gc':>10} {'median':>8} {'holds':>8}")
+    for name in runs[0]:
+        longest = [max(run[name]) for run in runs]
+        without = median(max(hold.ms - hold.gc_ms for hold in run[name]) for run in runs)
+        usual = median(hold.ms for run in runs for hold in run[name])
+        took, collected = median(hold.ms for hold in longest), median(hold.gc_ms for hold in longest)
+        print(f"{name:32} {took:8.2f} {collected:8.2f} {without:10.2f} {usual:8.2f} {len(runs[0][name]):8}")
 
 
 if __name__ == "__main__":

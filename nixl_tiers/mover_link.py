@@ -229,10 +229,9 @@ class MoverLink:
     ) -> tuple[list[tuple[int, ToMover]], dict[int, str], float]:
         with self._locked():
             now = self._clock()
-            self._core.expire(received_s)
             for index, free in zip(self._core.tiers, send_credits, strict=True):
                 index.send_credits = free
-            jobs = self._core.events.plan(now)
+            jobs = self._core.turn(received_s, now)
             moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
             messages: list[tuple[int, ToMover]] = []
             messages += [(job.tier, message) for job, message in moves if job.direction is Direction.LOAD]

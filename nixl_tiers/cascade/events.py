@@ -35,6 +35,7 @@ class Events:
         self._promotion = promotion
         self._writeback = writeback
         self._health = health
+        self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class Events:
         index.counters.kills += 1
         self.down(tier, now)
         self._health.mover_killed(index, now)
-        self.work(now)
+        self._work(now)
 
     def lost(self, tier: int, now: float) -> None:
         """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed."""
@@ -105,7 +106,7 @@ class Events:
         index.counters.deaths += 1
         self.down(tier, now)
         self._health.mover_died(index, now)
-        self.work(now)
+        self._work(now)
 
     def work(self, now: float) -> None:
         """One slice of the work that concerns many rows or requests; what is left is done at the next turns."""
@@ -150,6 +151,13 @@ class Events:
         self._work(now)
         self._promotion.expire(now)
         self._state.unfinished = self._state.slice_used_up
+
+    def turn(self, received_s: float, now: float) -> list[Job]:
+        """`expire` and `plan`, as one hold of the lock: jobs are planned at the next turn if the slice was used up.
+        Deadlines are judged by `received_s`: what movers had sent by then has been handled."""
+        self.expire(received_s)
+        self._plan_put_off = self._state.slice_used_up and not self._plan_put_off
+        return [] if self._plan_put_off else self.plan(now)
 
     def plan(self, now: float) -> list[Job]:
         """The jobs to start now, within every bound and one slice; promotions before demotions, and both before stores.
@@ -202,6 +210,7 @@ class Events:
         for place, missing in partial:
             job.moves[place].row.missing = missing
         self._health.job_ended(index, job, outcomes, now)
+        self._state.take(len(job.moves))
         self._end_moves(index, job, outcomes, now)
         self._promotion.retry(now)
 

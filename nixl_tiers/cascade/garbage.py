@@ -22,10 +22,9 @@ class Garbage:
         return bool(self._structures)
 
     def add(self, *structures: Any) -> None:
-        """Dicts, sets, lists and deques, or objects that have such attributes, which nothing else refers to."""
-        for structure in structures:
-            if not isinstance(structure, _CONTAINERS) or len(structure) > SMALL:
-                self._structures.append(structure)
+        """Dicts, sets, lists and deques, or objects that have such attributes, which nothing else refers to. Also those
+        that are empty by now: a dict keeps the memory of all the entries that it once had."""
+        self._structures += structures
 
     def drop(self, most: int) -> None:
         """Free up to `most` entries."""
@@ -37,7 +36,7 @@ class Garbage:
             while structure and most > 0:
                 most -= 1
                 entry = structure.popitem()[1] if isinstance(structure, dict) else structure.pop()
-                if isinstance(entry, _CONTAINERS):
+                if isinstance(entry, _CONTAINERS) and len(entry) > SMALL:
                     self.add(entry)
             if structure:
                 self._structures.append(structure)

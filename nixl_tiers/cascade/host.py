@@ -17,7 +17,7 @@ from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
 
 CPU = "cpu"
-MAX_LOOKS: Final = 512  # pinned rows that one search for victims passes over
+MAX_LOOKS: Final = 256  # pinned rows that one search for victims passes over
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
 
 

@@ -26,7 +26,7 @@ from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import TierSpec, TierState
+from nixl_tiers.cascade.types import Job, TierSpec, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key
 from nixl_tiers.policies import Eviction, Write
@@ -322,6 +322,11 @@ class TierManager:
         """Apply timeouts: of jobs, of existence checks, and of rows that were promoted for nothing."""
         self.events.expire(now)
         self.checks.expire(now)
+
+    def turn(self, received_s: float, now: float) -> list[Job]:
+        """`expire` at `received_s` and the jobs to start now, in one hold of the lock (`Events.turn`)."""
+        self.checks.expire(received_s)
+        return self.events.turn(received_s, now)
 
     # --- what is where -----------------------------------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.host import MAX_LOOKS, HostTier
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
@@ -102,6 +105,50 @@ def test_kill_is_worked_off_in_slices(most_work: Callable[..., int]) -> None:
     assert not core.tiers[0].quarantined
     retried = [move.key for job in turns(core, 1.0) for move in job.moves if job.tier == 1]
     assert sorted(retried) == sorted(CHAIN), "the requests did not ask the next tier"
+
+
+def test_work_and_planning_take_turns_while_slices_are_used_up() -> None:
+    core = manager()
+    for number in range(20):
+        scan(core, f"request-{number}")
+    turns(core)
+    core.events.killed(0, 1.0)
+    core.events.lost(0, 1.0)
+    planned: list[int] = []
+    while core.tiers[0].dead or core._promotion._retries:
+        planned.append(sum(len(job.moves) for job in core.turn(1.0, 1.0)))
+        assert planned[-1] <= SLICE
+    assert any(planned), "planning waits for all of the work"
+    assert all(0 in pair for pair in pairwise(planned[:-1])), "a hold of two slices"
+    turns(core, 1.0)
+
+
+def test_requests_of_a_failed_job_retry_in_later_slices(most_work: Callable[..., int]) -> None:
+    core = manager()
+    for number in range(20):
+        scan(core, f"request-{number}")
+    job = turns(core)[0]
+    failed = [Outcome.FAILED] * len(job.moves)
+    assert most_work(core.events.finished, 0, job.id, failed, 1.0) <= 3 * len(job.moves), "it retries too"
+    retried = [move.key for job in turns(core, 1.0) for move in job.moves if job.tier == 1]
+    assert sorted(retried) == sorted(move.key for move in job.moves)
+
+
+def test_memory_of_an_emptied_dict_is_freed_without_the_lock() -> None:
+    garbage = Garbage()
+    emptied = Emptied.fromkeys(range(1000))
+    emptied.clear()
+    garbage.add(emptied)
+    freed = weakref.ref(emptied)
+    del emptied
+    assert freed() is not None
+    garbage.drop(1)
+    assert freed() is None
+    assert not garbage
+
+
+class Emptied(dict[int, None]):
+    """A dict that can be referred to weakly."""
 
 
 def test_mover_that_is_reaped_while_its_kill_is_worked_off_loses_no_row() -> None:
