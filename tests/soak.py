@@ -2,10 +2,12 @@
 
     python -m tests.soak --minutes 10 --seed 1
 
-A round opens a store over a file tier and an S3 tier (moto, behind the fault proxy), puts it under load, and injects
-faults: signals to movers, server faults, faults of disk transfers, resets. At the end of a round the faults stop, both
-tiers must recover, and the store is closed: nothing may leak. Rows stay in the tiers for the next rounds. The seed
-decides which faults come in which order; their timing depends on the machine. Exits with status 1 after any finding.
+A round opens the stores of two engines over a file tier (two parts of one path) and an S3 tier (moto, behind the fault
+proxy): a private prefix, which one of them owns and the other reads, or a shared one, in turn. Both are under load, and
+faults are injected: signals to movers, server faults, faults of disk transfers, resets of the first store. At the end
+of a round the faults stop, all tiers must recover, and the stores are closed: nothing may leak. Rows stay in the tiers
+for the next rounds. The seed decides which faults come in which order; their timing depends on the machine. Exits with
+status 1 after any finding.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 CHUNK: Final = 64 << 10
 HOST: Final = 8 << 20
 CAPACITY: Final = 64 << 20
+WINDOW_SHARE: Final = 8  # of the shared prefix
 ROUND_S: Final = 30.0
 RECOVERY_S: Final = 300.0  # a tier that does not work again by then is a finding
 GROWTH_BYTES: Final = 32 << 20  # tolerated growth of resident memory from a third of the run to its end
@@ -102,26 +105,24 @@ class Soak:
         self._proxy = proxy
         self._switch = directory / "disk-faults"
         self._serials = itertools.count()
-        s3 = {"type": "s3", "bucket": bucket, "prefix": f"soak-{seed}", "endpoint": proxy.endpoint}
-        self._config = configuration.load(
-            {
-                "tiers": [
-                    {"type": "cpu", "capacity": HOST},
-                    {"type": "file", "path": str(directory / "kv"), "capacity": CAPACITY},
-                    {**s3, "capacity": CAPACITY},
-                ],
-                "wait_s": LIMITS.wait_s,
-            }
-        )
+        place = {"bucket": bucket, "endpoint": proxy.endpoint, "capacity": CAPACITY}
+        fast = {"type": "tests.mover.stub_tiers:FastJanitorConfig", "window_share": WINDOW_SHARE}
+        private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
+        shared = {**fast, **place, "prefix": f"shared-{seed}", "shared": True}
+        cpu = {"type": "cpu", "capacity": HOST}
+        file = {"type": "file", "path": str(directory / "kv"), "capacity": CAPACITY, "replicas": 2}
+        self._configs = [
+            configuration.load({"tiers": [cpu, file, s3], "wait_s": LIMITS.wait_s}) for s3 in (private, shared)
+        ]
         self._plan = FaultPlan(
             tuple(Rule(fault, chance=0.03, delay_s=0.3) for fault in DISK_FAULTS), seed, str(self._switch)
         )
 
     def run(self, seconds: float, report: Callable[[RoundResult], None]) -> None:
-        """Run rounds until `seconds` have passed, at least one; stop after the first round with a finding."""
+        """Run rounds until `seconds` have passed, at least one with each kind of prefix. Stop after a finding."""
         end = time.monotonic() + seconds
         before = ResourceCount.take()
-        while not self.findings and (not self.rounds or time.monotonic() < end):
+        while not self.findings and (len(self.rounds) < len(self._configs) or time.monotonic() < end):
             self._run_round(min(self._round_s, max(5.0, end - time.monotonic())))
             self._check_no_leaks(before)
             report(self.rounds[-1])
@@ -132,34 +133,40 @@ class Soak:
     def _run_round(self, seconds: float) -> None:
         result = RoundResult(len(self.rounds))
         self.rounds.append(result)
+        config = self._configs[result.number % 2]
         salt = b""  # rows of the initial weights stay valid in later rounds
-        store = self._open()
-        try:
+        with contextlib.ExitStack() as stack:
+            stores = [stack.enter_context(self._open(config)) for _ in range(2)]
+            stack.callback(self._end_faults)  # before they are closed
+            store, other = stores
             end = time.monotonic() + seconds
-            while time.monotonic() < end and not self.findings:
-                # One load generator per epoch: after a reset the same keys stand for other bytes, as with new weights.
-                until_s = time.monotonic() + self._random.uniform(0.3, 1.0) * seconds
-                with LoadGenerator(store, seed=self._seed, prompts=60, pause_s=0.002, salt=salt) as load:
-                    while time.monotonic() < min(until_s, end) and not load.stats.wrong and not load.stats.errors:
-                        self._inject_fault(store, result)
-                self._collect(load, result)
-                if time.monotonic() < end:
-                    store.reset()
-                    result.faults["reset"] += 1
-                    salt = b"%d %d" % (result.number, next(self._serials))
-            self._check_recovery(store, result, salt)
-            result.hits_by_tier.update({name: int(store.stats()[name]["hits"]) for name in self._config.names})
-            result.movers_bytes = sum(resident_bytes(pid) for pid in store.coordinator.mover_pids if pid)
-        finally:
-            self._proxy.clear()
-            self._switch.unlink(missing_ok=True)
-            store.close()
+            with LoadGenerator(other, seed=self._seed, threads=1, prompts=60, pause_s=0.01) as beside:
+                while time.monotonic() < end and not self.findings:
+                    # One load generator per epoch: after a reset the same keys stand for other bytes, as with new
+                    # weights.
+                    until_s = time.monotonic() + self._random.uniform(0.3, 1.0) * seconds
+                    with LoadGenerator(store, seed=self._seed, prompts=60, pause_s=0.002, salt=salt) as load:
+                        while time.monotonic() < min(until_s, end) and not load.stats.wrong and not load.stats.errors:
+                            self._inject_fault(stores, result)
+                    self._collect(load, result)
+                    if time.monotonic() < end:
+                        store.reset()
+                        result.faults["reset"] += 1
+                        salt = b"%d %d" % (result.number, next(self._serials))
+            self._collect(beside, result)
+            self._check_recovery(dict(zip(stores, (salt, b""), strict=True)), result)
+            for each in stores:
+                result.hits_by_tier.update({name: int(each.stats()[name]["hits"]) for name in config.names})
+                result.movers_bytes += sum(resident_bytes(pid) for pid in each.coordinator.mover_pids if pid)
 
-    def _inject_fault(self, store: TieredStore, result: RoundResult) -> None:
+    def _inject_fault(self, stores: list[TieredStore], result: RoundResult) -> None:
         what = self._random.choice(("signal", "server", "disk", "none"))
         pause_s = self._random.uniform(0.2, 3.0)
         if what == "signal":
-            number, pid = self._random.choice(SIGNALS), self._random.choice(store.coordinator.mover_pids)
+            number, pid = (
+                self._random.choice(SIGNALS),
+                self._random.choice([pid for store in stores for pid in store.coordinator.mover_pids]),
+            )
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -173,8 +180,11 @@ class Soak:
             self._switch.touch()
         time.sleep(pause_s)
         if self._random.random() < 0.7:
-            self._proxy.clear()
-            self._switch.unlink(missing_ok=True)
+            self._end_faults()
+
+    def _end_faults(self) -> None:
+        self._proxy.clear()
+        self._switch.unlink(missing_ok=True)
 
     def _collect(self, load: LoadGenerator, result: RoundResult) -> None:
         stats = load.stats
@@ -187,46 +197,55 @@ class Soak:
         if stats.errors:
             self.findings.append(f"round {result.number}: the store raised {stats.errors[0]}")
 
-    def _check_recovery(self, store: TieredStore, result: RoundResult, salt: bytes) -> None:
-        """End all faults: each tier must be up, store new rows and read them back, and every host row must be free."""
-        self._proxy.clear()
-        self._switch.unlink(missing_ok=True)
+    def _check_recovery(self, salts: dict[TieredStore, bytes], result: RoundResult) -> None:
+        """End all faults: each tier must be up, store new rows and read them back, and every host row must be free. On
+        a private prefix only its owner stores."""
+        self._end_faults()
         began = time.monotonic()
-        failing = set(self._config.names)
+        shared = result.number % 2
+        failing = {(each, name) for each in salts for name in self._configs[shared].names}
         while failing and time.monotonic() < began + RECOVERY_S:
-            earlier = store.stats()
-            keys = [b"heal-%d-%d" % (result.number, next(self._serials)) for _ in range(4)]
-            put(store, keys, salt)
-            store.flush(5.0)
-            now = store.stats()
-            failing -= {n for n in failing if now[n]["up"] and now[n]["bytes_written"] > earlier[n]["bytes_written"]}
-            # Fill the host, so that they are evicted and can only come from a storage tier.
-            put(
-                store,
-                [b"filler-%d-%d" % (result.number, next(self._serials)) for _ in range(store.coordinator.region.rows)],
-                salt,
-            )
-            if get(store, keys, salt)[1]:
-                self.findings.append(f"round {result.number}: wrong bytes after the faults had ended")
+            for store, salt in salts.items():
+                earlier = store.stats()
+                keys = [b"heal-%d-%d" % (result.number, next(self._serials)) for _ in range(4)]
+                put(store, keys, salt)
+                store.flush(5.0)
+                now = store.stats()
+                for name in self._configs[shared].names:
+                    if now[name]["up"] and now[name]["bytes_written"] > earlier[name]["bytes_written"]:
+                        working = [store] if shared or name != "s3" else [*salts]
+                        failing.difference_update((each, name) for each in working)
+                # Fill the host, so that they are evicted and can only come from a storage tier.
+                fillers = range(store.coordinator.region.rows)
+                put(store, [b"filler-%d-%d" % (result.number, next(self._serials)) for _ in fillers], salt)
+                if get(store, keys, salt)[1]:
+                    self.findings.append(f"round {result.number}: wrong bytes after the faults had ended")
         result.recovery_s = time.monotonic() - began
         if failing:
-            self.findings.append(f"round {result.number}: {sorted(failing)} did not recover within {RECOVERY_S:g} s")
+            names = sorted({name for _, name in failing})
+            self.findings.append(f"round {result.number}: {names} did not recover within {RECOVERY_S:g} s")
+        for store in salts:
+            self._check_rows_and_bounds(store, result)
+
+    def _check_rows_and_bounds(self, store: TieredStore, result: RoundResult) -> None:
+        deadline = time.monotonic() + RECOVERY_S
         if not store.flush(60):
             self.findings.append(f"round {result.number}: flush has timed out")
         while not reclaim_all_host_rows(store):
-            if time.monotonic() > began + RECOVERY_S:
+            if time.monotonic() > deadline:
                 self.findings.append(f"round {result.number}: host rows leaked")
                 return
             time.sleep(0.1)
         for name, numbers in store.stats().items():
-            if not 0 <= numbers["used_bytes"] <= numbers["capacity_bytes"]:
+            windows = 2 * CAPACITY // WINDOW_SHARE if name == "s3" and result.number % 2 else 0
+            if not 0 <= numbers["used_bytes"] <= numbers["capacity_bytes"] + windows:
                 self.findings.append(f"round {result.number}: {name} holds {numbers['used_bytes']:g} bytes")
 
-    def _open(self) -> TieredStore:
+    def _open(self, config: configuration.TiersConfig) -> TieredStore:
         geometry = Geometry(cells=1, cell_payload=CHUNK)
-        configuration.check_paths(self._config)
+        configuration.check_paths(config)
         region = HostRegion.create(geometry, HOST // geometry.row_bytes)
-        config = with_faults(self._config, self._plan.to_dict())
+        config = with_faults(config, self._plan.to_dict())
         coordinator = Coordinator(config, Namespace.of({"of": "the soak"}), region, limits=LIMITS)
         coordinator.start()
         return TieredStore(coordinator)
