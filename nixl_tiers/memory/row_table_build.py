@@ -60,6 +60,15 @@ class Rows:
             self._sources.append(Source(rows))
         self._count += len(keys)
 
+    def add_records(self, records: NDArray[np.uint8], slots: Numbers, ticks: Numbers) -> None:
+        """As `add`. `records`: (n, width): a byte of length, the key, padding with zeros."""
+        rows = np.empty(len(records), row_type(records.shape[1]))
+        rows["slot"] = _32_bits(slots)
+        rows["tick"] = _32_bits(ticks)
+        rows["record"] = records
+        self._sources.append(Source(rows))
+        self._count += len(records)
+
     def take(self) -> list[Source]:
         """The rows as parts of a table, which are no longer kept here."""
         sources, self._sources, self._count = self._sources, [], 0

@@ -8,6 +8,7 @@ they cost it very little.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -15,10 +16,12 @@ from typing import Final
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable
-from nixl_tiers.tiers.base import Entry
+from nixl_tiers.tiers.base import Entry, PackedEntries
 
 SINGLE_ROWS: Final = 4096
 """How many rows are sent one by one: most tiers of small stores hold fewer."""
+
+_PACKED_BATCHES: Final = 16  # that are joined: a part of a table should not be small
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class IndexBuilder:
         self._slots = slots
         self._single = 0
         self._pending = Rows()
+        self._packed: list[PackedEntries] = []  # the last of the pending rows
         self._newest = 0
         self._built = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="row-table")
@@ -51,17 +55,23 @@ class IndexBuilder:
     @property
     def pending(self) -> int:
         """How many rows are collected for the next table."""
-        return len(self._pending)
+        return len(self._pending) + sum(map(len, self._packed))
 
     @property
     def building(self) -> bool:
         return self._building is not None
 
-    def add(self, entries: list[Entry]) -> list[Entry]:
+    def add(self, entries: Sequence[Entry]) -> list[Entry]:
         """The next rows of the listing. Returns those to be sent one by one, now."""
         if self._single < SINGLE_ROWS:
             self._single += len(entries)
-            return entries
+            return list(entries)
+        if isinstance(entries, PackedEntries):
+            self._packed.append(entries)
+            if len(self._packed) == _PACKED_BATCHES:
+                self._join_packed()
+            return []
+        self._join_packed()
         gone = [entry for entry in entries if entry.slot < 0]
         held = [entry for entry in entries if entry.slot >= 0] if gone else entries
         ticks = [entry.tick for entry in held]
@@ -69,8 +79,15 @@ class IndexBuilder:
         self._newest = max(self._newest, *ticks, 0)
         return gone
 
+    def _join_packed(self) -> None:
+        if self._packed:
+            rows, self._packed = PackedEntries.joined(self._packed), []
+            self._pending.add_records(rows.records, rows.slots, rows.ticks)
+            self._newest = max(self._newest, int(rows.ticks.max(initial=0)))
+
     def build(self) -> None:
         """Start to build a table of the pending rows, on a thread; see `built`."""
+        self._join_packed()
         rows, self._pending = self._pending, Rows()
         newest, self._newest = self._newest, 0
         self._building = self._worker.submit(self._build, rows, newest)

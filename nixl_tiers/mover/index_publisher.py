@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.mover.index_builder import IndexBuilder
@@ -37,7 +37,7 @@ class IndexPublisher:
         self._epoch = epoch
         self._builder = builder
         self._send_heartbeat = send_heartbeat
-        self._listing: Iterator[list[Entry]] | None = tier.list_rows()
+        self._listing: Iterator[Sequence[Entry]] | None = tier.list_rows()
         self._first = True
         self.listed = 0
         """How many rows the first listing has found so far."""
@@ -68,7 +68,7 @@ class IndexPublisher:
                 self._build_if_idle(now)
                 return
             self.listed += len(batch) if self._first else 0
-            single = self._builder.add(batch) if self._first else batch
+            single = self._builder.add(batch) if self._first else list(batch)
             if single:
                 self._send_queue.send(Listed(self._epoch, single, last=False))
                 return

@@ -162,7 +162,7 @@ class FaultyTier(StorageTier):
         self._sealer = Sealer(self._geometry, namespace, epoch)
         return slots
 
-    def list_rows(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[Sequence[Entry]]:
         return self._inner.list_rows()
 
     def store(self, moves: Sequence[Move]) -> int:

@@ -10,9 +10,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, overload
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from nixl_tiers.chunk import MAX_KEY_BYTES, Outcome
 from nixl_tiers.memory.region import HostRegion
@@ -44,6 +46,45 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
     slot: Annotated[int, msgspec.Meta(ge=GONE, le=2**32 - 1)]
     key: RowKey
     tick: Tick
+
+
+class PackedEntries(Sequence[Entry]):
+    """Entries in columns, for listings of millions of rows: one becomes an object only when it is looked at."""
+
+    def __init__(self, slots: NDArray[np.int64], ticks: NDArray[np.int64], records: NDArray[np.uint8]) -> None:
+        """`slots`, `ticks`: (n,). `records`: (n, width): a byte of length, the key, padding with zeros."""
+        self.slots = slots
+        self.ticks = ticks
+        self.records = records
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedEntries]) -> PackedEntries:
+        """At least one, with records of one width."""
+        return cls(
+            np.concatenate([part.slots for part in parts]),
+            np.concatenate([part.ticks for part in parts]),
+            np.concatenate([part.records for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @overload
+    def __getitem__(self, place: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> PackedEntries: ...
+
+    def __getitem__(self, place: int | slice) -> Entry | PackedEntries:
+        if isinstance(place, slice):
+            return PackedEntries(self.slots[place], self.ticks[place], self.records[place])
+        record = self.records[place].tobytes()
+        return Entry(int(self.slots[place]), record[1 : 1 + record[0]], int(self.ticks[place]))
+
+    def __iter__(self) -> Iterator[Entry]:
+        width, raw = self.records.shape[1], self.records.tobytes()
+        keys = (raw[at + 1 : at + 1 + raw[at]] for at in range(0, len(raw), width))
+        return map(Entry, self.slots.tolist(), keys, self.ticks.tolist())
 
 
 class TierDown(Exception):
@@ -143,8 +184,9 @@ class StorageTier(ABC):
     # --- what is there ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def list_rows(self) -> Iterator[list[Entry]]:
-        """The rows that are there, in batches, oldest first, after open. An empty batch: nothing yet, ask again.
+    def list_rows(self) -> Iterator[Sequence[Entry]]:
+        """The rows that are there, oldest first, after open, in batches of up to MAX_ENTRIES: lists, or PackedEntries
+        where there may be millions. An empty batch: nothing yet, ask again.
 
         Where others write to the medium too it is called again, `relist_s` seconds after it ended. It then yields rows
         that have appeared since, and as entries of slot GONE keys that have disappeared.

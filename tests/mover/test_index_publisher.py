@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nixl_tiers.memory.key_hash import KeyHash
@@ -18,7 +19,7 @@ from nixl_tiers.mover.index_builder import BuiltTable, IndexBuilder
 from nixl_tiers.mover.index_publisher import IDLE_S, MAX_TABLES, POLL_S, IndexPublisher
 from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedTable, ToCoordinator, encode
 from nixl_tiers.mover.send_queue import SendQueue
-from nixl_tiers.tiers.base import GONE, Entry
+from nixl_tiers.tiers.base import GONE, Entry, PackedEntries
 from tests.mover.stub_tiers import InstantTier
 from tests.support.waiting import until
 
@@ -84,6 +85,27 @@ class TestIndexBuilder:
         builder.add([Entry(n, key, n) for n, key in enumerate(keys)])
         with RowTable.attach(built(builder).fd) as attached:
             assert attached.coldest(9) == [(key, n) for n, key in enumerate(keys)]
+        builder.close()
+
+    def test_packed_entries_are_as_good_as_a_list(self) -> None:
+        rows = [*entries(2, 40), Entry(40, b"a" * 112, 1 << 33), Entry(41, b"bc\0", 3)]
+        records = np.zeros((len(rows), 113), np.uint8)
+        for record, entry in zip(records, rows, strict=True):
+            record[: 1 + len(entry.key)] = np.frombuffer(bytes([len(entry.key)]) + entry.key, np.uint8)
+        packed = PackedEntries(np.array([row.slot for row in rows]), np.array([row.tick for row in rows]), records)
+        assert [*packed] == rows
+        assert [*packed[3:5], packed[-1]] == [*rows[3:5], rows[-1]]
+        builder = IndexBuilder(HASH, 100)
+        assert builder.add(packed[:2]) == rows[:2]  # sent one by one
+        for place in range(2, len(rows)):
+            assert builder.add(packed[place : place + 1]) == []
+        builder.add([Entry(50, b"in a list", 3)])
+        assert builder.pending == len(rows) - 1
+        table = built(builder)
+        assert table.newest == 1 << 33
+        with RowTable.attach(table.fd) as attached:
+            expected = sorted([*rows[2:], Entry(50, b"in a list", 3)], key=lambda row: row.tick)
+            assert attached.coldest(99) == [(row.key, row.slot) for row in expected]
         builder.close()
 
     def test_rows_without_a_free_slot_are_left_out(self) -> None:

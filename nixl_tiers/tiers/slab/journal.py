@@ -19,12 +19,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, PackedEntries
 from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, JournalFile
-from nixl_tiers.tiers.slab.journal_listing import Listing, older_duplicates
+from nixl_tiers.tiers.slab.journal_listing import Listing, older_duplicates, repeated
 from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode, tag_of, tags_of
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,7 @@ class Journal:
         self._stored: NDArray[np.bool_] | None = np.zeros(slots, np.bool_)  # changed while old rows are being listed
         self._reading = True
         self._listing = Listing(np.ones(slots, np.bool_) if allocated is None else allocated)
-        self.complete = False
-        """Whether it knows every row. `mark_complete` makes it true."""
+        self.complete = False  # whether it knows every row
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -90,8 +89,7 @@ class Journal:
         self._put(slot, b"", 0, 0)
 
     def mark_empty(self, slots: NDArray[np.bool_], sealed_at: int = 0) -> None:
-        """These of the unknown slots hold no row, but maybe bytes of one that was sealed then, where nothing else is
-        known about it. `slots`: one flag a slot."""
+        """These unknown slots (a flag a slot) hold no row, but bytes sealed then, if nothing else is known."""
         with self._lock:
             empty = np.flatnonzero(slots & self.unknown_slots())
             self._known[empty] = True
@@ -137,8 +135,8 @@ class Journal:
         """Whether the file no longer records the content of these slots before `start_overwrite`. That takes a write,
         which is not waited for while writes fail and the header says so.
 
-        A row that is written earlier would be lost to a crash: the file would have another key for its slot. Or, worse,
-        the file would say that the slot is empty, and nothing would ever erase the row.
+        A row that is written earlier would be lost to a crash, as the file has another key for its slot; or, if the
+        file says that the slot is empty, be there without ever being erased.
         """
         return self._overwriting.isdisjoint(slots) or (self._failing and self._distrusted)
 
@@ -159,7 +157,7 @@ class Journal:
 
     # --- rows at open -----------------------------------------------------------------------------------------------
 
-    def list_rows(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[Sequence[Entry]]:
         """Once: the rows that were there at open, least recently used first, without slots stored into since.
 
         Batches of up to MAX_ENTRIES; an empty one means that the next is still being read.
@@ -171,7 +169,7 @@ class Journal:
             slots = slots[self.tags[slots] != 0]
             if self._stored is not None:
                 slots = slots[~self._stored[slots]]
-            yield list(map(Entry, slots.tolist(), map(self._listing.key, slots.tolist()), self._ticks[slots].tolist()))
+            yield PackedEntries(slots, self._ticks[slots], self._listing.keys[slots])
         self._listing.clear()
 
     def unknown_slots(self) -> NDArray[np.bool_]:
@@ -188,11 +186,7 @@ class Journal:
 
     def duplicates(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """By place: whether a slot holds the key already, or a later one of these is the same. On any thread."""
-        tags = tags_of(keys)
-        _, last = np.unique(tags[::-1], return_index=True)
-        flags = np.ones(len(tags), np.bool_)
-        flags[len(tags) - 1 - last] = False
-        return flags | np.isin(tags, self.tags)
+        return repeated(tags_of(keys), self.tags)
 
     def mark_complete(self) -> None:
         """Every row that was there at open is known, by `list_rows` or `put`."""
@@ -200,8 +194,7 @@ class Journal:
         self.complete = True
 
     def problem(self) -> str:
-        """Whether its file was deleted, replaced or cut short, or its thread has ended, as a sentence, or "". On any
-        thread. Raises OSError."""
+        """Why it cannot go on (its file has gone, its thread has failed), or "". On any thread. Raises OSError."""
         return self._defect or self._file.problem()
 
     def close(self) -> None:
@@ -238,7 +231,7 @@ class Journal:
             self._rewrites.append(slots)
             self._lock.notify()
 
-    # --- the journal's thread ---------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -267,20 +260,17 @@ class Journal:
 
     def _wait(self) -> bool:
         """Wait for work, and then up to _COMMIT_S for more of it, to write together; whether to close."""
+        wait = self._lock.wait_for
         with self._lock:
             if self._failing:
-                self._lock.wait_for(lambda: self._closing, _RETRY_S)
+                wait(lambda: self._closing, _RETRY_S)
             elif not self._reading and not len(self._rewriting):
                 growing_s = max(0.0, self._grow_at_s - time.monotonic()) if self._without_room else None
-                self._lock.wait_for(lambda: self._closing or self._pending or self._rewrites, growing_s)
+                wait(lambda: self._closing or self._pending or self._rewrites, growing_s)
                 if self._pending:
-                    self._lock.wait_for(
-                        lambda: self._closing or self._overwriting or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S
-                    )
+                    wait(lambda: self._closing or self._overwriting or len(self._pending) >= _COMMIT_ROWS, _COMMIT_S)
                 else:
-                    self._lock.wait_for(
-                        lambda: self._closing or self._pending, max(0.0, self._rewrite_at_s - time.monotonic())
-                    )
+                    wait(lambda: self._closing or self._pending, max(0.0, self._rewrite_at_s - time.monotonic()))
             return self._closing
 
     def _step(self, *, closing: bool) -> None:
@@ -300,7 +290,7 @@ class Journal:
 
     def _read_some(self) -> None:
         listing, file = self._listing, self._file
-        first = len(listing.keys) * CHUNK_RECORDS
+        first = listing.end
         if first >= file.records:
             self._end_reading()
             return
@@ -391,12 +381,15 @@ class Journal:
             known = self._known[slots]
             self._recorded[slots] = True
         keys = [key if key and tag else b"" for key, tag in zip(new_keys, tags.tolist(), strict=True)]
-        (lacking,) = np.nonzero(known & (tags_of(keys) != tags) & (slots < file.records))
-        found = file.read_slots(slots[lacking])
-        for number, place in enumerate(lacking.tolist()):
-            keys[place] = found.key(number)
-        known &= tags_of(keys) == tags  # else its seal has to tell the key
-        records = encode(slots, keys, ticks, sealed_at, file.salt)
+        found_tags = tags_of(keys)
+        (lacking,) = np.nonzero(known & (found_tags != tags) & (slots < file.records))
+        if len(lacking):
+            found = file.read_slots(slots[lacking])
+            found_tags[lacking] = found.tags
+            for number, place in enumerate(lacking.tolist()):
+                keys[place] = found.key(number)
+        known &= found_tags == tags  # else its seal has to tell the key
+        records = encode(slots, keys, found_tags, ticks, sealed_at, salt=file.salt)
         records[~known] = np.zeros((), RECORD)
         written = known | (slots < file.records)
         if full := file.write(slots[written], records[written]):

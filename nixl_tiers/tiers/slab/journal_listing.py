@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS
 from nixl_tiers.tiers.slab.journal_record import Records
 
 
@@ -16,20 +15,24 @@ class Listing:
         self.allocated = allocated
         self.removed: list[tuple[int, int]] = []
         self.order: NDArray[np.int64] | None = None  # slots, least recently used first; None: not all is read
-        self.keys: list[tuple[bytes, int, bytes]] = []  # by chunk: lengths of keys, bytes from one to the next, keys
+        self.keys = np.zeros((len(allocated), 2), np.uint8)
+        """By slot: a byte of length, the key, padding. Memory is taken for what is read only."""
+        self.end = 0
+        """How many slots have been read."""
 
     def add(self, found: Records) -> None:
-        width = int(found.lengths.max(initial=0))
-        padded = found.keys.view(np.uint8).reshape(len(found.keys), -1)[:, :width]
-        self.keys.append((found.lengths.tobytes(), width, padded.tobytes()))
-
-    def key(self, slot: int) -> bytes:
-        chunk, place = divmod(slot, CHUNK_RECORDS)
-        lengths, width, keys = self.keys[chunk]
-        return keys[place * width : place * width + lengths[place]]
+        """Those of the next slots."""
+        width = 1 + int(found.lengths.max(initial=0))
+        if width > self.keys.shape[1]:
+            narrow, self.keys = self.keys, np.zeros((len(self.keys), width), np.uint8)
+            self.keys[: self.end, : narrow.shape[1]] = narrow[: self.end]
+        rows = self.keys[self.end : self.end + len(found.keys)]
+        rows[:, 0] = found.lengths
+        rows[:, 1:width] = found.keys.view(np.uint8).reshape(len(found.keys), -1)[:, : width - 1]
+        self.end += len(found.keys)
 
     def clear(self) -> None:
-        self.keys.clear()
+        self.keys = np.zeros((0, 2), np.uint8)
         self.order, self.allocated = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
@@ -43,3 +46,11 @@ def older_duplicates(
     among = among[np.lexsort((sealed_at[among], ticks[among], tags[among]))]
     older: NDArray[np.int64] = among[:-1][tags[among[1:]] == tags[among[:-1]]]
     return older
+
+
+def repeated(tags: NDArray[np.uint64], held: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """By place: whether the tag is among those that are held, or occurs again later."""
+    _, last = np.unique(tags[::-1], return_index=True)
+    flags = np.ones(len(tags), np.bool_)
+    flags[len(tags) - 1 - last] = False
+    return flags | np.isin(tags, held)

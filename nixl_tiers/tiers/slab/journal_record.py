@@ -64,18 +64,21 @@ def tags_of(keys: Sequence[bytes]) -> NDArray[np.uint64]:
 def encode(
     slots: NDArray[np.int64],
     keys: Sequence[bytes],
+    tags: NDArray[np.uint64],
     ticks: NDArray[np.int64],
     sealed_at: NDArray[np.uint32],
+    *,
     salt: int,
 ) -> NDArray[np.void]:
-    """Records for these slots. A key b"": the slot is empty. Times in Unix seconds; ticks within MAX_TICK."""
+    """Records for these slots. A key b"": the slot is empty. `tags`: of the keys. Times in Unix seconds; ticks within
+    MAX_TICK."""
     records = np.zeros(len(slots), RECORD)
     records["key"] = np.array(keys, f"S{MAX_KEY_BYTES}").view(RECORD["key"])
     records["key_bytes"] = list(map(len, keys))
     records["tick_low"] = ticks & 0xFFFFFFFF
     records["tick_high"] = ticks >> 32
     records["sealed_at"] = sealed_at
-    check = _check(records, tags_of(keys), slots, salt)
+    check = _check(records, tags, slots, salt)
     records["check_low"] = check & np.uint64(0xFFFFFFFF)
     records["check_high"] = check >> _FOLD
     return records

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -97,7 +97,7 @@ class Shard:
 
     # --- listing ----------------------------------------------------------------------------------------------------
 
-    def list_rows(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[Sequence[Entry]]:
         """Once: the rows in it, from the journal and, where that is incomplete, from the seals. See StorageTier."""
         last_tick = 0
         for batch in self.journal.list_rows():

@@ -128,7 +128,7 @@ class SlabTier(StorageTier):
     def denials(self) -> Mapping[str, str]:
         return {"growth": self._free.problem} if self._free.problem else {}
 
-    def list_rows(self) -> Iterator[list[Entry]]:
+    def list_rows(self) -> Iterator[Sequence[Entry]]:
         return self._served.list_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:

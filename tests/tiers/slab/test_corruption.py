@@ -14,7 +14,7 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.slab.journal_file import Header
-from nixl_tiers.tiers.slab.journal_record import encode
+from nixl_tiers.tiers.slab.journal_record import encode, tags_of
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
 from tests.support.journals import journal_in, overwrite_record, rows
 
@@ -202,7 +202,9 @@ def test_records_older_than_the_rows_after_a_power_failure_are_corrected(stored:
     with journal.open("r+b") as file:
         file.write(header._replace(boot=bytes(16), flushed=False).pack())
     for slot, key in ((3, b""), (5, key_of(7)), (6, b"another key")):
-        record = encode(np.array([slot]), [key], np.array([0]), np.array([1], np.uint32), header.salt)
+        record = encode(
+            np.array([slot]), [key], tags_of([key]), np.array([0]), np.array([1], np.uint32), salt=header.salt
+        )
         overwrite_record(journal, slot, record.tobytes())
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()

@@ -21,7 +21,7 @@ from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import NAME, JournalFile, journal_bytes
-from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode
+from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode, tags_of
 from tests.mover.harness import wait_until
 from tests.support.journals import overwrite_record, records, rows
 
@@ -316,7 +316,7 @@ def test_damaged_header_makes_every_slot_unknown(folder: Folder, tmp_path: Path,
 
 def test_every_flipped_bit_of_a_record_is_noticed() -> None:
     slots = np.array([7])
-    record = encode(slots, [b"k" * 36], np.array([5]), np.array([NOW], np.uint32), 99)
+    record = encode(slots, [b"k" * 36], tags_of([b"k" * 36]), np.array([5]), np.array([NOW], np.uint32), salt=99)
     assert decode(record, slots, 99).valid.all()
     for bit in range(1024):
         raw = bytearray(record.tobytes())
@@ -328,7 +328,7 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
 def test_key_of_any_length_survives_its_record() -> None:
     keys = [bytes(length) for length in range(MAX_KEY_BYTES + 1)]  # also such as end in zeroes
     slots = np.arange(len(keys))
-    found = decode(encode(slots, keys, slots, slots.astype(np.uint32), 3), slots, 3)
+    found = decode(encode(slots, keys, tags_of(keys), slots, slots.astype(np.uint32), salt=3), slots, 3)
     assert found.valid.all()
     assert [found.key(place) for place in slots] == keys
     assert len(set(found.tags.tolist())) == len(keys)
