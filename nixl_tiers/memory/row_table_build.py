@@ -83,18 +83,17 @@ class Source:
         self._rows = rows
         self._left: NDArray[np.bool_] | None = None
         self._order = order
-        self.slots, self.ticks = rows["slot"], rows["tick"]
+        self.ticks = rows["tick"]
         if order is not None:
-            slots = self.slots.copy()
-            self._left = slots != REMOVED
-            self.slots, self.ticks = slots[self._left], self.ticks[self._left]
+            self._left = rows["slot"] != REMOVED
+            self.ticks = self.ticks[self._left]
             numbers = np.cumsum(self._left, dtype=np.uint32) - np.uint32(1)
             self._order = numbers[order[self._left[order]]]
-        self.count = len(self.slots)
+        self.count = len(self.ticks)
         self.record_bytes = rows.dtype["record"].itemsize
 
     def pieces(self) -> Iterator[NDArray[np.void]]:
-        """Its rows; a slot may say that the row has been removed meanwhile."""
+        """Its rows; the slot of one that has been removed meanwhile says so, and `fill` leaves it out."""
         for at in range(0, len(self._rows), _PIECE):
             piece = self._rows[at : at + _PIECE]
             yield piece if self._left is None else _raw(piece)[self._left[at : at + _PIECE]].view(self._rows.dtype)
@@ -131,8 +130,7 @@ def _place(memory: mmap.mmap, layout: Layout, hashes: NDArray[np.uint64]) -> NDA
     bits = np.array((*FILTER_BITS, 0), np.uint32)[
         np.append((hashes & np.uint64(FILTER_MASK)).astype(np.uint16)[numbers], np.uint16(len(FILTER_BITS)))
     ]
-    filters = np.bitwise_or.reduceat(bits, firsts[:-1])
-    filters[firsts[1:] == firsts[:-1]] = 0  # `reduceat` takes the next row for an empty bucket
+    filters = np.bitwise_or.reduceat(bits, firsts[:-1])  # an empty bucket gets the bits of the next row: no harm
     words = column(memory, layout.words, layout.buckets + 1, np.uint64)
     words[:] = firsts
     words *= np.uint64(layout.row_bytes)
@@ -163,11 +161,9 @@ def _write_rows(memory: mmap.mmap, layout: Layout, sources: Sequence[Source], pl
     rows = rows_of(memory, layout)
     at = 0
     for source in sources:
-        slots = source.slots
-        done = at
         for piece in source.pieces():
             padded = np.zeros(len(piece), rows.dtype)
-            padded["slot"] = slots[at - done : at - done + len(piece)]
+            padded["slot"] = piece["slot"]
             padded["tick"] = piece["tick"]
             padded["record"][:, : source.record_bytes] = piece["record"]
             _raw(rows)[places[at : at + len(piece)]] = _raw(padded)
