@@ -234,9 +234,10 @@ class TierManager:
         """
         fresh = [key for key in keys if key not in self.host.index]
         tick = self._state.tick_of(self._request(name))
-        for key in keys:
-            if key in self.host.index:
-                self.host.touch(key, tick)
+        if len(fresh) < len(keys):
+            for key in keys:
+                if key in self.host.index:
+                    self.host.touch(key, tick)
         room = self._state.make_room(len(fresh))
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
@@ -261,10 +262,13 @@ class TierManager:
     def complete_store(self, rows: Iterable[Row], failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
         """Workers are done writing these rows. Those of `failed` hold nothing usable; those of `incomplete` lack their
         first sub-blocks, so that no load can use them."""
+        filled = []
         for row in rows:
             row.worker_refs = 0
             if self._filled(row, failed, incomplete):
+                filled.append(row)
                 self._flushed_before(row.generation)
+        self._writeback.write_through(filled, self.tiers)
         self._writeback.clean()
 
     def rows_being_filled_by_call(self, name: str) -> list[Row]:
@@ -274,14 +278,16 @@ class TierManager:
     def end_call(self, name: str, failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
         """A call has ended, well or not: it neither reads nor writes any row from now on, and its request is finished.
         Of the rows that it was to fill, `failed` and `incomplete` are as in complete_store."""
+        filled = []
         for row in self._calls.pop(name, ()):
             row.call_refs -= 1
             if row.invalidated:
                 self.host.reclaim(row)
-            elif row.state is RowState.FILLING:
-                self._filled(row, failed, incomplete)
-            else:
+            elif row.state is not RowState.FILLING:
                 self._count_read(row)
+            elif self._filled(row, failed, incomplete):
+                filled.append(row)
+        self._writeback.write_through(filled, self.tiers)
         self._writeback.clean()
         self.finish_request(name)
 
@@ -379,7 +385,6 @@ class TierManager:
         row.state = RowState.READY
         self.host.counters.stored += 1
         self.host.counters.bytes_written += self._state.row_bytes
-        self._writeback.write_through(row, self.tiers)
         return True
 
     def _count_read(self, row: Row) -> None:

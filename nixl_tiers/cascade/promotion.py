@@ -186,7 +186,7 @@ class Promotion:
                 if tier.staged.get(move.key) is row:
                     self._writeback.demotion_loaded(tier, move.key)
                 else:
-                    self._writeback.write_through(row, self._state.tiers[: tier.number])
+                    self._writeback.write_through((row,), self._state.tiers[: tier.number])
         else:
             if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 tier.counters.failed += 1

@@ -24,15 +24,14 @@ class WriteBack:
 
     # --- queueing ----------------------------------------------------------------------------------------------
 
-    def write_through(self, row: Row, tiers: Iterable[TierIndex]) -> None:
-        """Queue a complete row for those of `tiers` that are written through and lack it."""
+    def write_through(self, rows: Iterable[Row], tiers: Iterable[TierIndex]) -> None:
+        """Queue complete rows for those of `tiers` that are written through and lack them."""
         for tier in tiers:
-            if tier.spec.write is Write.THROUGH and row.key not in tier:
-                circuit_open = tier.state is TierState.DOWN or not tier.breakers[Direction.STORE].closed
-                if circuit_open or len(tier.to_store) >= self._host.rows:
-                    tier.counters.dropped += 1
-                else:
-                    tier.to_store[row.key] = row.tick
+            if tier.spec.write is Write.THROUGH:
+                lacking = [row for row in rows if row.key not in tier]
+                room = 0 if tier.refuses_stores else max(0, self._host.rows - len(tier.to_store))
+                tier.counters.dropped += max(0, len(lacking) - room)
+                tier.to_store.update((row.key, row.tick) for row in lacking[:room])
 
     def demote(self, rows: Iterable[Row]) -> None:
         """Queue those of these rows that are ready and that the tier below the host lacks."""

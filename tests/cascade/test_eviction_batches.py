@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from nixl_tiers.cascade.eviction.batches import UpwardBatches
 
-STEPS = st.lists(st.tuples(st.sampled_from(["leaf", "root", "remove", "pop"]), st.integers(0, 2), st.integers(0, 30)))
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["leaf", "root", "move", "remove", "pop"]), st.integers(0, 2), st.integers(0, 30))
+)
 
 
 @given(steps=STEPS)
@@ -25,9 +27,15 @@ def test_keys_are_popped_by_batch_and_leaf_first(steps: list[tuple[str, int, int
             model.setdefault(number, []).insert(0, key)
         elif here and step == "remove":
             key, place = here[pick % len(here)]
-            assert batches.number_of(key) == place
             batches.remove(key)
             model[place].remove(key)
+        elif here and step == "move":
+            key, place = here[pick % len(here)]
+            assert batches.move(key, number)
+            if place != number:
+                model[place].remove(key)
+                model.setdefault(number, []).append(key)
+            assert not batches.move(b"unknown", number)
         elif here:
             first = min(number for number, keys in model.items() if keys)
             assert batches.pop() == (model[first].pop(), first)

@@ -24,9 +24,6 @@ class Batches:
     def __contains__(self, key: Key) -> bool:
         return key in self._number_of
 
-    def number_of(self, key: Key) -> int | None:
-        return self._number_of.get(key)
-
     def add(self, key: Key, number: int) -> None:
         """Put an unknown key at the end of batch `number`."""
         self._number_of[key] = number
@@ -38,6 +35,14 @@ class Batches:
             else:
                 heapq.heappush(self._numbers, number)
         batch[key] = None
+
+    def move(self, key: Key, number: int) -> bool:
+        """Put a key at the end of batch `number`, unless it is in that batch; False if it is unknown."""
+        before = self._number_of.get(key)
+        if before is not None and before != number:
+            self.remove(key)
+            self.add(key, number)
+        return before is not None
 
     def remove(self, key: Key) -> None:
         number = self._number_of.pop(key)

@@ -32,8 +32,8 @@ class LeafFirstLru:
         self._keys.add(key, tick)
 
     def touch(self, key: Key, tick: int) -> None:
-        if self._keys.number_of(key) != tick:
-            self.remove(key)
+        if not self._keys.move(key, tick):
+            del self._aside[key]
             self._keys.add(key, tick)
 
     def remove(self, key: Key) -> None:
