@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ from tests.support.journals import rows
 from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, outcomes, store
 
 
-def make(path: Path, region: HostRegion, capacity: int = CAPACITY) -> SlabTier:
-    return SlabTier(FileConfig(type="file", path=path, capacity=capacity), GEOMETRY, region)
+def make(path: Path, region: HostRegion, **fields: Any) -> SlabTier:
+    return SlabTier(FileConfig(type="file", path=path, **{"capacity": CAPACITY, **fields}), GEOMETRY, region)
 
 
 def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
@@ -72,6 +73,16 @@ def test_stores_over_rows_fail_while_the_journal_cannot_be_written_at_all(
         assert set(store(tier, region, range(ROWS))) == {Outcome.FAILED}
         assert set(load(tier, region, range(ROWS))) == {Outcome.OK}  # what was there
     assert wait_until(lambda: set(store(tier, region, range(ROWS))) == {Outcome.OK})
+    tier.close()
+
+
+def test_new_model_below_min_free_is_down_until_there_is_room(tmp_path: Path, region: HostRegion) -> None:
+    tier = make(tmp_path, region, min_free=1 << 60)
+    with pytest.raises(TierDown, match=r"no more is stored at .*: min_free keeps 1 EiB of its file system free"):
+        tier.open(NAMESPACE, 0)
+    tier.close()
+    tier = make(tmp_path, region, min_free=0)
+    assert tier.open(NAMESPACE, 0) > 0
     tier.close()
 
 
