@@ -52,7 +52,7 @@ class IndexSpill:
                 if spills:
                     self._spill(tier)
                 with self._lock:
-                    retired = tier.take_retired()
+                    retired = tier.cold.take_retired()
                 for each in retired:
                     each.close()
         finally:

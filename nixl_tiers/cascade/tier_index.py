@@ -9,7 +9,6 @@ from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
 from nixl_tiers.cascade.cold_rows import ColdRows
-from nixl_tiers.cascade.cold_table import Retired
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.denylist import Denylist
 from nixl_tiers.cascade.eviction import make_policy
@@ -331,10 +330,6 @@ class TierIndex:
         self.send_credits -= len(batches)
         return batches
 
-    def take_retired(self) -> list[Retired]:
-        """What is not used any more, for the caller to close (ColdRows.take_retired)."""
-        return self.cold.take_retired()
-
     def _warm(self, key: Key) -> Entry | None:
         """Move a cold row into `index`, because it is used or judged by itself; returns its entry."""
         found = self.cold.remove(key) if self.cold.tables else None
@@ -346,13 +341,6 @@ class TierIndex:
         entry = self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
         return entry
-
-    def _drop_duplicate(self, key: Key, slot: int) -> None:
-        """A row that was removed from `cold` has an entry already, which is the newer one."""
-        self.counters.relisted += 1
-        self.slots.release(slot)
-        if self.spec.physical_slots:
-            self.to_delete.append((slot, key))
 
     def _take_coldest(self, count: int) -> list[Key]:
         """Take up to `count` rows, the least valuable first, out of the order of eviction; they are in `index`."""
@@ -368,8 +356,10 @@ class TierIndex:
                 elif entry.spilled_at >= 0 and self.spill is not None:
                     self.spill.keep(key, entry)
                     keys.append(key)
-                else:
-                    self._drop_duplicate(key, slot)
+                else:  # it was listed twice: the row in `index` is the newer one
+                    self.counters.relisted += 1
+                    self.slots.release(slot)
+                    self.to_delete += [(slot, key)] if self.spec.physical_slots else []
             hot = [] if cold else self._take_coldest_hot(1 if self.cold.tables else missing)
             keys += hot
             if not (cold or hot or before is not None):
@@ -379,15 +369,20 @@ class TierIndex:
 
     def _coldest_tick(self) -> int | None:
         """Of the rows in `index`."""
+        hot = self.policy.coldest_tick(self.is_pinned)
         leaving = None if self.spill is None else self.spill.coldest()
-        return self.policy.coldest_tick() if leaving is None else leaving[1]
+        return hot if leaving is None else leaving[1] if hot is None else min(hot, leaving[1])
 
     def _take_coldest_hot(self, count: int) -> list[Key]:
         """The same of those that `cold` does not have."""
         keys: list[Key] = []
-        while self.spill is not None and len(keys) < count and (coldest := self.spill.coldest()) is not None:
-            self.spill.keep(coldest[0], self.index[coldest[0]])
-            keys.append(coldest[0])
+        while self.spill is not None and len(keys) < count and (leaving := self.spill.coldest()) is not None:
+            hot = self.policy.coldest_tick(self.is_pinned)
+            taken = self.policy.evict(1, self.is_pinned) if hot is not None and hot < leaving[1] else []
+            if not taken:
+                taken = [leaving[0]]
+                self.spill.keep(leaving[0], self.index[leaving[0]])
+            keys += taken
         return keys + self.policy.evict(count - len(keys), self.is_pinned)
 
     def _evict(self, key: Key) -> None:

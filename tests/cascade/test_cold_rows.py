@@ -105,7 +105,7 @@ class TestAnyTier:
         (held,) = core.tiers[0].cold.tables
         core.reset(keep_tiers=False)
         assert core.where(key(1), 0.0) is None
-        assert held in core.tiers[0].take_retired()
+        assert held in core.tiers[0].cold.take_retired()
         core.events.opened(0, 10)
         core.events.listed(0, [], last=True)
         assert core.where(key(1), 0.0) is None
@@ -122,7 +122,7 @@ class TestAnyTier:
         core.touch([key(3)], "request")
         again = rows(range(7))
         list_table(core, again, newest=6)
-        assert len(core.tiers[0].take_retired()) == 1
+        assert len(core.tiers[0].cold.take_retired()) == 1
         assert core.tiers[0].cold.tables == [again]
         core.events.listed(0, [], last=True)
         assert [n for n in range(7) if core.where(key(n), 0.0) is None] == []
@@ -182,7 +182,7 @@ def test_table_from_before_a_reset_is_retired(spec: TierSpec, taken: int) -> Non
     core.reset(keep_tiers=False)
     take_all(steps)
     tier = core.tiers[0]
-    assert table in tier.take_retired() or not len(table)
+    assert table in tier.cold.take_retired() or not len(table)
     assert not len(tier.slots)
     assert not tier.to_delete  # the mover would delete rows of the next namespace
     assert tier.counters.rows == 0

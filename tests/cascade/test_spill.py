@@ -106,7 +106,6 @@ class Rig:
             self.spill(3)  # it is pinned all the while
             assert self.index.index.get(key) is entry
             entry.readers -= 1
-            self.touch(key)  # it was set aside while it was pinned, which forgets its place among the others
 
     def invalidate(self, key: Key) -> None:
         entry = self.index.open_for_trial(key)
@@ -186,7 +185,7 @@ class Rig:
         assert len(index.slots) == len(self.model)
         if index.spec.physical_slots:
             assert len({self.slot(key) for key in self.model}) == len(self.model)
-        for retired in index.take_retired() if self.steps is None else ():
+        for retired in index.cold.take_retired() if self.steps is None else ():
             retired.close()
 
 
@@ -329,6 +328,36 @@ def test_suspects_and_pinned_rows_are_not_spilled() -> None:
     take_all(spill_steps(index, build_table))
     assert list(index.index)[:4] == KEYS[:4]
     assert len(index.index) == HOT // 2
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_victims_are_the_coldest_of_all_though_a_colder_row_was_pinned(pinned: bool) -> None:
+    index = new_index(physical=True)
+    for number, key in enumerate(KEYS[:SLOTS]):
+        store(index, key, 10 * number)
+    take_all(spill_steps(index, build_table))
+    index.touch(KEYS[0], 55)
+    index.index[KEYS[0]].readers = 1
+    assert index.make_room(3) == KEYS[1:4]
+    if pinned:
+        assert index.make_room(SLOTS) == KEYS[4:SLOTS]
+    else:
+        assert index.make_room(6) == [KEYS[4], KEYS[5], KEYS[6]]
+        index.index[KEYS[0]].readers = 0
+        assert index.make_room(SLOTS) == [KEYS[0], *KEYS[7:SLOTS]]
+
+
+def test_row_that_was_passed_over_by_a_spill_keeps_its_place_in_the_order() -> None:
+    index = new_index(physical=True)
+    for number, key in enumerate(KEYS[:10]):
+        store(index, key, number)
+    stays = KEYS[2]
+    index.denylist.suspect([stays], 0.0)
+    take_all(spill_steps(index, build_table))
+    assert stays in index.index
+    for key in KEYS[:2]:
+        index.touch(key, 1)  # in `index`, and as cold as before
+    assert index.make_room(SLOTS) == [KEYS[1], KEYS[0], *KEYS[2:10]]
 
 
 def test_no_memory_for_a_table_leaves_the_rows_in_the_index() -> None:

@@ -336,7 +336,7 @@ class Simulation:
                     if work is not None:
                         self._spill_work[tier] = work
             else:
-                for retired in index.take_retired():
+                for retired in index.cold.take_retired():
                     retired.close()
                 self._spills[tier] = spill_steps(index, build_table)
 

@@ -78,7 +78,7 @@ class Arc:
         self._remember(self._often_ghosts, often)
         return once + often
 
-    def coldest_tick(self) -> None:
+    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> None:
         return None
 
     def resize(self, rows: int) -> None:

@@ -31,9 +31,9 @@ class EvictionPolicy(Protocol):
         steps, however many pinned keys are before it.
         """
 
-    def coldest_tick(self) -> int | None:
-        """When the least recently used key was used last, if victims are chosen by that alone; None: keys in cold
-        tables are victims first."""
+    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> int | None:
+        """When the least recently used key that is not pinned was used last, if victims are chosen by that alone; None:
+        keys in cold tables are victims first. Of many keys that were pinned before, it looks at a few only."""
 
     def resize(self, rows: int) -> None:
         """The tier has room for `rows` keys from now on. Evicts nothing; ghost lists shrink."""

@@ -61,6 +61,11 @@ class Batches:
             self._used_up(number)
         return key, number
 
+    def first(self) -> tuple[Key, int] | None:
+        """The key that goes first, and its batch's number; None if there is none."""
+        number = self.lowest()
+        return None if number is None else (next(reversed(self._batches[number])), number)
+
     def lowest(self) -> int | None:
         """The number of the batch that goes first; None if there is none."""
         while self._numbers and self._numbers[0] not in self._batches:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
+from typing import Final
 
 from nixl_tiers.cascade.eviction.batches import Batches
 from nixl_tiers.chunk import Key
+
+REVIEWED: Final = 16  # keys set aside that are checked again each time
 
 
 class LeafFirstLru:
@@ -49,7 +53,7 @@ class LeafFirstLru:
         """As `evict`: (key, tick of last use)."""
         victims: list[tuple[Key, int]] = []
         waiting = len(self._aside)
-        soon = min(waiting, 2 * count + 16)
+        soon = min(waiting, 2 * count + REVIEWED)
         if soon:
             self._review(soon, count, is_pinned, victims)
         pinned: list[tuple[Key, int]] = []
@@ -61,20 +65,29 @@ class LeafFirstLru:
         self._aside.update(pinned)
         return victims
 
-    def coldest_tick(self) -> int | None:
-        return self._keys.lowest()
+    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> int | None:
+        while (first := self._keys.first()) is not None and is_pinned(first[0]):
+            self._keys.pop()
+            self._aside[first[0]] = first[1]
+        ticks = [tick for key, tick in islice(self._aside.items(), REVIEWED) if not is_pinned(key)]
+        return min([*ticks, first[1]] if first is not None else ticks, default=None)
 
     def resize(self, rows: int) -> None:
         pass
 
     def _review(self, most: int, count: int, is_pinned: Callable[[Key], bool], victims: list[tuple[Key, int]]) -> None:
-        """Check up to `most` of the keys set aside again, the one checked longest ago first."""
+        """Check up to `most` of the keys set aside again, the one checked longest ago first. What is not pinned any
+        more is a victim, unless there are colder ones: then it goes back into the order."""
         for _ in range(most):
             if len(victims) >= count:
                 break
             key, tick = next(iter(self._aside.items()))
             if is_pinned(key):
                 self._aside.move_to_end(key)
-            else:
-                del self._aside[key]
+                continue
+            del self._aside[key]
+            lowest = self._keys.lowest()
+            if lowest is None or tick <= lowest:
                 victims.append((key, tick))
+            else:
+                self._keys.add(key, tick)

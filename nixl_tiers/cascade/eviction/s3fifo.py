@@ -96,7 +96,7 @@ class S3Fifo:
         self._trim()
         return victims
 
-    def coldest_tick(self) -> None:
+    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> None:
         return None
 
     def resize(self, rows: int) -> None:
