@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer
 from tests.integration.test_budget import use
-from tests.integration.test_round_trips import KIB, chunks, config
+from tests.integration.test_round_trips import KIB, check, chunks, config, known
+from tests.support.waiting import until_up
 from tests.tiers.s3.harness import faulty_s3
 
 SIZE = 64 * KIB
@@ -46,6 +50,39 @@ def test_ten_times_a_private_budget_in_three_namespaces_in_turn(monkeypatch: pyt
                 assert store.stats()["s3"]["used_bytes"] <= PRIVATE_ROWS * ROW
         assert 0.6 * PRIVATE_ROWS < server.max_objects <= PRIVATE_ROWS
     assert written >= 9.9 * PRIVATE_ROWS * ROW
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(("capacity", "size"), [("1EiB", 64 * KIB), ("1PiB", 8 << 20)])
+def test_huge_capacity_is_served_without_memory_in_advance(
+    monkeypatch: pytest.MonkeyPatch, capacity: str, size: int
+) -> None:
+    """More slots than are counted, and 2^27 of them: a byte for each would be 128 MiB or more. The mover takes 110 to
+    140 MiB without it."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    with faulty_s3() as server:
+        tier = {"type": "s3", "bucket": "kv-huge", "endpoint": server.endpoint, "capacity": capacity}
+        keys, rows = chunks(4, size)
+        ours = resident_bytes(os.getpid())
+        for stored in (False, True):
+            with nixl_tiers.open(config(tier, host=4 * size), size, "n") as store:
+                if stored:
+                    known(store, "s3", 4)
+                    assert store.locate(keys) == ["s3"] * 4
+                    check(store, keys, rows)
+                else:
+                    until_up(store)
+                    assert store.put(keys, rows) == 4
+                    assert store.flush(120)
+                    assert store.stats()["s3"]["rows"] == 4
+                (mover,) = store.coordinator.mover_pids
+                assert mover is not None
+                assert resident_bytes(os.getpid()) < ours + (100 << 20)
+                assert resident_bytes(mover) < 230 << 20
 
 
 @pytest.fixture
