@@ -26,6 +26,8 @@ FUZZED = [
     "tests/memory/test_seal.py",
     "tests/memory/test_row_table.py",
     "tests/config/test_schema.py",
+    "tests/tiers/s3/test_lease_state.py",
+    "tests/tiers/s3/test_owner_state.py",
 ]
 
 
