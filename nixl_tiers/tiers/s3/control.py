@@ -18,8 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
-from botocore.exceptions import ConnectionError as BotoConnectionError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
@@ -30,7 +29,8 @@ from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.encryption import encryption_problem
 from nixl_tiers.tiers.s3.listing import Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
-from nixl_tiers.tiers.s3.tls import accepts_tls_only, trusted_certificates
+from nixl_tiers.tiers.s3.open_errors import down, tier_error
+from nixl_tiers.tiers.s3.tls import trusted_certificates
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,6 @@ CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 MAX_EXPIRED: Final = 20 * MAX_DELETES  # names that wait for their delete, before sweeps add no more
 BACKOFF_S: Final = (1.0, 30.0)
-
-# The answer to HEAD has no body, so the HTTP status serves as the error code.
-_MEANINGS: Final = {
-    "400": "does not accept the request, as with expired credentials or a wrong region (HTTP 400)",
-    "401": "refuses these credentials (HTTP 401)",
-    "403": "refuses these credentials (HTTP 403), or they lack the right s3:ListBucket",
-}
-# Errors of several OpenSSL versions for an answer that is not TLS.
-_PLAIN_HTTP: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 
 class S3Control:
@@ -297,7 +288,7 @@ class S3Control:
             self._not_before = {"list": 0.0, "delete": 0.0}
             self._schedule_credentials_check()
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
-            self._connecting.set_exception(self._tier_error(error))
+            self._connecting.set_exception(tier_error(self._tier, self.region.name, error))
         else:
             self._connecting.set_result(None)
 
@@ -398,28 +389,5 @@ class S3Control:
         with contextlib.suppress(TypeError, ValueError):
             self._server_time = parsedate_to_datetime(http_response.headers.get("date")).timestamp(), time.monotonic()
 
-    def _tier_error(self, error: Exception) -> Exception:
-        if isinstance(error, (TierDown, TierRefused)):
-            return error
-        if accepts_tls_only(self._tier, error):
-            return self._down("speaks https, not http (see endpoint)")
-        if isinstance(error, ClientError):
-            code = str(error.response.get("Error", {}).get("Code", "unknown"))
-            if code in {"404", "NoSuchBucket"}:
-                return TierRefused(f'bucket: there is no bucket "{self._tier.bucket}" at {self._address}')
-            return self._down(_MEANINGS.get(code, f"answers with an error ({code})"))
-        if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-            return self._down("has a certificate that is not trusted (see ca_file)")
-        if isinstance(error, SSLError):
-            plain = any(sign in str(error).upper().replace(" ", "_") for sign in _PLAIN_HTTP)
-            return self._down("speaks http, not https (see endpoint)" if plain else "has no usable TLS (see endpoint)")
-        if isinstance(error, (BotoConnectionError, HTTPClientError, OSError)):
-            return self._down(f"does not answer ({type(error).__name__})")
-        return self._down(f"cannot be used ({type(error).__name__})")
-
     def _down(self, what: str) -> TierDown:
-        return TierDown(f's3 bucket "{self._tier.bucket}" at {self._address}: {what}')
-
-    @property
-    def _address(self) -> str:
-        return self._tier.endpoint or f"AWS {self.region.name}"
+        return down(self._tier, self.region.name, what)
