@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.tiers.slab.journal_record import Records
+from nixl_tiers.tiers.slab.journal_record import MAX_TICK, Records
+
+T = TypeVar("T", bound=np.generic)
+_PIECE: Final = 1 << 15
+_PLACE_BITS: Final = 64 - MAX_TICK.bit_length()
 
 
 class Listing:
@@ -36,13 +42,33 @@ class Listing:
         self.order, self.allocated = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
+def taken(column: NDArray[T], places: NDArray[np.int64]) -> NDArray[T]:
+    """What the column has at these places; a part at a time, because it holds the interpreter lock."""
+    result = np.empty(len(places), column.dtype)
+    for at in range(0, len(places), _PIECE):
+        result[at : at + _PIECE] = column[places[at : at + _PIECE]]
+    return result
+
+
+def by_tick(ticks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The places of these ticks, the lowest first; of equal ones in order. Sorting values is 10 times as fast as
+    finding their order, so each is a tick with its place, where both fit into 64 bits."""
+    if len(ticks) >> _PLACE_BITS:
+        return np.argsort(ticks, kind="stable")
+    both = ticks.astype(np.uint64) << np.uint64(_PLACE_BITS)
+    both |= np.arange(len(ticks), dtype=np.uint64)
+    both.sort()
+    both &= np.uint64((1 << _PLACE_BITS) - 1)
+    return both.astype(np.int64)
+
+
 def older_duplicates(
     tags: NDArray[np.uint64], ticks: NDArray[np.int64], sealed_at: NDArray[np.uint32]
 ) -> NDArray[np.int64]:
     """Places of rows whose key another row has that was used later, or sealed later."""
-    order = np.argsort(tags)
-    (same,) = np.nonzero(tags[order[1:]] == tags[order[:-1]])
-    among = np.unique(order[np.concatenate([same, same + 1])])
+    in_order = np.sort(tags)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    among = np.flatnonzero(np.isin(tags, twice)) if len(twice) else np.zeros(0, np.int64)
     among = among[np.lexsort((sealed_at[among], ticks[among], tags[among]))]
     older: NDArray[np.int64] = among[:-1][tags[among[1:]] == tags[among[:-1]]]
     return older
