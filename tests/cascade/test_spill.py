@@ -6,8 +6,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from nixl_tiers.cascade import spill
 from nixl_tiers.cascade.cold_rows import MAX_TABLES
-from nixl_tiers.cascade.cold_table import Steps, take_all
+from nixl_tiers.cascade.cold_table import ColdTable, Steps, take_all
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.listing import add_table, begin_listing, end_listing
 from nixl_tiers.cascade.spill import Build, Spill, cancel_steps, spill_steps
@@ -214,8 +215,13 @@ def keep_without_log(self: Spill, _key: Key, entry: Entry) -> int:
     return self.ticks[place]
 
 
+def replay_nothing(_table: ColdTable, _changes: list[Key], _batch: int) -> Steps:
+    return iter(())
+
+
 MUTANTS = {
     "a row that is used while it is spilled is not replayed": (Spill, "keep", keep_without_log),
+    "nothing is replayed": (spill, "replay", replay_nothing),
 }
 
 

@@ -1,0 +1,51 @@
+"""The thread that spills cold rows: what it does when no table can be built."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from nixl_tiers.cascade.cold_table import take_all
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.listing import begin_listing
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import TierSpec, TierState
+from nixl_tiers.index_spill import IndexSpill
+from nixl_tiers.memory.key_hash import KeyHash
+from nixl_tiers.memory.row_table import RowTable, RowTableError
+from nixl_tiers.policies import Write
+from tests.support.cold_table import PlainColdTable
+
+ROWS = 20
+
+
+@pytest.mark.parametrize("error", [RowTableError("no memory"), MemoryError(), KeyError("a defect")])
+def test_failed_spill_leaves_the_rows_in_the_index_and_rests(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = TierIndex(TierSpec("file", Write.THROUGH, physical_slots=True), 0, Limits(hot_rows=8))
+    take_all(begin_listing(index, ROWS))
+    index.state = TierState.UP
+    for number in range(ROWS):
+        entry = index.reserve(b"row-%d" % number, number)
+        assert entry is not None
+        entry.stored = True
+    retired = PlainColdTable([])
+    index.cold.retire(retired)
+
+    def build(*_: object, **__: object) -> RowTable:
+        raise error
+
+    monkeypatch.setattr(RowTable, "build", build)
+    spill = IndexSpill([index], KeyHash.random(), threading.Condition())
+    spill._run()
+    assert index.spill is None
+    assert len(index.index) == ROWS
+    assert retired.closed
+    (record,) = caplog.records
+    assert "no table for the rows of file" in record.getMessage()
+    assert bool(record.exc_info) is isinstance(error, KeyError)  # a traceback of what is a defect
+    spill._run()  # not before a minute has passed
+    assert len(caplog.records) == 1
+    assert index.make_room(3) == [b"row-0", b"row-1", b"row-2"]
