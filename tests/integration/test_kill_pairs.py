@@ -39,7 +39,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(3600)
 
 SHORT, LONG = 2, int(os.environ.get("KILL_ROUNDS", "30"))
-STEPS = 12  # of the load of each engine, at most before a kill
 KINDS = ["flushed", "engine", "mover", "both", "crowd"]
 """What is killed: both processes of an engine just after it has written all rows, under load an engine, its mover, both
 at once, both of both engines."""
@@ -54,6 +53,7 @@ class Medium:
     bound: int
     """In bytes, at every moment."""
     pause_s = 0.01  # between two measurements
+    steps = 12  # of the load of each engine, at most before a kill
 
     def nbytes(self, _: object = None) -> int:
         raise NotImplementedError
@@ -176,6 +176,8 @@ class LargeSharedPrefix(Prefix):
 class SmallSharedPrefix(Prefix):
     """The janitor deletes all the time."""
 
+    steps = 60  # so that far more is offered than the upload windows take
+
     def __init__(self, server: S3Server, place: dict[str, Any]) -> None:
         super().__init__(server, place)
         kind, capacity = "tests.mover.stub_tiers:FastJanitorConfig", MOST_ROWS * ROW
@@ -226,7 +228,7 @@ def kill_rounds(medium: Medium, rounds: int, temporary: Path) -> None:
             wrote = False
             killed = [0, 1] if kind == "crowd" else [number]
             for engine in pair:
-                engine.run(draw.randrange(1, STEPS))
+                engine.run(draw.randrange(medium.steps // 2, medium.steps))
             print(f"round {round_}: {kind} {killed}")
             if kind == "flushed":
                 pair[1 - number].flush()
