@@ -39,8 +39,8 @@ MANY = settings(
 
 
 class BudgetOffByOne(Events):
-    def opened(self, tier: int, slots: int) -> None:
-        super().opened(tier, slots + 1)
+    def opens(self, tier: int, slots: int) -> Steps:
+        return super().opens(tier, slots + 1)
 
 
 class RowReusedAfterReset(TierManager):
