@@ -80,10 +80,11 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
     yield Medium(tier | {"endpoint": moto.endpoint, "capacity": MOST_ROWS * ROW}, moto)
 
 
-def check(engine: Engine, medium: Medium) -> int:
-    """Check an engine that was just started; how many rows its storage tier has found. It has stored nothing yet."""
+def check(engine: Engine, medium: Medium, held: int) -> int:
+    """Check an engine that was started on a medium with so many rows; how many its storage tier has found. It has
+    stored nothing yet."""
     until(lambda: engine.writes, "the tier, and its predecessor's lease to expire", timeout_s=TIMEOUT_S)
-    held, census = medium.rows(), engine.census()
+    census = engine.census()
     if held >= 0:
         assert len(census.rows) == (min(held, OFFERED) if medium.tier.get("layout") == "files" else held)
     assert census.served == census.rows
@@ -103,8 +104,8 @@ def test_after_a_kill_at_any_moment_rows_are_intact_and_accounted_for(medium: Me
     with Engines(temporary) as engines:
         for round_ in range(ROUNDS):
             victim = draw.choice(["engine", "mover", "both"])
-            engine = engines.start(medium.tier, round_)
-            rows.append(check(engine, medium))
+            held, engine = medium.rows(), engines.start(medium.tier, round_)
+            rows.append(check(engine, medium, held))
             engine.load()
             engine.run(draw.randrange(STEPS))
             sleep_a_moment(draw)
@@ -115,7 +116,8 @@ def test_after_a_kill_at_any_moment_rows_are_intact_and_accounted_for(medium: Me
             engines.kill(engine, mover=victim == "both")
             medium.settle()
             assert medium.nbytes() <= medium.tier["capacity"]
-        rows.append(check(engines.start(medium.tier, ROUNDS), medium))
+        held, engine = medium.rows(), engines.start(medium.tier, ROUNDS)
+        rows.append(check(engine, medium, held))
     assert max(rows) > MOST_ROWS / 2, "rounds in which little is stored show little"
     assert shared_memory_names() <= shared
     assert list(temporary.iterdir()) == []
