@@ -239,11 +239,12 @@ class Journal:
             while not closing:
                 closing = self._wait()
                 self._turn(closing=closing)
-        except Exception as error:  # without its thread nothing could be listed or stored: the tier is opened again
-            logger.exception("%s: the journal's thread has failed", self._file.path)
+        except Exception as error:  # in a mover, which ends; elsewhere the tier is down
             self._defect = f"the thread of {self._file.path} has failed ({type(error).__name__}: {error})"
-        right = not self._failing and not self._defect and (self._file.trusted or self.complete)
-        self._file.close(flush=right)
+            raise
+        finally:
+            right = not self._failing and not self._defect and (self._file.trusted or self.complete)
+            self._file.close(flush=right)
 
     def _turn(self, *, closing: bool) -> None:
         try:

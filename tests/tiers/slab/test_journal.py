@@ -479,9 +479,8 @@ def test_slot_is_not_overwritten_while_not_even_the_header_can_be_written(
     journal.close()
 
 
-def test_defect_of_the_thread_is_a_problem(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_defect_of_the_thread_is_a_problem(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the listing would never end."""
     monkeypatch.setattr(JournalFile, "read", lambda *_: 1 // 0)
     journal = Journal(folder, 4)
@@ -490,7 +489,6 @@ def test_defect_of_the_thread_is_a_problem(
     journal = Journal(folder, 4)
     assert wait_until(lambda: bool(journal.problem()))
     assert "ZeroDivisionError" in journal.problem()
-    assert caplog.text.count("the journal's thread has failed") == 1
     journal.close()
     monkeypatch.undo()
     assert reopened(folder, 4) == {1: (b"a", 1)}

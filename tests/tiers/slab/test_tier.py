@@ -86,6 +86,7 @@ def test_new_model_below_min_free_is_down_until_there_is_room(tmp_path: Path, re
     tier.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tier_whose_journal_has_a_defect_is_down(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
