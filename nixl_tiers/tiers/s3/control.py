@@ -56,6 +56,7 @@ class S3Control:
         self._session: Any = None
         self._client: Any = None
         self._quick_client: Any = None  # short timeouts, for existence checks
+        self._delete_client: Any = None  # one attempt: the next one needs the permission again
         self._credential_source: Any = None  # botocore's credentials object, which may renew itself
         self.credentials: Credentials | None = None
         self.region = configured_region(tier)
@@ -66,6 +67,7 @@ class S3Control:
         self._listing: Listing | None = None
         self._delete_queue: dict[str, None] = {}
         self._in_flight_deletes: frozenset[str] = frozenset()
+        self._retry_in_flight = True  # whether those that fail are queued again
         self._confirmed_deletes: list[str] = []
         self._backoff_s = {"list": 0.0, "delete": 0.0}
         self._not_before = {"list": 0.0, "delete": 0.0}
@@ -143,9 +145,11 @@ class S3Control:
             return name not in self._in_flight_deletes
 
     def drop_deletes(self) -> None:
-        """Forget the queued deletes. One that is in flight ends before a listing that is started now begins."""
+        """Forget the queued deletes. One that is in flight ends before a listing that is started now begins, and is not
+        tried again."""
         with self._wake:
             self._delete_queue.clear()
+            self._retry_in_flight = False
 
     def confirmed_deletes(self) -> Sequence[str]:
         """Names whose deletes were confirmed since the last call."""
@@ -298,10 +302,11 @@ class S3Control:
             for name in names:
                 del self._delete_queue[name]
             self._in_flight_deletes = frozenset(names)
+            self._retry_in_flight = True
         request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         failed: Sequence[str]
         try:
-            answer = self._client.delete_objects(Bucket=self._tier.bucket, Delete=request)
+            answer = self._delete_client.delete_objects(Bucket=self._tier.bucket, Delete=request)
             failed = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._request_failed("delete request", error)
@@ -309,7 +314,8 @@ class S3Control:
         with self._wake:
             self._in_flight_deletes = frozenset()
             self._confirmed_deletes.extend(set(names).difference(failed))
-            self._delete_queue.update(dict.fromkeys(failed))
+            if self._retry_in_flight:
+                self._delete_queue.update(dict.fromkeys(failed))
             self._set_backoff("delete", failed=bool(failed))
 
     def _list_page(self) -> None:
@@ -319,7 +325,9 @@ class S3Control:
         try:
             listing.step(self._client, self._tier.bucket)
             failed = False
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
+        except Exception as error:
+            if listing.comparing:  # going on would miss the rest of its page: the mover ends, and lists anew
+                raise
             self._request_failed("listing", error)
             failed = True
         with self._wake:
@@ -358,6 +366,7 @@ class S3Control:
     def _make_clients(self) -> None:
         self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
         self._quick_client = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
+        self._delete_client = self._make_client(connect_s=2.0, read_s=10.0, attempts=1)
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
         assert self.credentials is not None

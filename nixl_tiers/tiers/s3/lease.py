@@ -226,8 +226,15 @@ class PrefixLease:
         while not self._stop.is_set():
             try:
                 self._step()
-            except (BotoCoreError, ClientError, KeyError):
+            except (BotoCoreError, ClientError):
                 self._state.failed(lease_clock())
+            except KeyError:
+                self._state.failed(lease_clock())
+                self._log_once.report(
+                    "lease",
+                    f'the lease of the private prefix "{self.prefix}" cannot be had: answers have no ETag, so they are '
+                    "not S3's, perhaps a proxy's page; nothing is stored until they have one",
+                )
             except Exception as error:  # noqa: BLE001 (this thread must not end: nobody would renew, nor say why)
                 self._state.lost(lease_clock())
                 self._log_once.report(
@@ -256,10 +263,7 @@ class PrefixLease:
     def _step(self) -> None:
         """Send one request."""
         if self._supported is None:
-            try:
-                self._supported = conditional_writes_work(self._put)
-            except KeyError:  # an answer without an ETag
-                self._supported = False
+            self._supported = conditional_writes_work(self._put)  # KeyError: no ETag, so not S3's answer: ask again
             return
         now = lease_clock()
         request = self._state.next_request(now)

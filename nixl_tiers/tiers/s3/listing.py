@@ -66,6 +66,7 @@ class Listing(ABC):
     ) -> None:
         """`pause_s`: at least this long between the requests of two pages."""
         self.done = threading.Event()
+        self.comparing = False  # left true by an exception: a page was compared in part, and cannot be again
         self._quota = quota
         self._names = names
         self._list_prefix = list_prefix
@@ -87,9 +88,13 @@ class Listing(ABC):
             self._requested_s = time.monotonic()
             self._before_page()
             page = self._fetch(client, bucket)
+            self.comparing = True
             self._after = page.last or ""
             self._begin_page(page)
-        if self._compare():
+        self.comparing = True
+        ended = self._compare()
+        self.comparing = False
+        if ended:
             self.done.set()
 
     def entries(self, tick: Callable[[], int]) -> Iterator[list[Entry]]:
@@ -125,6 +130,9 @@ class Listing(ABC):
     def _fetch(self, client: Any, bucket: str) -> Page:
         position = {"StartAfter": self._after} if self._after else {}
         answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, **position)
+        while answer.get("IsTruncated") and not answer.get("Contents"):  # an empty page is not the end of the listing
+            token = answer["NextContinuationToken"]
+            answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, ContinuationToken=token)
         oldest_s = float("-inf")
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         if self._max_age_s is not None and date is not None:

@@ -263,7 +263,7 @@ class Journal:
         """Wait for work, and then up to _COMMIT_S for more of it, to write together; whether to close."""
         wait = self._lock.wait_for
         with self._lock:
-            if self._failing:
+            if self._failing and not self._reading:
                 wait(lambda: self._closing, _RETRY_S)
             elif not self._reading and not len(self._rewriting):
                 growing_s = max(0.0, self._grow_at_s - time.monotonic()) if self._without_room else None
@@ -279,7 +279,7 @@ class Journal:
         written. Raises OSError."""
         while self._reading and (self._listing.removed or not closing):
             self._read_some()
-            if not closing:
+            if not (closing or self._failing):  # else the next chunk would wait for the next attempt to write
                 break
         if self._without_room and (closing or time.monotonic() >= self._grow_at_s):
             self._retry(self._without_room)

@@ -212,6 +212,7 @@ class FaultyS3:
     objects: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda _: None
     ignores_conditions: bool = False
+    etag: str = ""  # of every answer; "": none
     region: str = ""  # the bucket's, as reported in headers
     modified: dict[str, str] = field(default_factory=dict)  # Last-Modified in listings, instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
@@ -302,6 +303,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         if self.s3.region:
             self.send_header("x-amz-bucket-region", self.s3.region)
+        if self.s3.etag:
+            self.send_header("ETag", self.s3.etag)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

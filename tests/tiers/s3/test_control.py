@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3 import control
 from nixl_tiers.tiers.s3.control import S3Control
-from tests.tiers.s3.harness import FaultyS3, connects, wait_until
+from nixl_tiers.tiers.s3.listing import FullListing, Page
+from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.quota import PrefixQuota
+from tests.tiers.s3.harness import HANG_UP, FaultyS3, Request, connects, wait_until
 
 pytestmark = pytest.mark.usefixtures("server_credentials")
 
@@ -40,6 +45,43 @@ def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeyp
         bucket.close()
 
 
+def test_delete_is_not_tried_again_without_permission(faulty: FaultyS3) -> None:
+    """The process may have been paused between two attempts, and the object be another engine's by now."""
+    allowed = True
+
+    def hang_up(request: Request) -> int | None:
+        nonlocal allowed
+        if request.method != "POST":
+            return None
+        allowed = False
+        return HANG_UP
+
+    faulty.fault = hang_up
+    bucket = S3Control(
+        S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB"), lambda: allowed
+    )
+    try:
+        assert wait_until(lambda: connects(bucket))
+        bucket.delete(["nixl-tiers/row"])
+        assert wait_until(lambda: bucket.deletes_backing_off)
+        assert faulty.count("POST") == 1
+    finally:
+        bucket.close()
+
+
+def test_dropped_delete_that_fails_is_not_queued_again() -> None:
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+
+    def fail(**_: object) -> None:
+        bucket.drop_deletes()
+        raise EndpointConnectionError(endpoint_url="gone")
+
+    bucket._client = bucket._delete_client = mock.Mock(delete_objects=fail)
+    bucket.delete(["nixl-tiers/row"])
+    bucket._delete_some()
+    assert not bucket.has_pending_deletes
+
+
 def test_unknown_error_of_a_listing_is_logged_and_the_listing_retried(
     faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,8 +99,24 @@ def test_unknown_error_of_a_listing_is_logged_and_the_listing_retried(
     assert line == 'listing for s3 bucket "kv-control" has failed, and is retried (ZeroDivisionError)'
 
 
+def test_page_that_was_compared_in_part_ends_the_thread() -> None:
+    """The next request would begin behind that page, and its other rows would be known to nobody."""
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    bucket._listing = listing = FullListing(
+        PrefixQuota(RowNames("p"), 100, 10**9), RowNames("p"), ("", 100), whole=True, max_age_s=None, deleter=None
+    )
+    with (
+        mock.patch.object(listing, "_fetch", return_value=Page([], "p/a")),
+        mock.patch.object(listing, "_compare", side_effect=ZeroDivisionError),
+        pytest.raises(ZeroDivisionError),
+    ):
+        bucket._list_page()
+
+
 class FailingListing:
     """Fails twice, then ends."""
+
+    comparing = False
 
     def __init__(self) -> None:
         self.done = threading.Event()

@@ -201,6 +201,23 @@ def test_answer_that_is_no_delete_result_frees_no_space(driver: TierDriver, faul
     assert set(faulty.objects) == set()
 
 
+@pytest.mark.usefixtures("short_intervals")
+def test_delete_that_is_answered_without_a_body_has_succeeded(driver: TierDriver, faulty: FaultyS3) -> None:
+    """As some servers do in quiet mode."""
+
+    def quiet(request: Request) -> bytes | None:
+        if not is_delete(request):
+            return None
+        faulty.objects.clear()
+        return b""
+
+    driver.store([1])
+    faulty.fault = quiet
+    driver.delete(1)
+    assert driver.settled(0)
+    assert driver.tier.denials == {}
+
+
 def supports_conditions(request: Request, count: list[int]) -> tuple[int, str] | None:
     """How a server with conditional writes answers the janitor's three tests."""
     if request.name != TEST_OBJECT:

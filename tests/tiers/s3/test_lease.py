@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
@@ -23,7 +24,8 @@ from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.data import MAX_UPLOADS
-from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, Record
+from nixl_tiers.tiers.s3.denials import Denials
+from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, PrefixLease, Record
 from nixl_tiers.tiers.s3.listing import ExpirySweep
 from tests.mover.harness import MoverProcess, has_exited
 from tests.tiers.s3.harness import FaultyS3, TierDriver, key_of, wait_until
@@ -273,11 +275,20 @@ class TestWithoutALease:
         assert found["KeyCount"] == 0
         assert reader.tier.denials == {}
 
+    def test_page_of_a_proxy_is_not_taken_for_a_server_without_conditional_writes(self) -> None:
+        """It answers every PUT with status 200, and nothing of it is S3's."""
+        client = Mock(**{"put_object.return_value": {"ResponseMetadata": {"HTTPStatusCode": 200}}})
+        lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, SHORT)
+        lease.start(5.0)
+        assert client.put_object.called
+        assert lease.tenure() == 0
+        lease.close(release=False)
+
     @pytest.mark.parametrize("ignored", [False, True])
     def test_server_without_conditional_writes_is_served_with_a_warning(
         self, faulty: FaultyS3, caplog: pytest.LogCaptureFixture, ignored: bool
     ) -> None:
-        faulty.ignores_conditions = ignored
+        faulty.ignores_conditions, faulty.etag = ignored, '"0"'
         with TierDriver(SMALL, 32, bucket="kv-alone", endpoint=faulty.endpoint) as driver:
             driver.open()
             assert driver.store([1]) == [Outcome.OK]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -126,6 +127,22 @@ def run(listing: Listing, bucket: FakeBucket) -> list[list[Entry]]:
 
 def full(quota: PrefixQuota, **options: Any) -> FullListing:
     return FullListing(quota, NAMES, SERVED, **{"whole": True, "max_age_s": None, "deleter": None} | options)
+
+
+def test_empty_page_is_not_the_end_of_the_listing() -> None:
+    """As where many versions of a bucket are delete markers."""
+    found = {"Key": NAMES.name(OURS, b"k"), "Size": ROW, "LastModified": datetime.now(UTC)}
+    headers = {"ResponseMetadata": {"HTTPHeaders": {}}}
+    client = Mock()
+    client.list_objects_v2.side_effect = [
+        {"IsTruncated": True, "NextContinuationToken": "t"} | headers,
+        {"IsTruncated": False, "Contents": [found]} | headers,
+    ]
+    quota = new_quota()
+    listing = full(quota)
+    while not listing.done.is_set():
+        listing.step(client, "kv")
+    assert b"k" in quota
 
 
 def relisting(quota: PrefixQuota, pause_s: float = 0.0) -> Relisting:

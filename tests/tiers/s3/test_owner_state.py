@@ -235,7 +235,7 @@ class Engine:
         control = self.tier._control
         control.connect = lambda *_: credentials  # type: ignore[method-assign]
         control.credentials = credentials
-        control._client = Client(bucket, self)
+        control._client = control._delete_client = Client(bucket, self)
         self.core, self.seen, self.late, self.late_now = set(), set(), 0, 0
         self.connected = True
         self.slots = self.tier.open(NAMESPACE, 0)

@@ -433,6 +433,26 @@ def test_journal_that_cannot_be_written_stops_no_store(
     assert caplog.text.count("what is stored now may be lost at a restart") == 1
 
 
+def test_listing_does_not_wait_for_a_file_that_cannot_be_written(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(folder)
+    for slot in (1, SLOTS - 1):
+        journal.put(slot, b"k%d" % slot, slot, NOW)
+    journal.close()
+    monkeypatch.setattr(journal_module, "_RETRY_S", 600.0)
+    gate = threading.Event()
+    read = JournalFile.read
+    monkeypatch.setattr(JournalFile, "read", lambda *args: (gate.wait(60), read(*args))[1])
+    monkeypatch.setattr(JournalFile, "write", failing)
+    journal = Journal(folder, SLOTS)
+    journal.start_overwrite(1)
+    gate.set()
+    assert wait_until(lambda: journal._failing)
+    assert wait_until(lambda: journal._listing.order is not None)
+    journal.close()
+
+
 @pytest.mark.parametrize("end", ["closed", "killed", "flush fails"])
 def test_empty_slots_are_unknown_after_an_io_error(folder: Folder, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """In the same boot: the file says that a slot is empty which has got a row since."""
