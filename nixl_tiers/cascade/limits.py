@@ -36,7 +36,7 @@ class Limits:
     store_share: float = 0.05
     quarantine_share: float = 0.75  # of the load window: how many rows may be stuck before the mover is killed
     reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need
-    hot_rows: int = 1 << 16  # of a tier: kept as Python objects at most, with a tier's eviction policy `lru`
+    hot_rows: int = 1 << 16  # of a tier, as Python objects at most; with `lru`, and without victims that wait
     moves_per_job: int = 64
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job

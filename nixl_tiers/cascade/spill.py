@@ -57,7 +57,7 @@ class Spill:
         """Have up to `count` rows leave the index, the coldest first; whether there are more. Rows stay that are being
         moved or evicted, are suspects, or have uses that the medium has not heard of."""
         index = self._index
-        missing = len(index.index) - self.leaving - index.limits.hot_rows // 2
+        missing = len(index.policy) - index.limits.hot_rows // 2  # victims stay in `index`, and are not of the order
         if self.cancelled or missing <= 0 or not isinstance(index.policy, LeafFirstLru):
             return False
         rows = index.policy.pop(min(count, missing), self._must_stay)
@@ -154,6 +154,9 @@ def spill_steps(index: TierIndex, build: Build) -> Steps:
     spill = index.spill = Spill(index)
     while spill.collect(batch):
         yield None
+    if not (spill.leaving or spill.cancelled or index.cold.needs_merge):
+        index.spill = None  # all rows must stay
+        return
     spill.changes = []
     sources = index.cold.begin_merge(spill.leaving, spill.changes)
     built: list[ColdTable] = []

@@ -293,10 +293,10 @@ class TierIndex:
 
     @property
     def needs_spill(self) -> bool:
-        """Whether `index` has become too large, which only LRU has a remedy for; or there are too many tables, or
-        nearly empty ones."""
+        """Whether `index` has become too large without the victims that wait for the tier below, which only LRU has a
+        remedy for; or there are too many tables, or nearly empty ones."""
         most = self.limits.hot_rows - self.limits.hot_rows // 4
-        wanted = (len(self.index) > most and isinstance(self.policy, LeafFirstLru)) or self.cold.needs_merge
+        wanted = (len(self.policy) > most and isinstance(self.policy, LeafFirstLru)) or self.cold.needs_merge
         return wanted and self.state is TierState.UP and self.spill is None
 
     def _entry(self, key: Key) -> Entry | None:

@@ -9,6 +9,8 @@ See the kernel's Documentation/admin-guide/mm/hugetlbpage.rst and transhuge.rst,
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from typing import Final
 
 from nixl_tiers.memory.cgroup import Room, levels, limit_of, number
 from nixl_tiers.memory.memfd import memfd
+from nixl_tiers.memory.prefault import populate
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MFD_HUGETLB_2MB: Final = 0x4 | 21 << 26  # MFD_HUGETLB with the page size's logarithm: never the machine's default size
@@ -40,45 +43,65 @@ def hugetlb_rooms(root: Path = Path("/")) -> list[Room]:
 def hugetlb_memfd(name: str, nbytes: int) -> int:
     """A memfd of `nbytes` (a multiple of 2 MiB) in explicit huge pages that can be sealed.
 
-    All pages are allocated now, on a few threads: one that is missing later is a SIGBUS at its first use. OSError if
-    the pool, a limit or the kernel does not allow it.
+    All pages are allocated now: one that is missing later is a SIGBUS at its first use. OSError if the pool, a limit or
+    the kernel does not allow it.
     """
     fd = memfd(name, _MFD_HUGETLB_2MB)
-
-    def take(start: int) -> None:
-        os.posix_fallocate(fd, start, min(_SLICE_BYTES, nbytes - start))
-
     try:
         os.ftruncate(fd, nbytes)
-        with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as threads:
-            list(threads.map(take, range(0, nbytes, _SLICE_BYTES)))
+        with mmap.mmap(fd, nbytes) as memory:
+            _take_all(fd, memory)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
+def _take_all(fd: int, memory: mmap.mmap) -> None:
+    """Allocate all pages of the memfd mapped here. By faults on a few threads (`fallocate` holds the file's lock, and
+    is the way of kernels before 5.14), and with errors instead of signals."""
+    nbytes = len(memory)
+
+    def take(start: int) -> None:
+        size = min(_SLICE_BYTES, nbytes - start)
+        error = populate(memory, start, size)
+        if error == errno.EINVAL:
+            os.posix_fallocate(fd, start, size)
+        elif error:
+            raise OSError(error, os.strerror(error))
+
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        list(threads.map(take, range(0, nbytes, _SLICE_BYTES)))
+
+
 def is_hugetlb(fd: int) -> bool:
-    """Whether the memfd behind `fd` lies in explicit 2 MiB pages."""
-    return os.fstat(fd).st_blksize == HUGE_PAGE_BYTES
+    """Whether the memfd behind `fd` lies in explicit 2 MiB pages.
+
+    By its file system: `st_blksize` of an ordinary memfd is 2 MiB too where `shmem_enabled` is `always`, `within_size`
+    or `force` (before Linux 5.15 also with `advise`).
+    """
+    return os.fstatvfs(fd).f_bsize == HUGE_PAGE_BYTES
 
 
-def transparent_bytes(address: int, smaps: Path = Path("/proc/self/smaps")) -> int:
-    """How many bytes of the mapping that begins at `address` this process has mapped as transparent huge pages.
+def transparent_bytes(address: int, nbytes: int, smaps: Path = Path("/proc/self/smaps")) -> int:
+    """How many bytes of the `nbytes` mapped from `address` on this process has mapped as transparent huge pages.
 
+    The kernel may list them in parts: NUMA policies (`swap/numa.py`) and advice for some pages split a mapping.
     The kernel walks the page tables for it: seconds for a terabyte. Not for a thread that others wait for.
     """
     inside = False
+    total = 0
     with contextlib.suppress(OSError), smaps.open() as lines:
         for line in lines:
             name, *rest = line.split(None, 2)
             if not name.endswith(":"):  # the first line of a mapping: "7f00-7f80 rw-s ..."
-                if inside:
+                start = int(name.partition("-")[0], 16)
+                if start >= address + nbytes:
                     break
-                inside = int(name.partition("-")[0], 16) == address
+                inside = start >= address
             elif inside and name == "ShmemPmdMapped:":
-                return int(rest[0]) << 10
-    return 0
+                total += int(rest[0]) << 10
+    return total
 
 
 def transparent_setting(root: Path = Path("/")) -> str:

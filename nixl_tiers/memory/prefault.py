@@ -9,6 +9,7 @@ import ctypes
 import errno
 import itertools
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -18,10 +19,27 @@ import numpy as np
 
 from nixl_tiers.chunk import PAGE
 
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _CHUNK_BYTES: Final = 32 << 20  # how much a thread asks for at once, which bounds how long a stop takes
 
 _log = logging.getLogger(__name__)
+
+
+def populate(memory: mmap.mmap, start: int, size: int) -> int:
+    """Allocate the pages of a part of a mapping, whatever their contents; returns 0 or an errno: EINVAL on kernels
+    before 5.14. Releases the GIL."""
+    first = ctypes.c_char.from_buffer(memory)
+    try:
+        return _populate(ctypes.addressof(first) + start, size)
+    finally:
+        del first  # a buffer that is exported cannot be unmapped
+
+
+def _populate(address: int, size: int) -> int:
+    if not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+        return 0
+    return ctypes.get_errno()
 
 
 class Prefault:
@@ -32,7 +50,6 @@ class Prefault:
         self._at_end = at_end
         self._address = address
         self._nbytes = nbytes
-        self._libc = ctypes.CDLL(None, use_errno=True)
         self._next = itertools.count()
         self._stopping = threading.Event()
         self._count = threading.Lock()
@@ -78,10 +95,8 @@ class Prefault:
                 self._at_end()
 
     def _populate(self, address: int, size: int) -> int:
-        """Populate one part (the call releases the GIL) and return 0 or an errno."""
-        if not self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-            return 0
-        error = ctypes.get_errno()
+        """Populate one part, and return 0 or an errno."""
+        error = _populate(address, size)
         if error != errno.EINVAL:
             return error
         # An older kernel. Reading is enough to make a shared mapping's page exist, and cannot undo what others write.

@@ -154,9 +154,8 @@ class HostRegion:
         problem = shortage(size, rooms_of_this_process() if bounds is None else bounds)
         if problem:
             raise RegionError(problem)
-        fd = _memfd()
         try:
-            os.ftruncate(fd, size)
+            fd = _memfd(size)
             return cls._made(fd, geometry, rows, transparent=huge_pages is not HugePages.OFF)
         except OSError as error:
             raise RegionError(f"cannot make a region of {size} bytes: {error.strerror}") from error
@@ -278,6 +277,11 @@ class HostRegion:
         return prefault
 
     @property
+    def hugetlb(self) -> bool:
+        """Whether it lies in a pool of huge pages, and so has all its pages."""
+        return self._hugetlb
+
+    @property
     def huge_bytes(self) -> int | None:
         """How much of the region lies in pages of 2 MiB; None until a process has prefaulted it, and when it is
         closed."""
@@ -290,7 +294,7 @@ class HostRegion:
     def _note_pages(self) -> None:
         size = len(self._map)
         start = self.address - self._rows_at
-        huge_bytes = size if self._hugetlb else transparent_bytes(start)
+        huge_bytes = size if self._hugetlb else transparent_bytes(start, size)
         _HUGE_BYTES.pack_into(self._map, _HUGE_BYTES_AT, huge_bytes, True)
         _log.info("the host region: %s", found(size, huge_bytes, advice() if self._transparent else _OFF))
 
@@ -361,11 +365,17 @@ class HostRegion:
         return digest, note.decode(errors="replace")
 
 
-def _memfd() -> int:
+def _memfd(size: int) -> int:
     try:
-        return memfd("nixl_tiers")
+        fd = memfd("nixl_tiers")
     except OSError as error:
         raise RegionError(f"the kernel gives no memfd for the region: {error.strerror}") from error
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _checked(fd: int) -> tuple[Geometry, int, bool, bytes]:

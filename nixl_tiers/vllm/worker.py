@@ -102,7 +102,7 @@ def prefault(region: HostRegion, cell: int, node: int | None) -> Prefault | None
     """Have the first rank allocate the region's pages: on its GPU's NUMA node if no other rank may have another one."""
     if cell:
         return None
-    if node is not None and region.geometry.cells == 1:
+    if node is not None and region.geometry.cells == 1 and not region.hugetlb:  # whose pages are where they are
         accepted = prefer(region.address, region.nbytes, node)
         log.info(
             "nixl_tiers: the host region's pages are allocated on NUMA node %d, the GPU's%s",

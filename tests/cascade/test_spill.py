@@ -336,6 +336,31 @@ def test_suspects_and_pinned_rows_are_not_spilled() -> None:
     assert len(index.index) == HOT // 2
 
 
+def test_victims_that_wait_for_the_tier_below_do_not_make_others_spill() -> None:
+    index = new_index(physical=True)
+    for number, key in enumerate(KEYS[:16]):
+        store(index, key, number)
+    assert index.select_victims(8) == KEYS[:8]
+    take_all(spill_steps(index, build_table))
+    assert len(index.policy) == HOT // 2
+    assert set(index.index) == {*KEYS[:8], *KEYS[12:16]}
+    assert not index.needs_spill
+
+
+def test_spill_that_finds_no_row_builds_no_table() -> None:
+    index = new_index(physical=True)
+    for number, key in enumerate(KEYS[:SLOTS]):
+        store(index, key, number)
+        index.index[key].readers = 1
+
+    def build(*_: object) -> PlainColdTable:
+        raise AssertionError("a table is built")
+
+    take_all(spill_steps(index, build))
+    assert index.spill is None
+    assert len(index.index) == SLOTS
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_victims_are_the_coldest_of_all_though_a_colder_row_was_pinned(pinned: bool) -> None:
     index = new_index(physical=True)

@@ -213,6 +213,29 @@ def test_transparent_pages_come_where_the_kernel_gives_them(
         assert ("`huge_pages` is off" in caplog.text) == (mode is HugePages.OFF)
 
 
+@pytest.mark.parametrize("value", ["always", "within_size", "advise", "never"])
+@pytest.mark.parametrize("mode", [HugePages.AUTO, HugePages.OFF])
+def test_region_is_made_and_shared_whatever_the_kernel_gives_shared_memory(value: str, mode: HugePages) -> None:
+    with setting(SHMEM_ENABLED, value), HostRegion.create(GEOMETRY, ROWS, huge_pages=mode) as made:
+        assert os.fstat(made.fd).st_size % HUGE_PAGE_BYTES
+        with HostRegion.attach(os.dup(made.fd)) as other:
+            other.rows_view[ROWS - 1, -1] = 77
+            assert made.rows_view[ROWS - 1, -1] == 77
+
+
+def test_memfd_is_not_in_a_pool_because_its_block_size_is_2_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel reports it with `shmem_enabled` = `always`: for those who may not set it."""
+    fstat = os.fstat
+
+    def as_with_always(fd: int) -> os.stat_result:
+        status = fstat(fd)
+        return os.stat_result(tuple(status), {"st_blksize": HUGE_PAGE_BYTES})
+
+    monkeypatch.setattr(os, "fstat", as_with_always)
+    with HostRegion.create(GEOMETRY, ROWS) as made, HostRegion.attach(os.dup(made.fd)) as other:
+        assert other.nbytes == made.nbytes
+
+
 def test_without_huge_pages_the_log_says_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with setting(SHMEM_ENABLED, "never"), HostRegion.create(GEOMETRY, ROWS) as made:
@@ -228,8 +251,20 @@ def test_smaps_count_for_the_mapping_at_the_address_only(tmp_path: Path) -> None
         "2000-4000 rw-s 00000000 00:01 1 /memfd:b (deleted)\nSize: 8 kB\nShmemPmdMapped:  4096 kB\nVmFlags: rd wr\n"
         "4000-5000 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr\n"
     )
-    assert [transparent_bytes(at, smaps) for at in (0x1000, 0x2000, 0x3000, 0x4000)] == [8 << 20, 4 << 20, 0, 0]
-    assert transparent_bytes(0x1000, tmp_path / "none") == 0
+    mappings = [(0x1000, 0x1000), (0x2000, 0x2000), (0x3000, 0x1000), (0x4000, 0x1000)]
+    assert [transparent_bytes(*mapping, smaps) for mapping in mappings] == [8 << 20, 4 << 20, 0, 0]
+    assert transparent_bytes(0x1000, 0x1000, tmp_path / "none") == 0
+
+
+def test_smaps_count_for_all_parts_of_a_mapping(tmp_path: Path) -> None:
+    """As after `mbind` of the rows, which are not the whole mapping."""
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "1000-2000 rw-s 00000000 00:01 1 /memfd:a (deleted)\nShmemPmdMapped:  2048 kB\n"
+        "2000-4000 rw-s 00001000 00:01 1 /memfd:a (deleted)\nShmemPmdMapped:  8192 kB\n"
+        "4000-5000 rw-s 00000000 00:01 1 /memfd:b (deleted)\nShmemPmdMapped:  4096 kB\n"
+    )
+    assert transparent_bytes(0x1000, 0x3000, smaps) == 10 << 20
 
 
 def test_advice_names_the_setting_and_what_it_brings(tmp_path: Path) -> None:
