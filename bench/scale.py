@@ -375,7 +375,9 @@ def machine() -> dict[str, object]:
 def run(part: str, rows: int) -> dict[str, Figures]:
     """The part, in a process of its own."""
     command = [sys.executable, "-m", "bench.scale", "--part", part, "--rows", str(rows)]
-    output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True).stdout
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # movers import the lister by its name
+    output = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
     figures: dict[str, Figures] = json.loads(output.splitlines()[-1])
     return figures
 

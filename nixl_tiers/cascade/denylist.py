@@ -29,28 +29,29 @@ class Denylist:
     takes the tier from all others. Most of its batch are innocent: when one of them succeeds, the others are tried.
     """
 
-    __slots__ = ("_first_s", "_keys", "_most_s")
+    __slots__ = ("_first_s", "_most_s", "keys")
 
     def __init__(self, first_s: float, most_s: float) -> None:
         self._first_s = first_s
         self._most_s = most_s
-        self._keys: OrderedDict[Key, _Record] = OrderedDict()
+        # Public to be asked for its truth, which costs less than a call.
+        self.keys: OrderedDict[Key, _Record] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def is_denied(self, key: Key, now: float) -> bool:
         """Whether `key` is a miss now."""
-        record = self._keys.get(key) if self._keys else None
+        record = self.keys.get(key) if self.keys else None
         return record is not None and (record.suspected or record.retry_at > now)
 
     def is_suspect(self, key: Key) -> bool:
-        record = self._keys.get(key) if self._keys else None
+        record = self.keys.get(key) if self.keys else None
         return record is not None and record.suspected
 
     def trial_due(self, key: Key, now: float) -> bool:
         """Whether `key` is a suspect that may be tried now, alone."""
-        record = self._keys.get(key) if self._keys else None
+        record = self.keys.get(key) if self.keys else None
         return record is not None and record.suspected and record.retry_at <= now
 
     def record_failure(self, key: Key, now: float) -> None:
@@ -70,7 +71,7 @@ class Denylist:
 
     def clear(self, key: Key) -> Sequence[Key]:
         """Its move succeeded. Returns, once, the keys that were suspected together with it: they may be tried now."""
-        record = self._keys.pop(key, None) if self._keys else None
+        record = self.keys.pop(key, None) if self.keys else None
         if record is None:
             return ()
         batch = [*record.batch]
@@ -78,13 +79,13 @@ class Denylist:
         return batch
 
     def reset(self) -> None:
-        self._keys.clear()
+        self.keys.clear()
 
     def _record(self, key: Key, now: float) -> _Record:
-        record = self._keys.pop(key, None) or _Record()
+        record = self.keys.pop(key, None) or _Record()
         record.retry_at = now + min(self._most_s, self._first_s * 2.0 ** min(record.failures, 30))
         record.failures += 1
-        self._keys[key] = record
-        if len(self._keys) > MAX_KEYS:
-            self._keys.popitem(last=False)
+        self.keys[key] = record
+        if len(self.keys) > MAX_KEYS:
+            self.keys.popitem(last=False)
         return record

@@ -28,6 +28,9 @@ from nixl_tiers.chunk import Key
 MAX_SAMPLED: Final = 64
 EVICTED_A_STEP: Final = 256
 UNLIMITED: Final = 1 << 62
+# Members of an enum are found by a slow attribute look-up before Python 3.12.
+_DOWN: Final = TierState.DOWN
+_CLOSED: Final = BreakerState.CLOSED
 
 
 @dataclass
@@ -110,12 +113,12 @@ class TierIndex:
         return key in self.index or key in self.cold
 
     def can_load(self, key: Key, now: float) -> bool:
-        """Whether the key's row can be loaded now."""
-        if not self.readable:
+        """Whether the key's row can be loaded now. Called for each key of each prompt."""
+        if self.state is _DOWN or self._loads.state is not _CLOSED:  # as `readable`
             return False
         entry = self.index.get(key)
-        stored = entry.stored if entry is not None else key in self.cold
-        return stored and not self.denylist.is_denied(key, now)
+        stored = entry.stored if entry is not None else self.cold.has(key)
+        return stored and not (self.denylist.keys and self.denylist.is_denied(key, now))
 
     def open_for_load(self, key: Key, now: float) -> Entry | None:
         """The entry of a row that is about to be loaded; None if it cannot be loaded now."""
