@@ -41,7 +41,8 @@ _numbers = itertools.count()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     engines = Path(__file__).parent / "vllm"
     for item in items:
-        if item.get_closest_marker("vllm") and engines not in item.path.parents:
+        chosen = not any(map(item.get_closest_marker, ("slow", "faults", "stress")))
+        if chosen and item.get_closest_marker("vllm") and engines not in item.path.parents:
             raise pytest.UsageError(f"{item.nodeid} is marked `vllm`: `make test` runs such tests in tests/vllm only")
 
 

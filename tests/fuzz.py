@@ -28,6 +28,12 @@ FUZZED = [
     "tests/config/test_schema.py",
     "tests/tiers/s3/test_lease_state.py",
     "tests/tiers/s3/test_owner_state.py",
+    "tests/tiers/s3/test_listing.py",
+    "tests/tiers/s3/test_quota.py",
+    "tests/tiers/slab/test_journal_model.py",
+    "tests/tiers/slab/test_parts.py",
+    "tests/tiers/rowfile/test_books.py",
+    "tests/tiers/rowfile/test_packed_rows.py",
 ]
 
 

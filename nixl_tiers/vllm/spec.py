@@ -162,6 +162,8 @@ def with_own_prefixes(tiers: TiersConfig, config: OffloadingConfig) -> TiersConf
     private = [t for t in tiers.storage if isinstance(t, S3Config) and not t.shared and t.write is not Write.OFF]
     if not private or (replicas == 1 and index == 0):
         return tiers
+    if tiers.replicas and index >= replicas:  # `replicas` is said a node, and vLLM counts those of all nodes
+        index %= tiers.replicas
     if index >= replicas:
         log.warning(
             "nixl_tiers: this engine is data-parallel replica %d, and vLLM does not say how many there are: set "

@@ -129,6 +129,7 @@ def test_data_parallel_engines_have_prefixes_of_their_own(
     known = tiers | {"replicas": 2}
     assert s3_places(NixlTiersSpec(offloading_config(known))) == [("kv/0", 40 << 20), *kept]
     assert s3_places(NixlTiersSpec(offloading_config(known, index=1))) == [("kv/1", 40 << 20), *kept]
+    assert s3_places(NixlTiersSpec(offloading_config(known, index=3))) == [("kv/1", 40 << 20), *kept]  # of node 2
     assert "only one of them stores" not in caplog.text
     assert s3_places(NixlTiersSpec(offloading_config(tiers, index=1))) == [("kv", 80 << 20), *kept]
     assert "set replicas, or shared: true, or only one of them stores below s3://kv-cache/kv at AWS" in caplog.text

@@ -24,6 +24,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import (
     GONE,
     MAX_ENTRIES,
+    MAX_SLOTS,
     Entry,
     FinishedBatch,
     Move,
@@ -122,7 +123,7 @@ class RowFileTier(StorageTier):
     def open(self, namespace: bytes, epoch: int) -> int:
         path = self._config.path
         room = self._config.capacity - MARGIN_BYTES - (FANOUT + 3) * PAGE
-        slots = room // (self._row_bytes + NAME_BYTES)
+        slots = min(room // (self._row_bytes + NAME_BYTES), MAX_SLOTS)
         if slots < 1:
             raise TierRefused(
                 f"capacity: {self._config.capacity} bytes hold no row of {self._row_bytes} bytes beside the "

@@ -27,7 +27,16 @@ from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, seal_row
+from nixl_tiers.tiers.base import (
+    MAX_ENTRIES,
+    MAX_SLOTS,
+    Entry,
+    ExistenceAnswer,
+    FinishedBatch,
+    Move,
+    StorageTier,
+    seal_row,
+)
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
@@ -46,7 +55,6 @@ POLL_S: Final = (0.0002, 0.003)  # between two polls of the transfers while none
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
 SWEEP_S: Final = 3600.0  # the longest time between two listings of a private prefix for max_age
 SWEEPS_PER_AGE: Final = 8
-MAX_SLOTS: Final = 1 << 31  # slots only count here, but are sent as 32 bits
 INTERVALS: Final = JanitorIntervals()
 LEASE_TERMS: Final = LeaseTerms()
 LEASE_CHECK_S: Final = 1.0  # how often a private prefix's tier looks whether it has got the lease

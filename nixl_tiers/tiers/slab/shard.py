@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, TierDown
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown
 from nixl_tiers.tiers.disk import HealthMonitor, describe
 from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.folder import Folder
@@ -275,7 +275,8 @@ class Shard:
 
 def slots_within(capacity_bytes: int, row_bytes: int) -> int:
     """How many rows fit, with their journal and everything else that a namespace takes."""
-    return (capacity_bytes - journal_bytes(0) - _MARGIN_BYTES) // (row_bytes + journal_bytes(1) - journal_bytes(0))
+    fit = (capacity_bytes - journal_bytes(0) - _MARGIN_BYTES) // (row_bytes + journal_bytes(1) - journal_bytes(0))
+    return min(fit, MAX_SLOTS)
 
 
 def _describe(geometry: Geometry, layout: SlabLayout) -> dict[str, Any]:

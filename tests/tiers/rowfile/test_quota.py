@@ -12,6 +12,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Heartbeat, Open, Refused
+from nixl_tiers.tiers.base import MAX_SLOTS
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
 from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
 from tests.support.disks import assert_never_exceeds, disk_bytes, tmpfs, volume_bytes
@@ -136,6 +137,11 @@ def test_reader_deletes_nothing(tmp_path: Path) -> None:
         listed_next(mover, 1)  # the next listing finds it again
         assert set(mover.load(range(BATCH))) == {Outcome.OK}
     assert len(list(tmp_path.rglob("*.row"))) == slots
+
+
+def test_any_capacity_has_a_number_of_slots(tmp_path: Path) -> None:
+    with mover_on(tmp_path, 1 << 60) as mover:
+        assert mover.open() == MAX_SLOTS
 
 
 def test_capacity_below_one_row_is_refused(tmp_path: Path) -> None:

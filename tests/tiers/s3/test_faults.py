@@ -17,10 +17,9 @@ from cryptography.x509.oid import NameOID
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
-from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
 from nixl_tiers.tiers.s3 import control, data
 from nixl_tiers.tiers.s3.credentials import Credentials
-from nixl_tiers.tiers.s3.tier import MAX_SLOTS
 from tests.tiers.s3.harness import (
     HANG_UP,
     NAMESPACE,
