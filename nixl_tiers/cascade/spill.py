@@ -61,16 +61,21 @@ class Spill:
         if self.cancelled or missing <= 0 or not isinstance(index.policy, LeafFirstLru):
             return False
         rows = index.policy.pop(min(count, missing), self._must_stay)
-        if rows:
-            self.keys.append(tuple(key for key, _ in rows))
+        collected: list[Key] = []
         for key, tick in rows:
+            if self.ticks and tick < self.ticks[-1]:  # it had to stay until now: `coldest` needs them in order
+                index.policy.add(key, tick)
+                continue
+            collected.append(key)
             entry = index.index[key]
             entry.spilled_at = len(self.slots)
             self.slots.append(entry.slot)
             self.ticks.append(tick)
+        if collected:
+            self.keys.append(tuple(collected))
         self._end = len(self.slots)
-        self.leaving += len(rows)
-        return bool(rows)
+        self.leaving += len(collected)
+        return bool(rows) and len(collected) == len(rows)
 
     def keep(self, key: Key, entry: Entry) -> int:
         """This row does not leave the index, or leaves it for good; returns its tick."""

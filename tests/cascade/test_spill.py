@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from nixl_tiers.cascade import spill
@@ -205,6 +205,11 @@ BUILDS = st.sampled_from([build_table, build_row_table])
 
 @settings(max_examples=40, deadline=None)
 @given(steps=HISTORIES, physical=st.booleans(), build=BUILDS)
+@example(  # a row that was pinned while warmer ones were collected
+    steps=[("store_all", None), ("load", b"key-5"), ("spill", 2), *[("store", b"key-0")] * 10, ("victims", 1)],
+    physical=False,
+    build=build_table,
+)
 def test_spilling_index_behaves_like_a_plain_lru(steps: list[tuple[str, object]], physical: bool, build: Build) -> None:
     behaves_like_a_plain_lru(steps, physical, build)
 
