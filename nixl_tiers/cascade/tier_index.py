@@ -26,7 +26,6 @@ from nixl_tiers.cascade.types import DeadJobs, Direction, Entry, Job, PlannedMov
 from nixl_tiers.chunk import Key
 
 MAX_SAMPLED: Final = 64
-EVICTED_A_STEP: Final = 256
 UNLIMITED: Final = 1 << 62
 # Members of an enum are found by a slow attribute look-up before Python 3.12.
 _DOWN: Final = TierState.DOWN

@@ -24,7 +24,7 @@ class WriteBack:
 
     # --- queueing ----------------------------------------------------------------------------------------------
 
-    def write_through(self, rows: Iterable[Row], tiers: Iterable[TierIndex]) -> None:
+    def write_through(self, rows: Sequence[Row], tiers: Iterable[TierIndex]) -> None:
         """Queue complete rows for those of `tiers` that are written through and lack them."""
         for tier in tiers:
             if tier.spec.write is Write.THROUGH:

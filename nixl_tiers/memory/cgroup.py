@@ -36,11 +36,11 @@ def shortage(need_bytes: int, bounds: Iterable[Room]) -> str | None:
     tightest = min(bounds, key=lambda room: room.free_bytes, default=None)
     if tightest is None or need_bytes <= tightest.free_bytes:
         return None
-    limit = f" of its limit of {_gib(tightest.limit_bytes)}" if tightest.limit_bytes is not None else ""
-    return f"the region needs {_gib(need_bytes)}, but {tightest.whose} has {_gib(tightest.free_bytes)} left{limit}"
+    limit = f" of its limit of {gib(tightest.limit_bytes)}" if tightest.limit_bytes is not None else ""
+    return f"the region needs {gib(need_bytes)}, but {tightest.whose} has {gib(tightest.free_bytes)} left{limit}"
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.2f} GiB"
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from nixl_tiers.memory.cgroup import Room, levels, limit_of, number
+from nixl_tiers.memory.cgroup import Room, gib, levels, limit_of, number
 from nixl_tiers.memory.memfd import memfd
 from nixl_tiers.memory.prefault import populate
 
@@ -128,14 +128,10 @@ def advice(root: Path = Path("/")) -> str:
 
 def found(nbytes: int, huge_bytes: int, advice: str) -> str:
     """One sentence: how much of a region of `nbytes` lies in 2 MiB pages, and what to do about the rest."""
-    share = f"{_gib(huge_bytes)} of {_gib(nbytes)} lie in pages of 2 MiB"
+    share = f"{gib(huge_bytes)} of {gib(nbytes)} lie in pages of 2 MiB"
     if huge_bytes >= nbytes * _MOSTLY:
         return share
     return f"{share}; {advice or 'the kernel found no more free memory in one piece'}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB"
 
 
 def _pool(root: Path) -> Room:

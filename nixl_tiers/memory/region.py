@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 
 _MAGIC: Final = b"nixlregn"
 _VERSION: Final = 1
-_HEADER: Final = struct.Struct(
-    "<8sQQQQQ?16s"
-)  # magic, version, cells, cell_payload, sub_blocks, rows, advise, identity
+# magic, version, cells, cell_payload, sub_blocks, rows, whether transparent huge pages are wanted, identity
+_HEADER: Final = struct.Struct("<8sQQQQQ?16s")
 _HUGE_BYTES_AT: Final = PAGE - 16  # of the header page: how many bytes lie in huge pages, and whether that is known
 _HUGE_BYTES: Final = struct.Struct("<Q?")
 
@@ -96,12 +95,13 @@ class HostRegion:
     address     of row 0 in this process
     nbytes      of all rows
     rows_view   uint8 (rows, row_bytes), writable
+    hugetlb     whether it lies in a pool of huge pages, and so has all its pages
     """
 
     def __init__(self, fd: int, geometry: Geometry, rows: int, identity: bytes, *, transparent: bool) -> None:
         """Map `fd`. Not for callers: use create or attach, which check it."""
-        self._hugetlb = is_hugetlb(fd)
-        layout = _Layout(geometry, rows, hugetlb=self._hugetlb)
+        self.hugetlb = is_hugetlb(fd)
+        layout = _Layout(geometry, rows, hugetlb=self.hugetlb)
         self.geometry = geometry
         self.rows = rows
         self.fd = fd
@@ -277,11 +277,6 @@ class HostRegion:
         return prefault
 
     @property
-    def hugetlb(self) -> bool:
-        """Whether it lies in a pool of huge pages, and so has all its pages."""
-        return self._hugetlb
-
-    @property
     def huge_bytes(self) -> int | None:
         """How much of the region lies in pages of 2 MiB; None until a process has prefaulted it, and when it is
         closed."""
@@ -294,7 +289,7 @@ class HostRegion:
     def _note_pages(self) -> None:
         size = len(self._map)
         start = self.address - self._rows_at
-        huge_bytes = size if self._hugetlb else transparent_bytes(start, size)
+        huge_bytes = size if self.hugetlb else transparent_bytes(start, size)
         _HUGE_BYTES.pack_into(self._map, _HUGE_BYTES_AT, huge_bytes, True)
         _log.info("the host region: %s", found(size, huge_bytes, advice() if self._transparent else _OFF))
 

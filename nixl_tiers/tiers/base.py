@@ -22,8 +22,9 @@ from nixl_tiers.memory.seal import Sealer
 
 MAX_ENTRIES: Final = 256
 GONE: Final = -1
-MAX_SLOTS: Final = 1 << 31  # of a tier: they are sent as 32 bits
 """As the slot of an Entry: the row is no longer there. Another process removed it, or upkeep did."""
+MAX_SLOTS: Final = 1 << 31
+"""The most that a tier may have: they are sent as 32 bits."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Tick = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.memory.cgroup import Room, rooms, shortage
+from tests.support.machine import tree
 
 GiB = 1 << 30
 NO_LIMIT = 9223372036854771712
-
-
-def tree(root: Path, files: dict[str, object]) -> Path:
-    for name, contents in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{contents}\n")
-    return root
 
 
 def test_cgroup_v2_counts_every_parent_and_reclaimable_memory(tmp_path: Path) -> None:

@@ -17,20 +17,12 @@ from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, found, hugetlb_rooms, transparent_bytes
 from nixl_tiers.memory.region import HostRegion, RegionError
 from nixl_tiers.policies import HugePages
-from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting
+from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting, tree
 
 GEOMETRY = Geometry(cells=1, cell_payload=1 << 20)
 ROWS = 9
 PAGES = 6  # of 2 MiB: one for the header, five for nine rows of 1 MiB and their seals
 GiB = 1 << 30
-
-
-def tree(root: Path, files: dict[str, object]) -> Path:
-    for name, contents in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{contents}\n")
-    return root
 
 
 def pool(**counts: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Settings of the whole machine that a test changes and puts back, one test at a time. Only root may."""
+"""Made-up proc and sys trees, and settings of the real machine that a test changes and puts back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ NR_HUGEPAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
+def tree(root: Path, files: dict[str, object]) -> Path:
+    """`root` with these files in it, by their paths and contents."""
+    for name, contents in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{contents}\n")
+    return root
+
+
 @contextmanager
 def setting(file: Path, value: str) -> Iterator[None]:
-    """`file` says `value` inside. Skips the test where it cannot be written."""
+    """`file` says `value` inside, for one test at a time. Skips the test where it cannot be written: only root may."""
     lock = Path(tempfile.gettempdir(), f"nixl_tiers-tests-{file.name}.lock")
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

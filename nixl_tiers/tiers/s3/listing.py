@@ -84,14 +84,15 @@ class Listing(ABC):
 
     def step(self, client: Any, bucket: str) -> None:
         """Request the next page, and compare it. Raises what boto3 raises; then call it again later."""
+        page = None
         if not self._has_more:
             self._requested_s = time.monotonic()
             self._before_page()
             page = self._fetch(client, bucket)
-            self.comparing = True
+        self.comparing = True
+        if page is not None:
             self._after = page.last or ""
             self._begin_page(page)
-        self.comparing = True
         ended = self._compare()
         self.comparing = False
         if ended:
