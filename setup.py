@@ -1,8 +1,10 @@
 """Declares what is compiled; everything else about the package stands in pyproject.toml.
 
-Two things, both optional. The CPU swap library, which ctypes loads: without a C compiler the wheel
-is built all the same, and swap.host copies with numpy. The GPU kernels, as one file for all architectures: without nvcc
-they are compiled at the first start on a GPU (swap.kernels), for which the sources go into the wheel.
+Four things, all optional. Three libraries, which ctypes loads: without a C compiler the wheel is built all the same,
+swap.host and memory.hash_copy use numpy, and GPUs are refused with a sentence. They contain nothing of Python, so one
+wheel, tagged with the stable ABI, serves every version. The GPU kernels, as one file for all
+architectures: without nvcc they are compiled at the first start on a GPU (swap.kernels), for which the sources go into
+the wheel.
 """
 
 import hashlib
@@ -15,7 +17,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
-KERNELS = ("swap.cu", "swap.h", "swap_ring.h")
+KERNELS = ("swap.cu", "swap.h")
 ARCHITECTURES = (80, 90, 100, 120)
 
 
@@ -24,6 +26,9 @@ class Build(build_ext):
 
     def run(self):
         super().run()
+        if self.inplace:
+            for stale in (HERE / "nixl_tiers").glob("*/_*.cpython-*.so"):
+                stale.unlink()  # of before the stable ABI's name, and found before it
         source = HERE / "csrc"
         folder = (HERE if self.inplace else Path(self.build_lib)) / "nixl_tiers" / "swap"
         if not self.inplace:
@@ -47,6 +52,7 @@ class Build(build_ext):
 
 setup(
     cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     ext_modules=[
         Extension(
             "nixl_tiers.swap._swap_cpu",
@@ -55,6 +61,24 @@ setup(
             include_dirs=["csrc"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
             optional=True,
-        )
+            py_limited_api=True,
+        ),
+        Extension(
+            "nixl_tiers.swap._swap_submit",
+            sources=["csrc/swap_submit.c"],
+            depends=["csrc/swap.h"],
+            include_dirs=["csrc"],
+            libraries=["pthread"],
+            extra_compile_args=["-O2", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
+            optional=True,
+            py_limited_api=True,
+        ),
+        Extension(
+            "nixl_tiers.memory._hash_copy",
+            sources=["csrc/hash_copy.c"],
+            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
+            optional=True,
+            py_limited_api=True,
+        ),
     ],
 )
