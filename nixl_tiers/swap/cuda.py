@@ -16,17 +16,18 @@ from contextlib import ExitStack
 from numpy.typing import ArrayLike
 
 from nixl_tiers.swap import kernels as images
-from nixl_tiers.swap.autotune import MAX_BLOCKS, choose
 from nixl_tiers.swap.device_tables import DeviceTables
 from nixl_tiers.swap.driver import CudaError, Device, Driver, open_driver
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan
-from nixl_tiers.swap.stream import Choice, CopyStream, Events, Transfer
+from nixl_tiers.swap.self_check import choose
+from nixl_tiers.swap.stream import CopyStream, Events, Transfer
 
 
 class CudaSwap:
-    """Copies blocks of one group between GPU memory and this rank's cell of the region's rows, without waiting.
+    """Copies blocks of one group between GPU memory and this rank's cell of the region's rows, without waiting: a call
+    takes some 30 us whatever it moves.
 
     Stores have a low-priority stream and loads a high-priority one, each in the order of the calls; between the two
     there is no order. Any thread may call. `close` before the region is unmapped.
@@ -39,10 +40,10 @@ class CudaSwap:
         compute_stream: Callable[[], int] | None = None,
         *,
         driver: Driver | None = None,
-        choice: Choice | None = None,
+        strategies: tuple[str, ...] | None = None,
     ) -> None:
-        """`device`: the GPU's ordinal. `compute_stream`: vLLM's current stream; None asks torch. `choice`: which
-        strategy a transfer takes; None measures (autotune.choose). Raises NoDriver, CudaError."""
+        """`device`: the GPU's ordinal. `compute_stream`: vLLM's current stream; None asks torch. `strategies`: of
+        each group; None chooses and checks them (self_check.choose). Raises NoDriver, CudaError, NotBuilt."""
         self.plan = plan
         self._compute_stream = compute_stream or _torch_stream(device)
         self._closing = threading.Lock()
@@ -59,21 +60,13 @@ class CudaSwap:
             events = Events(self._device)
             undo.callback(events.close)
             parts = (self._device, self._tables, self._pinned, self.kernels, events)
-            self._stores = CopyStream(*parts, to_host=True)
+            self._strategies = strategies or choose(self._device, plan, self._pinned, self.kernels)
+            staged = "staged" in self._strategies
+            self._stores = CopyStream(*parts, staged=staged, to_host=True)
             undo.callback(self._stores.close)
-            self._loads = CopyStream(*parts, to_host=False)
+            self._loads = CopyStream(*parts, staged=staged, to_host=False)
             undo.callback(self._loads.close)
-            self._choice: Choice = choice or choose(self._device, plan, self._pinned, self.kernels)
-            self._prepare()
             self._undo = undo.pop_all()
-
-    def _prepare(self) -> None:
-        """Create the strategies that will be used now: to allocate memory later would delay a step."""
-        with self._device.current():
-            for to_host, stream in ((True, self._stores), (False, self._loads)):
-                for group in range(len(self.plan.groups)):
-                    for blocks in (1, MAX_BLOCKS):
-                        stream.strategy(self._choice(to_host, group, blocks), group)
 
     @property
     def pinned(self) -> bool:
@@ -83,19 +76,23 @@ class CudaSwap:
     def store(self, group: int, blocks: ArrayLike, places: ArrayLike) -> Transfer:
         """GPU -> region: blocks[i] to places[i]; what the group does not cover of a sub-block becomes zero.
 
-        ValueError where one is out of range, before a byte has moved. CudaError where the copy could not be started, or
-        not all of it; nothing of it is in flight then, and the places hold anything."""
-        return self._start(self._stores, group, blocks, places, to_host=True)
+        ValueError where one is out of range, before a byte has moved. CudaError, from here or from the transfer, where
+        the copy could not be started, or not all of it; nothing of it is in flight then, and the places hold
+        anything."""
+        return self._start(self._stores, group, blocks, places)
 
     def load(self, group: int, blocks: ArrayLike, places: ArrayLike) -> Transfer:
         """Region -> GPU: places[i] to blocks[i]. Errors as for store."""
-        return self._start(self._loads, group, blocks, places, to_host=False)
+        return self._start(self._loads, group, blocks, places)
 
-    def _start(
-        self, stream: CopyStream, group: int, blocks: ArrayLike, places: ArrayLike, *, to_host: bool
-    ) -> Transfer:
+    def _start(self, stream: CopyStream, group: int, blocks: ArrayLike, places: ArrayLike) -> Transfer:
         pairs = self.plan.pairs(group, blocks, places)
-        return stream.start(self._choice(to_host, group, len(pairs)), group, pairs, self._compute_stream())
+        return stream.start(self._strategies[group], group, pairs, self._compute_stream())
+
+    def drain(self) -> None:
+        """Return when nothing is queued or in flight: vLLM's memory may be unmapped."""
+        self._stores.drain()
+        self._loads.drain()
 
     def close(self) -> None:
         """Wait for everything in flight, unlock the region's pages and free the rest. May be called twice."""

@@ -1,4 +1,4 @@
-"""A plan's tables on the GPU, uploaded once, and the parameters that a launch adds to them: eight bytes a block."""
+"""A plan's tables on the GPU, uploaded once: a launch adds eight bytes a block to them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.swap.driver import CudaError, Device
-from nixl_tiers.swap.kernels import CAPACITIES
 from nixl_tiers.swap.plan import CopyPlan, GroupPlan
 
 TILE_BYTES: Final = 2048  # SWAP_TILE of swap.h
-VECTOR_BYTES: Final = 16  # what the ring moves at once
-JOB_BYTES: Final = 80  # sizeof(swap_job)
-_JOB_WORDS: Final = 8  # of 64 bits, then four of 32
 
 
 def parts_of(group: GroupPlan) -> NDArray[np.uint64]:
@@ -35,13 +31,12 @@ def first_parts(parts: NDArray[np.uint64]) -> NDArray[np.uint32]:
 
 @dataclass(frozen=True)
 class GroupTable:
-    """One group's addresses on the GPU. `vector`: all its addresses and sizes are multiples of 16."""
+    """One group's addresses on the GPU."""
 
     parts: int
     first_part: int
     n_parts: int
     n_tiles: int
-    vector: bool
 
 
 class DeviceTables:
@@ -51,14 +46,6 @@ class DeviceTables:
         self.plan = plan
         self._device = device
         self._allocations: list[int] = []
-        geometry = plan.geometry
-        self._rows = (
-            plan.region_address,
-            geometry.row_bytes,
-            plan.cell_offset,
-            geometry.sub_block_bytes,
-            geometry.sub_blocks,
-        )
         try:
             self.groups = [self._upload_group(group) for group in plan.groups]
             gaps = [gap.nbytes for group in plan.groups for gap in group.gaps]
@@ -70,8 +57,7 @@ class DeviceTables:
     def _upload_group(self, group: GroupPlan) -> GroupTable:
         parts = parts_of(group)
         first = first_parts(parts)
-        vector = not (np.any(parts % VECTOR_BYTES) or any(size % VECTOR_BYTES for size in self._rows[:4]))
-        return GroupTable(self._upload(parts), self._upload(first), len(parts), len(first), vector)
+        return GroupTable(self._upload(parts), self._upload(first), len(parts), len(first))
 
     def _upload(self, data: NDArray[np.generic]) -> int:
         with self._device.current() as driver:
@@ -86,23 +72,3 @@ class DeviceTables:
             while self._allocations:
                 with contextlib.suppress(CudaError):
                     driver.free(self._allocations.pop())
-
-    def launches(
-        self, group: int, pairs: NDArray[np.uint32], *, to_host: bool, staging: int = 0
-    ) -> list[tuple[int, int, NDArray[np.uint8]]]:
-        """(capacity of the kernel to take, warps of work, its parameter) for each launch that these pairs need."""
-        table, found = self.groups[group], []
-        for first in range(0, len(pairs), CAPACITIES[-1]):
-            part = pairs[first : first + CAPACITIES[-1]]
-            capacity = next(n for n in CAPACITIES if len(part) <= n)
-            parameter = np.empty(JOB_BYTES + 8 * capacity, np.uint8)
-            parameter[: 8 * _JOB_WORDS].view(np.uint64)[:] = (*self._rows, table.parts, table.first_part, staging)
-            parameter[8 * _JOB_WORDS : JOB_BYTES].view(np.uint32)[:] = (
-                table.n_parts,
-                table.n_tiles,
-                len(part),
-                to_host,
-            )
-            parameter[JOB_BYTES : JOB_BYTES + 8 * len(part)].view(np.uint32)[:] = part.ravel()
-            found.append((capacity, len(part) * table.n_tiles, parameter))
-        return found

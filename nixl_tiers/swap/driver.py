@@ -17,17 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 LIBRARY: Final = "libcuda.so.1"
-BATCH_COPIES: Final = 4096  # a batch of 51,828 was seen to crash driver 580
 NOT_READY: Final = 600
 ALREADY_REGISTERED: Final = 712
 
 _BATCH_VERSION: Final = 12080  # the first that has batches; this number also selects which arguments they take
-_STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
-_OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _NON_BLOCKING: Final = 1  # no order with the legacy default stream except by events
-_BLOCKING: Final = 1  # a thread that waits for an event sleeps, instead of spinning for as long as a copy takes
+_BLOCKING: Final = 1
 _NO_TIMING: Final = 2
-_MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CAPABILITY: Final = (75, 76)
 _PORTABLE_AND_MAPPED: Final = 0x1 | 0x2
 _MEMORY_TYPE, _HOST_MEMORY = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
@@ -64,12 +60,10 @@ _CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemsetD8_v2": (_U64, ctypes.c_ubyte, _SIZE),
     "cuMemHostRegister_v2": (_P, _SIZE, _UINT),
     "cuMemHostUnregister": (_P,),
-    "cuMemHostGetDevicePointer_v2": (_P, _P, _UINT),
     "cuPointerGetAttribute": (_P, _INT, _U64),
     "cuModuleLoadData": (_P, _P),
     "cuModuleUnload": (_P,),
     "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
-    "cuFuncSetAttribute": (_P, _INT, _INT),
     "cuLaunchKernel": (_P, _UINT, _UINT, _UINT, _UINT, _UINT, _UINT, _UINT, _P, _P, _P),
     "cuGetProcAddress_v2": (ctypes.c_char_p, _P, _INT, _U64, _P),
     "cuGetErrorName": (_INT, _P),
@@ -88,14 +82,6 @@ class CudaError(RuntimeError):
 
 class NoDriver(RuntimeError):
     """There is no CUDA driver here, or none that works. One sentence that says why."""
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", _UINT), ("id", _INT))
-
-
-class _CopyAttributes(ctypes.Structure):
-    _fields_ = (("order", _UINT), ("source", _Location), ("destination", _Location), ("flags", _UINT))
 
 
 @cache
@@ -189,8 +175,9 @@ class Driver:
         """Later work of `stream` waits for the work that `event` was last recorded behind."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
-    def event(self, *, timed: bool = False) -> int:
-        return self._handle("cuEventCreate", _BLOCKING if timed else _NO_TIMING)
+    def event(self, *, timed: bool = False, blocking: bool = False) -> int:
+        """`timed`: for elapsed_s. `blocking`, or timed: a thread that waits for it sleeps, instead of spinning."""
+        return self._handle("cuEventCreate", _BLOCKING if timed else _NO_TIMING | (_BLOCKING if blocking else 0))
 
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy_v2", event)
@@ -202,7 +189,7 @@ class Driver:
         """Whether everything before the event has ended."""
         code = int(self._functions["cuEventQuery"](event))
         if code not in {0, NOT_READY}:
-            raise self._error("cuEventQuery", code)
+            raise self.error("cuEventQuery", code)
         return code == 0
 
     def wait(self, event: int) -> None:
@@ -254,52 +241,8 @@ class Driver:
         code = self._functions["cuPointerGetAttribute"](ctypes.byref(kind), _MEMORY_TYPE, address)
         return code == 0 and kind.value == _HOST_MEMORY
 
-    def device_address(self, host_address: int) -> int:
-        """Where a kernel of the current context finds registered host memory."""
-        address = ctypes.c_uint64()
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), host_address, 0)
-        return address.value
-
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyAsync", to, source, nbytes, stream)
-
-    def copy_many(
-        self,
-        to: NDArray[np.uint64],
-        source: NDArray[np.uint64],
-        nbytes: NDArray[np.uint64],
-        stream: int,
-        *,
-        stable: bool,
-        batch: bool = True,
-    ) -> None:
-        """Copies in no order among themselves, in batches where the driver and `batch` allow, else one by one.
-
-        All three: contiguous (n,). `stable`: the sources are host memory that nothing on the GPU writes, so they may
-        be read before the stream's turn. Never on the default stream, which batches refuse. Where a call fails, copies
-        of the calls before it are in flight.
-        """
-        if self._batch is None or not batch:
-            for one in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
-                self._call("cuMemcpyAsync", *one, stream)
-            return
-        attributes = _CopyAttributes(order=_ANY_ORDER if stable else _STREAM_ORDER, flags=_OVERLAP)
-        first_of_attributes, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        for start in range(0, len(to), BATCH_COPIES):
-            part = slice(start, start + BATCH_COPIES)
-            code = self._batch(
-                to[part].ctypes.data,
-                source[part].ctypes.data,
-                nbytes[part].ctypes.data,
-                len(to[part]),
-                ctypes.byref(attributes),
-                ctypes.byref(first_of_attributes),
-                1,
-                ctypes.byref(failed),
-                stream,
-            )
-            if code:
-                raise self._error("cuMemcpyBatchAsync", code)
 
     # ---- kernels ----
 
@@ -310,22 +253,25 @@ class Driver:
     def unload_module(self, module: int) -> None:
         self._call("cuModuleUnload", module)
 
-    def function(self, module: int, name: str, shared_bytes: int = 0) -> int:
-        """A kernel, allowed to use this much dynamic shared memory."""
-        function = self._handle("cuModuleGetFunction", module, name.encode())
-        if shared_bytes:
-            self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared_bytes)
-        return function
-
-    def launch(
-        self, function: int, stream: int, parameter: NDArray[np.uint8], *, blocks: int, threads: int, shared_bytes: int
-    ) -> None:
-        """Launch with one parameter, a structure; its bytes are copied before this returns."""
-        pointers = (ctypes.c_void_p * 1)(parameter.ctypes.data)
-        grid = (blocks, 1, 1, threads, 1, 1)
-        self._call("cuLaunchKernel", function, *grid, shared_bytes, stream, pointers, None)
+    def function(self, module: int, name: str) -> int:
+        """A kernel."""
+        return self._handle("cuModuleGetFunction", module, name.encode())
 
     # ---- how calls are made ----
+
+    def address(self, name: str) -> int:
+        """Of a function of the driver, for csrc/swap_submit.c."""
+        return ctypes.cast(self._functions[name], ctypes.c_void_p).value or 0
+
+    def batch_address(self) -> int | None:
+        """Of cuMemcpyBatchAsync, where the driver has it."""
+        return None if self._batch is None else ctypes.cast(self._batch, ctypes.c_void_p).value
+
+    def error(self, call: str, code: int) -> CudaError:
+        """What a call that returned `code` raises."""
+        text = ctypes.c_char_p()
+        known = self._functions["cuGetErrorName"](code, ctypes.byref(text)) == 0 and text.value
+        return CudaError(call, code, text.value.decode() if known and text.value else "unknown error")
 
     def _resolve_batch(self) -> Any:
         if self.version < _BATCH_VERSION:
@@ -339,7 +285,7 @@ class Driver:
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._functions[name](*arguments)
         if code:
-            raise self._error(name, code)
+            raise self.error(name, code)
 
     def _handle(self, name: str, *arguments: Any) -> int:
         handle = ctypes.c_void_p()
@@ -351,11 +297,6 @@ class Driver:
         self._call(name, ctypes.byref(number), *arguments)
         return number.value
 
-    def _error(self, call: str, code: int) -> CudaError:
-        text = ctypes.c_char_p()
-        known = self._functions["cuGetErrorName"](code, ctypes.byref(text)) == 0 and text.value
-        return CudaError(call, code, text.value.decode() if known and text.value else "unknown error")
-
 
 class Device:
     """One GPU's primary context, held until `close`."""
@@ -363,9 +304,14 @@ class Device:
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self.driver = driver
         self.ordinal = ordinal
-        self._context = driver.retain_context(ordinal)
+        self.context = driver.retain_context(ordinal)
         self._closing = threading.Lock()
         self._closed = False
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+        return self.driver.capability(self.ordinal)
 
     @contextmanager
     def current(self) -> Iterator[Driver]:
@@ -374,7 +320,7 @@ class Device:
         Raises CudaError where it cannot be had: the GPU failed, or the driver has left because the process ends.
         Nothing can be released then, and nothing needs to be.
         """
-        self.driver.push(self._context)
+        self.driver.push(self.context)
         try:
             yield self.driver
         finally:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.util import find_spec
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from nixl_tiers import native
 from nixl_tiers.swap.plan import CopyPlan, Memory
 
 ABI: Final = 1  # SWAP_ABI of csrc/swap_cpu.c
@@ -19,19 +19,14 @@ KERNEL_AUTO: Final = 0
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled copy, or None where it was not built, is for another machine, or is older than this file."""
-    spec = find_spec("nixl_tiers.swap._swap_cpu")
-    return _open(spec.origin) if spec and spec.origin else None
+    return _open(native.location("nixl_tiers.swap._swap_cpu"))
 
 
-def _open(path: str) -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(path)  # CDLL, not PyDLL: other threads run while it copies
-        if library.nixl_tiers_swap_abi() != ABI:
-            return None
-    except (OSError, AttributeError):
-        return None
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.nixl_tiers_swap.argtypes = [pointer, pointer, size, pointer, size, pointer, size, number, number]
+def _open(path: str | None) -> ctypes.CDLL | None:
+    library = native.opened(path, "nixl_tiers_swap_abi", ABI)
+    if library is not None:
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        library.nixl_tiers_swap.argtypes = [pointer, pointer, size, pointer, size, pointer, size, number, number]
     return library
 
 
@@ -50,22 +45,9 @@ class HostSwap:
     def __init__(self, plan: CopyPlan) -> None:
         self.plan = plan
         self._library = _library()
-        geometry = plan.geometry
-        self._rows = np.array(
-            [
-                plan.region_address,
-                geometry.row_bytes,
-                plan.cell_offset,
-                geometry.sub_block_bytes,
-                geometry.sub_blocks,
-            ],
-            dtype=np.uint64,
-        )
-        self._segments = [
-            np.array([segment[:4] for segment in group.segments], dtype=np.uint64).reshape(-1, 4)
-            for group in plan.groups
-        ]
-        self._gaps = [np.array(group.gaps, dtype=np.uint64).reshape(-1, 2) for group in plan.groups]
+        self._rows = np.array(plan.row_layout, np.uint64)
+        self._segments = [group.segment_table() for group in plan.groups]
+        self._gaps = [group.gap_table() for group in plan.groups]
 
     def store(self, group: int, blocks: ArrayLike, places: ArrayLike) -> None:
         """vLLM -> region: blocks[i] to places[i] (integers, same length); what the group does not cover of a

@@ -9,25 +9,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.swap.cache import cache_folder, write_whole
 from nixl_tiers.swap.driver import CudaError, Device
 from nixl_tiers.swap.nvrtc import CompileError, Nvrtc, open_nvrtc
 
 log = logging.getLogger(__name__)
 
 SOURCE: Final = "swap.cu"
-HEADERS: Final = ("swap.h", "swap_ring.h")
+HEADERS: Final = ("swap.h",)
 THREADS: Final = 256  # WARPS * WARP of swap.cu
-RING_SHARED_BYTES: Final = 64 << 10  # WARPS * RING_DEPTH * SWAP_TILE of swap.cu: what a block keeps in flight
 CAPACITIES: Final = (480, 3968)  # pairs that fit into a launch's parameters, small and large
-MIN_CAPABILITY: Final = (8, 0)  # cp.async
+MIN_CAPABILITY: Final = (8, 0)  # the oldest that setup.py builds for
 
 _HERE: Final = Path(__file__).parent
 _PLACES: Final = (_HERE / "csrc", _HERE.parents[1] / "csrc")
@@ -40,12 +38,11 @@ class Kernels:
     origin: str
     module: int
     stage: dict[int, int]
-    ring: dict[int, int]
 
 
 def load(device: Device) -> Kernels | None:
     """The kernels, loaded into the device's context; None, with the reason logged, if there are none."""
-    capability = device.driver.capability(device.ordinal)
+    capability = device.capability
     if capability < MIN_CAPABILITY:
         log.info(
             "nixl_tiers: no swap kernels for compute capability %d.%d, the copy engine copies everything", *capability
@@ -100,29 +97,6 @@ def compile_cached(compiler: Nvrtc, arch: str, folder: Path | None) -> bytes:
     return body
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file of the cache so that readers see all of it or none. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
-        try:
-            out.write(data)
-            out.flush()
-            Path(out.name).replace(path)
-        except BaseException:
-            Path(out.name).unlink(missing_ok=True)
-            raise
-
-
-def cache_folder() -> Path | None:
-    """Where this user's compiled kernels and measured choices are kept; None for a user without a home, as containers
-    have them."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(root) if root else Path("~/.cache").expanduser()) / "nixl_tiers"
-    except RuntimeError:
-        return None
-
-
 def fatbin_name(digest: str) -> str:
     """What the build calls the image of these sources (setup.py computes the same)."""
     return f"_swap-{digest}.fatbin"
@@ -153,8 +127,7 @@ def _loaded(device: Device, origin: str, image: bytes) -> Kernels:
         module = driver.load_module(image)
         try:
             stage = {n: driver.function(module, f"nixl_tiers_stage_{n}") for n in CAPACITIES}
-            ring = {n: driver.function(module, f"nixl_tiers_ring_{n}", RING_SHARED_BYTES) for n in CAPACITIES}
         except CudaError:
             driver.unload_module(module)
             raise
-    return Kernels(origin, module, stage, ring)
+    return Kernels(origin, module, stage)

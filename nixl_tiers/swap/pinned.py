@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 from typing import Final
 
 from nixl_tiers.swap.driver import ALREADY_REGISTERED, CudaError, Device, Driver
@@ -19,7 +18,6 @@ class PinnedRegion:
     """The plan's rows, page-locked in chunks that end on row boundaries; all of them, or none.
 
     complete   whether they are page-locked, by this or by other code before
-    mapped     whether the GPU's threads find them at the addresses that the CPU uses
     """
 
     def __init__(self, device: Device, plan: CopyPlan, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -41,17 +39,13 @@ class PinnedRegion:
                         if error.code != ALREADY_REGISTERED or not _locked(driver, address, nbytes, row_bytes):
                             raise
                 self.complete = True
-                self.mapped = all(
-                    driver.device_address(plan.region_address + offset) == plan.region_address + offset
-                    for offset in range(0, total, step)
-                )
             except CudaError as error:
                 log.warning("nixl_tiers: %s", _advice(error, offset, total))
                 self.release()
 
     def release(self) -> None:
         """Unlock what was locked here. May be called twice."""
-        self.complete = self.mapped = False
+        self.complete = False
         with contextlib.suppress(CudaError), self._device.current() as driver:
             while self._ours:
                 with contextlib.suppress(CudaError):
@@ -65,10 +59,9 @@ def _locked(driver: Driver, address: int, nbytes: int, row_bytes: int) -> bool:
 
 
 def _advice(error: CudaError, offset: int, total: int) -> str:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    may = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    # `ulimit -l` is not the reason: the driver takes its pages from the kernel itself, which does not ask for it.
     return (
-        f"the host region could not be page-locked ({error}, at {offset / 2**30:.1f} of {total / 2**30:.1f} GiB): "
-        f"copies to and from the GPU will be slow and hold up the engine. This process may lock {may} (ulimit -l; in a "
-        "container: --ulimit memlock=-1); its memory limit must hold the whole cpu tier; or shrink that tier"
+        f"the host region could not be page-locked ({error}, at {offset / 2**30:.1f} of {total / 2**30:.1f} GiB), so "
+        "copies to and from the GPU will be slow: the memory limit of this process must hold the whole cpu tier, or "
+        "shrink that tier"
     )

@@ -45,6 +45,14 @@ class GroupPlan:
         """Bytes that one block moves."""
         return sum(segment.nbytes for segment in self.segments)
 
+    def segment_table(self) -> NDArray[np.uint64]:
+        """(n, 4) swap_segment of swap.h."""
+        return np.array([segment[:4] for segment in self.segments], np.uint64).reshape(-1, 4)
+
+    def gap_table(self) -> NDArray[np.uint64]:
+        """(n, 2) swap_gap of swap.h."""
+        return np.array(self.gaps, np.uint64).reshape(-1, 2)
+
 
 class CopyPlan:
     """Which bytes move between a rank's blocks and its cell of the region's rows.
@@ -75,6 +83,13 @@ class CopyPlan:
     def cell_offset(self) -> int:
         """Where this rank's cell begins inside a row, in bytes."""
         return self.cell * self.geometry.cell_bytes
+
+    @property
+    def row_layout(self) -> tuple[int, int, int, int, int]:
+        """The fields of swap_rows of swap.h."""
+        geometry = self.geometry
+        sub_block_bytes, sub_blocks = geometry.sub_block_bytes, geometry.sub_blocks
+        return self.region_address, geometry.row_bytes, self.cell_offset, sub_block_bytes, sub_blocks
 
     def places(self, rows: ArrayLike, first: int, count: int) -> NDArray[np.uint32]:
         """Places of `count` consecutive blocks, the first at sub-block `first` of rows[0].

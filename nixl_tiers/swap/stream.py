@@ -1,56 +1,67 @@
-"""One direction of the swap: its CUDA streams, its copy strategies, and its order behind vLLM's compute."""
+"""One direction of the swap: its CUDA streams, its submitting thread, and its order behind vLLM's compute."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.swap.device_tables import DeviceTables
 from nixl_tiers.swap.driver import CudaError, Device
-from nixl_tiers.swap.kernels import Kernels
+from nixl_tiers.swap.kernels import CAPACITIES, Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
-from nixl_tiers.swap.strategies import RINGS, CopyEngineStrategy, CopyStrategy, RingStrategy, StagedStrategy
+from nixl_tiers.swap.strategies import SLOT_BYTES, STAGE_BLOCKS, may_batch
+from nixl_tiers.swap.submit import COPY_ENGINE, SLOTS, STAGED, Request, Submitter
 
 log = logging.getLogger(__name__)
 
 
-class Choice(Protocol):
-    """Which strategy a transfer takes: (to_host, group, blocks) -> a name of strategies.NAMES."""
+class Marks(NamedTuple):
+    """A transfer's events: `computed` behind the compute before it; `begin` and `end`, timed, around it."""
 
-    def __call__(self, to_host: bool, group: int, blocks: int) -> str: ...
+    computed: int
+    begin: int
+    end: int
 
 
 class Events:
-    """A pool of timed events: to create one costs more than to record it."""
+    """A pool of events: to create one costs more than to record it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._free: list[int] = []
+        self._closed = False
+        self._free: list[Marks] = []
         self._all: list[int] = []
 
-    def take_two(self) -> tuple[int, int]:
-        """Two unused events. The device is current. Raises CudaError."""
+    def take(self) -> Marks:
+        """Unused events. The device is current. Raises CudaError."""
         with self._lock:
-            while len(self._free) < 2:
-                event = self._device.driver.event(timed=True)
-                self._all.append(event)
-                self._free.append(event)
-            return self._free.pop(), self._free.pop()
+            if not self._free:
+                for timed in (False, True, True):
+                    self._all.append(self._device.driver.event(timed=timed))
+                self._free.append(Marks(*self._all[-3:]))
+            return self._free.pop()
 
-    def give_back(self, *events: int) -> None:
+    def give_back(self, marks: Marks) -> None:
         with self._lock:
             if self._all:  # not closed
-                self._free.extend(events)
+                self._free.append(marks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether they are destroyed. All transfers have ended by then."""
+        return self._closed
 
     def close(self) -> None:
         """Destroy all. May be called twice."""
+        self._closed = True
         with self._lock, contextlib.suppress(CudaError), self._device.current() as driver:
             self._free.clear()
             while self._all:
@@ -59,13 +70,14 @@ class Events:
 
 
 class Transfer:
-    """A copy in flight on the GPU. Thread-safe."""
+    """A copy queued, or in flight on the GPU. Thread-safe. The events of one that failed are not used again."""
 
-    def __init__(self, device: Device, events: Events, begin: int, end: int) -> None:
+    def __init__(self, device: Device, events: Events, marks: Marks, submitter: Submitter, request: Request) -> None:
         self._device = device
         self._events = events
-        self._begin = begin
-        self._end = end
+        self._marks = marks
+        self._submitter = submitter
+        self._request = request
         self._waiting = threading.Lock()  # held for as long as a thread waits
         self._lock = threading.Lock()  # never held for long; without an elapsed time the events are this transfer's
         self._elapsed_s: float | None = None
@@ -76,8 +88,13 @@ class Transfer:
             return False  # another thread waits for them
         try:
             if self._elapsed_s is None:
+                if self._submitter.queued(self._request):
+                    return False
+                self._submitter.wait(self._request)
+                if self._events.closed:
+                    return True
                 with self._device.current() as driver:
-                    if not driver.query(self._end):
+                    if not driver.query(self._marks.end):
                         return False
                     self._finish()
             return True
@@ -88,27 +105,33 @@ class Transfer:
         """Return when the bytes have arrived. Raises CudaError if they never will."""
         with self._waiting:
             if self._elapsed_s is None:
+                self._submitter.wait(self._request)
+                if self._events.closed:
+                    return
                 with self._device.current() as driver:
-                    driver.wait(self._end)
+                    driver.wait(self._marks.end)
                     self._finish()
 
     def elapsed_s(self) -> float:
         """Seconds that it took on the GPU, from the end of the compute before it; waits for its end."""
         self.wait()
-        assert self._elapsed_s is not None
-        return self._elapsed_s
+        return self._elapsed_s or 0.0  # not known any more once the swap is closed
 
     def hold(self, stream: int) -> None:
-        """Have `stream` wait on the GPU for the bytes before its next work; the caller does not wait."""
+        """Have `stream` wait on the GPU for the bytes before its next work; the caller waits until all of the transfer
+        is submitted. Raises CudaError if that failed."""
         with self._lock:
             if self._elapsed_s is None:
+                self._submitter.wait(self._request)
+                if self._events.closed:
+                    return
                 with self._device.current() as driver:
-                    driver.wait_event(stream, self._end)
+                    driver.wait_event(stream, self._marks.end)
 
     def _finish(self) -> None:
         with self._lock:
-            self._elapsed_s = self._device.driver.elapsed_s(self._begin, self._end)
-            self._events.give_back(self._begin, self._end)
+            self._elapsed_s = self._device.driver.elapsed_s(self._marks.begin, self._marks.end)
+            self._events.give_back(self._marks)
 
 
 class CopyStream:
@@ -122,83 +145,94 @@ class CopyStream:
         kernels: Kernels | None,
         events: Events,
         *,
+        staged: bool,
         to_host: bool,
     ) -> None:
+        """`staged`: whether to allocate what that strategy needs."""
         self._device = device
         self._tables = tables
         self._pinned = pinned
         self._kernels = kernels
         self._events = events
-        self._to_host = to_host
         self._lock = threading.Lock()
         self._streams: list[int] = []
-        self._marks: list[int] = []  # untimed events
-        self._strategies: dict[str, CopyStrategy] = {}
-        self._last: CopyStrategy | None = None
-        with device.current() as driver:
-            try:
+        self._own_events: list[int] = []
+        self._staging = self._slot_pairs = 0
+        self._submitter: Submitter | None = None
+        self._kept: deque[Request] = deque()  # in the order of submission: the thread reads those that are queued
+        try:
+            with device.current() as driver:
                 for _ in range(2):
                     self._streams.append(driver.stream(urgent=not to_host))
-                    self._marks.append(driver.event())
-            except CudaError:
-                self.close()
-                raise
-        self._work, self._copies = self._streams
-        self._computed, self._tail = self._marks
+                for _ in range(1 + 2 * SLOTS):
+                    self._own_events.append(driver.event(blocking=True))
+                if kernels and staged:
+                    self._allocate_staging()
+            self._submitter = self._open(to_host=to_host)
+        except BaseException:
+            self.close()
+            raise
 
-    def strategy(self, name: str, group: int) -> CopyStrategy:
-        """The strategy called `name`, or the copy engine where it is not available or does not support the group."""
-        strategy = self._strategies.get(name)
-        if strategy is None:
-            try:
-                strategy = self._make(name)
-            except CudaError as error:
-                log.warning("nixl_tiers: the copy engine replaces %s: %s", name, error)
-            strategy = strategy or self.strategy("copy_engine", group)
-            self._strategies[name] = strategy
-        return strategy if strategy.supports(group) else self.strategy("copy_engine", group)
+    def _allocate_staging(self) -> None:
+        cell_bytes = self._tables.plan.geometry.sub_block_bytes
+        pairs = max(1, min(SLOT_BYTES // cell_bytes, CAPACITIES[-1]))
+        try:
+            self._staging = self._device.driver.allocate(SLOTS * pairs * cell_bytes)
+            self._slot_pairs = pairs
+        except CudaError as error:
+            log.warning("nixl_tiers: the copy engine replaces staged: %s", error)
 
-    def _make(self, name: str) -> CopyStrategy | None:
-        to_host, batch, device, tables = self._to_host, self._pinned.complete, self._device, self._tables
-        if name == "copy_engine":
-            return CopyEngineStrategy(device, tables, self._work, to_host=to_host, batch=batch)
-        if self._kernels is None:
-            return None
-        if name == "staged":
-            return StagedStrategy(device, tables, self._kernels, self._work, self._copies, to_host=to_host, batch=batch)
-        if not self._pinned.mapped:
-            return None
-        blocks = next(n for n in RINGS if name == f"ring{n}")
-        return RingStrategy(device, tables, self._kernels, self._work, blocks, to_host=to_host)
+    def _open(self, *, to_host: bool) -> Submitter:
+        kernels, tail, slots = self._kernels, self._own_events[0], self._own_events[1:]
+        return Submitter(
+            self._tables,
+            self._device.driver,
+            self._device.context,
+            streams=(self._streams[0], self._streams[1]),
+            tail=tail,
+            slots=(slots[:SLOTS], slots[SLOTS:]),
+            staging=self._staging,
+            slot_pairs=self._slot_pairs,
+            stage=tuple(kernels.stage.values()) if kernels else (0,) * len(CAPACITIES),
+            stage_blocks=STAGE_BLOCKS,
+            batch=self._pinned.complete and may_batch(self._device.capability),
+            to_host=to_host,
+        )
+
+    def supports(self, name: str) -> bool:
+        """Whether the strategy can be had here; else the copy engine replaces it."""
+        return name == "copy_engine" or self._staging != 0
 
     def start(self, name: str, group: int, pairs: NDArray[np.uint32], compute_stream: int) -> Transfer:
-        """Submit a transfer, behind what `compute_stream` has to do so far and behind this stream's last transfer.
+        """Queue a transfer, behind what `compute_stream` has to do so far and behind this direction's last transfer.
 
-        Raises CudaError, after everything that was submitted has ended: its rows may be reused.
+        Takes the same short time whatever is to be copied. Raises CudaError; later errors are raised by the transfer,
+        after everything that was submitted of it has ended: its rows may be reused.
         """
-        with self._lock, self._device.current() as driver:
-            begin, end = self._events.take_two()
-            try:
-                # Without copies nothing would order a strategy's last stream behind its first.
-                strategy = self.strategy(name if len(pairs) else "copy_engine", group)
-                driver.record(self._computed, compute_stream)
-                driver.wait_event(strategy.first, self._computed)
-                if self._last is not None and self._last is not strategy:
-                    driver.wait_event(strategy.first, self._tail)
-                driver.record(begin, strategy.first)
-                if len(pairs):
-                    strategy.copy(group, pairs)
-                driver.record(end, strategy.last)
-                driver.record(self._tail, strategy.last)
-            except BaseException:
-                self.drain()
-                self._events.give_back(begin, end)
-                raise
-            self._last = strategy
-            return Transfer(self._device, self._events, begin, end)
+        assert self._submitter is not None
+        strategy = STAGED if name == "staged" and self._staging else COPY_ENGINE
+        with self._lock:
+            with self._device.current() as driver:
+                marks = self._events.take()
+                try:
+                    driver.record(marks.computed, compute_stream)
+                except BaseException:
+                    self._events.give_back(marks)
+                    raise
+            request = Request(pairs, group, strategy, marks)
+            while self._kept and not self._submitter.queued(self._kept[0]):
+                self._kept.popleft()
+            self._kept.append(request)
+            self._submitter.put(request)  # from here on the driver is the submitting thread's: calls may wait for it
+        return Transfer(self._device, self._events, marks, self._submitter, request)
 
     def drain(self) -> None:
-        """Return when the streams are idle, or broken for good."""
+        """Return when everything queued has been submitted and the streams are idle, or broken for good."""
+        assert self._submitter is not None
+        self._submitter.drain()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         with contextlib.suppress(CudaError), self._device.current() as driver:
             for stream in self._streams:
                 with contextlib.suppress(CudaError):
@@ -207,16 +241,22 @@ class CopyStream:
     def close(self) -> None:
         """Wait for the last transfer and free everything. May be called twice."""
         with self._lock:
-            self.drain()
-            for strategy in self._strategies.values():
-                strategy.close()
-            self._strategies.clear()
-            calls: list[tuple[list[int], Callable[[int], None]]] = [
-                (self._marks, self._device.driver.destroy_event),
-                (self._streams, self._device.driver.destroy_stream),
-            ]
-            with contextlib.suppress(CudaError), self._device.current():
-                for handles, destroy in calls:
-                    while handles:
-                        with contextlib.suppress(CudaError):
-                            destroy(handles.pop())
+            if self._submitter is not None:
+                self._submitter.close()
+            self._synchronize()
+            self._kept.clear()
+            self._free()
+
+    def _free(self) -> None:
+        driver = self._device.driver
+        calls: list[tuple[list[int], Callable[[int], None]]] = [
+            (self._own_events, driver.destroy_event),
+            (self._streams, driver.destroy_stream),
+            ([self._staging] if self._staging else [], driver.free),
+        ]
+        self._staging = 0
+        with contextlib.suppress(CudaError), self._device.current():
+            for handles, release in calls:
+                while handles:
+                    with contextlib.suppress(CudaError):
+                        release(handles.pop())

@@ -1,0 +1,228 @@
+"""One native thread that submits transfers (csrc/swap_submit.c), so that the engine's step thread only queues them.
+
+A Python thread will not do: it would wait for the interpreter's lock between any two parts of a transfer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers import native
+from nixl_tiers.swap.device_tables import DeviceTables, GroupTable
+from nixl_tiers.swap.driver import Driver
+from nixl_tiers.swap.kernels import CAPACITIES
+from nixl_tiers.swap.plan import GroupPlan
+
+ABI: Final = 1  # SUBMIT_ABI of csrc/swap_submit.c
+SLOTS: Final = 3  # of the staging buffer; as many parts of transfers are on the GPU's streams at most
+BATCH_COPIES: Final = 256  # descriptors a call of the copy engine: a stream with about a thousand blocks its caller
+COPY_ENGINE, STAGED = range(2)
+NOT_BUILT: Final = (
+    "nixl_tiers was installed without its native library for GPU copies (_swap_submit): install a C compiler, then "
+    "nixl_tiers again"
+)
+_QUEUED, _FAILED = 0, 2
+
+_P, _U64, _U32, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int
+_DRIVER_CALLS: Final = (
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuStreamWaitEvent",
+    "cuStreamSynchronize",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuMemcpyAsync",
+    "cuLaunchKernel",
+)
+
+
+class NotBuilt(RuntimeError):
+    """The native library is missing. One sentence that says what to do."""
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = tuple((name, _U64) for name in ("region", "row_bytes", "cell_offset", "sub_block_bytes", "sub_blocks"))
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        ("segments", _P), ("gaps", _P), ("n_segments", _U64), ("n_gaps", _U64),
+        ("parts", _U64), ("first_part", _U64), ("n_parts", _U32), ("n_tiles", _U32),
+    )  # fmt: skip
+
+
+class _Setup(ctypes.Structure):
+    _fields_ = (
+        ("driver", _P * (len(_DRIVER_CALLS) + 1)), ("context", _P), ("work", _P), ("copies", _P), ("tail", _P),
+        ("free", _P * SLOTS), ("full", _P * SLOTS), ("rows", _Rows), ("groups", _P),
+        ("staging", _U64), ("slot_pairs", _U64), ("zeros", _U64),
+        ("stage", _P * len(CAPACITIES)), ("capacities", _U32 * len(CAPACITIES)),
+        ("stage_blocks", _U32), ("to_host", _U32),
+    )  # fmt: skip
+
+
+class _Request(ctypes.Structure):
+    _fields_ = (
+        ("next", _P), ("pairs", _P), ("n_pairs", _U64), ("computed", _P), ("begin", _P), ("end", _P),
+        ("group", _U32), ("strategy", _U32), ("state", _INT), ("code", _INT),
+        ("call", ctypes.c_char_p),
+    )  # fmt: skip
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    found = _open(native.location("nixl_tiers.swap._swap_submit"))
+    if found is None:
+        raise NotBuilt(NOT_BUILT)
+    return found
+
+
+def built() -> bool:
+    """Whether GPU copies can be submitted by this installation."""
+    try:
+        return bool(_library())
+    except NotBuilt:
+        return False
+
+
+def _open(path: str | None) -> ctypes.CDLL | None:
+    library = native.opened(path, "nixl_tiers_submit_abi", ABI)
+    if library is None:
+        return None
+    library.nixl_tiers_submit_sizes.restype = ctypes.c_size_t
+    for which, structure in enumerate((_Setup, _Request, _Group)):
+        assert library.nixl_tiers_submit_sizes(which) == ctypes.sizeof(structure), structure.__name__
+    library.nixl_tiers_submit_open.restype = _P
+    library.nixl_tiers_submit_open.argtypes = [_P]
+    library.nixl_tiers_submit_put.argtypes = [_P, _P]
+    library.nixl_tiers_submit_wait.argtypes = [_P, _P]
+    library.nixl_tiers_submit_state.argtypes = [_P]
+    library.nixl_tiers_submit_drain.argtypes = [_P]
+    library.nixl_tiers_submit_close.argtypes = [_P]
+    library.nixl_tiers_submit_put.restype = None
+    library.nixl_tiers_submit_drain.restype = None
+    library.nixl_tiers_submit_close.restype = None
+    return library
+
+
+class Request:
+    """A transfer that the thread submits, or has submitted."""
+
+    def __init__(
+        self,
+        pairs: NDArray[np.uint32],
+        group: int,
+        strategy: int,
+        events: tuple[int, int, int],
+    ) -> None:
+        """`events`: recorded behind the compute to wait for; to record when it begins, and when it has ended."""
+        self._pairs = np.ascontiguousarray(pairs)
+        computed, begin, end = events
+        self.raw = _Request(
+            pairs=self._pairs.ctypes.data,
+            n_pairs=len(pairs),
+            computed=computed,
+            begin=begin,
+            end=end,
+            group=group,
+            strategy=strategy,
+        )
+
+
+class Submitter:
+    """The thread of one direction. `close` it before what it works with is freed."""
+
+    def __init__(
+        self,
+        tables: DeviceTables,
+        driver: Driver,
+        context: int,
+        *,
+        streams: tuple[int, int],
+        tail: int,
+        slots: tuple[Sequence[int], Sequence[int]],
+        staging: int,
+        slot_pairs: int,
+        stage: Sequence[int],
+        stage_blocks: int,
+        batch: bool,
+        to_host: bool,
+    ) -> None:
+        """`streams`: of kernels and of copies. `slots`: the events `free` and `full` of each. `staging`: SLOTS times
+        `slot_pairs` sub-blocks. `stage`: the kernel, by capacity. `batch`: whether copies
+        may go in batches. Raises NotBuilt, OSError."""
+        self._library = _library()
+        plan = tables.plan
+        self._arrays: list[NDArray[np.uint64]] = []
+        groups = (_Group * len(plan.groups))(*map(self._group, plan.groups, tables.groups))
+        calls = [driver.address(name) for name in _DRIVER_CALLS] + [driver.batch_address() if batch else None]
+        setup = _Setup(
+            driver=(_P * len(calls))(*calls),
+            context=context,
+            work=streams[0],
+            copies=streams[1],
+            tail=tail,
+            free=(_P * SLOTS)(*slots[0]),
+            full=(_P * SLOTS)(*slots[1]),
+            rows=_Rows(*plan.row_layout),
+            groups=ctypes.addressof(groups),
+            staging=staging,
+            slot_pairs=slot_pairs,
+            zeros=tables.zeros,
+            stage=(_P * len(CAPACITIES))(*stage),
+            capacities=(_U32 * len(CAPACITIES))(*CAPACITIES),
+            stage_blocks=stage_blocks,
+            to_host=to_host,
+        )
+        self._keep = groups
+        self._driver = driver
+        self._thread = self._library.nixl_tiers_submit_open(ctypes.byref(setup))
+        if not self._thread:
+            raise OSError("no thread could be started to submit copies to the GPU")
+
+    def _group(self, group: GroupPlan, table: GroupTable) -> _Group:
+        segments, gaps = group.segment_table(), group.gap_table()
+        self._arrays += [segments, gaps]
+        return _Group(
+            segments.ctypes.data,
+            gaps.ctypes.data,
+            len(segments),
+            len(gaps),
+            table.parts,
+            table.first_part,
+            table.n_parts,
+            table.n_tiles,
+        )
+
+    def put(self, request: Request) -> None:
+        """Queue a request, which must be kept until it is not queued any more. Waits for nothing."""
+        self._library.nixl_tiers_submit_put(self._thread, ctypes.byref(request.raw))
+
+    def queued(self, request: Request) -> bool:
+        """Whether the thread has still to submit some of it."""
+        return bool(self._library.nixl_tiers_submit_state(ctypes.byref(request.raw)) == _QUEUED)
+
+    def wait(self, request: Request) -> None:
+        """Return when it is submitted, which can be long before its end. Raises CudaError if that failed; nothing of it
+        is in flight then. After `close` nothing is waited for."""
+        if self.queued(request):
+            self._library.nixl_tiers_submit_wait(self._thread, ctypes.byref(request.raw))
+        raw: Any = request.raw
+        if raw.state == _FAILED:
+            raise self._driver.error(raw.call.decode(), raw.code)
+
+    def drain(self) -> None:
+        """Return when everything that was queued is submitted."""
+        self._library.nixl_tiers_submit_drain(self._thread)
+
+    def close(self) -> None:
+        """End the thread after what is queued. May be called twice; no other call may run meanwhile."""
+        if self._thread:
+            self._library.nixl_tiers_submit_close(self._thread)
+            self._thread = None
