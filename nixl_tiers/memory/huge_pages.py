@@ -126,10 +126,15 @@ def advice(root: Path = Path("/")) -> str:
     )
 
 
+def mostly_huge(nbytes: int, huge_bytes: int) -> bool:
+    """Whether a region of `nbytes`, of which `huge_bytes` lie in 2 MiB pages, counts as one in huge pages."""
+    return huge_bytes >= nbytes * _MOSTLY
+
+
 def found(nbytes: int, huge_bytes: int, advice: str) -> str:
     """One sentence: how much of a region of `nbytes` lies in 2 MiB pages, and what to do about the rest."""
     share = f"{gib(huge_bytes)} of {gib(nbytes)} lie in pages of 2 MiB"
-    if huge_bytes >= nbytes * _MOSTLY:
+    if mostly_huge(nbytes, huge_bytes):
         return share
     return f"{share}; {advice or 'the kernel found no more free memory in one piece'}"
 

@@ -37,7 +37,7 @@ class KeyHash:
     def of_records(self, records: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """uint64 (n,): the hashes of records, uint8 (n, width): a byte of length, the key, padding. 0.25 us each; holds
         the interpreter lock meanwhile."""
-        lengths = records[:, 0]
+        lengths = np.clip(records[:, 0], 1, records.shape[1] - 1)  # as they are, unless another process damaged them
         result = np.empty(len(records), np.uint64)
         for length in np.unique(lengths).tolist():
             (rows,) = np.nonzero(lengths == length)

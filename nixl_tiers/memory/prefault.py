@@ -31,30 +31,39 @@ def populate(memory: mmap.mmap, start: int, size: int) -> int:
     before 5.14. Releases the GIL."""
     first = ctypes.c_char.from_buffer(memory)
     try:
-        return _populate(ctypes.addressof(first) + start, size)
+        return _madvise(ctypes.addressof(first) + start, size)
     finally:
         del first  # a buffer that is exported cannot be unmapped
 
 
-def _populate(address: int, size: int) -> int:
+def _madvise(address: int, size: int) -> int:
     if not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
         return 0
     return ctypes.get_errno()
 
 
 class Prefault:
-    """Populates [address, address + nbytes) in order, never changing a byte: others may use the memory meanwhile."""
+    """Populates [address, address + nbytes), never changing a byte: others may use the memory meanwhile.
 
-    def __init__(self, address: int, nbytes: int, threads: int, at_end: Callable[[], None] | None = None) -> None:
-        """`at_end` is called by the last thread when all is populated."""
+    In order from `begin` on, and then from the start to there. So processes that share the memory and begin at
+    different places allocate its pages in parallel; what others have allocated by then only has to be mapped, which is
+    fast. None waits for another one, which may have died.
+    """
+
+    def __init__(
+        self, address: int, nbytes: int, threads: int, at_end: Callable[[], None] | None = None, begin: int = 0
+    ) -> None:
+        """`at_end` is called by the last thread when all is populated. `begin`: a byte offset."""
         self._at_end = at_end
         self._address = address
         self._nbytes = nbytes
+        self._chunks = -(-nbytes // _CHUNK_BYTES)
+        self._first = begin // _CHUNK_BYTES
         self._next = itertools.count()
         self._stopping = threading.Event()
         self._count = threading.Lock()
         self._populated_bytes = 0
-        workers = max(1, min(threads, len(os.sched_getaffinity(0)), -(-nbytes // _CHUNK_BYTES)))
+        workers = max(1, min(threads, len(os.sched_getaffinity(0)), self._chunks))
         self._threads = [
             threading.Thread(target=self._work, name=f"nixl_tiers prefault {n}", daemon=True) for n in range(workers)
         ]
@@ -79,11 +88,12 @@ class Prefault:
 
     def _work(self) -> None:
         while not self._stopping.is_set():
-            start = next(self._next) * _CHUNK_BYTES
-            size = min(_CHUNK_BYTES, self._nbytes - start)
-            if size <= 0:
+            number = next(self._next)
+            if number >= self._chunks:
                 return
-            error = self._populate(self._address + start, size)
+            start = (self._first + number) % self._chunks * _CHUNK_BYTES
+            size = min(_CHUNK_BYTES, self._nbytes - start)
+            error = self._populate_part(self._address + start, size)
             if error:
                 _log.warning("prefaulting ends at %d bytes: %s; pages are allocated on use", start, os.strerror(error))
                 self._stopping.set()
@@ -94,9 +104,9 @@ class Prefault:
             if all_populated and self._at_end is not None:
                 self._at_end()
 
-    def _populate(self, address: int, size: int) -> int:
-        """Populate one part, and return 0 or an errno."""
-        error = _populate(address, size)
+    def _populate_part(self, address: int, size: int) -> int:
+        """On any kernel; returns 0 or an errno."""
+        error = _madvise(address, size)
         if error != errno.EINVAL:
             return error
         # An older kernel. Reading is enough to make a shared mapping's page exist, and cannot undo what others write.

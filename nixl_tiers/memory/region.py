@@ -1,8 +1,8 @@
 """The host region: one memfd that every process of a node maps, holding the rows and their control words.
 
-Layout: a header page, one fingerprint record per cell and one for all, one control word per (row, cell), and from a
-2 MiB boundary on the rows. The memory has no name in any file system: it is freed with the last
-process that maps it.
+Layout: a header page (identity, sizes, what pages there are, the times of the last steps), one fingerprint record per
+cell and one for all, one control word per (row, cell), and from a 2 MiB boundary on the rows. The memory has no name in
+any file system: it is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,17 @@ _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sQQQQQ?16s")
 _HUGE_BYTES_AT: Final = PAGE - 16  # of the header page: how many bytes lie in huge pages, and whether that is known
 _HUGE_BYTES: Final = struct.Struct("<Q?")
+_HELD_UNTIL_AT: Final = PAGE - 24  # of the header page: until when movers start no stores, a float64
 
-_RECORD_BYTES: Final = 512  # of one fingerprint: check word, length of the note, digest, note
+# Of the header page: the times of the last steps, each at step % STEPS_KEPT.
+_STEPS_AT: Final = 1024
+STEPS_KEPT: Final = 64
+_STEP: Final = np.dtype([("step", "<i8"), ("seconds", "<f8")])  # step + 1; 0: none yet
+
+_RECORD_BYTES: Final = 512  # of one fingerprint: check word, length of the note, digest, note; and a NUMA node
 _RECORD: Final = struct.Struct("<H16s")
+_NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the node's number + 2
+_NODE_AT: Final = _RECORD_BYTES - _NODE.size
 MAX_NOTE_BYTES: Final = 400
 _OFF: Final = "`huge_pages` is off"
 
@@ -79,7 +87,7 @@ class _Layout:
 
     def __init__(self, geometry: Geometry, rows: int, *, hugetlb: bool) -> None:
         self.records = PAGE
-        self.control = self.records + align((geometry.cells + 1) * _RECORD_BYTES)
+        self.control = self.records + align((geometry.cells + 2) * _RECORD_BYTES)
         self.rows = align(self.control + rows * geometry.cells * 8, HUGE_PAGE_BYTES)
         end = self.rows + rows * geometry.row_bytes
         self.total = align(end, HUGE_PAGE_BYTES) if hugetlb else end
@@ -117,6 +125,8 @@ class HostRegion:
         self._control: NDArray[np.uint64] = np.frombuffer(
             self._map, np.uint64, rows * geometry.cells, layout.control
         ).reshape(rows, geometry.cells)
+        self._held_until_s: NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, _HELD_UNTIL_AT)
+        self._steps: NDArray[np.void] = np.frombuffer(self._map, _STEP, STEPS_KEPT, _STEPS_AT)
         self._records = layout.records
         self._rows_at = layout.rows
         self.address = int(self.rows_view.ctypes.data)
@@ -240,6 +250,23 @@ class HostRegion:
         most: NDArray[np.uint64] = words.max(axis=1, initial=0)
         return most
 
+    def publish_step(self, step: int, seconds: float) -> None:
+        """Publish how long a step of the engine took on this worker; for one rank, as all of them wait for each
+        other."""
+        entry = self._steps[step % STEPS_KEPT : step % STEPS_KEPT + 1]
+        if len(entry):  # else it is closed
+            # A reader that comes in between sees no step.
+            entry["step"], entry["seconds"] = 0, seconds
+            entry["step"] = step + 1
+
+    def step_seconds(self, step: int) -> float | None:
+        """How long this step took; None if that is not published yet, or was long ago."""
+        entry = self._steps[step % STEPS_KEPT : step % STEPS_KEPT + 1]
+        if not len(entry) or entry["step"][0] != step + 1:
+            return None
+        seconds = float(entry["seconds"][0])
+        return seconds if entry["step"][0] == step + 1 else None
+
     def publish(self, cell: int, digest: bytes, note: str = "") -> None:
         """Publish the fingerprint of this cell's rank (16 bytes) to the scheduler, with a note cut to 400 bytes."""
         self._write_record(self._record(cell), digest, note)
@@ -247,6 +274,20 @@ class HostRegion:
     def published(self) -> list[tuple[bytes, str] | None]:
         """(fingerprint, note) of each cell, None where its rank has not published yet."""
         return [self._read_record(self._record(cell)) for cell in range(self.geometry.cells)]
+
+    def publish_node(self, cell: int, node: int | None) -> None:
+        """Publish the NUMA node of this rank's GPU to the other ranks; None: not known."""
+        _NODE.pack_into(self._map, self._record(cell) + _NODE_AT, 1 if node is None else node + 2)
+
+    def wait_for_nodes(self, timeout_s: float) -> set[int]:
+        """The NUMA nodes of all ranks' GPUs, as far as they are known; after `timeout_s` those of some."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            at = (self._record(cell) + _NODE_AT for cell in range(self.geometry.cells))
+            words = [_NODE.unpack_from(self._map, place)[0] for place in at]
+            if all(words) or time.monotonic() >= deadline:
+                return {word - 2 for word in words if word >= 2}
+            time.sleep(0.005)
 
     def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
         """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its
@@ -269,10 +310,32 @@ class HostRegion:
                 fcntl.lockf(self.fd, fcntl.LOCK_UN, 1)
         return found
 
-    def prefault(self, threads: int = 4) -> Prefault:
-        """Allocate all rows' pages now, in the background, and log at the end which pages they are. Ends early when
-        the region is closed."""
-        prefault = Prefault(self.address, self.nbytes, threads, self._note_pages)
+    @property
+    def stores_held_until_s(self) -> float:
+        """Until when movers are to start no stores (`time.monotonic`, the same in all processes of a machine); 0: they
+        may. Written by the scheduler's process, and read by each mover before it starts a store: a message would come
+        too late."""
+        return float(self._held_until_s[0])
+
+    @stores_held_until_s.setter
+    def stores_held_until_s(self, until_s: float) -> None:
+        self._held_until_s[0] = until_s
+
+    def publish_revision(self, revision: str) -> None:
+        """Publish the model's revision to the scheduler, whose process is not told it."""
+        self._write_record(self._revision, bytes(NAMESPACE_BYTES), revision)
+
+    @property
+    def revision(self) -> str:
+        """What a rank has published; empty: nothing."""
+        found = self._read_record(self._revision)
+        return "" if found is None else found[1]
+
+    def prefault(self, threads: int = 4, cell: int = 0) -> Prefault:
+        """Allocate and map all rows' pages now, in the background. Each rank begins with its own share of them; the
+        first logs at the end which pages they are. Ends early when the region is closed."""
+        begin = self.nbytes * cell // self.geometry.cells
+        prefault = Prefault(self.address, self.nbytes, threads, None if cell else self._note_pages, begin)
         self.at_close(prefault.stop)
         return prefault
 
@@ -327,6 +390,8 @@ class HostRegion:
         os.close(self.fd)
         self.rows_view = np.empty((0, self.geometry.row_bytes), np.uint8)
         self._control = np.empty((0, self.geometry.cells), np.uint64)
+        self._held_until_s = np.zeros(1)
+        self._steps = np.empty(0, _STEP)
         with contextlib.suppress(BufferError):
             self._map.close()
 
@@ -340,6 +405,10 @@ class HostRegion:
         if not 0 <= cell < self.geometry.cells:
             raise ValueError(f"cell {cell} is not one of the {self.geometry.cells} of a row")
         return self._records + cell * _RECORD_BYTES
+
+    @property
+    def _revision(self) -> int:
+        return self._records + (self.geometry.cells + 1) * _RECORD_BYTES
 
     def _write_record(self, at: int, digest: bytes, note: str) -> None:
         if len(digest) != NAMESPACE_BYTES:

@@ -18,6 +18,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
@@ -32,6 +33,7 @@ from nixl_tiers.memory.row_table_format import (
     FILTER_BITS,
     FILTER_MASK,
     FILTER_WIDTH,
+    LENGTHS,
     REMOVED,
     Layout,
     RowTableError,
@@ -48,12 +50,19 @@ if TYPE_CHECKING:
 
 __all__ = ["RowTable", "RowTableError", "Rows"]
 
-_REFILL: Final = 256
-_PIECE: Final = 1 << 15  # rows that are looked at in one go: what does not release the interpreter lock ends in 5 ms
+_REFILL: Final = 1024  # rows that are read in order of use at once,
+_REFILLS: Final = 4  # and how often at most by one call
+_PIECE: Final = 1 << 15  # rows that are looked at in one go, so that others are not kept from memory for long
 _FREED_AT_ONCE: Final = 4 << 20  # bytes: unmapping a large table in one go would take as long as building it
 _SLOT: Final = struct.Struct("<I")
 _entry_at: Final = ENTRY.unpack_from
-_LENGTHS: Final = tuple(bytes((length,)) for length in range(256))
+_FEW: Final = 32  # keys that are found sooner one by one
+_WORD_BYTES: Final = 8
+_TAIL_BYTES: Final = 4  # of a key, that many keys share: vLLM's number of the KV group
+_MOST_IN_A_BUCKET: Final = 8  # rows; the next ones are looked at one by one
+_FILTERS: Final = np.array(FILTER_BITS, np.uint64)
+_MASK: Final = np.uint64(FILTER_MASK)
+_SHIFT: Final = np.uint64(FILTER_WIDTH)
 _NO_BUCKETS: Final = memoryview(array("Q", [REMOVED]))  # one bucket, whose filter has no key
 
 
@@ -84,8 +93,10 @@ class RowTable:
         self._row_bytes = layout.row_bytes
         self._left = layout.rows - removed
         self._coldest: list[int] = []  # the next rows in order of use, the coldest last
-        self._cursor = 0  # how much of that order has been read
+        self._cursor = 0  # how much of that order has been read,
+        self._reached = 0  # and the tick of a row there
         self._slot_map: NDArray[np.uint8] | None = None
+        self._arrays: tuple[NDArray[np.uint64], NDArray[np.uint8], NDArray[np.uint32]] | None = None  # of has_many
 
     @classmethod
     def build(
@@ -167,6 +178,50 @@ class RowTable:
         found = self._search_bucket(key, bucket, word)
         return None if found is None else found[:2]
 
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Of each key, whether it has a row: many together cost a quarter of what they cost one by one."""
+        length = len(keys[0]) if keys else 0
+        if len(keys) < _FEW or not self._left or length < _WORD_BYTES or len(set(map(len, keys))) > 1:
+            return [self.find(key) is not None for key in keys]
+        if self._arrays is None:
+            rows = rows_of(self._map, self._layout)
+            self._arrays = np.frombuffer(self._words, np.uint64), rows["record"], rows["slot"]
+        words, records, slots = self._arrays
+        if length >= records.shape[1]:
+            return [False] * len(keys)
+        hashes = np.fromiter(map(xxh3_64_intdigest, keys, repeat(self._seed)), np.uint64, len(keys))
+        buckets = hashes % np.uint64(self._buckets)
+        mine = words[buckets]
+        found = (mine & _FILTERS[hashes & _MASK]) == 0
+        (left,) = found.nonzero()
+        first = ((mine[left] >> _SHIFT).view(np.int64) - self._records) // self._row_bytes
+        last = ((words[1:][buckets[left]] >> _SHIFT).view(np.int64) - self._records) // self._row_bytes
+        there = (first >= 0) & (first < np.minimum(last, len(slots)))  # all are, unless another process damaged it
+        left, first, last = left[there], first[there], np.minimum(last[there], len(slots))
+        found[:] = False
+        wanted = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, length)
+        # A word of each row of the bucket first. Keys are hashes, of which all bytes but the last few differ.
+        at = max(0, length - _WORD_BYTES - _TAIL_BYTES)
+        wanted_words, words_of_rows = _word_of(wanted, at), _word_of(records, at + 1)
+        for _ in range(_MOST_IN_A_BUCKET):
+            same = words_of_rows[first] == wanted_words[left]
+            if same.any():
+                hits, rows_of_hits = left[same], first[same]
+                record = records[rows_of_hits]
+                good = (record[:, 0] == length) & (record[:, 1 : 1 + length] == wanted[hits]).all(axis=1)
+                good &= slots[rows_of_hits] != REMOVED
+                found[hits[good]] = True
+                same[same] = good
+            first += 1
+            more = (first < last) & ~same
+            left, first, last = left[more], first[more], last[more]
+            if len(left) < _FEW:
+                break
+        for place in left.tolist():
+            found[place] = self.find(keys[place]) is not None
+        answers: list[bool] = found.tolist()
+        return answers
+
     def remove(self, key: Key) -> tuple[int, int] | None:
         """As find, and the row is removed: the caller keeps its slot, or frees it."""
         hashed = xxh3_64_intdigest(key, self._seed)
@@ -182,13 +237,17 @@ class RowTable:
         return slot, tick
 
     def coldest_tick(self) -> int | None:
-        """When the least recently used row was used; None if the table is empty."""
+        """When the least recently used row was used; None if the table is empty. An earlier tick where so many rows
+        have been removed that a call cannot pass over all of them: each one goes on from there."""
         row = self._next_coldest()
-        return None if row is None else self._row_entry(row)[1]
+        if row is not None:
+            return self._row_entry(row)[1]
+        return self._reached if self._left and self._cursor < self._layout.rows else None
 
     def coldest(self, count: int, before: int | None = None) -> list[tuple[Key, int]]:
         """Remove up to `count` rows, the least recently used first: (key, slot). With `before`: only those that were
-        last used at that tick or earlier."""
+        last used at that tick or earlier. Fewer where so many rows have been removed that a call cannot pass over all
+        of them: each one goes on from there."""
         victims: list[tuple[Key, int]] = []
         while len(victims) < count and (row := self._next_coldest()) is not None:
             slot, tick, key = row_at(self._map, self._layout, row)
@@ -220,7 +279,7 @@ class RowTable:
         """One more than its highest slot, after `prepare_slots`."""
         return 0 if self._slot_map is None else len(self._slot_map)
 
-    def claim(self, taken: bytearray, start: int, stop: int) -> int:
+    def claim(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
         """Mark the slots of its rows from `start` to `stop` in a map of one byte a slot; returns how many. Those that
         are marked already, or beyond the map, are left out."""
         assert self._slot_map is not None, "claim without prepare_slots"
@@ -231,7 +290,7 @@ class RowTable:
         theirs[:both] |= mine[:both]
         return int(np.count_nonzero(mine))
 
-    def release(self, taken: bytearray, start: int, stop: int) -> int:
+    def release(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
         """Unmark the slots of its rows from `start` to `stop`; returns how many."""
         assert self._slot_map is not None, "release without prepare_slots"
         theirs, mine = np.frombuffer(taken, np.uint8)[start:stop], self._slot_map[start:stop]
@@ -258,7 +317,7 @@ class RowTable:
         empty from then on."""
         self._left = 0
         self._layout = Layout(0, self._layout.record_bytes)
-        self._words, self._buckets = _NO_BUCKETS, 1
+        self._words, self._buckets, self._arrays = _NO_BUCKETS, 1, None
         self._coldest, self._cursor, self._slot_map = [], 0, None
         if not self._map.closed:
             with contextlib.suppress(OSError):
@@ -274,7 +333,7 @@ class RowTable:
 
     def _search_bucket(self, key: Key, bucket: int, word: int) -> tuple[int, int, int] | None:
         """(slot, tick, where both are in the memory) of the key's row, or None."""
-        record = _LENGTHS[len(key)] + key
+        record = LENGTHS[len(key)] + key
         at = word >> FILTER_WIDTH
         end = self._words[bucket + 1] >> FILTER_WIDTH
         while (at := self._search(record, at, end)) >= 0:
@@ -295,27 +354,28 @@ class RowTable:
         return slot, tick
 
     def _next_coldest(self) -> int | None:
-        while self._left:
+        """The first row in the order of use that is still here. None also if it is not among the next ones: passing
+        over millions that have been removed would take long."""
+        for _ in range(_REFILLS + 1):
             while self._coldest:
                 if self._row_entry(self._coldest[-1])[0] != REMOVED:
                     return self._coldest[-1]
                 self._coldest.pop()
-            if self._cursor >= self._layout.rows:
-                return None
+            if not self._left or self._cursor >= self._layout.rows:
+                break
             self._refill()
         return None
 
     def _refill(self) -> None:
-        """Read on in the order of use, up to a row that is still here."""
+        """Read on in the order of use."""
         slots = rows_of(self._map, self._layout)["slot"]
-        count = _REFILL
-        while not self._coldest and self._cursor < self._layout.rows:
-            count = min(count, self._layout.rows - self._cursor)
-            rows = column(self._map, self._layout.order + 4 * self._cursor, count)
-            self._cursor += count
-            rows = rows[rows < len(slots)]  # all are, unless another process has damaged it
-            self._coldest = rows[slots[rows] != REMOVED][::-1].tolist()
-            count = min(2 * count, _PIECE)  # most of this part has been removed
+        count = min(_REFILL, self._layout.rows - self._cursor)
+        rows = column(self._map, self._layout.order + 4 * self._cursor, count)
+        self._cursor += count
+        rows = rows[rows < len(slots)]  # all are, unless another process has damaged it
+        if len(rows):
+            self._reached = self._row_entry(int(rows[0]))[1]
+        self._coldest = rows[slots[rows] != REMOVED][::-1].tolist()
 
     def left(self) -> Source:
         """The rows that are left, as a part of another table."""
@@ -323,7 +383,14 @@ class RowTable:
 
     def unmap(self) -> None:
         """Give up the memory here only; other processes may have mapped it."""
+        self._arrays = None
         for view in self._views:
             view.release()
         self._views = []
         self._map.close()
+
+
+def _word_of(records: NDArray[np.uint8], at: int) -> NDArray[np.uint64]:
+    """uint64 (n,): bytes `at` to `at` + 8 of each of `records`, not copied."""
+    words: NDArray[np.uint64] = records[:, at : at + _WORD_BYTES].view(np.uint64)[:, 0]
+    return words

@@ -14,6 +14,7 @@ import numpy as np
 
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.key_hash import KeyHash
+from nixl_tiers.memory.packed_sort import sorted_with_places
 from nixl_tiers.memory.row_table_format import (
     FILTER_BITS,
     FILTER_MASK,
@@ -87,8 +88,11 @@ class Source:
         if order is not None:
             self._left = rows["slot"] != REMOVED
             self.ticks = self.ticks[self._left]
-            numbers = np.cumsum(self._left, dtype=np.uint32) - np.uint32(1)
-            self._order = numbers[order[self._left[order]]]
+            # Of another type than its result, cumsum would hold the interpreter lock for the whole column.
+            numbers = np.cumsum(self._left.astype(np.uint32), dtype=np.uint32) - np.uint32(1)
+            intact = not len(order) or order.max() < len(rows)  # else another process has damaged it
+            inside = order[self._left[order]] if intact else order[:0]
+            self._order = numbers[inside] if len(inside) == len(self.ticks) else None
         self.count = len(self.ticks)
         self.record_bytes = rows.dtype["record"].itemsize
 
@@ -123,7 +127,7 @@ def fill(
 
 def _place(memory: mmap.mmap, layout: Layout, hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
     """Write the words of the buckets. Returns the rows' numbers in the table."""
-    in_bucket = _sorted_numbers(hashes % np.uint64(layout.buckets))
+    in_bucket = sorted_with_places(hashes % np.uint64(layout.buckets))
     firsts = np.searchsorted(in_bucket, np.arange(layout.buckets + 1, dtype=np.uint64) << _HIGH)
     numbers = in_bucket.astype(np.uint32)
     del in_bucket
@@ -153,7 +157,7 @@ def _write_order(memory: mmap.mmap, layout: Layout, sources: Sequence[Source], p
     ticks = _joined((source.ticks for source in sources), np.uint32)
     firsts = np.cumsum([0, *(source.count for source in sources)])
     by_use = _joined((source.by_use(first) for source, first in zip(sources, firsts, strict=False)), np.uint32)
-    again = _sorted_numbers(ticks[by_use].astype(np.uint64)).astype(np.uint32)
+    again = sorted_with_places(ticks[by_use].astype(np.uint64)).astype(np.uint32)
     column(memory, layout.order, layout.rows)[:] = places[by_use[again]]
 
 
@@ -188,20 +192,11 @@ def _surplus(memory: mmap.mmap, layout: Layout, twice: NDArray[np.uint32], slots
                 newest[key] = row
     if slots_limit is not None:
         rows = order[~gone[order]]  # the coldest first
-        by_slot = _sorted_numbers(slots[rows].astype(np.uint64))
+        by_slot = sorted_with_places(slots[rows].astype(np.uint64))
         again = by_slot[1:] >> _HIGH == by_slot[:-1] >> _HIGH
         gone[rows[by_slot[:-1][again].astype(np.uint32)]] = True
     surplus: list[int] = np.flatnonzero(gone).tolist()
     return surplus
-
-
-def _sorted_numbers(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """uint64 (n,): values below 2**32, sorted, in the upper halves, and where each one was in the lower halves. Stable,
-    and faster than `argsort`. Overwrites `values`."""
-    values <<= _HIGH
-    values |= np.arange(len(values), dtype=np.uint64)
-    values.sort()
-    return values
 
 
 def _32_bits(numbers: Numbers) -> NDArray[np.uint64]:

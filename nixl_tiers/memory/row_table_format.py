@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 from nixl_tiers.chunk import PAGE, Key, align
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.memfd import CHECK, header_of, memfd
+from nixl_tiers.zeroed import zeroed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,6 +31,8 @@ FILTER_WIDTH: Final = 28
 FILTER_BITS: Final = tuple(1 << n % FILTER_WIDTH | 1 << n // FILTER_WIDTH % FILTER_WIDTH for n in range(1024))
 """By the lowest bits of a key's hash: its bits in the filter of its bucket, which has zeros there."""
 FILTER_MASK: Final = len(FILTER_BITS) - 1
+LENGTHS: Final = tuple(bytes((length,)) for length in range(256))
+"""The first byte of a key's record, by the key's length."""
 
 ENTRY: Final = struct.Struct("<II")  # slot and tick of last use, before the row's record
 _ENTRY_AND_LENGTH: Final = struct.Struct("<IIB")
@@ -91,7 +94,7 @@ def allocate(nbytes: int, *, shared: bool) -> tuple[int, mmap.mmap]:
     """Zeroed memory, and its descriptor if it is to be `shared`, else -1. RowTableError if there is none."""
     try:
         if not shared:
-            memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = zeroed(nbytes)
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
             return -1, memory

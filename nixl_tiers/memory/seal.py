@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from nixl_tiers.chunk import MAX_KEY_BYTES, NAMESPACE_BYTES, Geometry, Key, check_key
+from nixl_tiers.memory.hash_copy import hash_copy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,6 +74,13 @@ def cell_digest(payload: memoryview, piece_bytes: int = 1 << PIECE_LOG2) -> byte
     """16 bytes over one cell's payload: XXH3-128 of the XXH3-64 digests of its pieces, the last one perhaps short."""
     pieces = [xxh3_64_digest(payload[at : at + piece_bytes]) for at in range(0, len(payload), piece_bytes)]
     return xxh3_128_digest(b"".join(pieces))
+
+
+def _digest(cell: NDArray[np.uint8], copy: NDArray[np.uint8] | None, piece_bytes: int) -> bytes:
+    """The digest of a cell's payload, copied in the same pass if `copy` is given."""
+    if copy is None:
+        return cell_digest(cell.data, piece_bytes)
+    return xxh3_128_digest(hash_copy(copy, cell, piece_bytes))
 
 
 def read(raw: bytes | bytearray | memoryview | NDArray[np.uint8]) -> SealHeader | None:
@@ -142,8 +150,17 @@ class Sealer:
         self._gaps = list(zip(ends, [*starts[1:], self._seal_at], strict=True))
         self._zeros = bytes(max(end - at for at, end in self._gaps))
 
-    def seal(self, row: NDArray[np.uint8], key: Key, *, present: int | None = None, sealed_at: int = 0) -> None:
-        """Seal `row` (uint8, (row_bytes,), writable) in place as `key`.
+    def seal(
+        self,
+        row: NDArray[np.uint8],
+        key: Key,
+        *,
+        present: int | None = None,
+        sealed_at: int = 0,
+        copy: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Seal `row` (uint8, (row_bytes,), writable) in place as `key`; `copy`: an array like it that becomes the
+        sealed row too, in the same pass.
 
         `present`: bit b means that vLLM wrote sub-block b; None means all. Sub-blocks that it did not write, and all
         padding, are zeroed in every cell: their old bytes belong to another request.
@@ -172,14 +189,28 @@ class Sealer:
             geometry.cell_payload, geometry.cells, geometry.sub_blocks, PIECE_LOG2, HASH_XXH3, len(key), 0,
         )  # fmt: skip
         bitmap = present.to_bytes(self._digests_at - _PRESENT_AT, "little")
-        digests = (cell_digest(view[start:end]) for start, end in self._cells)
+        digests = (
+            _digest(row[start:end], None if copy is None else copy[start:end], 1 << PIECE_LOG2)
+            for start, end in self._cells
+        )
         seal = b"".join((head, key.ljust(MAX_KEY_BYTES, b"\0"), bitmap, *digests))
-        view[self._seal_at :] = seal + xxh3_128_digest(seal)
+        seal += xxh3_128_digest(seal)
+        view[self._seal_at :] = seal
+        if copy is not None:
+            self._complete(copy, seal)
 
-    def verify(self, row: NDArray[np.uint8], key: Key) -> Verdict:
+    def _complete(self, copy: NDArray[np.uint8], seal: bytes) -> None:
+        """Write what is neither hashed nor copied with it: gaps and seal."""
+        for start, end in self._gaps:
+            copy[start:end] = 0
+        copy[self._seal_at :].data[:] = seal
+
+    def verify(self, row: NDArray[np.uint8], key: Key, copy: NDArray[np.uint8] | None = None) -> Verdict:
         """Whether `row` (uint8, contiguous) is `key`'s row of this geometry, namespace and epoch, every bit of it.
 
-        Never raises, whatever the bytes are. Cheap checks come first: the payload is hashed only if all else agrees.
+        `copy`: an array like it. If the verdict is OK it is the row from now on, and its bytes are those that were
+        verified; else it may hold anything. Never raises, whatever the bytes are. Cheap checks come first: the payload
+        is hashed only if all else agrees.
         """
         geometry = self.geometry
         view = row.data
@@ -208,9 +239,12 @@ class Sealer:
         piece_bytes = 1 << piece_log2
         at = self._digests_at
         for start, end in self._cells:
-            if cell_digest(view[start:end], piece_bytes) != seal[at : at + DIGEST_BYTES]:
+            part = None if copy is None else copy[start:end]
+            if _digest(row[start:end], part, piece_bytes) != seal[at : at + DIGEST_BYTES]:
                 return Verdict.DIGEST
             at += DIGEST_BYTES
+        if copy is not None:
+            self._complete(copy, seal)
         return Verdict.OK
 
     def sealed_at(self, row: NDArray[np.uint8]) -> int:
