@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from nixl_tiers.config import fields
 
-_SECRET_FIELD: Final = re.compile(r"secret|passw|token|accesskey|apikey|credential|privatekey")
+_SECRET_FIELD: Final = re.compile(r"secret|passw|token(?!spers)|accesskey|apikey|credential|privatekey")
 _SECRET_VALUE: Final = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|://[^/@\s]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
 
 

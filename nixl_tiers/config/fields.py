@@ -210,9 +210,21 @@ def endpoint(value: object) -> str | None:
     return value.rstrip("/")
 
 
-def write_policy(value: object) -> object:
+def bare_off(value: object) -> object:
     """YAML reads a bare `off` as False."""
     return "off" if value is False else value
+
+
+def no_plain_gds(value: object) -> object:
+    """Raises ValueError for NIXL's batched GDS plugin, with the reason; other values are the field's business."""
+    if value == "gds":
+        raise ValueError('"gds" is refused, because NIXL ends a short read through it as done; use "gds_mt"')
+    return value
+
+
+def bare_on_or_off(value: object) -> object:
+    """YAML reads a bare `on` as True, too."""
+    return "on" if value is True else bare_off(value)
 
 
 def environment_name(value: object) -> str | None:

@@ -44,9 +44,15 @@ class FileConfig(StorageConfig):
         description="the tier is down, and creates nothing, while `path` lies on the file system of `/` "
         "because its disk is not mounted",
     )
-    backend: Literal["auto", "posix", "gds_mt"] = Field(
+    backend: Annotated[Literal["auto", "posix", "gds_mt"], BeforeValidator(fields.no_plain_gds)] = Field(
         "auto",
-        description="NIXL plugin between host memory and files; `gds_mt`: GPUDirect Storage, `auto`: `posix`",
+        description="NIXL plugin between host memory and files; `gds_mt`: cuFile of GPUDirect Storage; `auto`: "
+        "`posix`, because cuFile brings nothing for rows in host memory",
+    )
+    staging: Annotated[Literal["auto", "on", "off"], BeforeValidator(fields.bare_on_or_off)] = Field(
+        "auto",
+        description="rows go through a buffer of the mover's own that has huge pages; `auto`: where the cpu tier has "
+        "small pages and the first loads, or stores, are at least a tenth faster with it",
     )
     max_age: Age = None
 

@@ -45,6 +45,11 @@ class S3Config(StorageConfig):
         description="LIST requests with which the engine looks again for rows that others have stored (`shared`), or "
         "that have expired (`max_age`): the most per hour. The first listing and the janitor's are not bounded",
     )
+    max_transfers: Annotated[int, Field(strict=True, ge=1, le=256)] = Field(
+        64,
+        description="the most uploads, and the most downloads, at once. How many run follows the measured speed and "
+        "delay of the server",
+    )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,
         description="profile of AWS's own files that has the credentials",

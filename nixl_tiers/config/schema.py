@@ -40,7 +40,7 @@ from nixl_tiers.config.tier import (
     unset,
     when_unset,
 )
-from nixl_tiers.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Write
+from nixl_tiers.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Write
 
 __all__ = [
     "MAX_CAPACITY_BYTES",
@@ -104,6 +104,11 @@ class TiersConfig(Model):
         DEFAULT_WAIT_S,
         description="the longest that a request waits for chunks to be promoted (prefetched) from storage",
     )
+    prefer: Prefer = Field(
+        "latency",
+        description="what counts when loading chunks is weighed against computing them: `latency`: when the request's "
+        "own first token comes; `throughput`: also that all other requests wait while one computes",
+    )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,
         description="the longest that a request waits for existence checks on a shared prefix, of chunks "
@@ -123,6 +128,12 @@ class TiersConfig(Model):
         description="how many data-parallel engines of this node share the `capacity` of the cpu tier and, unless they "
         "have `replicas` of their own, of file tiers, and of private S3 prefixes",
         json_schema_extra=when_unset("taken from vLLM"),
+    )
+
+    prefill_tokens_per_s: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = Field(
+        None,
+        description="how many tokens of a prompt the engine computes a second; what loading is compared with",
+        json_schema_extra=when_unset("it is learned from the engine's steps"),
     )
 
     @model_validator(mode="after")

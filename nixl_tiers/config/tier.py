@@ -39,7 +39,7 @@ def when_unset(meaning: str) -> dict[str, JsonValue]:
 EvictionField = Annotated[Eviction, Field(description="eviction policy")]
 WriteField = Annotated[
     Write,
-    BeforeValidator(fields.write_policy),
+    BeforeValidator(fields.bare_off),
     Field(
         description="`through`: every chunk is written (write-through); `on_evict`: when the tier above evicts "
         "it (write-back); `off`: read only"
@@ -67,7 +67,7 @@ class CpuConfig(Model):
     type: Literal["cpu"] = Field(description="kind of the tier")
     capacity: Size = Field(description="budget in host memory, per node")
     eviction: EvictionField = "lru"
-    huge_pages: HugePages = Field(
+    huge_pages: Annotated[HugePages, BeforeValidator(fields.bare_off)] = Field(
         HugePages.AUTO,
         description="`auto`: transparent huge pages where the kernel gives them to shared memory; `hugetlb`: the "
         "machine's pool of 2 MiB pages, as `auto` where it has too few; `off`: 4 KiB pages",

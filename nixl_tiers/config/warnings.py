@@ -128,11 +128,11 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
 
 
 def _memory_mounts(config: TiersConfig) -> Iterator[str]:
-    kinds = _file_systems()
+    kinds = file_systems()
     for i, tier in enumerate(config.tiers):
         if isinstance(tier, FileConfig) and not _not_a_disk(tier.path):
             real = _real(tier.path)
-            kind = kinds.get(_device(real), "")
+            kind = kinds.get(device_of(real), "")
             what = _not_a_disk(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
             if what:
                 yield f"tiers[{i}].path: {tier.path} {what}"
@@ -160,7 +160,7 @@ def _real(path: Path) -> Path:
         return path
 
 
-def _device(path: Path) -> str:
+def device_of(path: Path) -> str:
     """major:minor of the file system that `path` is on, or will be on; "" if unknown."""
     for place in (path, *path.parents):
         try:
@@ -171,7 +171,7 @@ def _device(path: Path) -> str:
     return ""
 
 
-def _file_systems() -> dict[str, str]:
+def file_systems() -> dict[str, str]:
     """Device -> type of every mounted file system."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
