@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
+
+REQUEST_ERRORS: Final = (BotoCoreError, ClientError, HTTPError, ResponseParserError)
+"""What boto3 raises without a good answer. urllib3's error: GetObject's error page is read outside of its handlers."""
 
 _CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
 _UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
@@ -22,6 +27,17 @@ def put_if(client: Any, bucket: str, name: str, body: bytes, condition: dict[str
             raise
         return None
     return answer
+
+
+def small_object(client: Any, bucket: str, name: str) -> bytes | None:
+    """The first 64 KiB of an object; None if there is none. Raises what boto3 raises."""
+    try:
+        found = client.get_object(Bucket=bucket, Key=name)
+    except ClientError as error:
+        if status_of(error) != 404:
+            raise
+        return None
+    return bytes(found["Body"].read(1 << 16))
 
 
 def conditional_writes_work(put: Callable[..., object | None]) -> bool:

@@ -17,20 +17,20 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.config.schema import S3Config
+from nixl_tiers.manifest import RETRY_S
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
+from nixl_tiers.tiers.s3.client import make_client
 from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.encryption import encryption_problem
 from nixl_tiers.tiers.s3.listing import Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from nixl_tiers.tiers.s3.open_errors import down, tier_error
-from nixl_tiers.tiers.s3.tls import trusted_certificates
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ class S3Control:
         self._credentials_checked_at = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._chore: Callable[[Any], float] | None = None
+        self._chore_at = 0.0
         self._server_time: tuple[float, float] | None = None
         """The Date of the last answer, and the monotonic time when it came."""
 
@@ -108,6 +110,13 @@ class S3Control:
         with self._wake:
             self._listing = listing
             self._not_before["list"] = 0.0
+            self._wake.notify()
+
+    def set_chore(self, chore: Callable[[Any], float] | None) -> None:
+        """Call this on the control thread when there is nothing else to do: with the client; it returns in how many
+        seconds to call it again. None: nothing, instead of an earlier one."""
+        with self._wake:
+            self._chore, self._chore_at = chore, 0.0
             self._wake.notify()
 
     def transfer_failed(self) -> None:
@@ -236,6 +245,8 @@ class S3Control:
             return self._list_page
         if now >= self._credentials_check_at:
             return self._check_credentials
+        if self._chore is not None and self._client is not None and now >= self._chore_at and not self._closing:
+            return self._do_chore
         return None
 
     def _idle_s(self, now: float) -> float | None:
@@ -246,6 +257,8 @@ class S3Control:
             times.append(self._not_before["delete"] if self._sendable_deletes else now + PERMISSION_CHECK_S)
         if self._listing is not None:
             times.append(self._list_at_s(self._listing, now))
+        if self._chore is not None and self._client is not None:
+            times.append(self._chore_at)
         soonest = min(times)
         return None if soonest == float("inf") else max(0.0, soonest - now)
 
@@ -335,6 +348,19 @@ class S3Control:
             if listing.done.is_set() and self._listing is listing:
                 self._listing = None
 
+    def _do_chore(self) -> None:
+        chore = self._chore
+        if chore is None:
+            return
+        pause_s = RETRY_S
+        try:
+            pause_s = chore(self._client)
+        except Exception as error:  # noqa: BLE001 (this thread must not end)
+            self._request_failed("the manifest", error)
+        with self._wake:
+            if self._chore is chore:
+                self._chore_at = time.monotonic() + pause_s
+
     def _request_failed(self, what: str, error: Exception) -> None:
         """Log errors that are not the server's or the network's: `denials` and circuit breakers know of these."""
         if not isinstance(error, (BotoCoreError, ClientError, TierDown, TierRefused, OSError)):
@@ -370,24 +396,16 @@ class S3Control:
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
         assert self.credentials is not None
-        client = self._session.client(
-            "s3",
-            region_name=self.region.name,
-            endpoint_url=self._tier.endpoint,
-            verify=trusted_certificates(self._tier),
-            aws_access_key_id=self.credentials.access_key,
-            aws_secret_access_key=self.credentials.secret_key,
-            aws_session_token=self.credentials.session_token or None,
-            config=Config(
-                connect_timeout=connect_s,
-                read_timeout=read_s,
-                max_pool_connections=CONNECTIONS,
-                retries={"mode": "standard", "total_max_attempts": attempts},
-                s3={"addressing_style": "auto" if self._tier.endpoint is None else "path"},
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                tcp_keepalive=True,
-            ),
+        client = make_client(
+            self._session,
+            self._tier,
+            self.credentials,
+            self.region.name,
+            connect_s=connect_s,
+            read_s=read_s,
+            attempts=attempts,
+            max_pool_connections=CONNECTIONS,
+            tcp_keepalive=True,
         )
         self.denials.watch(client)
         client.meta.events.register("after-call.s3", self._on_response)

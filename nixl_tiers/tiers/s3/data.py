@@ -1,11 +1,17 @@
-"""The data connection of the S3 tier: a NIXL agent over one bucket, made for one set of credentials.
+"""The data connections of the S3 tier: NIXL agents over one bucket, made for one set of credentials.
 
 Each object has a NIXL handle of its own. Downloads land in private staging rows. One that takes too long is abandoned:
 its staging row is free again when the transfer has really ended. An upload reads the region, so it is never abandoned.
+
+An agent has at most 25 connections, which its AWS library's default is and NIXL does not set (1.5.1): a request beyond
+that waits inside it. So there is another agent, a *lane*, for every LANE_TRANSFERS transfers that run. Uploads have
+lanes of their own, since an agent's threads have one CPU priority: no request waits for an upload.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import mmap
 import time
 from dataclasses import dataclass
@@ -19,22 +25,47 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState
+from nixl_tiers.tiers.priority import at_low_priority
 from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.tls import trusted_certificates
+from nixl_tiers.zeroed import zeroed
 
-MAX_UPLOADS: Final = 16
-MAX_DOWNLOADS: Final = 16
+LANE_TRANSFERS: Final = 24
 STAGING_BYTES: Final = 256 << 20  # at most, but never fewer than MIN_STAGING_ROWS
 MIN_STAGING_ROWS: Final = 4
+SPARE_STAGING_ROWS: Final = 4  # which are verified while as many downloads as are allowed run
 DOWNLOAD_S: Final = 15.0  # and the time that its bytes take at SLOWEST_BYTES_PER_S
 SLOWEST_BYTES_PER_S: Final = 4e6
 ERROR_PAGE_BYTES: Final = 1024
+
+
+class _Lane:
+    """One agent, and how many of its transfers run."""
+
+    def __init__(
+        self, parameters: dict[str, str], region: HostRegion, staging: NDArray[np.uint8], *, uploads: bool
+    ) -> None:
+        """`uploads`: it has nothing but uploads, at low CPU priority. Raises AgentError."""
+        self.uploads = uploads
+        self.agent = at_low_priority(lambda: Agent.obj(parameters)) if uploads else Agent.obj(parameters)
+        self.running = 0
+        self._memory = [
+            self.agent.register_region(region),
+            self.agent.register_dram(staging.ctypes.data, staging.nbytes),
+        ]
+
+    def close(self) -> None:
+        """Nothing of it may run."""
+        for memory in self._memory:
+            self.agent.deregister(memory)
 
 
 @dataclass(eq=False)
 class ObjectTransfer:
     """One object on its way up or down. See S3Data.release."""
 
+    started_s: float  # monotonic
+    lane: _Lane
     registration: Registration | None = None
     transfer: Transfer | None = None
     staging: int = -1  # downloads: the number of the staging row
@@ -55,49 +86,49 @@ class S3Data:
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
         """Without an agent until `connect`."""
         self.credentials: Credentials | None = None
-        """Those that the agent was made for; None: there is no agent."""
+        """Those that the agents were made for; None: there is none."""
         self._aws_region = ""
-        self._agent: Agent | None = None
-        self._registrations: list[Registration] = []
+        self._lanes: list[_Lane] = []
         self._config = config
         self._geometry = geometry
         self._region = region
         self._row_bytes = geometry.row_bytes
-        rows = max(MIN_STAGING_ROWS, min(MAX_DOWNLOADS, STAGING_BYTES // self._row_bytes))
-        self._memory = mmap.mmap(-1, rows * self._row_bytes)
-        self._staging = np.frombuffer(self._memory, np.uint8).reshape(rows, self._row_bytes)
-        self.free_staging = list(range(rows))
-        self._running = 0
+        self._staging = _staging(config.max_transfers, self._row_bytes)
+        self.free_staging = list(range(len(self._staging)))
+        """A heap: the lowest rows are used first, so that those which are never needed take no memory."""
+        self.running = 0
+        """How many transfers run that are still wanted."""
         self._abandoned: list[ObjectTransfer] = []
 
     @property
     def busy(self) -> bool:
         """Whether NIXL has anything in hand, wanted or not."""
-        return bool(self._running or self._abandoned)
+        return bool(self.running or self._abandoned)
 
     def connect(self, credentials: Credentials, aws_region: str) -> None:
         """Work with these credentials, in this region, from now on. Nothing may run. Raises TierDown, TierRefused."""
-        if self._agent is not None and (self.credentials, self._aws_region) == (credentials, aws_region):
+        if self._lanes and (self.credentials, self._aws_region) == (credentials, aws_region):
             return
         if self._abandoned:
             raise TierDown(f's3 bucket "{self._config.bucket}": a download that was given up has not ended yet')
         self.close()
+        self.credentials, self._aws_region = credentials, aws_region
         try:
-            agent = Agent.obj(_parameters(self._config, credentials, aws_region, MAX_UPLOADS + MAX_DOWNLOADS))
-            self._registrations = [agent.register_region(self._region)]
-            self._registrations.append(agent.register_dram(self._staging.ctypes.data, self._staging.nbytes))
+            self._add_lane(uploads=False)
         except AgentError as error:
+            self.credentials = None
             raise TierRefused(f"type: {error}") from None
-        self._agent, self.credentials, self._aws_region = agent, credentials, aws_region
 
     def upload(self, row: int, name: str) -> ObjectTransfer:
         """Start writing this region row to the object `name`."""
-        return self._start(ObjectTransfer(), name, self._region.address + row * self._row_bytes)
+        upload = ObjectTransfer(time.monotonic(), self._free_lane(uploads=True))
+        return self._start(upload, name, self._region.address + row * self._row_bytes)
 
     def download(self, name: str) -> ObjectTransfer:
         """Start reading the object `name` into a staging row; there must be a free one."""
-        deadline_s = time.monotonic() + DOWNLOAD_S + self._row_bytes / SLOWEST_BYTES_PER_S
-        download = ObjectTransfer(staging=self.free_staging.pop(), deadline_s=deadline_s)
+        now = time.monotonic()
+        download = ObjectTransfer(now, self._free_lane(uploads=False), staging=heapq.heappop(self.free_staging))
+        download.deadline_s = now + DOWNLOAD_S + self._row_bytes / SLOWEST_BYTES_PER_S
         row = self.staged(download)
         # Neither an old error page nor an old seal may be taken for what comes now.
         row[:ERROR_PAGE_BYTES] = 0
@@ -111,7 +142,7 @@ class S3Data:
 
     def release(self, transfer: ObjectTransfer) -> None:
         """Give back its handle, name and staging row; while it is pending, abandon it."""
-        self._running -= 1
+        self.running -= 1
         self._abandoned.append(transfer)
         self.reap()
 
@@ -120,21 +151,42 @@ class S3Data:
         self._abandoned = [transfer for transfer in self._abandoned if not self._released(transfer)]
 
     def close(self) -> None:
-        """Release the agent. While anything runs on it, it is left to the end of the process."""
-        if self._agent is not None and not self.busy:
-            for registration in self._registrations:
-                self._agent.deregister(registration)
-        self._agent = self.credentials = None
+        """Release the agents. While anything runs, they are left to the end of the process."""
+        if not self.busy:
+            for lane in self._lanes:
+                lane.close()
+        self._lanes = []
+        self.credentials = None
+
+    def _free_lane(self, *, uploads: bool) -> _Lane:
+        """The first lane of this direction with a free connection; without one and without the means for another, the
+        least busy."""
+        lanes = (lane for lane in self._lanes if lane.uploads is uploads)
+        free = next((lane for lane in lanes if lane.running < LANE_TRANSFERS), None)
+        if free is None:
+            with contextlib.suppress(AgentError):
+                return self._add_lane(uploads=uploads)
+            free = min(self._lanes, key=lambda lane: (lane.uploads is not uploads, lane.running))
+        return free
+
+    def _add_lane(self, *, uploads: bool) -> _Lane:
+        """Takes 3 ms."""
+        assert self.credentials is not None
+        parameters = _parameters(self._config, self.credentials, self._aws_region)
+        lane = _Lane(parameters, self._region, self._staging, uploads=uploads)
+        self._lanes.append(lane)
+        return lane
 
     def _start(self, transfer: ObjectTransfer, name: str, address: int) -> ObjectTransfer:
-        assert self._agent is not None
-        self._running += 1
+        agent = transfer.lane.agent
+        self.running += 1
+        transfer.lane.running += 1
         try:
-            transfer.registration = self._agent.register_objects([name], self._row_bytes)
+            transfer.registration = agent.register_objects([name], self._row_bytes)
         except AgentError:
             return transfer  # which has failed, without a NIXL transfer
         spans = [(address, self._row_bytes, 0, transfer.registration.devices[0])]
-        transfer.transfer = self._agent.read(spans) if transfer.staging >= 0 else self._agent.write(spans)
+        transfer.transfer = agent.read(spans) if transfer.staging >= 0 else agent.write(spans)
         return transfer
 
     def _released(self, transfer: ObjectTransfer) -> bool:
@@ -142,14 +194,26 @@ class S3Data:
             return False
         if transfer.transfer is not None:
             transfer.transfer.release()
-        if transfer.registration is not None and self._agent is not None:
-            self._agent.deregister(transfer.registration)
+        if transfer.registration is not None:
+            transfer.lane.agent.deregister(transfer.registration)
+        transfer.lane.running -= 1
         if transfer.staging >= 0:
-            self.free_staging.append(transfer.staging)
+            heapq.heappush(self.free_staging, transfer.staging)
         return True
 
 
-def _parameters(config: S3Config, credentials: Credentials, aws_region: str, threads: int) -> dict[str, str]:
+def _staging(transfers: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Rows for this many downloads at once, in private memory: (rows, row_bytes)."""
+    rows = max(MIN_STAGING_ROWS, min(transfers + SPARE_STAGING_ROWS, STAGING_BYTES // row_bytes))
+    memory = zeroed(rows * row_bytes)
+    # A core file must not hold prompts. Huge pages make the first use of a row cheaper.
+    for flag in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(flag)
+    return np.frombuffer(memory, np.uint8).reshape(rows, row_bytes)
+
+
+def _parameters(config: S3Config, credentials: Credentials, aws_region: str) -> dict[str, str]:
     """What NIXL's object backend is created with. Holds secrets: never to be shown."""
     parameters = {
         "bucket": config.bucket,
@@ -160,7 +224,7 @@ def _parameters(config: S3Config, credentials: Credentials, aws_region: str, thr
         "use_virtual_addressing": "true" if config.endpoint is None and "." not in config.bucket else "false",
         "req_checksum": "required",
         "resp_checksum": "required",
-        "num_threads": str(threads),
+        "num_threads": str(LANE_TRANSFERS),
     }
     if credentials.session_token:
         parameters["session_token"] = credentials.session_token

@@ -3,8 +3,8 @@
 Every mover publishes what it has uploaded (`<prefix>/.landed-<id>`). The holder of the lease (`<prefix>/.janitor`)
 lists the prefix, deletes the oldest rows of any namespace when space runs out, and writes what is left, and what others
 have uploaded since, to `<prefix>/.usage`. A mover uploads at most one window of bytes that this record has not counted.
-So the prefix never holds more than the capacity plus one window per mover, also while two movers believe that they hold
-the lease, or none does: the lease saves work, the bound does not depend on it (usage.py).
+So the prefix never holds more than the capacity plus one window for each mover but one, also while two movers believe
+that they hold the lease, or none does: the lease saves work, the bound does not depend on it (usage.py).
 
 Times are compared with times of the same server (its Date and Last-Modified); local clocks only measure intervals.
 Requests that block run on a thread of the janitor's own.
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from nixl_tiers.chunk import NAMESPACE_BYTES
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.s3.conditional import conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, conditional_writes_work, put_if, status_of
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
@@ -125,7 +125,7 @@ class Janitor:
                     self._sweep()
                 self._make_room()
                 self._denials.succeeded("shared prefix")
-            except (BotoCoreError, ClientError):
+            except REQUEST_ERRORS:
                 self._lease = None  # a write may have arrived, with an unknown ETag: read the lease again
             except (KeyError, ValueError):
                 self._lease = None
@@ -143,7 +143,7 @@ class Janitor:
                 )
             self._stop.wait(self._intervals.renew_s)
         if self._lease is not None:
-            with contextlib.suppress(BotoCoreError, ClientError):
+            with contextlib.suppress(*REQUEST_ERRORS):
                 self._put(LEASE_NAME, b"", IfMatch=self._lease)
 
     def _renew(self) -> None:

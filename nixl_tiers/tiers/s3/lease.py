@@ -26,10 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.s3.conditional import conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, conditional_writes_work, put_if, status_of
 from nixl_tiers.tiers.s3.denials import Denials
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class LeaseTerms:
 class Record:
     """What the lease object holds."""
 
-    engine: str  # "": released
+    engine: str  # "": released; as `LeaseState.other`: not known
     since_s: float  # Unix time since when it is this engine's
     lease_s: float
 
@@ -139,7 +139,7 @@ class LeaseState:
             if etag != self._etag or self.other is None:
                 self._seen_s = now
                 self._expiry_s = self.terms.lease_s if record is None else max(self.terms.lease_s, record.lease_s)
-            self.other = record or Record("unknown", 0.0, self.terms.lease_s)
+            self.other = record or Record("", 0.0, self.terms.lease_s)
             self._held = (self._held[0], NEVER_S)
             self._retry_s = self.terms.retry_s
             self.next_at_s = min(now + self.terms.poll_s, max(now, self._seen_s + self._expiry_s))
@@ -226,14 +226,14 @@ class PrefixLease:
         while not self._stop.is_set():
             try:
                 self._step()
-            except (BotoCoreError, ClientError):
+            except REQUEST_ERRORS:
                 self._state.failed(lease_clock())
             except KeyError:
                 self._state.failed(lease_clock())
-                self._log_once.report(
-                    "lease",
-                    f'the lease of the private prefix "{self.prefix}" cannot be had: answers have no ETag, so they are '
-                    "not S3's, perhaps a proxy's page; nothing is stored until they have one",
+                self.denials.report(
+                    KIND,
+                    "answers have no ETag, so they are not S3's, perhaps a proxy's page: there is no lease of the "
+                    f'private prefix "{self.prefix}", and nothing is stored or deleted there',
                 )
             except Exception as error:  # noqa: BLE001 (this thread must not end: nobody would renew, nor say why)
                 self._state.lost(lease_clock())
@@ -296,9 +296,12 @@ class PrefixLease:
             self.denials.succeeded(KIND)
         elif (other := self._state.other) is not None:
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.since_s))
+            owner = f"belongs to engine {other.engine} since {since}"
+            if not other.engine:
+                owner = f'belongs to an unknown engine ("{self.prefix}/{LEASE_NAME}" is no record of one)'
             self.denials.report(
                 KIND,
-                f'the private prefix "{self.prefix}" belongs to engine {other.engine} since {since}, so rows are only '
+                f'the private prefix "{self.prefix}" {owner}, so rows are only '
                 "read there, not stored or deleted; set shared: true in every engine, or another prefix in this one "
                 f"(the lease of an engine that crashed expires {other.lease_s:g} s after its last renewal)",
             )

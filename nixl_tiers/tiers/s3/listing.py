@@ -164,14 +164,17 @@ class FullListing(Listing):
         max_age_s: float | None,
         deleter: Deleter | None,
         differences_only: bool = False,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """`whole`: list all namespaces. `deleter`: of expired objects; None: they are only left out.
-        `differences_only`: the tier has listed its rows before; hand over what is new, and what is gone."""
+        `differences_only`: the tier has listed its rows before; hand over what is new, and what is gone.
+        `begin`: called on the control thread before the first page is requested, again if that fails."""
         super().__init__(quota, names, names.root if whole else f"{names.root}{served[0]}/", max_age_s=max_age_s)
         self._served = served
         self._whole = whole
         self._deleter = deleter
         self._differences_only = differences_only
+        self._begin = begin
         self._runs: dict[Kind, Run] = {served: Run()}
         self._modified_s = array("d")
         self._order: np.ndarray[Any, np.dtype[np.intp]] = np.empty(0, np.intp)
@@ -196,6 +199,7 @@ class FullListing(Listing):
 
     def _before_page(self) -> None:
         if not self._after:
+            self._begin()
             super()._before_page()
 
     def _begin_page(self, page: Page) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from nixl_tiers.chunk import NAMESPACE_BYTES, Key, key_of_object, object_name
+from nixl_tiers.manifest import MANIFEST_NAME
 
 WRITE_TEST_NAME: Final = ".probe"
 """Below the prefix: a small object that is written to find out whether uploads are allowed and conditional writes
@@ -22,6 +23,9 @@ class RowNames:
 
     def name(self, namespace: str, key: Key) -> str:
         return f"{self.root}{namespace}/{object_name(key)}"
+
+    def manifest(self, namespace: str) -> str:
+        return f"{self.root}{namespace}/{MANIFEST_NAME}"
 
     def parse(self, name: str) -> tuple[str, Key] | None:
         """(namespace, key), or None if this is not the name of a row."""

@@ -2,7 +2,8 @@
 
 Two weaknesses of NIXL's object backend are handled here (both were reproduced):
 - a failed download leaves the server's error page in the buffer, and a short object counts as done: downloads go to
-  private staging rows, and only a row whose seal verifies is copied into the region;
+  private staging rows. They are verified and copied into the region in one pass, so that the bytes of a row that counts
+  as loaded are those that were verified;
 - a retry inside its AWS library appends to the bytes of the failed attempt, so one "slow down" corrupts a download
   whose second attempt succeeded: a download that was answered with anything but a row is retried once.
 
@@ -16,15 +17,15 @@ deletes only leave its index, since others may use them: the janitor (janitor.py
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from nixl_tiers.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import S3Config
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import (
@@ -38,27 +39,28 @@ from nixl_tiers.tiers.base import (
     seal_row,
 )
 from nixl_tiers.tiers.expiry import has_expired
+from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
+from nixl_tiers.tiers.s3.concurrency import PollPace, TransferLimit
+from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, MAX_DOWNLOADS, MAX_UPLOADS, ObjectTransfer, S3Data
+from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, ObjectTransfer, S3Data
 from nixl_tiers.tiers.s3.existence import Answer, ExistenceChecker
 from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals
-from nixl_tiers.tiers.s3.lease import LeaseTerms, PrefixLease
 from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing, Relisting
 from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.ownership import Ownership
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 from nixl_tiers.tiers.s3.usage import UploadQuota
 
 TRIES: Final = 2
-POLL_S: Final = (0.0002, 0.003)  # between two polls of the transfers while none of them ends: first, longest
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
 SWEEP_S: Final = 3600.0  # the longest time between two listings of a private prefix for max_age
 SWEEPS_PER_AGE: Final = 8
 INTERVALS: Final = JanitorIntervals()
-LEASE_TERMS: Final = LeaseTerms()
+MANIFEST_CHECK_S: Final = 2.0  # how often it is looked whether there are rows to describe
 LEASE_CHECK_S: Final = 1.0  # how often a private prefix's tier looks whether it has got the lease
-LEASE_START_S: Final = 3.0  # how long opening waits for it
 
 
 class S3Tier(StorageTier):
@@ -71,15 +73,12 @@ class S3Tier(StorageTier):
         self._region = region
         self._row_bytes = geometry.row_bytes
         self._data = S3Data(config, geometry, region)
-        self._control = S3Control(config, lambda: self._may_delete)
+        self._owner = Ownership(config)
+        self._control = S3Control(config, lambda: self._owner.may_delete)
         self._existence = ExistenceChecker(lambda key: self._control.exists(self._name(key), self._row_bytes))
         self._upload_quota = UploadQuota(uuid.uuid4().hex, config.capacity, self._row_bytes) if config.shared else None
-        self._reads_only = config.write == "off"
         self._janitor: Janitor | None = None
         self._names = RowNames(config.prefix)
-        self._engine = secrets.token_hex(8)
-        self._lease: PrefixLease | None = None
-        self._tenures = (0, 0)  # the lease's when the last listing ended, and when the present one began
         self._quota = self._new_quota()
         self._unusable: set[Key] = set()  # corrupt or expired: deleted on request, also on a shared prefix
         self._sealer: Sealer | None = None
@@ -87,20 +86,27 @@ class S3Tier(StorageTier):
         self._listing: Listing | None = None
         self._listed = False  # whether the rows of this namespace are known
         self._tick = 0  # above those of all known rows
-        self._poll_at_s = 0.0
-        self._pause_s = 0.0
+        self._pace = PollPace()
+        most = config.max_transfers
+        self._downloads, self._uploads = TransferLimit(most), TransferLimit(most)
         self._moves = MovePipeline(
-            MoveQueue(limit=MAX_DOWNLOADS, admit=lambda _: bool(self._data.free_staging), run=self._run_load),
-            MoveQueue(limit=MAX_UPLOADS, admit=self._admit_store, run=self._run_store),
+            MoveQueue(limit=most, admit=self._admit_load, run=self._run_load),
+            MoveQueue(limit=most, admit=self._admit_store, run=self._run_store),
             may_start=self._may_start,
+            held_until_s=lambda: region.stores_held_until_s,
         )
         self._deferred_deletes: set[Key] = set()  # of rows whose upload runs
+        self._description: Description | None = None
         self._evicted: set[Key] = set()  # while a listing of a new tenure ran: the core gets them again
 
     def identify(self, engine: str) -> None:
-        self._engine = engine
+        self._owner.engine = engine
+
+    def describe(self, description: Description) -> None:
+        self._description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
+        self._control.set_chore(None)
         credentials = self._control.connect()
         self._data.connect(credentials, self._control.region.name)
         self._sealer = Sealer(self._geometry, namespace, epoch)
@@ -111,17 +117,17 @@ class S3Tier(StorageTier):
         self._tick = 0
         if self._upload_quota is not None:
             self._quota = self._new_quota()
-        elif not self._reads_only and self._lease is None:
-            self._start_lease()
+        self._owner.start(self._control)
         # Rows of an epoch above 0 are never used again, so they go first.
         newest_s = float("-inf") if self._epoch else self._control.server_time_s()
         self._namespace, self._epoch = namespace.hex(), epoch
         self._listed = self._quota.serve(self._namespace, newest_s)
         self._start_listing(None if self._listed else self._full_listing())
+        self._keep_manifest(namespace, epoch)
         slots = min(self._config.capacity // self._row_bytes, MAX_SLOTS)
         if self._upload_quota is None:
             return slots
-        if self._janitor is None and not self._reads_only:
+        if self._janitor is None and not self._owner.reads_only:
             bucket, prefix = self._control, self._config.prefix
             self._janitor = Janitor(
                 lambda: bucket.client,
@@ -140,7 +146,7 @@ class S3Tier(StorageTier):
     def relist_s(self) -> float | None:
         if self._upload_quota is not None:
             return max(RELIST_S, self._page_pause_s)
-        return None if self._reads_only else LEASE_CHECK_S
+        return None if self._owner.reads_only else LEASE_CHECK_S
 
     def list_rows(self) -> Iterator[list[Entry]]:
         if self._listing is None and self._upload_quota is not None:
@@ -148,7 +154,7 @@ class S3Tier(StorageTier):
             self._start_listing(
                 Relisting(self._quota, self._names, served, max_age_s=age_s, pause_s=self._page_pause_s)
             )
-        elif self._listing is None and self._has_new_tenure:
+        elif self._listing is None and self._owner.has_new_tenure:
             self._start_listing(self._full_listing())
         yield from self._listed_rows()
 
@@ -156,7 +162,7 @@ class S3Tier(StorageTier):
         """On a private prefix: delete expired rows. On a shared one, the janitor does."""
         age_s = self._config.max_age
         if self._listing is None and self._upload_quota is None and age_s is not None:
-            deleter = self._control if self._may_write else None
+            deleter = self._control if self._owner.may_write else None
             served, pause_s = (self._namespace, self._row_bytes), self._page_pause_s
             self._start_listing(
                 ExpirySweep(self._quota, self._names, served, max_age_s=age_s, pause_s=pause_s, deleter=deleter)
@@ -183,8 +189,8 @@ class S3Tier(StorageTier):
             if listing is not self._listing:  # the tier was opened again
                 return
             if listing.done.is_set() and isinstance(listing, FullListing):
-                self._tenures = (self._tenures[1], self._tenures[1])
-            if isinstance(listing, ExpirySweep) and self._has_new_tenure:  # which may take hours
+                self._owner.listing_ended()
+            if isinstance(listing, ExpirySweep) and self._owner.has_new_tenure:  # which may take hours
                 self._control.start_listing(None)
                 listing.done.set()
             self._tick = max([self._tick, *(entry.tick + 1 for entry in entries)])
@@ -193,7 +199,7 @@ class S3Tier(StorageTier):
                 return
         self._quota.unwatch()
         if isinstance(listing, FullListing):
-            self._tenures = (self._tenures[1], self._tenures[1])
+            self._owner.listing_ended()
             evicted, self._evicted = [*self._evicted], set()
             for start in range(0, len(evicted), MAX_ENTRIES):
                 some = evicted[start : start + MAX_ENTRIES]
@@ -205,22 +211,22 @@ class S3Tier(StorageTier):
 
     def store(self, moves: Sequence[Move]) -> int:
         self._tick = max([self._tick, *(move.tick + 1 for move in moves)])
-        self._poll_at_s = self._pause_s = 0.0
+        self._pace.hurry()
         return self._moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
-        self._poll_at_s = self._pause_s = 0.0
+        self._pace.hurry()
         return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
         self._count_confirmed_deletes()
         now = time.monotonic()
-        if now >= self._poll_at_s:
-            ended = self._moves.poll()
+        if self._pace.wait_s(now) <= 0:
+            self._moves.poll()
             self._data.reap()
-            # Transfers proceed without polling, and with a slow server polling many of them is most of their cost.
-            self._pause_s = 0.0 if ended else min(2 * self._pause_s + POLL_S[0], POLL_S[1])
-            self._poll_at_s = now + self._pause_s
+            directions = ((self._downloads, self._moves.loads), (self._uploads, self._moves.stores))
+            times = (limit.typical_s for limit, queue in directions if queue.running)
+            self._pace.polled(now, self._data.running, times)
         self._moves.start()
         return self._moves.take()
 
@@ -253,6 +259,10 @@ class S3Tier(StorageTier):
         return self._moves.busy or self._data.busy or self._existence.busy
 
     @property
+    def poll_s(self) -> float:
+        return 0.0 if self._existence.busy else max(self._pace.wait_s(time.monotonic()), self._moves.poll_s)
+
+    @property
     def denials(self) -> Mapping[str, str]:
         return self._control.denials.current()
 
@@ -269,9 +279,7 @@ class S3Tier(StorageTier):
         self._existence.close()
         self._control.close()
         self._data.close()
-        if self._lease is not None:
-            self._lease.close(release=self._control.idle and not self._data.busy)
-            self._lease = None
+        self._owner.close(release=self._control.idle and not self._data.busy)
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 
@@ -291,11 +299,17 @@ class S3Tier(StorageTier):
     def _uploading(self) -> set[Key]:
         return {move.key for unit in self._moves.stores.running for move in unit.moves}
 
+    def _admit_load(self, unit: Unit) -> bool:
+        return bool(self._data.free_staging) and len(self._moves.loads.running) < self._downloads.limit
+
     def _run_load(self, unit: Unit) -> Steps[None]:
-        """Download the object into a staging row, verify it there, copy it into the region."""
+        """Download the object into a staging row, verify it and copy it into the region in one pass."""
         (move,) = unit.moves
         download = self._data.download(self._name(move.key))
         yield download.over
+        if download.state is TransferState.DONE:
+            self._downloads.ended(download.started_s, time.monotonic(), waiting=bool(self._moves.loads.waiting))
+        self._moves.make_way(unit)  # the server need not wait until this row is verified
         outcome = self._downloaded(move, download, last_try=unit.tries >= TRIES)
         self._data.release(download)
         if outcome is not None:
@@ -306,6 +320,7 @@ class S3Tier(StorageTier):
         assert self._sealer is not None
         state, row = download.state, self._data.staged(download)
         if state is TransferState.PENDING:
+            self._downloads.failed(download.started_s, time.monotonic())
             return Outcome.FAILED  # it timed out
         if state is TransferState.FAILED:
             self._control.transfer_failed()
@@ -317,15 +332,15 @@ class S3Tier(StorageTier):
             if b"<Code>InvalidRange</Code>" in page:
                 self._unusable.add(move.key)
                 return Outcome.CORRUPT  # an empty object has no range that could be read
+            self._downloads.failed(download.started_s, time.monotonic())
             answered = any(page)  # no retry while the server is down
             return None if answered and not last_try else Outcome.FAILED
         self._control.denials.succeeded("get")
-        if self._sealer.verify(row, move.key) is Verdict.OK:
-            if has_expired(self._sealer.sealed_at(row), self._control.server_time_s(), self._config.max_age):
+        expired = has_expired(self._sealer.sealed_at(row), self._control.server_time_s(), self._config.max_age)
+        if self._sealer.verify(row, move.key, copy=None if expired else self._region.rows_view[move.row]) is Verdict.OK:
+            if expired:
                 self._unusable.add(move.key)
-                return Outcome.MISSING
-            self._region.rows_view[move.row] = row
-            return Outcome.OK
+            return Outcome.MISSING if expired else Outcome.OK
         if not last_try:
             return None
         self._unusable.add(move.key)
@@ -333,6 +348,8 @@ class S3Tier(StorageTier):
 
     def _admit_store(self, unit: Unit) -> bool:
         """In order: the first that must wait delays all others, since a chain with a hole is of little use."""
+        if len(self._moves.stores.running) >= self._uploads.limit:
+            return False
         (move,) = unit.moves
         outcome = self._room_for(move.key)
         if outcome is not None and outcome is not Outcome.OK:
@@ -341,7 +358,7 @@ class S3Tier(StorageTier):
 
     def _room_for(self, key: Key) -> Outcome | None:
         """OK if this row may be uploaded now, None if it must wait for a delete, else how its store ends."""
-        if not self._may_write:
+        if not self._owner.may_write:
             return Outcome.NO_SPACE  # not FAILED: nothing is wrong with the server
         name = self._name(key)
         deleting = self._control.has_pending_deletes
@@ -354,7 +371,7 @@ class S3Tier(StorageTier):
                 return Outcome.OK
             if self._quota.is_pending_delete(key):
                 self._control.delete([name])
-            victims = self._quota.make_room(min(len(self._moves.stores.waiting), MAX_UPLOADS))
+            victims = self._quota.make_room(min(len(self._moves.stores.waiting), self._uploads.limit))
             self._control.delete(victims)
             if not victims and not deleting:
                 return Outcome.NO_SPACE
@@ -371,7 +388,12 @@ class S3Tier(StorageTier):
         self._deferred_deletes.discard(move.key)
         upload = self._data.upload(move.row, self._name(move.key))
         yield upload.over
-        unit.end_all(self._uploaded(move.key, done=upload.state is TransferState.DONE))
+        now, done = time.monotonic(), upload.state is TransferState.DONE
+        if done:
+            self._uploads.ended(upload.started_s, now, waiting=bool(self._moves.stores.waiting))
+        else:
+            self._uploads.failed(upload.started_s, now)
+        unit.end_all(self._uploaded(move.key, done=done))
         self._data.release(upload)
 
     def _uploaded(self, key: Key, *, done: bool) -> Outcome:
@@ -389,13 +411,41 @@ class S3Tier(StorageTier):
         self._control.denials.succeeded("put")
         return Outcome.OK
 
+    # --- the manifest -----------------------------------------------------------------------------------------------
+
+    def _keep_manifest(self, namespace: bytes, epoch: int) -> None:
+        """Write it on the control thread, once there are rows. Not for weights that were replaced under a running
+        engine: each time leaves a namespace that is never used again, and no listing counts what is not a row."""
+        if self._description is None or epoch or self._owner.reads_only:
+            return
+        manifest = ManifestKeeper(
+            self._description,
+            self._owner.engine,
+            namespace=namespace,
+            epoch=epoch,
+            row_bytes=self._row_bytes,
+            clock=self._control.server_time_s,
+        )
+        name = self._names.manifest(namespace.hex())
+
+        def refresh(client: Any) -> float:
+            if not self._owner.may_write or not len(self._quota):
+                return MANIFEST_CHECK_S
+            manifest.update(
+                lambda: small_object(client, self._config.bucket, name),
+                lambda raw: bool(client.put_object(Bucket=self._config.bucket, Key=name, Body=raw)),
+            )
+            return manifest.wait_s
+
+        self._control.set_chore(refresh)
+
     # --- the bucket -------------------------------------------------------------------------------------------------
 
     def _delete_rows(self, *keys: Key) -> None:
         """Delete these rows. Only forget them without the right to write, and on a shared prefix unless they are
         unusable."""
-        if self._upload_quota is not None or not self._may_write:
-            kept = set(keys) - self._unusable if self._may_write else set(keys)
+        if self._upload_quota is not None or not self._owner.may_write:
+            kept = set(keys) - self._unusable if self._owner.may_write else set(keys)
             for key in kept:
                 if self._upload_quota is None:
                     self._hide(key)
@@ -407,7 +457,7 @@ class S3Tier(StorageTier):
 
     def _hide(self, key: Key) -> None:
         """Forget a row that is there until a new tenure's listing counts it. One that runs may have counted it."""
-        if isinstance(self._listing, FullListing) and self._tenures[1]:
+        if isinstance(self._listing, FullListing) and self._owner.has_counted:
             self._evicted.add(key)
         else:
             self._quota.hide(key)
@@ -420,49 +470,16 @@ class S3Tier(StorageTier):
         capacity = self._config.capacity if self._upload_quota is None else sys.maxsize
         return PrefixQuota(self._names, self._row_bytes, capacity)
 
-    def _start_lease(self) -> None:
-        self._lease = PrefixLease(
-            lambda: self._control.client,
-            self._config.bucket,
-            self._config.prefix,
-            self._engine,
-            self._control.denials,
-            self._control.server_time_s,
-            LEASE_TERMS,
-        )
-        self._lease.start(LEASE_START_S)
-
-    @property
-    def _tenure(self) -> int:
-        return 0 if self._lease is None else self._lease.tenure()
-
-    @property
-    def _has_new_tenure(self) -> bool:
-        """Whether everything must be listed before rows are stored and deleted."""
-        return self._upload_quota is None and self._tenure not in (0, self._tenures[0])
-
-    @property
-    def _may_write(self) -> bool:
-        """Whether uploads and deletes may begin now: with the lease of a private prefix, once a listing that began in
-        this tenure has counted what others wrote before. For any thread."""
-        if self._upload_quota is not None:
-            return not self._reads_only
-        return (tenure := self._tenure) != 0 and tenure == self._tenures[0]
-
-    @property
-    def _may_delete(self) -> bool:
-        """Whether queued deletes may be sent now: as `_may_write`, and while that listing runs, in which only expired
-        objects that it has found are queued. For any thread."""
-        if self._upload_quota is not None:
-            return not self._reads_only
-        return (tenure := self._tenure) != 0 and tenure == self._tenures[1]
-
     def _full_listing(self) -> FullListing:
-        private, tenure = self._upload_quota is None, self._tenure
-        if tenure != self._tenures[0]:
-            self._control.drop_deletes()
-            self._quota.drop_pending_deletes()
-        self._tenures = (self._tenures[0], tenure)
+        private, tenure = self._upload_quota is None, self._owner.tenure
+
+        def begin() -> None:
+            """On the control thread: an expiry sweep of an earlier tenure queues nothing after that."""
+            if self._owner.is_other(tenure):
+                self._control.drop_deletes()
+                self._quota.drop_pending_deletes()
+            self._owner.listing_begins(tenure)
+
         return FullListing(
             self._quota,
             self._names,
@@ -471,6 +488,7 @@ class S3Tier(StorageTier):
             max_age_s=self._config.max_age,
             deleter=self._control if private and tenure else None,
             differences_only=self._listed,
+            begin=begin,
         )
 
     def _start_listing(self, listing: Listing | None) -> None:
