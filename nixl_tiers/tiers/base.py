@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.chunk import MAX_KEY_BYTES, Outcome
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 
@@ -120,10 +121,13 @@ class ExistenceAnswer:
     absent: Sequence[bytes]
 
 
-def seal_row(sealer: Sealer, region: HostRegion, move: Move, now_s: float) -> None:
-    """Seal the region row of a store that asks for it. `now_s`: Unix seconds."""
+def seal_row(
+    sealer: Sealer, region: HostRegion, move: Move, now_s: float, copy: NDArray[np.uint8] | None = None
+) -> None:
+    """Seal the region row of a store that asks for it, and copy it in the same pass if `copy` (uint8, (row_bytes,)) is
+    given. `now_s`: Unix seconds."""
     present = sealer.geometry.present(move.missing)
-    sealer.seal(region.rows_view[move.row], move.key, present=present, sealed_at=int(now_s))
+    sealer.seal(region.rows_view[move.row], move.key, present=present, sealed_at=int(now_s), copy=copy)
 
 
 class StorageTier(ABC):
@@ -135,6 +139,10 @@ class StorageTier(ABC):
 
     def identify(self, engine: str) -> None:  # noqa: B027 - most tiers need not know
         """For which engine this tier works: an ID that stays the same when its mover is restarted. Called once, before
+        `open`."""
+
+    def describe(self, description: Description) -> None:  # noqa: B027 (optional)
+        """Keep a manifest with this beside the rows of each namespace that is served. Called at most once, before
         `open`."""
 
     @abstractmethod
@@ -182,6 +190,11 @@ class StorageTier(ABC):
     @abstractmethod
     def busy(self) -> bool:
         """Whether poll is worth calling soon."""
+
+    @property
+    def poll_s(self) -> float:
+        """While `busy`: in how many seconds `poll` may find something. 0: as often as a mover calls it."""
+        return 0.0
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -235,6 +248,12 @@ class StorageTier(ABC):
     def denials(self) -> Mapping[str, str]:
         """What the medium does not let this tier do now, though it is up: one sentence per kind of request."""
         return {}
+
+    @property
+    def staged(self) -> tuple[bool, bool]:
+        """Whether rows that are loaded, and rows that are stored, go through a buffer of the tier's own between the
+        region and the medium, where that can be chosen."""
+        return False, False
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import math
 import mmap
 import os
@@ -26,7 +27,7 @@ from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mounts import not_mounted
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
 
@@ -39,6 +40,8 @@ CHECK_INTERVAL_S: Final = 1.0
 _PERMANENT: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 _libc = ctypes.CDLL(None, use_errno=True)
 
+logger = logging.getLogger(__name__)
+
 
 # --- opening a tier's path ----------------------------------------------------------------------------------------
 
@@ -46,6 +49,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def open_agent(config: FileConfig, region: HostRegion) -> tuple[Agent, Registration]:
     """An agent with the configured backend, and the region registered with it. Raises TierRefused."""
     try:
+        if config.backend == "gds_mt":
+            logger.info("opening cuFile")  # the last line of a mover that hangs there
         agent = Agent.gds_mt() if config.backend == "gds_mt" else Agent.posix()
         return agent, agent.register_region(region)
     except AgentError as error:
@@ -226,10 +231,31 @@ def fallocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
             return error
 
 
+def check_registration(agent: Agent, folder: Folder) -> None:
+    """cuFile looks at the file system and the disk of each file that it is given (without a udev record of the disk it
+    takes none), and NIXL passes on no reason. Raises TierDown, before any row fails, and OSError."""
+    if agent.backend != "GDS_MT":
+        return
+    name = _probe_name()
+    descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        agent.deregister(agent.register_file(fd_path(descriptor), PAGE, direct=False))
+    except AgentError as error:
+        raise TierDown(f"cuFile takes no file in {folder.path}, and its log says why ({error})") from error
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            folder.unlink(name)
+
+
+def _probe_name() -> str:
+    return f"probe-{secrets.token_hex(8)}.tmp"
+
+
 def direct_works(folder: Folder) -> bool:
     """Whether one page can be written and read with O_DIRECT: some file systems accept the flag and then refuse every
     transfer. Raises OSError."""
-    name = f"probe-{secrets.token_hex(8)}.tmp"
+    name = _probe_name()
     with mmap.mmap(-1, PAGE) as page:
         try:
             descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)

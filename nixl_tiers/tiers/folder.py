@@ -30,9 +30,11 @@ class NotOwned(TierRefused, OSError):
 class Folder:
     """An open directory. `path` is for messages; every call uses the descriptor, and raises OSError."""
 
-    def __init__(self, path: Path, descriptor: int, uid: int, *, public: bool = False) -> None:
-        """Takes the descriptor over. `uid`: the owner of files that are made here. `public`: others may write here."""
-        self.path = path
+    def __init__(self, path: Path, descriptor: int, uid: int, *names: str, public: bool = False) -> None:
+        """Takes the descriptor of the directory `names` below `path` over. `uid`: the owner of files that are made
+        here. `public`: others may write here."""
+        self._base = path
+        self._names = names
         self.descriptor = descriptor
         self.uid = uid
         self._public = public
@@ -46,6 +48,10 @@ class Folder:
         except BaseException:
             os.close(descriptor)
             raise
+
+    @property
+    def path(self) -> Path:
+        return self._base.joinpath(*self._names)  # made when it is asked for: row files open six directories each
 
     def __enter__(self) -> Self:
         return self
@@ -62,19 +68,18 @@ class Folder:
 
     def folder(self, name: str, *, make: bool = False) -> Folder:
         """A directory in this one, which the caller closes. Raises NotOwned if others can write to it."""
-        path = self.path / name
         if make:
             self.make(name)
         try:
             descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self.descriptor)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise _refusal(path, "is no directory") from error
-            raise _named(error, path) from error
+                raise _refusal(self.path / name, "is no directory") from error
+            raise _named(error, self.path / name) from error
         if wrong := self._wrong(os.fstat(descriptor)):
             os.close(descriptor)
-            raise _refusal(path, wrong)
-        return Folder(path, descriptor, self.uid)
+            raise _refusal(self.path / name, wrong)
+        return Folder(self._base, descriptor, self.uid, *self._names, name)
 
     def make(self, name: str) -> bool:
         """Make a directory in it; False if the name exists."""
@@ -97,22 +102,21 @@ class Folder:
     def open(self, name: str, flags: int) -> int:
         """A descriptor of a file in it, created with mode 0600 if the flags say so. Never follows a link nor waits for
         the other end of a pipe. Raises NotOwned if another user may have put it there."""
-        path = self.path / name
         try:
             descriptor = os.open(
                 name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor
             )
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise _refusal(path, "is no file") from error
-            raise _named(error, path) from error
+                raise _refusal(self.path / name, "is no file") from error
+            raise _named(error, self.path / name) from error
         status = os.fstat(descriptor)
         wrong = "" if stat.S_ISREG(status.st_mode) else "is no file"
         if self._public:
             wrong = wrong or self._wrong(status) or ("has other names" if status.st_nlink > 1 else "")
         if wrong:
             os.close(descriptor)
-            raise _refusal(path, wrong)
+            raise _refusal(self.path / name, wrong)
         return descriptor
 
     def read(self, name: str) -> bytes:

@@ -1,8 +1,8 @@
 """The one way in which a move lives, whatever the medium.
 
 `store` or `load` accepts a batch of moves -> they wait in order, in units that are moved together -> a unit starts when
-its direction has room for one more and the tier admits it -> the tier's steps run: prepare, transfer, verify -> each
-move ends with an outcome -> the batch is reported when its last move has ended.
+its direction has room for one more, loads do not hold up stores, and the tier admits it -> the tier's steps run:
+prepare, transfer, verify -> each move ends with an outcome -> the batch is reported when its last move has ended.
 
 A tier says only what differs, for each direction: `MoveQueue`. Its steps are a generator, so that the whole way of a
 move is read from top to bottom in one function; it never blocks, but yields what it waits for.
@@ -10,14 +10,18 @@ move is read from top to bottom in one function; it never blocks, but yields wha
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
+
+HOLD_S: Final = 0.25  # how long loads hold up stores, before these have their turn
+HELD_POLL_S: Final = 0.002  # while stores are held up and nothing runs: how often to look whether they still are
 
 T = TypeVar("T")
 Condition = Callable[[], bool]
@@ -169,14 +173,29 @@ class MoveQueue:
 
 
 class MovePipeline:
-    """All moves of one tier, for the tier's own thread. Neither direction waits for the other: requests wait for
-    loads, and stores that starved would time out."""
+    """All moves of one tier, for the tier's own thread.
 
-    def __init__(self, loads: MoveQueue, stores: MoveQueue, *, may_start: Callable[[], bool]) -> None:
-        """`may_start`: whether anything may start now, on the medium as it is."""
+    Requests wait for loads. So no store starts while loads wait or run, or the engine copies rows out of the region
+    (`held_until_s`); for at most HOLD_S, and then they do for as long, in turns: stores that starved would time out.
+    """
+
+    def __init__(
+        self,
+        loads: MoveQueue,
+        stores: MoveQueue,
+        *,
+        may_start: Callable[[], bool],
+        held_until_s: Callable[[], float] = float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`may_start`: whether anything may start now, on the medium as it is. `held_until_s`: by `clock`, until when
+        no store is to start (`HostRegion.stores_held_until_s`). `clock`: seconds."""
         self.loads = loads
         self.stores = stores
         self._may_start = may_start
+        self._held_until_s = held_until_s
+        self._clock = clock
+        self._held_since_s: float | None = None  # when loads began to hold up stores
         self._last_id = 0
         self._finished: list[FinishedBatch] = []
 
@@ -190,9 +209,8 @@ class MovePipeline:
 
     def start(self) -> None:
         """Start what waits, as far as there is room for it."""
-        if self._may_start():
-            self.loads.start()
-            self.stores.start()
+        self._start(self.loads)
+        self._start(self.stores)
 
     def poll(self) -> int:
         """Go on with what runs; returns how many steps that were. Starts nothing."""
@@ -204,9 +222,9 @@ class MovePipeline:
         self.stores.give_up()
 
     def make_way(self, unit: Unit) -> None:
-        """For the last step of a running unit: let others start before it goes on."""
+        """For the last step of a running unit: let others of its direction start before it goes on."""
         unit.queue.running.remove(unit)
-        self.start()
+        self._start(unit.queue)
 
     def take(self) -> list[FinishedBatch]:
         """The batches that have ended since the last call."""
@@ -229,6 +247,26 @@ class MovePipeline:
     def quiet(self) -> bool:
         """Whether nothing runs, and every batch that has ended was taken."""
         return not (self.loads.running or self.stores.running or self._finished)
+
+    @property
+    def poll_s(self) -> float:
+        """In how many seconds `poll` and `start` may find something to do, at the earliest."""
+        held = self.stores.waiting and not (self.loads.waiting or self.loads.running or self.stores.running)
+        return HELD_POLL_S if held and self._clock() < self._held_until_s() else 0.0
+
+    def _start(self, queue: MoveQueue) -> None:
+        if self._may_start() and (queue is self.loads or not self._holds_stores()):
+            queue.start()
+
+    def _holds_stores(self) -> bool:
+        now = self._clock()
+        in_the_way = self.loads.waiting or self.loads.running or now < self._held_until_s()
+        if not (self.stores.waiting and in_the_way):
+            self._held_since_s = None
+            return False
+        if self._held_since_s is None or now - self._held_since_s >= 2 * HOLD_S:
+            self._held_since_s = now
+        return now - self._held_since_s < HOLD_S
 
     def _accept(self, queue: MoveQueue, moves: Sequence[Move]) -> int:
         self._last_id += 1

@@ -13,8 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
+from nixl_tiers.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
@@ -23,6 +25,36 @@ _WORKERS: Final = 4
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class TempFile:
+    """A file that a row is written into, in an open directory of unfinished files; to be closed."""
+
+    def __init__(self, base: Folder, incoming: Folder, name: str) -> None:
+        """Takes both directories over."""
+        self.base = base
+        self._incoming = incoming
+        self._name = name
+
+    @property
+    def path(self) -> Path:
+        return self._incoming.path / self._name
+
+    def open(self) -> int:
+        """Make it; a descriptor, which the caller closes. Raises OSError."""
+        return self._incoming.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def rename(self, to: Folder, name: str) -> None:
+        """Raises OSError."""
+        self._incoming.rename(self._name, to, name)
+
+    def delete(self) -> None:
+        """Raises OSError."""
+        self._incoming.unlink(self._name)
+
+    def close(self) -> None:
+        self._incoming.close()
+        self.base.close()
 
 
 class RowDirectory:
@@ -39,6 +71,7 @@ class RowDirectory:
         self.temp_names = TempNames()
         self._quota = quota
         self._uid: int | None = None
+        self._prepared = ""
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"rowfile-{n}") for n in range(_WORKERS)]
 
     def submit(self, path: RowPath, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -58,6 +91,7 @@ class RowDirectory:
     def prepare(self, namespace: str) -> None:
         """Make what is missing, check who owns it, and read the server's time. Raises NotOwned, OSError."""
         self._uid = None  # the path may be on another file system now
+        self._prepared = namespace
         with self.base() as base:
             base.folder(namespace, make=True).close()
             base.folder(INCOMING, make=True).close()
@@ -78,9 +112,13 @@ class RowDirectory:
     @contextmanager
     def base(self) -> Iterator[Folder]:
         """The tier's path."""
-        with Folder.base(self.path, self._uid) as base:
-            self._uid = base.uid
+        with self._open_base() as base:
             yield base
+
+    def _open_base(self) -> Folder:
+        base = Folder.base(self.path, self._uid)
+        self._uid = base.uid
+        return base
 
     @contextmanager
     def incoming(self) -> Iterator[Folder]:
@@ -99,53 +137,71 @@ class RowDirectory:
             self.server_time.refresh(incoming.descriptor)
 
     def remove_if_empty(self, path: RowPath) -> None:
-        """The row's fan-out directory, and then that of its namespace."""
+        """The row's fan-out directory, and then that of its namespace, with its manifest."""
         with suppress(OSError), self.base() as base:  # not empty after all
             with base.folder(path.namespace) as home:
                 home.rmdir(path.fanout)
+                if home.names() == [MANIFEST_NAME] and path.namespace != self._prepared:
+                    home.unlink(MANIFEST_NAME)
             base.rmdir(path.namespace)
+
+    # --- the manifest -----------------------------------------------------------------------------------------------
+
+    def read_manifest(self, namespace: str) -> bytes | None:
+        """None if there is none. Raises OSError."""
+        try:
+            with self.base() as base, base.folder(namespace) as home:
+                return read_manifest(home)
+        except FileNotFoundError:
+            return None
+
+    def write_manifest(self, namespace: str, raw: bytes) -> None:
+        """Replace it atomically. Raises OSError."""
+        temporary = self.temp_file()
+        try:
+            with os.fdopen(temporary.open(), "wb") as file:
+                file.write(raw)
+            with temporary.base.folder(namespace) as home:
+                temporary.rename(home, MANIFEST_NAME)
+        except BaseException:
+            with suppress(OSError):
+                temporary.delete()
+            raise
+        finally:
+            temporary.close()
 
     # --- writing a row ----------------------------------------------------------------------------------------------
 
-    def create_temp(self) -> tuple[Path, int]:
-        """A new file to write a row into, and its descriptor, which the caller closes. Raises OSError."""
-        name, flags = self.temp_names.name(), os.O_RDWR | os.O_CREAT | os.O_EXCL
-        with self.base() as base:
+    def temp_file(self) -> TempFile:
+        """A name for a new file, not made yet. Raises OSError."""
+        base = self._open_base()
+        try:
             try:
                 incoming = base.folder(INCOMING)
             except FileNotFoundError:
                 incoming = base.folder(INCOMING, make=True)
-            with incoming:
-                return incoming.path / name, incoming.open(name, flags)
+        except BaseException:
+            base.close()
+            raise
+        return TempFile(base, incoming, self.temp_names.name())
 
-    def delete_temp(self, temporary: Path) -> None:
-        """Raises OSError."""
-        with self.incoming() as incoming:
-            incoming.unlink(temporary.name)
-
-    def publish(self, temporary: Path, path: RowPath, sealed_at: int) -> None:
+    def publish(self, temporary: TempFile, path: RowPath, sealed_at: int) -> None:
         """Rename a written file to the row's name, atomically replacing an older file. `sealed_at`: Unix seconds.
         Raises OSError."""
         try:
             status = self._rename(temporary, path)
         except FileNotFoundError:
-            with self.base() as base:
-                made = int(base.make(path.namespace))
-                with base.folder(path.namespace) as home:
-                    made += home.make(path.fanout)
+            made = int(temporary.base.make(path.namespace))
+            with temporary.base.folder(path.namespace) as home:
+                made += home.make(path.fanout)
             self._quota.add_directories(made)
             status = self._rename(temporary, path)
         begins = age_from(sealed_at, status) if status is not None else 0
         self._quota.record(path, status, begins, stored=True)
 
-    def _rename(self, temporary: Path, path: RowPath) -> os.stat_result | None:
-        with (
-            self.base() as base,
-            base.folder(INCOMING) as incoming,
-            base.folder(path.namespace) as home,
-            home.folder(path.fanout) as fanout,
-        ):
-            incoming.rename(temporary.name, fanout, path.name)
+    def _rename(self, temporary: TempFile, path: RowPath) -> os.stat_result | None:
+        with temporary.base.folder(path.namespace) as home, home.folder(path.fanout) as fanout:
+            temporary.rename(fanout, path.name)
             try:
                 return fanout.stat(path.name)
             except OSError:  # already evicted by another process

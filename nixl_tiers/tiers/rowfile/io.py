@@ -15,7 +15,7 @@ from nixl_tiers.tiers.disk import describe, fallocate
 from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
-from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.directory import RowDirectory, TempFile
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 
 TOUCH_S: Final = 60.0  # a row that was used more recently is not touched again
@@ -23,8 +23,16 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
+class NewFile:
+    """A file that a row is written into, for one transfer."""
+
+    registration: Registration
+    temporary: TempFile
+
+
+@dataclass
 class RowFile:
-    """An open file, for one transfer."""
+    """A row's open file, for one transfer."""
 
     registration: Registration
     path: Path
@@ -58,29 +66,34 @@ class RowFileIo:
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
-    def create(self) -> RowFile | Outcome:
+    def create(self) -> NewFile | Outcome:
         """A file to write a row into, allocated. Its room is reserved; released if this fails."""
-        path: Path | None = None
+        temporary: TempFile | None = None
         try:
-            path, descriptor = self._directory.create_temp()
+            temporary = self._directory.temp_file()
+            descriptor = temporary.open()
             try:
                 failed = fallocate(descriptor, 0, self._row_bytes)
                 if failed and failed != errno.EOPNOTSUPP:
-                    raise OSError(failed, os.strerror(failed), str(path))
-                return RowFile(self._register(descriptor, "rw"), path, os.fstat(descriptor))
+                    raise OSError(failed, os.strerror(failed), str(temporary.path))
+                return NewFile(self._register(descriptor, "rw"), temporary)
             finally:
                 os.close(descriptor)
         except (OSError, AgentError) as error:
             self._failed("written", error)
-            self._discard(path)
+            if temporary is None:
+                self._quota.release()
+            else:
+                self._discard(temporary)
             return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
 
-    def end_store(self, file: RowFile, path: RowPath, good: bool, sealed_at: int) -> Outcome:
+    def end_store(self, file: NewFile, path: RowPath, good: bool, sealed_at: int) -> Outcome:
         """Publish a written row, or delete its file if the transfer failed."""
         self._agent.deregister(file.registration)
         try:
             if good:
-                self._directory.publish(file.path, path, sealed_at)
+                self._directory.publish(file.temporary, path, sealed_at)
+                file.temporary.close()
                 self._quota.release()
                 return Outcome.OK
             status = os.statvfs(self._directory.path)
@@ -88,13 +101,13 @@ class RowFileIo:
         except OSError as error:
             self._failed("put in their places", error)
             full = error.errno in _FULL
-        self._discard(file.path)
+        self._discard(file.temporary)
         return Outcome.NO_SPACE if full else Outcome.FAILED
 
-    def _discard(self, path: Path | None) -> None:
-        if path is not None:
-            with suppress(OSError):
-                self._directory.delete_temp(path)
+    def _discard(self, temporary: TempFile) -> None:
+        with suppress(OSError):
+            temporary.delete()
+        temporary.close()
         self._quota.release()
 
     # --- loads ------------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ A dict of the same rows costs nine times as much.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from nixl_tiers.chunk import Key
+from nixl_tiers.memory.row_table_format import LENGTHS
+from nixl_tiers.zeroed import zeroed
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -31,7 +32,6 @@ WAS_INDEXED: Final = 8  # INDEXED before the tier was opened again
 COLUMNS: Final = np.dtype([("mtime_ns", "<i8"), ("blocks", "<u4"), ("age_from", "<u4")])
 BLOCK_BYTES: Final = 512  # of `blocks`, the space that a file takes
 _KEPT: Final = PRESENT | INDEXED | WAS_INDEXED  # without any of these, a row is dropped at the next merge
-_LENGTHS: Final = [bytes((length,)) for length in range(256)]
 _MAPPED_BYTES: Final = 32 << 10
 _MIN_TAIL: Final = 8
 _TAIL_SHARE: Final = 64  # the tail has room for this fraction of the rows
@@ -46,7 +46,7 @@ class KnownRow(NamedTuple):
 
 
 def encoded(key: Key) -> bytes:
-    return _LENGTHS[len(key)] + key
+    return LENGTHS[len(key)] + key
 
 
 def decoded(raw: bytes) -> Key:
@@ -76,7 +76,7 @@ def _array(rows: int, dtype: DTypeLike) -> NDArray[Any]:
     nbytes = rows * np.dtype(dtype).itemsize
     if nbytes < _MAPPED_BYTES:
         return np.empty(rows, dtype)
-    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype, rows)
+    return np.frombuffer(zeroed(nbytes), dtype, rows)
 
 
 class PackedRows:

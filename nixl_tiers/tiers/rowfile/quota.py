@@ -17,6 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nixl_tiers.chunk import PAGE, Key, align, object_name
+from nixl_tiers.manifest import MAX_MANIFEST_BYTES
 from nixl_tiers.tiers.rowfile.packed_rows import (
     BLOCK_BYTES,
     SERVABLE,
@@ -30,7 +31,9 @@ from nixl_tiers.tiers.rowfile.packed_rows import (
 if TYPE_CHECKING:
     from nixl_tiers.tiers.rowfile.packed_rows import Columns, Flags, Keys
 
-MARGIN_BYTES: Final = 256 << 10  # what a file system may add by itself before the next scan
+MANIFEST_BYTES: Final = 2 * align(MAX_MANIFEST_BYTES) + PAGE  # of a manifest, while it is replaced
+MARGIN_BYTES: Final = (256 << 10) + MANIFEST_BYTES
+"""What a file system may add by itself before the next scan, and a manifest, which must find room beside the rows."""
 NAME_BYTES: Final = 512  # of a directory, for one more name in it
 FANOUT: Final = 256  # directories in a namespace
 SCAN_SHARE: Final = 64  # a process scans again when it has written this fraction of the capacity
@@ -226,6 +229,13 @@ class DirQuota:
         at all."""
         own = self._own_bytes + self._reserved_bytes - self._own_limit_bytes
         return max(self.used_bytes - self._limit_bytes, own) + nbytes
+
+    def add_manifest(self) -> bool:
+        """Count a manifest that is about to be written; False if there is no room for it now."""
+        with self.lock:
+            fits = bool(self._scans_ended) and self._lacking(0) <= 0
+            self._added_bytes += MANIFEST_BYTES * fits
+            return fits
 
     def release(self) -> None:
         """A reserved row has been written and recorded, or its temporary file is gone."""

@@ -19,6 +19,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.chunk import PAGE, Geometry, Key, Outcome
 from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.manifest import MANIFEST_NAME, Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import (
@@ -31,13 +32,14 @@ from nixl_tiers.tiers.base import (
     StorageTier,
     TierDown,
     TierRefused,
-    seal_row,
 )
 from nixl_tiers.tiers.disk import (
     FileIdentity,
     FreeSpace,
     HealthMonitor,
     MountGuard,
+    check_registration,
+    describe,
     direct_works,
     open_agent,
     open_error,
@@ -45,15 +47,17 @@ from nixl_tiers.tiers.disk import (
 )
 from nixl_tiers.tiers.expiry import has_expired, sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Registration, Span
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.io import RowFile, RowFileIo
+from nixl_tiers.tiers.rowfile.io import NewFile, RowFile, RowFileIo
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota, Reservation, RowPath, age_from
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
+from nixl_tiers.tiers.staging import DirectRows, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +95,7 @@ class RowFileTier(StorageTier):
         self._region = region
         self._memory: Registration | None
         self._agent, self._memory = open_agent(config, region)
+        self._staging = Staging(config, region, self._agent)
         self._log_once = LogOnce(logger)
         self._quota = DirQuota(config.capacity, self._row_bytes)
         self._free = FreeSpace(config.path, config.min_free)
@@ -104,6 +109,7 @@ class RowFileTier(StorageTier):
             MoveQueue(limit=self._most, run=self._run_load, on_end=self._load_ended),
             MoveQueue(limit=self._most, admit=self._admit_store, run=self._run_store, on_end=self._store_ended),
             may_start=lambda: self._open is None or not self._open.health.problem,
+            held_until_s=lambda: region.stores_held_until_s,
         )
         self._open: NamespaceRows | None = None
         self._files = RowFileIo(
@@ -117,8 +123,17 @@ class RowFileTier(StorageTier):
         )
         self._mount = MountGuard()
         self._deleting: list[tuple[NamespaceRows, Key, Future[None]]] = []
+        self._ending_loads: list[Future[None]] = []
+        self._engine = ""
+        self._description: Description | None = None
 
     # --- the contract ---------------------------------------------------------------------------------------------
+
+    def identify(self, engine: str) -> None:
+        self._engine = engine
+
+    def describe(self, description: Description) -> None:
+        self._description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
         path = self._config.path
@@ -134,9 +149,11 @@ class RowFileTier(StorageTier):
             self._directory.prepare(namespace.hex())
             with self._directory.incoming() as incoming:
                 self._files.direct = direct_works(incoming)
+                check_registration(self._agent, incoming)
             identity = FileIdentity(path)
             self._measure_free_space()
-            health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex()))
+            manifest = self._manifest(namespace, epoch)
+            health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex(), manifest))
         except OSError as error:
             raise open_error(error) from error
         if not self._files.direct:
@@ -152,13 +169,46 @@ class RowFileTier(StorageTier):
         self._scanner.served = namespace.hex()
         self._quota.scan_all = True
         self._mount.remember(path)
+        self._staging.open()
         self._scanner.start()
         return slots
 
-    def _problem(self, namespace: str) -> str:
+    def _problem(self, namespace: str, manifest: ManifestKeeper | None) -> str:
         """On the health monitor's thread, once a second. Raises OSError."""
         self._measure_free_space()
-        return self._directory.problem(namespace)
+        problem = self._directory.problem(namespace)
+        if manifest is not None and manifest.due and not problem:
+            self._refresh(namespace, manifest)
+        return problem
+
+    def _manifest(self, namespace: bytes, epoch: int) -> ManifestKeeper | None:
+        if self._description is None or self._config.write == "off":
+            return None
+        return ManifestKeeper(
+            self._description,
+            self._engine,
+            namespace=namespace,
+            epoch=epoch,
+            row_bytes=self._row_bytes,
+            clock=self._clock,
+        )
+
+    def _refresh(self, namespace: str, manifest: ManifestKeeper) -> None:
+        """Write the manifest, once there are rows: a namespace without any needs none."""
+        directories = self._quota.directories(namespace)
+        if not any(directory.rows.present for _, directory in directories):
+            return
+
+        def write(raw: bytes) -> bool:
+            if fits := self._quota.add_manifest():
+                self._directory.write_manifest(namespace, raw)
+            return fits
+
+        try:
+            manifest.update(lambda: self._directory.read_manifest(namespace), write)
+        except OSError as error:
+            where = f"{self._config.path}/{namespace}/{MANIFEST_NAME}"
+            self._log_once.report("manifest", f"{where} cannot be written ({describe(error)})")
 
     def _measure_free_space(self) -> None:
         """Below `min_free` rows are only replaced. Raises OSError."""
@@ -189,7 +239,7 @@ class RowFileTier(StorageTier):
         while (rows := (yield from self._on_lister(served, next, new, None))) is not None:
             for start in range(0, len(rows), MAX_ENTRIES):
                 if served.room < 0:  # stores have taken it meanwhile
-                    self._lister.submit(served.unlist, rows[start:])
+                    yield from self._on_lister(served, served.unlist, rows[start:])
                     break
                 batch = []
                 for mtime_ns, key in rows[start : start + MAX_ENTRIES].pairs():
@@ -237,7 +287,7 @@ class RowFileTier(StorageTier):
 
     def poll(self) -> list[FinishedBatch]:
         self._moves.poll()
-        self._end_deletes()
+        self._end_background()
         problem = self._open.health.poll() if self._open is not None else ""
         if problem:  # what runs ends by itself
             self._moves.loads.give_up()
@@ -262,6 +312,14 @@ class RowFileTier(StorageTier):
         return bool(self._moves.busy or self._deleting or (self._open is not None and self._open.health.problem))
 
     @property
+    def poll_s(self) -> float:
+        return self._moves.poll_s
+
+    @property
+    def staged(self) -> tuple[bool, bool]:
+        return self._staging.staged
+
+    @property
     def used_bytes(self) -> int:
         """What this process knows of: others may have written since the last scan."""
         return self._quota.used_bytes
@@ -274,6 +332,7 @@ class RowFileTier(StorageTier):
             thread.shutdown(wait=False, cancel_futures=True)
         self._scanner.close()
         self._directory.close()
+        self._staging.close()
         if self._memory is not None:
             self._agent.deregister(self._memory)
             self._memory = None
@@ -328,16 +387,17 @@ class RowFileTier(StorageTier):
         """Seal the row, write it to a new file, give the file its name."""
         served, (move,) = self._served, unit.moves
         path = RowPath.of(served.name, move.key)
-        if move.seal:
+        with (yield from self._staging.stores.rows(unit.moves)) as rows:
             # The later of two clocks: the row must not seem older than it is by either.
-            now_s = max(self._clock(), self._directory.server_time.now_s())
-            seal_row(served.sealer, self._region, move, now_s)
-        sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
-        file = yield from finished(self._directory.submit(path, self._files.create))
-        if isinstance(file, Outcome):
-            unit.end_all(file)
-            return
-        good = yield from transferred(self._agent.write([self._span(move, file)]))
+            rows.prepare(served.sealer, move, max(self._clock(), self._directory.server_time.now_s()))
+            sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
+            file = yield from finished(self._directory.submit(path, self._files.create))
+            if isinstance(file, Outcome):
+                unit.end_all(file)
+                return
+            good = yield from transferred(self._agent.write([self._span(move, rows, file)]))
+            if good:
+                rows.moved()
         ending = self._directory.submit(path, self._files.end_store, file, path, good, sealed_at)
         unit.end_all((yield from finished(ending)))
 
@@ -345,24 +405,26 @@ class RowFileTier(StorageTier):
         """Open the row's file, read it, verify the row."""
         (move,) = unit.moves
         path = RowPath.of(self._served.name, move.key)
-        file = yield from finished(self._directory.submit(path, self._files.open_row, path))
-        if isinstance(file, Outcome):
-            unit.end_all(file)
-        elif (yield from transferred(self._agent.read([self._span(move, file)]))):
-            unit.end_all(self._verify(move, file, path))
-        else:
-            unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))
+        with (yield from self._staging.loads.rows(unit.moves)) as rows:
+            file = yield from finished(self._directory.submit(path, self._files.open_row, path))
+            if isinstance(file, Outcome):
+                unit.end_all(file)
+                return
+            if (yield from transferred(self._agent.read([self._span(move, rows, file)]))):
+                unit.end_all(self._verify(move, rows, file, path))
+                return
+        unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))
 
-    def _span(self, move: Move, file: RowFile) -> Span:
-        return self._region.address + move.row * self._row_bytes, self._row_bytes, 0, file.registration.devices[0]
+    def _span(self, move: Move, rows: DirectRows, file: NewFile | RowFile) -> Span:
+        return rows.address(move), self._row_bytes, 0, file.registration.devices[0]
 
-    def _verify(self, move: Move, file: RowFile, path: RowPath) -> Outcome:
-        row, sealer = self._region.rows_view[move.row], self._served.sealer
-        verdict = sealer.verify(row, move.key)
-        sealed_at = sealer.sealed_at(row) if verdict is Verdict.OK else 0
+    def _verify(self, move: Move, rows: DirectRows, file: RowFile, path: RowPath) -> Outcome:
+        sealer = self._served.sealer
+        verdict = rows.verify(sealer, move)
+        sealed_at = sealer.sealed_at(self._region.rows_view[move.row]) if verdict is Verdict.OK else 0
         old = verdict is Verdict.OK and self._has_expired(age_from(sealed_at, file.status))
         good = verdict is Verdict.OK and not (old and self._config.write != "off")
-        self._directory.submit(path, self._files.end_load, file, path, good, sealed_at)
+        self._ending_loads.append(self._directory.submit(path, self._files.end_load, file, path, good, sealed_at))
         if old:
             return Outcome.MISSING
         if verdict is not Verdict.OK:
@@ -386,10 +448,15 @@ class RowFileTier(StorageTier):
         """The core forgets the row too: a file of that name from now on is another engine's."""
         self._quota.forget(RowPath.of(self._served.name, move.key))
 
-    def _end_deletes(self) -> None:
+    def _end_background(self) -> None:
+        """Notice what threads have done, and raise its errors: they end this mover."""
+        for ending in [each for each in self._ending_loads if each.done()]:
+            self._ending_loads.remove(ending)
+            ending.result()
         waiting = []
         for served, key, gone in self._deleting:
             if gone.done():
+                gone.result()
                 self._quota.end_delete()
                 served.deleting[key] -= 1
                 if not served.deleting[key]:

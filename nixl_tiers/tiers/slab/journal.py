@@ -24,7 +24,7 @@ from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, JournalFile
-from nixl_tiers.tiers.slab.journal_listing import Listing, by_tick, older_duplicates, repeated, taken
+from nixl_tiers.tiers.slab.journal_listing import Listing, by_tick, older_duplicates, repeated
 from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode, tag_of, tags_of
 
 logger = logging.getLogger(__name__)
@@ -292,6 +292,7 @@ class Journal:
     def _read_some(self) -> None:
         listing, file = self._listing, self._file
         first = listing.end
+        file.check()
         if first >= file.records:
             self._end_reading()
             return
@@ -326,12 +327,12 @@ class Journal:
                 if self.tags[slot] == tag and not self.was_stored(slot):
                     self._drop(slot)
         rows = np.flatnonzero(self.tags != 0)  # not of the column itself: it changes meanwhile
-        tags, ticks = taken(self.tags, rows), taken(self._ticks, rows)
-        for slot in rows[older_duplicates(tags, ticks, taken(self.sealed_at, rows))].tolist():
+        tags, ticks = self.tags[rows], self._ticks[rows]
+        for slot in rows[older_duplicates(tags, ticks, self.sealed_at[rows])].tolist():
             with self._lock:
                 if not self.was_stored(slot):
                     self._drop(slot)
-        self._listing.order = taken(rows, by_tick(ticks))
+        self._listing.order = rows[by_tick(ticks)]
 
     def _commit_pending(self) -> bool:
         """Write some of what is pending; False if there is nothing."""

@@ -101,7 +101,9 @@ class JournalFile:
         boot = boot_id()
         self.salt = header.salt if header else secrets.randbits(64)
         self.trusted = header is None or header.flushed or header.boot == boot
-        """Whether its records are those written last: no power failure can have brought back older ones."""
+        """Whether its records are those written last: no power failure can have brought back older ones, and after
+        `check` no I/O error either."""
+        self._unflushed = header is not None and not header.flushed and self.trusted
         # Until it is flushed by `close`, another process must not trust it either.
         self._header = Header(self.salt, boot if header is None or self.trusted else header.boot, flushed=False)
         self._marked_open = False
@@ -114,6 +116,19 @@ class JournalFile:
     def problem(self) -> str:
         """Whether the file was deleted, replaced or cut short, as a sentence, or "". On any thread."""
         return self._identity.problem(self._bytes)
+
+    def check(self) -> None:
+        """Call it before the first `read`. A write that has returned is in the page cache; if the disk does not take it
+        later, the cache may drop it, and an older record is back. The next flush reports that, in this process too: so
+        what a killed one has written is trusted only if it can be flushed now."""
+        if self._unflushed:
+            self._unflushed = False
+            try:
+                os.fdatasync(self._descriptor)
+            except OSError as error:
+                self.trusted = False
+                reason = os.strerror(error.errno or 0)
+                logger.warning("%s: the disk has lost records (%s): reading seals instead", self.path, reason)
 
     def read(self, first: int) -> tuple[NDArray[np.int64], Records]:
         """Slots from `first` on, up to CHUNK_RECORDS of them, and their records."""

@@ -154,7 +154,15 @@ def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:
 def _holder(folder: Folder) -> str:
     """Who holds a part, by its lock file: for people."""
     try:
-        about = json.loads(folder.read(LOCK))
+        return holder_of(folder.read(LOCK))
+    except OSError:
+        return holder_of(b"")
+
+
+def holder_of(raw: bytes) -> str:
+    """Who holds a part, by the content of its lock file: for people."""
+    try:
+        about = json.loads(raw)
         return f"process {int(about['pid'])} (engine {int(about['engine'])}) on {str(about['host'])[:64]}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return "another process"

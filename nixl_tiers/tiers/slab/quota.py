@@ -55,10 +55,14 @@ class ShardDir:
     def describe(self, description: dict[str, Any]) -> None:
         """Replace namespace.json atomically."""
         self.description = description
-        new = f"{DESCRIPTION}.new"
-        with os.fdopen(self.folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            json.dump(description, file)
-        self.folder.rename(new, self.folder, DESCRIPTION)
+        self.write(DESCRIPTION, json.dumps(description).encode())
+
+    def write(self, name: str, raw: bytes) -> None:
+        """Replace a small file atomically. Raises OSError."""
+        new = f"{name}.new"
+        with os.fdopen(self.folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(raw)
+        self.folder.rename(new, self.folder, name)
 
     def release(self) -> None:
         """It is not served any more, and counts as used until now. The part stays held."""
@@ -164,6 +168,14 @@ class SlabQuota:
             if not self.delete_oldest(own_part=part_is_full):
                 return problem
 
+    def fits(self, need_bytes: int) -> bool:
+        """Whether there is room for so many bytes in the part that this process holds, without deleting anything.
+        Inside `locked`. Raises OSError."""
+        self._measure()
+        part_fits = self._part_used_bytes + need_bytes <= self.part_bytes
+        spare = self._free is None or self._free.spare_bytes >= need_bytes
+        return part_fits and spare and self.used_bytes + need_bytes <= self.capacity_bytes
+
     def delete_oldest(self, *, own_part: bool = False) -> bool:
         """Delete one shard that no process serves, of any part or of the own one; False if there is none. Inside
         `locked`. First those of parts that are no more, then the least recently used; last those of the same namespace
@@ -171,7 +183,7 @@ class SlabQuota:
         for directory in self._shards():
             if own_part and (self._part is None or directory.parent != self._part.folder.path):
                 continue
-            if self._delete(directory):
+            if self.delete_shard(directory):
                 return True
         return False
 
@@ -182,10 +194,10 @@ class SlabQuota:
                 files = (file.stat().st_mtime_ns for file in directory.iterdir() if file.name != _FIRST_SEEN)
                 written_ns = max(files, default=0)
                 if has_expired(_first_seen_ns(directory, written_ns, int(now_s * 1e9)) / 1e9, now_s, max_age_s):
-                    self._delete(directory)
+                    self.delete_shard(directory)
 
-    def _delete(self, directory: Path) -> bool:
-        """Delete a shard, unless a process serves it."""
+    def delete_shard(self, directory: Path) -> bool:
+        """Delete a shard, unless a process serves it. Inside `locked`. Raises OSError."""
         base, part = self._locked, directory.parent
         own = self._part is not None and part == self._part.folder.path
         if own and directory.name == self._serving:

@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown
 from nixl_tiers.tiers.disk import HealthMonitor, describe
 from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.manifest_keeper import ManifestKeeper, read_manifest
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
@@ -50,6 +52,7 @@ class Shard:
         *,
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.time,
+        manifest: ManifestKeeper | None = None,
     ) -> None:
         """`clock`: Unix seconds. Raises OSError, and TierDown if there is no room for one more journal."""
         self.sealer = sealer
@@ -58,6 +61,7 @@ class Shard:
         self._quota = quota
         self._max_age_s = max_age_s
         self._clock = clock
+        self._manifest = manifest
         layout = _layout_of(directory, sealer.geometry, slots)
         if not directory.description:
             layout = detect_layout(directory.folder, sealer, slots)
@@ -89,6 +93,7 @@ class Shard:
         """Slots that are being erased: nothing may be stored into them or loaded from them."""
         self._expired_at_s = 0.0
         self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
+        self._describing = self._eraser.submit(lambda: None)
         self._closing = False
         self._scan: SealScan | None = None
         self._log_once = LogOnce(logger)
@@ -234,6 +239,26 @@ class Shard:
     def _delete_expired_shards(self, max_age_s: float) -> None:
         with suppress(OSError), self._quota.locked():
             self._quota.delete_expired(max_age_s, self._clock())
+
+    # --- the manifest -----------------------------------------------------------------------------------------------
+
+    def refresh_manifest(self) -> None:
+        """If it is due, on the eraser's thread."""
+        if self._manifest is not None and self._manifest.due and self._describing.done():
+            self._describing = self._eraser.submit(self._update_manifest, self._manifest)
+
+    def _update_manifest(self, manifest: ManifestKeeper) -> None:
+        try:
+            with self._quota.locked():  # nobody allocates what is measured as free
+                manifest.update(lambda: read_manifest(self._directory.folder), self._write_manifest)
+        except OSError as error:
+            self._log_once.report("manifest", f"{self.path}: {MANIFEST_NAME} cannot be written ({describe(error)})")
+
+    def _write_manifest(self, raw: bytes) -> bool:
+        if not self._quota.fits(MAX_MANIFEST_BYTES + PAGE):
+            return False
+        self._directory.write(MANIFEST_NAME, raw)
+        return True
 
     # --- failures ---------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.disk import FileIdentity, direct_works, fallocate
+from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_works, fallocate
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Agent, Registration
 from nixl_tiers.tiers.slab.quota import SlabQuota
@@ -72,12 +72,13 @@ class Slabs:
 
     def __init__(self, folder: Folder, layout: SlabLayout, agent: Agent, quota: SlabQuota) -> None:
         """Opens the files that are there; what is beyond the layout's slots is cut off. The folder stays the caller's.
-        Raises OSError."""
+        Raises TierDown, OSError."""
         self.layout = layout
         self._folder = folder
         self._agent = agent
         self._quota = quota
         self._direct = direct_works(folder)
+        check_registration(agent, folder)
         if not self._direct:
             logger.warning("%s does not support O_DIRECT: rows go through the page cache", folder.path)
         self._sparse = False  # whether some files could not be allocated ahead

@@ -1,4 +1,4 @@
-"""The file tier: slots in slab files, moved by NIXL straight between the region and the disk.
+"""The file tier: slots in slab files, moved by NIXL between the disk and the region, or buffers (`staging.py`).
 
 A batch is cut into units of some megabytes. Sealing and checking one unit overlaps with the I/O of the others.
 Reads may land in the region itself: NIXL's file back ends drain what is in flight before they report an error,
@@ -16,18 +16,21 @@ from typing import Final
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, seal_row
+from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
 from nixl_tiers.tiers.disk import FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, transferred
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
+from nixl_tiers.tiers.staging import DirectRows, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class SlabTier(StorageTier):
         self._quota = SlabQuota(config.path, config.capacity, config.replicas or 1, self._free)
         self._memory: Registration | None
         self._agent, self._memory = open_agent(config, region)
+        self._staging = Staging(config, region, self._agent)
         self._mount = MountGuard()
         self._open: Shard | None = None
         self._slots: Growth | None = None
@@ -66,10 +70,19 @@ class SlabTier(StorageTier):
             MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_load, run=self._run_load),
             MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_store, run=self._run_store),
             may_start=lambda: self._open is None or not self._open.health.problem,
+            held_until_s=lambda: region.stores_held_until_s,
         )
+        self._engine = ""
+        self._description: Description | None = None
         _raise_file_limit()
 
     # --- the contract ---------------------------------------------------------------------------------------------
+
+    def identify(self, engine: str) -> None:
+        self._engine = engine
+
+    def describe(self, description: Description) -> None:
+        self._description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
         # A reset keeps the part; after a fault it is claimed anew.
@@ -85,6 +98,7 @@ class SlabTier(StorageTier):
             if self._open is None:
                 self._quota.release()
         self._mount.remember(self._config.path)
+        self._staging.open()
         self._slots = Growth(shard, self._allocator)
         self._full_until_s = 0.0
         return shard.slabs.layout.slots
@@ -111,6 +125,7 @@ class SlabTier(StorageTier):
                     self._quota,
                     max_age_s=self._config.max_age,
                     clock=self._clock,
+                    manifest=self._manifest(namespace, epoch),
                 )
                 self._quota.make_room(0)  # the capacity may be smaller than last time
             except BaseException:
@@ -119,6 +134,14 @@ class SlabTier(StorageTier):
                 self._quota.discard(directory)
                 raise
             return shard
+
+    def _manifest(self, namespace: bytes, epoch: int) -> ManifestKeeper | None:
+        if self._description is None or self._config.write == "off":
+            return None
+        row_bytes = self._geometry.row_bytes
+        return ManifestKeeper(
+            self._description, self._engine, namespace=namespace, epoch=epoch, row_bytes=row_bytes, clock=self._clock
+        )
 
     @property
     def slots(self) -> int | None:
@@ -132,8 +155,9 @@ class SlabTier(StorageTier):
         return self._served.list_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
-        """Erase what is too old, then try again to grow, and free what is empty."""
+        """Refresh the manifest, erase what is too old, then try again to grow, and free what is empty."""
         served, slots = self._served, self._slots
+        served.refresh_manifest()
         yield from served.expire(self._slots_in_use)
         if slots is not None:
             yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
@@ -178,6 +202,14 @@ class SlabTier(StorageTier):
         return self._moves.busy or (self._open is not None and bool(self._open.health.problem))
 
     @property
+    def poll_s(self) -> float:
+        return self._moves.poll_s
+
+    @property
+    def staged(self) -> tuple[bool, bool]:
+        return self._staging.staged
+
+    @property
     def used_bytes(self) -> int:
         return self._quota.used_bytes
 
@@ -185,6 +217,7 @@ class SlabTier(StorageTier):
         self._close_shard()
         self._quota.release()
         self._allocator.shutdown(wait=False, cancel_futures=True)
+        self._staging.close()
         if self._memory is not None:
             self._agent.deregister(self._memory)
             self._memory = None
@@ -234,20 +267,25 @@ class SlabTier(StorageTier):
         return True
 
     def _run_load(self, unit: Unit) -> Steps[None]:
-        return self._run(unit, self._agent.read, self._loaded)
+        with (yield from self._staging.loads.rows(unit.moves)) as rows:
+            yield from self._run(unit, rows, self._agent.read, self._loaded)
 
     def _run_store(self, unit: Unit) -> Steps[None]:
-        for move in unit.moves:
-            if move.seal:
-                seal_row(self._served.sealer, self._region, move, self._clock())
-        return self._run(unit, self._agent.write, self._stored)
+        with (yield from self._staging.stores.rows(unit.moves)) as rows:
+            for move in unit.moves:
+                rows.prepare(self._served.sealer, move, self._clock())
+            yield from self._run(unit, rows, self._agent.write, self._stored)
 
     def _run(
-        self, unit: Unit, begin: Callable[[Sequence[Span]], Transfer], outcome: Callable[[Move, bool], Outcome]
+        self,
+        unit: Unit,
+        rows: DirectRows,
+        begin: Callable[[Sequence[Span]], Transfer],
+        outcome: Callable[[Move, DirectRows, bool], Outcome],
     ) -> Steps[None]:
         """Move the rows of a unit in one transfer, then verify them or enter them in the journal."""
         try:
-            spans = self._spans(unit.moves)
+            spans = self._spans(unit.moves, rows)
         except (AgentError, OSError) as error:
             self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
             self._served.health.check_soon()
@@ -257,36 +295,37 @@ class SlabTier(StorageTier):
         self._moves.make_way(unit)  # the disk need not wait until these rows are verified
         # One bad row fails a whole transfer: each is tried again alone.
         if good or len(unit.moves) == 1:
-            unit.end_each(lambda move: outcome(move, good))
+            unit.end_each(lambda move: outcome(move, rows, good))
 
-    def _spans(self, moves: Collection[Move]) -> list[Span]:
+    def _spans(self, moves: Collection[Move], rows: DirectRows) -> list[Span]:
         """Raises AgentError, OSError."""
-        address, row_bytes, locate = self._region.address, self._geometry.row_bytes, self._served.slabs.locate
-        places = ((move.row, *locate(move.slot)) for move in moves)
-        return [(address + row * row_bytes, row_bytes, offset, device) for row, device, offset in places]
+        row_bytes, locate = self._geometry.row_bytes, self._served.slabs.locate
+        places = ((move, *locate(move.slot)) for move in moves)
+        return [(rows.address(move), row_bytes, offset, device) for move, device, offset in places]
 
     def _slots_in_use(self) -> set[int]:
         return {move.slot for move in self._moves.unfinished()}
 
-    def _loaded(self, move: Move, good: bool) -> Outcome:
-        served, row = self._served, self._region.rows_view[move.row]
+    def _loaded(self, move: Move, rows: DirectRows, good: bool) -> Outcome:
+        served = self._served
         if not good:
             served.load_failed()
             return Outcome.FAILED
-        verdict = served.sealer.verify(row, move.key)
+        verdict = rows.verify(served.sealer, move)
         if verdict is not Verdict.OK:
             served.log_corrupt(move.slot, verdict.name)
             served.journal.remove(move.slot, move.key)
             return Outcome.CORRUPT
-        if served.has_expired(move.slot, served.sealer.sealed_at(row)):
+        if served.has_expired(move.slot, served.sealer.sealed_at(self._region.rows_view[move.row])):
             served.journal.remove(move.slot, move.key)  # its bytes stay, for the next sweep
             return Outcome.MISSING
         return Outcome.OK
 
-    def _stored(self, move: Move, good: bool) -> Outcome:
+    def _stored(self, move: Move, rows: DirectRows, good: bool) -> Outcome:
         served = self._served
         sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
         if good:
+            rows.moved()
             served.journal.put(move.slot, move.key, move.tick, sealed_at)
             return Outcome.OK
         served.journal.mark_garbage(move.slot, sealed_at)

@@ -1,0 +1,269 @@
+"""Where a row's bytes lie while a file tier moves them: in the host region itself, or staged in a private buffer.
+
+O_DIRECT pins every page of its target, and a region of scattered 4 KiB pages costs a disk request more segments than it
+may have. A private buffer has huge pages nearly everywhere (MADV_HUGEPAGE). So rows are read into it at full speed, and
+verified and copied into the region in one pass; on the way down they are sealed and copied in one pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+
+import numpy as np
+
+from nixl_tiers.config.file import FileConfig
+from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, mostly_huge
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.tiers.base import Move, seal_row
+from nixl_tiers.tiers.moves import Steps
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
+from nixl_tiers.tiers.staging_trial import Measured, Trial, recall, remember
+from nixl_tiers.zeroed import zeroed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES: Final = 40 << 20  # in each direction: one unit of 8 MiB is verified while four others run
+LEAST_ROWS: Final = 2
+
+
+class DirectRows:
+    """The rows of one unit, which are moved straight between the region and the medium. A context manager: at its end
+    no transfer of them runs."""
+
+    staged: ClassVar[bool] = False
+
+    def __init__(self, region: HostRegion, on_end: Callable[[DirectRows], None] = lambda _: None) -> None:
+        self.moved_bytes = 0
+        self._region = region
+        self._on_end = on_end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on_end(self)
+
+    def address(self, move: Move) -> int:
+        """Where the medium reads or writes this row."""
+        return self._region.address + move.row * self._region.geometry.row_bytes
+
+    def prepare(self, sealer: Sealer, move: Move, now_s: float) -> None:
+        """Before a store: seal the region's row if that is asked for. `now_s`: Unix seconds."""
+        if move.seal:
+            seal_row(sealer, self._region, move, now_s)
+
+    def verify(self, sealer: Sealer, move: Move) -> Verdict:
+        """After a load: OK only if the region now holds the bytes whose seal was verified."""
+        verdict = self._verify(sealer, move, self._region.rows_view[move.row])
+        if verdict is Verdict.OK:
+            self.moved()
+        return verdict
+
+    def moved(self) -> None:
+        """One row has arrived. Called for stores; `verify` knows it of loads."""
+        self.moved_bytes += self._region.geometry.row_bytes
+
+    def _verify(self, sealer: Sealer, move: Move, row: NDArray[np.uint8]) -> Verdict:
+        return sealer.verify(row, move.key)
+
+
+class StagedRows(DirectRows):
+    """The rows of one unit, each in a place of the buffer until the unit ends."""
+
+    staged = True
+
+    def __init__(
+        self,
+        region: HostRegion,
+        buffer: Buffer,
+        moves: Collection[Move],
+        on_end: Callable[[DirectRows], None] = lambda _: None,
+    ) -> None:
+        """The buffer has `room` for them."""
+        super().__init__(region, on_end)
+        self._buffer = buffer
+        self._taken = buffer.take(len(moves))
+        self._places = dict(zip(moves, self._taken, strict=True))
+
+    def __exit__(self, *_: object) -> None:
+        self._buffer.give_back(self._taken)
+        super().__exit__()
+
+    def address(self, move: Move) -> int:
+        return self._buffer.address + self._places[move] * self._region.geometry.row_bytes
+
+    def prepare(self, sealer: Sealer, move: Move, now_s: float) -> None:
+        place = self._buffer.rows[self._places[move]]
+        if move.seal:
+            seal_row(sealer, self._region, move, now_s, copy=place)
+        else:
+            place[:] = self._region.rows_view[move.row]
+
+    def _verify(self, sealer: Sealer, move: Move, row: NDArray[np.uint8]) -> Verdict:
+        return sealer.verify(self._buffer.rows[self._places[move]], move.key, copy=row)
+
+
+class Buffer:
+    """Room for rows of one direction in private huge pages. Lowest places first: what is never needed is never touched,
+    and rows that lie one after the other in both places share a request."""
+
+    def __init__(self, agent: Agent, row_bytes: int) -> None:
+        """Raises AgentError, OSError."""
+        count = max(BUFFER_BYTES // row_bytes, LEAST_ROWS)
+        size = count * row_bytes
+        self._map = zeroed(size + HUGE_PAGE_BYTES)
+        # A core file must not hold prompts; and before Linux 5.19 a fork while the disk writes here could leave a page
+        # to the child.
+        for flag in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(flag)
+        whole = np.frombuffer(self._map, np.uint8)
+        first = -int(whole.ctypes.data) % HUGE_PAGE_BYTES
+        self.rows: NDArray[np.uint8] = whole[first : first + size].reshape(count, row_bytes)
+        self.address = int(self.rows.ctypes.data)
+        self._free = list(range(count))
+        self._agent = agent
+        self._memory: Registration | None = agent.register_dram(self.address, size)
+
+    def room(self, rows: int) -> bool:
+        return len(self._free) >= rows
+
+    def take(self, rows: int) -> list[int]:
+        return [heapq.heappop(self._free) for _ in range(rows)]
+
+    def give_back(self, places: Sequence[int]) -> None:
+        for place in places:
+            heapq.heappush(self._free, place)
+
+    def release(self) -> None:
+        """Give the memory back if nothing is in it. It is there again at the next use."""
+        if len(self._free) == len(self.rows):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._agent.deregister(self._memory)
+            self._memory = None
+
+
+class Direction:
+    """The loads or the stores of a tier: which way each unit goes, what was measured, and the buffer."""
+
+    def __init__(self, name: Literal["loads", "stores"], config: FileConfig, region: HostRegion, agent: Agent) -> None:
+        """`region` and `agent` stay the caller's."""
+        self._name = name
+        self._path = config.path
+        self._mode = config.staging
+        if config.backend == "gds_mt" and self._mode == "auto":
+            self._mode = "off"  # cuFile has buffers of its own
+        self._region = region
+        self._agent = agent
+        self._buffer: Buffer | None = None
+        self._measured: Measured | None = None
+        self._trial = Trial()
+        self._advice = advice()
+
+    def open(self) -> None:
+        """The tier's path exists: find out what was measured there before. May wait for the medium."""
+        row_bytes = self._region.geometry.row_bytes
+        if self._mode == "off" or self._buffer is not None:
+            return
+        try:
+            self._buffer = Buffer(self._agent, row_bytes)
+        except (AgentError, OSError) as error:
+            logger.warning("no buffer for staging, %s are direct: %s", self._name, error)
+            return
+        if self._mode == "auto":
+            self._measured = recall(self._name, self._path, row_bytes)
+            if self._measured is not None:
+                logger.info("staging, as measured before: %s", self._measured)
+
+    @property
+    def staged(self) -> bool:
+        """Whether rows are staged, beside those of a trial."""
+        if self._buffer is None:
+            return False
+        return self._mode == "on" or (self._measured is not None and self._measured.pays and self._pages_are_small)
+
+    def rows(self, moves: Collection[Move]) -> Steps[DirectRows]:
+        """Where the rows of a unit lie while they are moved; waits for room in the buffer."""
+        if self._buffer is None:
+            return DirectRows(self._region)
+        if self._mode == "auto" and self._measured is None and self._pages_are_small:
+            rows = yield from self._go(self._buffer, moves, lambda: self._trial.staged, self._tried)
+            self._trial.begin(time.monotonic())
+            return rows
+        return (yield from self._go(self._buffer, moves, lambda: self.staged))
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+    @property
+    def _pages_are_small(self) -> bool:
+        """Known to be: until the region is prefaulted, only where the kernel gives it no huge pages."""
+        region = self._region
+        if region.huge_bytes is None:
+            return bool(self._advice) and not region.hugetlb
+        return not mostly_huge(region.nbytes, region.huge_bytes)
+
+    def _go(
+        self,
+        buffer: Buffer,
+        moves: Collection[Move],
+        staged: Callable[[], bool],
+        on_end: Callable[[DirectRows], None] = lambda _: None,
+    ) -> Steps[DirectRows]:
+        def may_start() -> bool:
+            return not staged() or buffer.room(len(moves))
+
+        if not may_start():
+            yield may_start
+        return StagedRows(self._region, buffer, moves, on_end) if staged() else DirectRows(self._region, on_end)
+
+    def _tried(self, rows: DirectRows) -> None:
+        """A unit of the trial has ended."""
+        self._trial.end(time.monotonic(), rows.moved_bytes, staged=rows.staged)
+        if self._measured is None and self._trial.over:
+            row_bytes = self._region.geometry.row_bytes
+            measured = self._measured = self._trial.measured(self._name, self._path, row_bytes)
+            logger.info("staging: %s", measured)
+            threading.Thread(target=remember, args=(measured,), name="staging", daemon=True).start()
+        if self._measured is not None and not self._measured.pays and self._buffer is not None:
+            self._buffer.release()
+
+
+class Staging:
+    """Both directions of one tier. Each is measured by itself: what loads gain stores need not. Belongs to the mover's
+    loop."""
+
+    def __init__(self, config: FileConfig, region: HostRegion, agent: Agent) -> None:
+        self.loads = Direction("loads", config, region, agent)
+        self.stores = Direction("stores", config, region, agent)
+
+    def open(self) -> None:
+        self.loads.open()
+        self.stores.open()
+
+    @property
+    def staged(self) -> tuple[bool, bool]:
+        """Whether loads and stores are staged."""
+        return self.loads.staged, self.stores.staged
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+        self.loads.close()
+        self.stores.close()
