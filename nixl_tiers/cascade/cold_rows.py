@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import or_
 from typing import Final
 
 from nixl_tiers.cascade.cold_table import ColdTable, Retired, Steps
@@ -41,6 +42,13 @@ class ColdRows:
         return False
 
     __contains__ = has
+
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Of each key, whether it is here."""
+        found = [False] * len(keys)
+        for table in self.tables:
+            found = list(map(or_, found, table.has_many(keys)))
+        return found
 
     def __len__(self) -> int:
         return sum(map(len, self.tables))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -58,15 +58,18 @@ class ColdTable(Protocol):
     def find(self, key: Key) -> tuple[int, int] | None:
         """(slot, tick of last use) of the key's row, or None."""
 
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Of each key, whether `find` finds it."""
+
     def remove(self, key: Key) -> tuple[int, int] | None:
         """As find, and remove the row: its slot is the caller's."""
 
     def coldest_tick(self) -> int | None:
-        """When the least recently used row was used; None if there is none."""
+        """When the least recently used row was used, or earlier; None if there is none."""
 
     def coldest(self, count: int, before: int | None = None) -> list[tuple[Key, int]]:
         """Remove up to `count` rows, the least recently used first: (key, slot). With `before`: only those that were
-        last used at that tick or earlier."""
+        last used at that tick or earlier. Fewer, also none, if it has passed over many removed rows: call it again."""
 
     def prepare_slots(self) -> None:
         """Call before `claim` or `release`, without a lock. No row may be removed from now until `drop_unclaimed`, or
@@ -76,14 +79,14 @@ class ColdTable(Protocol):
     def slots_end(self) -> int:
         """One more than the highest slot, after `prepare_slots`."""
 
-    def claim(self, taken: bytearray, start: int, stop: int) -> int:
+    def claim(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
         """Mark the slots of its rows from `start` to `stop` in a map of one byte a slot; returns how many. Those that
         are marked already are left out."""
 
     def drop_unclaimed(self, limit: int) -> None:
         """Remove the rows whose slots were left out, or are not below `limit`. Call it without a lock."""
 
-    def release(self, taken: bytearray, start: int, stop: int) -> int:
+    def release(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
         """Unmark the slots of its rows from `start` to `stop`; returns how many."""
 
     def close(self) -> None:

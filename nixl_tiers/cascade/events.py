@@ -39,13 +39,9 @@ class Events:
 
     # --- tiers -------------------------------------------------------------------------------------------------
 
-    def opened(self, tier: int, slots: int) -> None:
-        """A mover serves this tier (again), with room for `slots` rows; the rows that it holds are listed next."""
-        take_all(self.opens(tier, slots))
-
-    def opens(self, tier: int, slots: int) -> Steps:
-        """`opened`, step by step: it may have room for fewer rows than before. Nothing of the tier is a hit, and
-        nothing is planned for it, before the last step."""
+    def opened(self, tier: int, slots: int) -> Steps:
+        """A mover serves this tier (again), with room for `slots` rows, perhaps fewer than before; the rows that it
+        holds are listed next. Nothing of the tier is a hit, and nothing is planned for it, before the last step."""
         return begin_listing(self._state.tiers[tier], slots)
 
     def resized(self, tier: int, slots: int) -> None:
@@ -139,7 +135,7 @@ class Events:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the last turn (`TierManager.expire`, `plan`) left work that can be done at once."""
+        """Whether the last turn (`TierManager.turn`) left work that can be done at once."""
         return self._state.unfinished
 
     def expire(self, now: float) -> None:
@@ -160,18 +156,22 @@ class Events:
         return [] if self._plan_put_off else self.plan(now)
 
     def plan(self, now: float) -> list[Job]:
-        """The jobs to start now, within every bound and one slice; promotions before demotions, and both before stores.
+        """The jobs to start now, within every bound and one slice; promotions of all tiers first. Demotions and stores
+        keep out of their way (`store_hold.py`).
 
         Loads may be sent before the keys to delete (`TierIndex.delete_batches`); stores must be sent after them.
         """
         jobs: list[Job] = []
         self._state.begin_slice()
         self._writeback.clean()
-        for tier in self._state.tiers:
-            if tier.dead:
-                continue  # its suspects are not known yet
+        known = [tier for tier in self._state.tiers if not tier.dead]  # of a dead mover the suspects are not known yet
+        for tier in known:
             if tier.readable and tier.to_load:
                 jobs.extend(self._promotion.plan(tier, now))
+        for tier in self._promotion.feed_line(now):
+            jobs.extend(self._promotion.plan(tier, now))
+        self._writeback.hold.begin(self._promotion.under_way, now)
+        for tier in known:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
             if tier.writable and tier.to_store:
@@ -206,7 +206,6 @@ class Events:
         if len(outcomes) != len(places) or any(place not in places for place, _ in partial):
             raise ValueError(f"an end of job {job_id} that does not fit its {len(places)} moves")
         self._state.begin_slice()
-        del index.jobs[job_id]
         for place, missing in partial:
             job.moves[place].row.missing = missing
         self._health.job_ended(index, job, outcomes, now)
@@ -239,11 +238,13 @@ class Events:
         self._state.tick = max(self._state.tick, tick + 1)
 
     def _end_moves(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+        tier.loose += reversed(job.moves)
+        tier.jobs.pop(job.id, None)
         self._state.job_ended(tier, job)
-        if job.direction is Direction.STORE:
-            for move, outcome in zip(job.moves, outcomes, strict=True):
+        for move, outcome in zip(job.moves, outcomes, strict=True):
+            if job.direction is Direction.STORE:
                 self._writeback.store_ended(tier, move, outcome)
-            self._writeback.unpark(job.moves)
-        else:
-            for move, outcome in zip(job.moves, outcomes, strict=True):
+            else:
                 self._promotion.load_ended(tier, move, outcome, now)
+        if job.direction is Direction.STORE:
+            self._writeback.unpark(job.moves)

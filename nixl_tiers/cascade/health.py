@@ -71,8 +71,13 @@ class Health:
 
     def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
-        if any(outcome is Outcome.OK for outcome in outcomes):
+        moved = sum(outcome is Outcome.OK for outcome in outcomes)
+        if moved:
             tier.throughput[job.direction].record(job.nbytes, now - job.started_s)
+            self._observe(tier, job, moved, now)
+            if job.direction is Direction.LOAD:
+                rows = tier.loaded - job.loaded_before + len(job.moves)
+                tier.loads.record(rows * self._state.row_bytes, now - job.started_s, now)
         if job.abandoned:
             return  # it was a failure when it was abandoned
         for move, outcome in zip(job.moves, outcomes, strict=True):
@@ -160,7 +165,8 @@ class Health:
     def _bury(self, tier: TierIndex, now: float, *, reaped: bool) -> None:
         """The tier's open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
         overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
-        if not tier.jobs:
+        loose = self._state.loose_jobs(tier, now)
+        if not (tier.jobs or loose):
             return
         jobs, tier.jobs = tier.jobs, {}
         suspects = (
@@ -169,8 +175,8 @@ class Health:
             or deque(job for job in jobs.values() if job.abandoned)
             or deque(jobs.values())
         )
-        to_abandon = () if reaped else jobs.values()
-        tier.dead.append(DeadJobs(suspects, deque(to_abandon), deque(jobs.values()), now, reaped))
+        dead = [*jobs.values(), *loose]
+        tier.dead.append(DeadJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
 
     def _abandon(self, tier: TierIndex, job: Job, now: float) -> None:
         job.abandoned = True
@@ -191,6 +197,13 @@ class Health:
             breaker.end_probe(job.probe_episode, good, now)
         elif good or not job.is_trial:
             breaker.record(good, now)
+
+    def _observe(self, tier: TierIndex, job: Job, moved: int, now: float) -> None:
+        name, samples = tier.spec.name, self._state.samples
+        samples.observe(name, f"{job.direction.value}_seconds", now - job.started_s)
+        samples.observe(name, f"{job.direction.value}_bytes", moved * self._state.row_bytes)
+        if job.direction is Direction.LOAD and (since_s := self._promotion.waited_since(job)) is not None:
+            samples.observe(name, "promotion_seconds", now - since_s)
 
     def _start_trial_load(self, tier: TierIndex, key: Key, now: float) -> list[Job]:
         """A load into a scratch row, which no look-up finds; it may evict a row of a full host."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from itertools import islice
 from typing import Final
@@ -13,10 +13,12 @@ import msgspec
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
 from nixl_tiers.cascade.garbage import Garbage
+from nixl_tiers.cascade.gone_keys import HOST, Gone, GoneKeys, tag_of
 from nixl_tiers.cascade.slots import Slots
 from nixl_tiers.chunk import Key
 
 CPU = "cpu"
+_EVICTED: Final = tag_of(HOST, Gone.EVICTED)
 MAX_LOOKS: Final = 256  # pinned rows that one search for victims passes over
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
 
@@ -40,8 +42,9 @@ class Generation:
 class Row(msgspec.Struct, gc=False, eq=False):
     """One chunk in the host region. Refcounts: `worker_refs`, `mover_refs`: open jobs of workers and movers on its
     bytes; `call_refs`: calls of threads that use the store without an engine; `request_pins`: requests that wait and
-    need it. `evicting`: a victim that is written below first. `invalidated`: no look-up finds it any more, since it was
-    `removed` or its generation has ended, and it is free as soon as no job uses it.
+    need it. `evicting`: a victim that is written below first. `host_only`: not written below, since only requests that
+    forbid it have used it. `invalidated`: no look-up finds it any more, since it was `removed` or its generation has
+    ended, and it is free as soon as no job uses it.
 
     Hidden from Python's garbage collector, which would otherwise traverse hundreds of thousands of rows at a time in
     the scheduler's thread. So a row must never refer to anything that may refer to a row.
@@ -63,6 +66,7 @@ class Row(msgspec.Struct, gc=False, eq=False):
     sealing: bool = False
     removed: bool = False
     evicting: bool = False
+    host_only: bool = False
     source: str = CPU
     missing: int = 0  # sub-blocks at its beginning that hold nothing
 
@@ -82,11 +86,12 @@ class HostTier:
     A reset ends all rows at once; `reclaim_old` frees them in slices, and those that workers still use at `flushed`.
     """
 
-    def __init__(self, rows: int, policy: Callable[[], EvictionPolicy]) -> None:
+    def __init__(self, rows: int, policy: Callable[[], EvictionPolicy], gone: GoneKeys | None = None) -> None:
         self.rows = rows
         self.generation = Generation()
         self.index: dict[Key, Row] = {}
         self.counters = Counters()
+        self._gone = gone or GoneKeys()
         # Keys, for a publisher of events; bounded, since there may be none.
         self.evicted: deque[Key] = deque(maxlen=4 * rows)
         self.evicting: dict[Key, Row] = {}
@@ -111,24 +116,23 @@ class HostTier:
     def free(self) -> int:
         return self._slots.free
 
-    def make_room(self, count: int) -> list[Key]:
-        """Evict until `count` rows are free, or all that are left are pinned, or `searching`; returns the victims'
-        keys."""
+    def make_room(self, count: int) -> list[Row]:
+        """Evict until `count` rows are free, or all that are left are pinned, or `searching`; returns the victims."""
         if count > self._slots.free and self._old:
             self.reclaim_old(count + MAX_JUDGED)
         missing = count - self._slots.free
         victims: list[Row] = []
         if missing > 0:
-            victims = list(islice((r for r in self.evicting.values() if not self._is_pinned(r.key)), missing))
+            victims = self._unpinned_evicting(missing)
             victims += self._take_victims(missing - len(victims))
             for row in victims:
                 self._remove(row)
-            if len(victims) == missing or not self._gave_up:
+            if len(victims) == missing or not (self._gave_up or len(self.evicting) > MAX_LOOKS):
                 self._unseen = 0
                 self.no_victims = False
             elif not self._unseen and not self.no_victims:
-                self._unseen = len(self._policy)
-        return [row.key for row in victims]
+                self._unseen = max(len(self._policy), len(self.evicting))
+        return victims
 
     @property
     def searching(self) -> bool:
@@ -142,8 +146,10 @@ class HostTier:
         found = self._take_victims(1)
         for row in found:
             self._policy.add(row.key, row.tick)
+        if found or self._unpinned_evicting(1):
             self._unseen = 0
-        return bool(found)
+            return True
+        return False
 
     def select_victims(self, count: int) -> list[Row]:
         """Start the eviction of the `count` least valuable rows: still hits, until `finish_eviction` is called."""
@@ -174,6 +180,16 @@ class HostTier:
         row.tick = tick
         self._policy.add(key, tick)
         return row
+
+    def in_slices(self, count: int) -> Iterator[list[Row]]:
+        """All rows that a look-up finds, those of a prefix in its order, `count` at a time. If rows come or go between
+        two slices, the next one is the last, and has all of them."""
+        rows, unchanged = iter(self.index.values()), (self._inserted, len(self.index))
+        while part := list(islice(rows, count)):
+            yield part
+            if (self._inserted, len(self.index)) != unchanged:
+                yield list(self.index.values())
+                return
 
     def allocate_scratch(self, key: Key) -> Row:
         """A row that no look-up finds; `reclaim` frees it. Call make_room first."""
@@ -259,6 +275,7 @@ class HostTier:
     def unflushed_stores(self, most: int) -> list[Row]:
         """Rows from before a reset that workers filled and may still write to. Looks at `most` rows, at others each
         time."""
+        self.reclaim_old(most)
         rows = list(islice(self._unflushed.values(), most))
         for row in rows:
             self._unflushed.move_to_end(row.index)
@@ -278,7 +295,22 @@ class HostTier:
         self.evicting.pop(row.key, None)
         self._slots.release(row.index)
         self.counters.evictions += 1
+        self._gone.note(row.key, _EVICTED)
+        self.counters.unused += row.source != CPU  # no load has read it since it was promoted
         self.evicted.append(row.key)
+
+    def _unpinned_evicting(self, count: int) -> list[Row]:
+        """Up to `count` victims that can leave before they are written below. Passes over so many pinned ones, which
+        are the last to be looked at again, and no more."""
+        found: list[Row] = []
+        for row in list(islice(self.evicting.values(), MAX_LOOKS + count)):
+            if len(found) == count:
+                break
+            if self._is_pinned(row.key):
+                self.evicting[row.key] = self.evicting.pop(row.key)
+            else:
+                found.append(row)
+        return found
 
     def _take_victims(self, count: int) -> list[Row]:
         """Up to `count` rows that the policy evicts; looks at so many rows that are pinned, and no more."""

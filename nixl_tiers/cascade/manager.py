@@ -14,22 +14,28 @@ from enum import Enum
 from functools import partial
 
 from nixl_tiers.cascade.breaker import BreakerState
+from nixl_tiers.cascade.chains import Chain, Chains, Scan
 from nixl_tiers.cascade.counters import Counters, TierStats
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.existence import ExistenceChecks
 from nixl_tiers.cascade.garbage import Garbage
+from nixl_tiers.cascade.gone_keys import GoneKeys
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import CPU, Generation, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.line import AFTER_ALL, Rank
+from nixl_tiers.cascade.misses import Misses
+from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.requests import Request
+from nixl_tiers.cascade.savings import Load, Savings
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Job, TierSpec, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key
-from nixl_tiers.policies import Eviction, Write
+from nixl_tiers.policies import Eviction, Prefer, Write
 
 
 class Lookup(Enum):
@@ -63,21 +69,40 @@ class TierManager:
         tiers: Sequence[TierSpec],
         limits: Limits | None = None,
         policy: Eviction = "lru",
+        *,
+        prefill: PrefillEstimate | None = None,
+        prefer: Prefer = "latency",
     ) -> None:
-        self.host = HostTier(rows, partial(make_policy, policy, rows))
+        gone = GoneKeys()
+        self.host = HostTier(rows, partial(make_policy, policy, rows), gone)
         self.garbage = Garbage()
         self.limits = limits or Limits()
-        self.tiers = [TierIndex(spec, number, self.limits, self.garbage) for number, spec in enumerate(tiers)]
+        self.tiers = [TierIndex(spec, number, self.limits, self.garbage, gone) for number, spec in enumerate(tiers)]
         self.checks = ExistenceChecks(self.tiers, self.limits)
-        self._state = CascadeState(self.host, self.tiers, self.limits, row_bytes, self.garbage)
+        self.prefill = prefill or PrefillEstimate()
+        self._state = CascadeState(
+            self.host,
+            self.tiers,
+            self.limits,
+            row_bytes,
+            self.garbage,
+            prefill=self.prefill,
+            gone=gone,
+            prefer=prefer,
+        )
+        self._misses = Misses(self._state)
         self._writeback = WriteBack(self._state)
         self._promotion = Promotion(self._state, self.checks, self._writeback)
         self.health = Health(self._state, self._promotion, self._writeback)
         self.events = Events(self._state, self.checks, self._promotion, self._writeback, self.health)
+        self.savings = Savings(self.prefill, self._counters)
         self._requests: dict[str, Request] = {}
+        self._chains = Chains(self._state, self.checks, self._promotion, self._requests)
         self._allowed: dict[str, frozenset[int]] = {}  # requests that may not load from every storage tier
+        self._host_only: set[str] = set()  # requests on whose behalf nothing is written to storage tiers
         self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
         self._store_seq = 0
+        self._prefetches = 0
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -86,7 +111,7 @@ class TierManager:
 
         `first`: the first sub-block that the load is going to read; a row that lacks it is a miss.
         """
-        request = self._request(name)
+        request = self._looked_up(name, now)
         if request.load_failed:
             return Lookup.MISS
         waits = request.begin(self.host.step, position)
@@ -107,6 +132,9 @@ class TierManager:
             return Lookup.HIT
         if request.stopped or self._promotion.has_expired(request, now):
             return Lookup.MISS
+        if row is not None and row.state is RowState.LOADING and not row.mover_refs:
+            self.host.invalidate(row)  # an error has ended its load
+            row = None
         if (
             row is not None
             or request.asked.get(key, False)
@@ -121,9 +149,44 @@ class TierManager:
             self._promotion.release(request)  # it has waited for an existence check, which found nothing
         return Lookup.MISS
 
+    def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0) -> Scan:
+        """All look-ups of a request in this step at once, of its chain from token `start` on: what of it the request
+        loads, and whether it waits for that. Instead of `lookup` for each key; keys of windowed groups are looked up
+        besides, after it in the same step. `first`: as in `lookup`, of each chunk."""
+        request = self._looked_up(name, now)
+        if request.load_failed:
+            return Scan(False, start)
+        return self._chains.scan(request, chain, start, first, now)
+
+    def copied(self, rows: int, seconds: float, now: float) -> None:
+        """Workers have taken so long to copy these rows to the engine, and the engine to take notice."""
+        self._state.copies.record(rows * self._state.row_bytes, seconds, now)
+
+    def anticipate(self, name: str, keys: Sequence[Key], rank: Rank) -> None:
+        """A new request waits for its turn: its first look-up, which comes the sooner, the lower its `rank` is. Until
+        then its chain is promoted in the background, up to the first key that no tier holds, behind what is promoted
+        for requests whose turn has come, and kept for it as far as these leave room. `keys`: of its full-attention
+        groups, in the order of their end tokens, from the first that the engine itself has not cached."""
+        request = self._request(name)
+        if self.tiers and keys and request.step < 0 and not request.in_line:
+            self._promotion.line.join(request, keys, rank)
+
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Promote those of `keys` that storage tiers hold, in this order, behind all that requests wait for. Rows that
+        have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes."""
+        self._prefetches += 1
+        if self.tiers and keys:
+            request = Request(f"prefetch {self._prefetches}", self.host.generation)
+            self._promotion.line.join(request, keys, AFTER_ALL)
+
     def set_allowed_tiers(self, name: str, tiers: Iterable[int]) -> None:
         """Let a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
         self._allowed[name] = frozenset(tiers)
+
+    def keep_in_host(self, name: str) -> None:
+        """Write nothing that a new request stores to storage tiers, on its behalf, until it is finished. A chunk that
+        another request, without this, stores or uses too is written like any other from then on."""
+        self._host_only.add(name)
 
     def wait_for_listing(self, name: str) -> None:
         """Let this request wait for unknown keys while a tier is being listed that may hold them."""
@@ -134,10 +197,24 @@ class TierManager:
         row = self.host.index.get(key)
         return CPU if row is None else row.source
 
-    def end_step(self) -> None:
-        """The scheduler's step is over: its hits that it did not load may be evicted again."""
+    def count_misses(self, keys: Iterable[Key], name: str, now: float) -> None:
+        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
+        self._misses.count(keys, self._request(name), now)
+
+    def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
+        """The scheduler's step is over: its hits that it did not load may be evicted again. `began`: requests that
+        compute from now on; `preempted`: those that lost what they had computed, and come back."""
         self.host.step += 1
         self.checks.end_step()
+        for name in began:
+            request = self._requests.get(name)
+            if request is not None and request.in_line:  # without a look-up: the engine's own cache had all of it
+                self._promotion.line.leave(request)
+                self._promotion.release(request)
+        for name in preempted:
+            if (request := self._requests.get(name)) is not None:
+                self._promotion.release(request)
+                request.rearm()  # what it computed is stored by now: it is weighed anew
 
     def pin(self, keys: Iterable[Key], name: str) -> None:
         """Pin the rows of `keys` until request `name` ends, if no tier below can take them: a put of more than the host
@@ -156,39 +233,61 @@ class TierManager:
         """
         tick = self._state.tick_of(self._request(name))
         for key in keys:
-            if key in self.host.index:
-                self.host.touch(key, tick)
+            if (row := self.host.index.get(key)) is not None:
+                self._use(row, name, tick)
             for tier in self.tiers:
                 tier.touch(key, tick)
 
     def finish_request(self, name: str) -> None:
         """The request has ended: unpin its rows."""
         self._allowed.pop(name, None)
+        self._host_only.discard(name)
+        self.savings.forget(name)
         request = self._requests.pop(name, None)
         if request is not None:
+            if request.in_line:
+                self._promotion.line.leave(request)
+            self._promotion.observe_wait(request, loaded=False)
             request.expired = True
             self._promotion.release(request)
 
     # --- loads -------------------------------------------------------------------------------------------------
 
-    def prepare_load(self, keys: Sequence[Key], name: str, *, call: bool = False) -> list[int]:
-        """Pin the rows of `keys`, all of them hits of this step; returns them in order.
+    def prepare_load(
+        self,
+        keys: Sequence[Key],
+        name: str,
+        *,
+        call: bool = False,
+        tokens: Sequence[int] = (),
+        load: Load | None = None,
+    ) -> list[int]:
+        """Pin the rows of `keys`, all of them hits of this step; returns them in order. `tokens`: how many each key
+        saves the engine from computing, and `load`: which ones they are and when their copy began, for the metrics.
 
         They are pinned until complete_load or, if a `call` is to read them, end_call.
         """
         request = self._request(name)
         tick = self._state.tick_of(request)
         rows = []
-        for key in keys:
+        for place, key in enumerate(keys):
             row = self.host.index[key]
             assert row.state is RowState.READY, "load of a row that is not ready"
             self._reference(row, name, call)
-            self.host.touch(key, tick)
+            self._use(row, name, tick)
             counters = self._counters(row.source)
             counters.hits += 1
+            if tokens:
+                counters.hit_tokens += tokens[place]
+                if load is not None:
+                    load.tokens[row.source] = load.tokens.get(row.source, 0) + tokens[place]
             for tier in self.tiers:
                 tier.touch(key, tick)
             rows.append(row.index)
+        waited = self._promotion.observe_wait(request, loaded=True)
+        if load is not None:
+            load.waited = waited
+            self.savings.load_began(name, load)
         self._promotion.release(request)
         request.rearm()
         return rows
@@ -220,7 +319,7 @@ class TierManager:
             row.worker_refs -= 1
             row.source = CPU
             self._flushed_before(row.generation)
-            self.host.counters.failed += 1
+            self.host.counters.failed_loads += 1
             if not row.worker_refs:  # else another load reads it too, and has its own end
                 self.host.counters.unreadable += row.state is RowState.READY
                 self.host.invalidate(row)
@@ -236,20 +335,18 @@ class TierManager:
         tick = self._state.tick_of(self._request(name))
         if len(fresh) < len(keys):
             for key in keys:
-                if key in self.host.index:
-                    self.host.touch(key, tick)
+                if (row := self.host.index.get(key)) is not None:
+                    self._use(row, name, tick)
         room = self._state.make_room(len(fresh))
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
         for key in plan.keys:
             row = self.host.insert(key, RowState.FILLING, tick)
             self._reference(row, name, call)
+            row.host_only = name in self._host_only
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
-        self.host.counters.misses += len(fresh)
-        for tier in self.tiers:
-            tier.counters.misses += sum(key not in tier for key in fresh)
-        self.host.counters.dropped += len(fresh) - room
+        self.host.counters.dropped_no_room += len(fresh) - room
         plan.evicted.extend(self.take_evicted())
         return plan
 
@@ -311,7 +408,9 @@ class TierManager:
         that began after the reset completes; those of a call when it ends. Storage tiers are emptied (of this epoch)
         unless `keep_tiers`, until `events.opened`. `take_evicted` does not return the keys that a reset removes.
         """
+        self.savings.reset()
         self._promotion.reset(self.garbage)
+        self._state.gone.clear()
         self.checks.reset(self.garbage)
         self.host.reset(self.garbage)
         for tier in self.tiers:
@@ -324,13 +423,9 @@ class TierManager:
         """Workers have ended every job that was open at the last reset."""
         self.host.flushed()
 
-    def expire(self, now: float) -> None:
-        """Apply timeouts: of jobs, of existence checks, and of rows that were promoted for nothing."""
-        self.events.expire(now)
-        self.checks.expire(now)
-
     def turn(self, received_s: float, now: float) -> list[Job]:
-        """`expire` at `received_s` and the jobs to start now, in one hold of the lock (`Events.turn`)."""
+        """Apply what has timed out by `received_s` (jobs, existence checks, rows that were promoted for nothing), and
+        plan the jobs to start now; one slice of that (`Events.turn`)."""
         self.checks.expire(received_s)
         return self.events.turn(received_s, now)
 
@@ -355,9 +450,28 @@ class TierManager:
         stats = {CPU: TierStats(host, host.rows, self.host.used, True, BreakerState.CLOSED, 0)}
         for tier in self.tiers:
             up = tier.state is TierState.UP
-            rows, used = tier.counters.rows, len(tier.slots)
-            stats[tier.spec.name] = TierStats(tier.counters, rows, used, up, tier.circuit, tier.quarantined)
+            stats[tier.spec.name] = TierStats(
+                tier.counters,
+                tier.counters.rows,
+                len(tier.slots),
+                up,
+                tier.circuit,
+                tier.quarantined,
+                queued_loads=len(tier.to_load),
+                queued_stores=len(tier.to_store) + len(tier.parked),
+                loading=tier.rows_loading,
+                storing=tier.rows_storing,
+            )
         return stats
+
+    def take_samples(self) -> dict[tuple[str, str], list[float]]:
+        """Of histograms, since the last call: (tier, number) -> samples."""
+        return self._state.samples.take()
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests that wait for promotions."""
+        return self._promotion.waiting_count
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -367,6 +481,20 @@ class TierManager:
             request = self._requests[name] = Request(name, self.host.generation, self._allowed.get(name))
         request.belongs_to(self.host.generation)
         return request
+
+    def _looked_up(self, name: str, now: float) -> Request:
+        """The request, whose turn has come if it was in line."""
+        request = self._request(name)
+        if request.in_line:
+            self._promotion.turn_comes(request, now)
+        if not request.expired:
+            request.seen_s = now
+        return request
+
+    def _use(self, row: Row, name: str, tick: int) -> None:
+        self.host.touch(row.key, tick)
+        if row.host_only and name not in self._host_only:
+            self._writeback.allow(row)
 
     def _reference(self, row: Row, name: str, call: bool) -> None:
         """A worker, or a call, is going to read or write this row."""
@@ -378,7 +506,7 @@ class TierManager:
 
     def _filled(self, row: Row, failed: Collection[Key], incomplete: Collection[Key]) -> bool:
         if row.key in failed or row.key in incomplete:
-            self.host.counters.failed += row.key in failed
+            self.host.counters.failed_stores += row.key in failed
             self.host.counters.incomplete += row.key not in failed
             self.host.invalidate(row)
             return False

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nixl_tiers.cascade.host import Generation, Row
 from nixl_tiers.chunk import Key
+
+
+@dataclass(slots=True)
+class Wait:
+    """What a request that waits for a part of its chain goes by. Positions are in tokens of the request."""
+
+    began_s: float
+    expected_s: float  # when all that it waits for is expected to be in host memory
+    step_tokens: int
+    end: int  # of its chain
+    places: list[tuple[int, int]]  # the tiers, by number, and the place of its last row in the queue of each
 
 
 class Request:
@@ -22,12 +35,15 @@ class Request:
         "asked",
         "check_deadline_s",
         "check_queued",
+        "chosen",
         "deadline_s",
         "expired",
         "first_key_found",
         "first_scan",
         "generation",
+        "in_line",
         "load_failed",
+        "lowest",
         "missing",
         "name",
         "open_checks",
@@ -36,10 +52,13 @@ class Request:
         "position",
         "rescan",
         "scan_hits",
+        "seen_s",
         "step",
         "stopped",
         "tick",
         "unknown",
+        "wait",
+        "waited_since_s",
         "waits_for_listing",
     )
 
@@ -50,7 +69,12 @@ class Request:
         self.tick: int | None = None
         # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
         self.deadline_s: float | None = None
+        # For metrics: when its wait began, when it last looked up while it waited, and the lowest tier that it asked.
+        self.waited_since_s: float | None = None
+        self.seen_s = 0.0
+        self.lowest = 0
         self.pending = False  # it waits for promotions, or has rows pinned
+        self.in_line = False  # and it was not looked up yet (line.py)
         self.expired = False  # its deadline has passed: nothing is promoted on its behalf any more
         self.waits_for_listing = False  # also for tiers that are still being listed
         self.load_failed = False  # one of its loads failed: it computes everything itself
@@ -72,6 +96,9 @@ class Request:
         self.check_deadline_s: float | None = None
         self.first_key_found = False
         self.rescan = False
+        # Load or recompute (chains.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
+        self.chosen: int | None = None
+        self.wait: Wait | None = None  # what its wait is judged by
 
     @property
     def waiting(self) -> bool:
@@ -102,6 +129,16 @@ class Request:
             self.pinned[row.key] = row
             row.request_pins += 1
 
+    def pin_all(self, rows: Sequence[Row]) -> None:
+        """The same of many rows, none of which is invalidated."""
+        if self.pinned:
+            for row in rows:
+                self.pin(row)
+            return
+        self.pinned = {row.key: row for row in rows}
+        for row in rows:
+            row.request_pins += 1
+
     def unpin(self, row: Row) -> None:
         """The row that it waited for will not be ready."""
         del self.pinned[row.key]
@@ -111,6 +148,7 @@ class Request:
         """Its load is prepared: if it comes back after a preemption, it may wait again."""
         self.deadline_s = None
         self.expired = False
+        self.chosen = self.wait = None
 
     def note_missing(self, key: Key) -> None:
         """A look-up of `key` was answered with PENDING."""
@@ -122,6 +160,7 @@ class Request:
         if self.generation is not generation:
             self.generation = generation
             self.pending = False
+            self.chosen = self.wait = None
             for collection in (self.pinned, self.scan_hits, self.asked):
                 collection.clear()
 

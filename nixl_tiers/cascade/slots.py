@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Final
 
 from nixl_tiers.cascade.cold_table import ColdTable
-
-_GROWTH: Final = 1 << 16  # slots: how much the map grows at least
+from nixl_tiers.zeroed import zeroed
 
 
 class SlotCount:
@@ -62,13 +60,15 @@ class SlotCount:
 
 
 class Slots(SlotCount):
-    """`limit` slots numbered from 0. A byte of memory for each up to the highest one in use, however many there are.
+    """`limit` slots numbered from 0. A byte of memory for each up to the highest one in use, however many there are:
+    the map's pages come when they are touched, since to grow it for a high slot took 8 ms at ten million slots.
 
     The budget holds because a slot is only got from `allocate` (the lowest free one) or `claim`."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
-        self._map = bytearray()  # as far as slots were ever used
+        self._map = zeroed(limit)
+        self._end = 0
         self._searched = 0  # each free slot below this one is in `_freed`
         self._freed: list[int] = []  # a heap of slots that were freed; those that are taken by now are dropped when met
 
@@ -78,13 +78,17 @@ class Slots(SlotCount):
 
     @limit.setter
     def limit(self, limit: int) -> None:
+        if limit > len(self._map):
+            larger = zeroed(limit)
+            larger[: self._end] = self._map[: self._end]
+            self._map = larger
         self._limit = limit
         self._search_from(0)  # slots beyond a smaller limit have been dropped
 
     @property
     def end(self) -> int:
         """No slot from this one on was ever used."""
-        return len(self._map)
+        return self._end
 
     def allocate(self) -> int | None:
         if self._used >= self._limit:
@@ -94,11 +98,11 @@ class Slots(SlotCount):
             if slot < self._limit and not self._map[slot]:
                 break
         else:
-            slot = self._map.find(0, self._searched)
-            slot = len(self._map) if slot < 0 else slot
+            slot = self._map.find(b"\0", self._searched, self._end)
+            slot = self._end if slot < 0 else slot
             if slot >= self._limit:
                 return None
-            self._cover(slot + 1)
+            self._end = max(self._end, slot + 1)
             self._searched = slot + 1
         self._map[slot] = 1
         self._used += 1
@@ -107,9 +111,9 @@ class Slots(SlotCount):
     def claim(self, slot: int) -> bool:
         if not 0 <= slot < self._limit:
             return False
-        self._cover(slot + 1)
         if self._map[slot]:
             return False
+        self._end = max(self._end, slot + 1)
         self._map[slot] = 1
         self._used += 1
         return True
@@ -125,22 +129,19 @@ class Slots(SlotCount):
         """Of the slots from `start` to `stop`: free those of the rows of `old`, then allocate those of `new`, as far as
         they are free and below the limit."""
         for table in old:
-            self._used -= table.release(self._map, start, stop)
+            self._used -= table.release(memoryview(self._map), start, stop)
         if new is not None:
             stop = min(stop, self._limit, new.slots_end)
-            self._cover(stop)
-            self._used += new.claim(self._map, start, stop)
+            self._end = max(self._end, stop)
+            self._used += new.claim(memoryview(self._map), start, stop)
         self._search_from(start)
 
     def clear(self) -> None:
         super().clear()
-        self._map = bytearray()
+        self._map = zeroed(0)
+        self._end = 0
         self._search_from(0)
 
     def _search_from(self, slot: int) -> None:
         if slot < self._searched or self._freed:
             self._searched, self._freed = min(slot, self._searched), []
-
-    def _cover(self, end: int) -> None:
-        if end > len(self._map):
-            self._map.extend(bytes(max(end, min(len(self._map) + _GROWTH, self._limit)) - len(self._map)))

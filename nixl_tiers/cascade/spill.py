@@ -55,12 +55,13 @@ class Spill:
 
     def collect(self, count: int) -> bool:
         """Have up to `count` rows leave the index, the coldest first; whether there are more. Rows stay that are being
-        moved or evicted, are suspects, or have uses that the medium has not heard of."""
+        moved or evicted, are suspects, or have uses that the medium has not heard of: `count` of them are passed over
+        at most."""
         index = self._index
         missing = len(index.policy) - index.limits.hot_rows // 2  # victims stay in `index`, and are not of the order
         if self.cancelled or missing <= 0 or not isinstance(index.policy, LeafFirstLru):
             return False
-        rows = index.policy.pop(min(count, missing), self._must_stay)
+        rows = index.policy.pop(min(count, missing), self._must_stay, most=count)
         collected: list[Key] = []
         for key, tick in rows:
             if self.ticks and tick < self.ticks[-1]:  # it had to stay until now: `coldest` needs them in order
@@ -75,7 +76,7 @@ class Spill:
             self.keys.append(tuple(collected))
         self._end = len(self.slots)
         self.leaving += len(collected)
-        return bool(rows) and len(collected) == len(rows)
+        return len(collected) == len(rows) and (bool(rows) or index.policy.has_unchecked)
 
     def keep(self, key: Key, entry: Entry) -> int:
         """This row does not leave the index, or leaves it for good; returns its tick."""

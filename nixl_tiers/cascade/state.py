@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_tiers.cascade.garbage import Garbage
-from nixl_tiers.cascade.host import HostTier
+from nixl_tiers.cascade.gone_keys import GoneKeys
+from nixl_tiers.cascade.host import HostTier, RowState
 from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.prefill import PrefillEstimate
+from nixl_tiers.cascade.pricing import TierPrice
 from nixl_tiers.cascade.requests import Request
+from nixl_tiers.cascade.samples import Samples
+from nixl_tiers.cascade.throughput import TransferEstimate
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import Direction, Job, PlannedMove
-from nixl_tiers.policies import Write
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState
+from nixl_tiers.policies import Prefer, Write
 
 
 class CascadeState:
@@ -20,13 +25,27 @@ class CascadeState:
     """
 
     def __init__(
-        self, host: HostTier, tiers: Sequence[TierIndex], limits: Limits, row_bytes: int, garbage: Garbage
+        self,
+        host: HostTier,
+        tiers: Sequence[TierIndex],
+        limits: Limits,
+        row_bytes: int,
+        garbage: Garbage,
+        *,
+        prefill: PrefillEstimate,
+        gone: GoneKeys,
+        prefer: Prefer = "latency",
     ) -> None:
         self.host = host
         self.tiers = list(tiers)
         self.limits = limits
         self.row_bytes = row_bytes
         self.garbage = garbage
+        self.prefill = prefill
+        self.samples = Samples()
+        self.gone = gone
+        self.prefer = prefer
+        self.copies = TransferEstimate()  # from the host to the engine
         self.tick = 0  # logical clock of use: one tick a request
         self.last_job_id = 0
         self.unfinished = False  # whether the last turn left work that could be done at once
@@ -53,6 +72,11 @@ class CascadeState:
             if tier.spec.write is not Write.OFF:
                 above = tier
 
+    def price_of(self, tier: TierIndex) -> TierPrice:
+        """What loads from this tier cost now. While nothing was loaded from it, nothing: it is tried."""
+        row_s = tier.loads.s_per_byte * self.row_bytes
+        return TierPrice(tier.loads.latency_s, row_s, len(tier.to_load) + tier.rows_loading)
+
     def begin_slice(self) -> None:
         """What follows holds the lock for as long as about `rows_per_slice` rows take; the next turn goes on."""
         self._slice_left = self.limits.rows_per_slice
@@ -77,6 +101,19 @@ class CascadeState:
         """The tier whose evictions are written to `tier`, which is written on eviction; None: the host."""
         return self._above[tier.number]
 
+    def room_above(self, target: TierIndex) -> tuple[int, int]:
+        """Of the tier whose evictions are written to `target`: how many rows are free, and how many should be so that
+        it need not wait for a write. (0, 0) if there is none, or it is not readable."""
+        if target.spec.write is not Write.ON_EVICT:
+            return 0, 0
+        source, share = self.above(target), self.limits.reserve_share
+        if source is None:
+            return self.host.free, max(1, int(self.host.rows * share))
+        if source.state is not TierState.UP or not source.readable:
+            return 0, 0
+        # Demotion goes through the host: more than all of it cannot be brought up at once.
+        return source.slots.free, max(1, min(int(source.slots.limit * share), self.host.rows))
+
     def tick_of(self, request: Request) -> int:
         """The request's tick; it gets one at its first use of any row."""
         if request.tick is None:
@@ -90,9 +127,9 @@ class CascadeState:
         victims = self.host.make_room(count)
         below = self.below_host
         if below is not None:
-            for key in victims:
-                below.to_store.pop(key, None)
-                below.counters.dropped += key not in below
+            for row in victims:
+                below.to_store.pop(row.key, None)
+                below.counters.dropped_evicted += not row.host_only and row.key not in below
         return min(count, self.host.free)
 
     def start_jobs(
@@ -109,8 +146,22 @@ class CascadeState:
             self.last_job_id += 1
             part = moves[start : start + self.rows_per_job]
             jobs.append(Job(self.last_job_id, tier.number, direction, part, nbytes, now, now + soft_s, now + hard_s))
-        tier.jobs.update((job.id, job) for job in jobs)
+        for job in jobs:
+            job.loaded_before = tier.loaded
+        started = {job.id: job for job in jobs}
+        tier.jobs.update(started)
+        tier.loose.clear()
         tier.send_credits -= len(jobs)
+        return jobs
+
+    def loose_jobs(self, tier: TierIndex, now: float) -> list[Job]:
+        """Jobs of the moves that an error left without one, for them to be ended."""
+        moves, tier.loose = tier.loose, []
+        jobs = []
+        for move in moves:
+            self.last_job_id += 1
+            direction = Direction.LOAD if move.row.state is RowState.LOADING else Direction.STORE
+            jobs.append(Job(self.last_job_id, tier.number, direction, [move], 0, now, now, now))
         return jobs
 
     def start_trials(self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -15,13 +16,14 @@ from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.eviction.base import EvictionPolicy
 from nixl_tiers.cascade.eviction.lru import LeafFirstLru
 from nixl_tiers.cascade.garbage import Garbage
+from nixl_tiers.cascade.gone_keys import Gone, GoneKeys, tag_of
 from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.recent_uses import RecentUses
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import SlotCount, Slots
 from nixl_tiers.cascade.spill import Spill
-from nixl_tiers.cascade.throughput import ThroughputEstimate
+from nixl_tiers.cascade.throughput import ThroughputEstimate, TransferEstimate
 from nixl_tiers.cascade.types import DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
 from nixl_tiers.chunk import Key
 
@@ -44,6 +46,7 @@ class TierIndex:
     number: int  # its place in the cascade, from 0
     limits: Limits = field(default_factory=Limits)
     garbage: Garbage = field(default_factory=Garbage)
+    gone: GoneKeys = field(default_factory=GoneKeys)
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
     policy: EvictionPolicy = field(init=False)
@@ -51,12 +54,16 @@ class TierIndex:
     spill: Spill | None = None  # the one that is under way
     warmed: list[Key] | None = None  # while a listed table is added: rows that moved from older ones into `index`
     jobs: dict[int, Job] = field(default_factory=dict)
+    loose: list[PlannedMove] = field(default_factory=list)  # that pin rows and are in no job: only inside a call
     dead: deque[DeadJobs] = field(default_factory=deque)  # of movers that were killed or have died, the oldest first
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
     quarantined: int = 0  # host rows that cannot be allocated since its mover may still write to them
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first in, first out
     parked: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
-    to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
+    to_load: deque[tuple[Request | None, Key]] = field(default_factory=deque)
+    queued: int = 0  # rows that were ever put there
+    measured_s: float = -1e9  # when rows were last queued only to measure it
+    loaded: int = 0  # rows whose load has ended, however
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
     staged: dict[Key, Row] = field(default_factory=dict)  # their host rows until they are written there
     to_delete: list[tuple[int, Key]] = field(default_factory=list)
@@ -79,6 +86,8 @@ class TierIndex:
         # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
         self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
         self._loads = self.breakers[Direction.LOAD]
+        self._evicted = tag_of(self.number, Gone.EVICTED)
+        self.loads = TransferEstimate()
         self.throughput = {direction: ThroughputEstimate(self.limits.assumed_bytes_per_s) for direction in Direction}
 
     @property
@@ -118,6 +127,29 @@ class TierIndex:
         entry = self.index.get(key)
         stored = entry.stored if entry is not None else self.cold.has(key)
         return stored and not (self.denylist.keys and self.denylist.is_denied(key, now))
+
+    def can_load_many(self, keys: Sequence[Key], now: float) -> list[bool]:
+        """`can_load` of each key."""
+        if not self.readable:
+            return [False] * len(keys)
+        entries = list(map(self.index.get, keys))
+        found = [entry is not None and entry.stored for entry in entries]
+        if self.cold.tables and None in entries:
+            places = [place for place, entry in enumerate(entries) if entry is None]
+            for place, cold in zip(places, self.cold.has_many([keys[place] for place in places]), strict=True):
+                found[place] = cold
+        if self.denylist.keys:
+            return [each and not self.denylist.is_denied(key, now) for key, each in zip(keys, found, strict=True)]
+        return found
+
+    def queue_load(self, request: Request | None, key: Key) -> None:
+        """Queue a row to be promoted; None: for no request."""
+        self.to_load.append((request, key))
+        self.queued += 1
+
+    def rows_before(self, queued: int) -> int:
+        """How many rows are queued or being loaded of those before the place `queued` of its queue of all times."""
+        return max(0, queued - (self.queued - len(self.to_load) - self.rows_loading))
 
     def open_for_load(self, key: Key, now: float) -> Entry | None:
         """The entry of a row that is about to be loaded; None if it cannot be loaded now."""
@@ -168,6 +200,7 @@ class TierIndex:
         if slot < 0:
             if entry is not None and not self.is_pinned(key):
                 self.invalidate(key, entry)
+                self.gone.note(key, tag_of(self.number, Gone.EXPIRED))
                 self.counters.removed += 1
             return
         if entry is not None:
@@ -237,16 +270,20 @@ class TierIndex:
     def start_load(self, row: Row) -> PlannedMove:
         """Pin a row's entry and its host row for a load."""
         entry = self.index[row.key]
+        move = PlannedMove(row, entry, row.key)
         entry.readers += 1
         row.mover_refs = 1
         self.rows_loading += 1
-        return PlannedMove(row, entry, row.key)
+        self.loose.append(move)
+        return move
 
     def end_load(self, move: PlannedMove) -> None:
-        """Unpin both: the mover is done with them."""
+        """Unpin both: the mover is done with them. The move is the last of `loose`."""
+        self.loose.pop()
         move.entry.readers -= 1
         move.row.mover_refs -= 1
         self.rows_loading -= 1
+        self.loaded += 1
 
     def drop_queues(self) -> None:
         """Drop all that is queued for this tier. Its victims stay: cancel `to_cancel` of them. O(1)."""
@@ -389,6 +426,7 @@ class TierIndex:
 
     def _evict(self, key: Key) -> None:
         self._remove(key)
+        self.gone.note(key, self._evicted)
         self.counters.evictions += 1
 
     def _remove(self, key: Key) -> None:

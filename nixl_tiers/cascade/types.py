@@ -71,6 +71,7 @@ class Job:
     is_trial: bool = False  # of one row that no request waits for: a suspect, or a breaker's probe
     probe_episode: int | None = None  # the breaker's number of its probe, if it is one
     abandoned: bool = False
+    loaded_before: int = 0  # rows of its tier whose loads had ended when it started
 
 
 @dataclass(slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from nixl_tiers.cascade.host import Row, RowState
+from nixl_tiers.cascade.host import CPU, Row, RowState
 from nixl_tiers.cascade.state import CascadeState
+from nixl_tiers.cascade.store_hold import StoreHold
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState
+from nixl_tiers.cascade.types import Direction, Job, PlannedMove
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
 
@@ -21,6 +22,7 @@ class WriteBack:
     def __init__(self, state: CascadeState) -> None:
         self._state = state
         self._host = state.host
+        self.hold = StoreHold(state)
 
     # --- queueing ----------------------------------------------------------------------------------------------
 
@@ -28,18 +30,30 @@ class WriteBack:
         """Queue complete rows for those of `tiers` that are written through and lack them."""
         for tier in tiers:
             if tier.spec.write is Write.THROUGH:
-                lacking = [row for row in rows if row.key not in tier]
+                lacking = [row for row in rows if not row.host_only and row.key not in tier]
                 room = 0 if tier.refuses_stores else max(0, self._host.rows - len(tier.to_store))
-                tier.counters.dropped += max(0, len(lacking) - room)
+                dropped = max(0, len(lacking) - room)
+                if tier.refuses_stores:
+                    tier.counters.dropped_refused += dropped
+                else:
+                    tier.counters.dropped_behind += dropped
                 tier.to_store.update((row.key, row.tick) for row in lacking[:room])
 
+    def allow(self, row: Row) -> None:
+        """A request that stores to all tiers uses this host-only row: from now on it is written like any other."""
+        row.host_only = False
+        if row.state is RowState.READY:
+            self.write_through((row,), self._state.tiers)
+
     def demote(self, rows: Iterable[Row]) -> None:
-        """Queue those of these rows that are ready and that the tier below the host lacks."""
+        """The engine shuts down, and no request waits any more: queue those of these rows that are ready and that the
+        tier below the host lacks."""
+        self.hold.closing = True
         target = self._state.below_host
         if target is not None and target.writable:
             for row in rows:
                 is_here = row.state is RowState.READY and self._host.index.get(row.key) is row
-                if is_here and row.key not in target:
+                if is_here and not row.host_only and row.key not in target:
                     target.to_store.setdefault(row.key, row.tick)
 
     def clean(self) -> None:
@@ -51,17 +65,11 @@ class WriteBack:
 
     def rows_to_clean(self, target: TierIndex) -> int:
         """How many more rows must leave the tier above `target` so that its reserve is free; zero or less: none."""
-        if target.spec.write is not Write.ON_EVICT:
+        free, reserve = self._state.room_above(target)
+        if not reserve:
             return 0
         source = self._state.above(target)
-        share = self._state.limits.reserve_share
-        if source is None:
-            return max(1, int(self._host.rows * share)) - self._host.free - len(self._host.evicting)
-        if source.state is not TierState.UP or not source.readable:
-            return 0
-        # Demotion goes through the host: more than all of it cannot be brought up at once.
-        reserve = max(1, min(int(source.slots.limit * share), self._host.rows))
-        return reserve - source.slots.free - len(source.evicting)
+        return reserve - free - len(self._host.evicting if source is None else source.evicting)
 
     def backlog(self) -> int:
         """Rows queued for or being written to the tier that is furthest behind."""
@@ -74,26 +82,34 @@ class WriteBack:
     # --- jobs --------------------------------------------------------------------------------------------------
 
     def plan_stores(self, tier: TierIndex, now: float) -> list[Job]:
-        """Store jobs for the rows at the front of the tier's queue, as many as its window and its mover take."""
+        """Store jobs for the rows at the front of the tier's queue, as many as promotions, its window and its mover
+        leave room for."""
         rows: list[tuple[Row, int]] = []
         suspect: list[tuple[Row, int]] = []
-        most = min(self._state.store_window - tier.rows_storing, tier.store_credits * self._state.rows_per_job)
+        most = min(
+            self.hold.room(tier),
+            self._state.store_window - tier.rows_storing,
+            tier.store_credits * self._state.rows_per_job,
+        )
         while tier.to_store and len(rows) < most and self._state.take():
             key, tick = tier.to_store.popitem(last=False)
             row = self._host.index.get(key)
             if key in tier:
                 self._finish_eviction_above(tier, key, written=True)
-            elif row is None or row.state is not RowState.READY:
-                self._drop(tier, key)
+            elif row is None or row.state is not RowState.READY or row.host_only:
+                tier.counters.dropped_evicted += 1
+                self._give_up(tier, key)
             elif tier.denylist.is_suspect(key):
                 if not suspect and not tier.trials_running and tier.denylist.trial_due(key, now):
                     suspect = [(row, tick)]
                 else:
-                    self._drop(tier, key)
+                    tier.counters.dropped_failed += 1
+                    self._give_up(tier, key)
             elif row.sealing:
                 tier.parked[key] = tick  # one sealer at a time
             else:
                 rows.append((row, tick))
+        self.hold.started(tier, len(rows) + len(suspect))
         soon = min(len(tier.to_store), most - len(rows))
         jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows), now, soon)
         if suspect:
@@ -108,12 +124,15 @@ class WriteBack:
             tick = max(last_used, tier.newest_listed)  # it may be of a request that began before the listing ended
             entry = tier.reserve(row.key, tick)
             if entry is None:
-                self._drop(tier, row.key)
+                tier.counters.dropped_no_room += 1
+                self._give_up(tier, row.key)
                 continue
+            move = PlannedMove(row, entry, row.key, tick, seal=not row.sealed)
             row.mover_refs += 1
-            seal = row.sealing = not row.sealed
-            moves.append(PlannedMove(row, entry, row.key, tick, seal))
-        tier.rows_storing += len(moves)
+            row.sealing = move.seal
+            tier.rows_storing += 1
+            tier.loose.append(move)
+            moves.append(move)
         return moves
 
     def plan_demotions(self, tier: TierIndex, now: float) -> list[Job]:
@@ -121,6 +140,8 @@ class WriteBack:
         target = self._state.below(tier)
         if target is None or not target.writable:
             self.drop_demotions(tier)
+            return []
+        if not self.hold.room(target):
             return []
         most = min(
             self._state.load_window - tier.rows_loading,
@@ -145,16 +166,17 @@ class WriteBack:
         for key in victims[:room]:
             row = self._host.insert(key, RowState.LOADING, 0)  # tick 0: the next victim again
             row.source = tier.spec.name
+            moves.append(tier.start_load(row))
             row.request_pins += 1
             tier.staged[key] = row
-            moves.append(tier.start_load(row))
         return self._state.start_jobs(tier, Direction.LOAD, moves, now)
 
     # --- ends --------------------------------------------------------------------------------------------------
 
     def store_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome) -> None:
-        """A mover is done with this store; its row and slot are no longer pinned by it."""
+        """A mover is done with this store, the last of `tier.loose`; its row and slot are no longer pinned by it."""
         row = move.row
+        tier.loose.pop()
         tier.rows_storing -= 1
         row.mover_refs -= 1
         if move.seal:
@@ -168,10 +190,11 @@ class WriteBack:
                 tier.counters.stored += 1
                 self._finish_eviction_above(tier, move.key, written=True)
         else:
-            tier.counters.failed += 1
+            tier.counters.failed_stores += 1
             tier.invalidate(move.key, move.entry)
             if current:
-                self._drop(tier, move.key)
+                tier.counters.dropped_failed += 1
+                self._give_up(tier, move.key)
         self._host.reclaim(row)
 
     def unpark(self, moves: Sequence[PlannedMove]) -> None:
@@ -192,10 +215,9 @@ class WriteBack:
 
     def drop_stores(self, tier: TierIndex) -> None:
         """Nothing can be written to this tier now: drop its queue, as much as the slice has room for."""
-        while tier.to_store and self._state.take():
-            self._drop(tier, tier.to_store.popitem()[0])
-        while tier.parked and self._state.take():
-            self._drop(tier, tier.parked.popitem()[0])
+        while (queue := tier.to_store or tier.parked) and self._state.take():
+            tier.counters.dropped_refused += 1
+            self._give_up(tier, queue.popitem()[0])
 
     def drop_demotions(self, tier: TierIndex) -> None:
         """The tier's victims cannot be brought up, or not be written below, now: they stay. As many as the
@@ -212,7 +234,7 @@ class WriteBack:
         source = self._state.above(target)
         if source is None:
             for row in self._host.select_victims(missing):
-                if row.key in target:
+                if row.host_only or row.key in target:
                     self._host.finish_eviction(row)
                 else:
                     target.to_store[row.key] = row.tick
@@ -227,14 +249,14 @@ class WriteBack:
         if key in target:
             source.evict(key)
         elif row is not None and row.state is RowState.READY:
+            row.host_only = False  # a storage tier has it from elsewhere
             target.to_store[key] = row.tick
         else:
             return False
         return True
 
-    def _drop(self, tier: TierIndex, key: Key) -> None:
-        """`key` is not written to this tier, for now: the tier above keeps it."""
-        tier.counters.dropped += 1
+    def _give_up(self, tier: TierIndex, key: Key) -> None:
+        """`key` is dropped: it is not written to this tier, for now, and the tier above keeps it."""
         self._finish_eviction_above(tier, key, written=False)
 
     def _finish_eviction_above(self, tier: TierIndex, key: Key, written: bool) -> None:
@@ -257,6 +279,7 @@ class WriteBack:
         row = tier.staged.pop(key, None)
         if row is not None:
             row.request_pins -= 1
+            row.source = CPU  # no request asked for it
         if key in tier.evicting:
             if written:
                 tier.evict(key)
@@ -268,6 +291,6 @@ class WriteBack:
         below = self._state.below(tier)
         if below is not None:
             waiting = (below.to_store, below.parked)
-            below.counters.dropped += sum(
+            below.counters.dropped_evicted += sum(
                 key not in below and not any(key in keys for keys in waiting) for key in evicted
             )

@@ -49,18 +49,18 @@ class LeafFirstLru:
     def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
         return [key for key, _ in self.pop(count, is_pinned)]
 
-    def pop(self, count: int, is_pinned: Callable[[Key], bool]) -> list[tuple[Key, int]]:
-        """As `evict`: (key, tick of last use)."""
+    def pop(self, count: int, is_pinned: Callable[[Key], bool], most: int | None = None) -> list[tuple[Key, int]]:
+        """As `evict`: (key, tick of last use). Fewer if `most` keys were looked at, besides those set aside before."""
         victims: list[tuple[Key, int]] = []
         waiting = len(self._aside)
         soon = min(waiting, 2 * count + REVIEWED)
         if soon:
             self._review(soon, count, is_pinned, victims)
         pinned: list[tuple[Key, int]] = []
-        while len(victims) < count and self._keys:
+        while len(victims) < count and self._keys and (most is None or len(victims) + len(pinned) < most):
             key, tick = self._keys.pop()
             (pinned if is_pinned(key) else victims).append((key, tick))
-        if waiting > soon and len(victims) < count:
+        if most is None and waiting > soon and len(victims) < count:
             self._review(waiting - soon, count, is_pinned, victims)  # there are no other keys: walk over all
         self._aside.update(pinned)
         return victims
@@ -71,6 +71,11 @@ class LeafFirstLru:
             self._aside[first[0]] = first[1]
         ticks = [tick for key, tick in islice(self._aside.items(), REVIEWED) if not is_pinned(key)]
         return min([*ticks, first[1]] if first is not None else ticks, default=None)
+
+    @property
+    def has_unchecked(self) -> bool:
+        """Whether there are keys that have not been set aside."""
+        return bool(self._keys)
 
     def resize(self, rows: int) -> None:
         pass

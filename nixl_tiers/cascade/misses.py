@@ -1,0 +1,86 @@
+"""Reasons of misses: why a request has to compute a chunk that some tier might have held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import or_
+from typing import TYPE_CHECKING, Final
+
+from nixl_tiers.cascade.gone_keys import HOST, Gone, tier_and_reason
+from nixl_tiers.cascade.types import Direction, TierState
+
+if TYPE_CHECKING:
+    from nixl_tiers.cascade.requests import Request
+    from nixl_tiers.cascade.state import CascadeState
+    from nixl_tiers.chunk import Key
+
+Reason = tuple[int, str]
+"""The number of the tier that it is about, or HOST, and the counter."""
+
+_NEVER_STORED: Final[Reason] = (HOST, "missed_never_stored")
+_OF_GONE: Final = {
+    Gone.EVICTED: "missed_evicted",
+    Gone.EXPIRED: "missed_expired",
+    Gone.LOST: "missed_failed",
+}
+
+
+class Misses:
+    """Counts misses by reason, at the tier that the reason is about (`Counters.missed_*`)."""
+
+    def __init__(self, state: CascadeState) -> None:
+        self._state = state
+
+    def count(self, keys: Iterable[Key], request: Request, now: float) -> None:
+        """`request` has to compute the chunks of `keys`, in prefix order from its first miss. What is there behind a
+        miss is worth nothing: it has the reason of that miss. What was declined or came too late was counted then."""
+        gone, tiers = self._state.gone.find, self._state.tiers
+        keys = list(keys)
+        held = list(map(self._state.host.index.__contains__, keys))
+        for each in tiers:
+            held = list(map(or_, held, map(each.index.__contains__, keys)))
+            if each.cold.tables:
+                held = list(map(or_, held, each.cold.has_many(keys)))
+        listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
+        unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
+        reasons: dict[Reason | int, int] = {}  # or the tag of a key that has left a tier
+        last: Reason | int | None = None
+        for key, is_held in zip(keys, held, strict=True):
+            if not is_held:
+                last = gone(key) or unknown
+            elif (found := self._held(key, request, now)) is not None:
+                last = found
+            elif request.expired:
+                last = None
+            if last is not None:
+                reasons[last] = reasons.get(last, 0) + 1
+        for reason, count in reasons.items():
+            tier, name = reason if isinstance(reason, tuple) else _of_tag(reason)
+            if tier < len(tiers):
+                counters = self._state.host.counters if tier == HOST else tiers[tier].counters
+                setattr(counters, name, getattr(counters, name) + count)
+
+    def _held(self, key: Key, request: Request, now: float) -> Reason | None:
+        """Why a chunk that some tier holds is a miss; None if it could be loaded."""
+        reason: Reason | None = None
+        for tier in self._state.tiers:
+            if key not in tier:
+                continue
+            if request.allowed is not None and tier.number not in request.allowed:
+                reason = reason or (tier.number, "missed_excluded")
+            elif tier.state is TierState.DOWN:
+                reason = (tier.number, "missed_down")
+            elif not tier.breakers[Direction.LOAD].closed:
+                reason = (tier.number, "missed_open")
+            elif request.load_failed or tier.denylist.is_denied(key, now):
+                reason = (tier.number, "missed_failed")
+            elif not request.asked.get(key, True):
+                return HOST, "missed_no_room"
+            elif tier.can_load(key, now):
+                return None
+        return (HOST, "missed_failed") if reason is None and request.load_failed else reason
+
+
+def _of_tag(tag: int) -> Reason:
+    tier, why = tier_and_reason(tag)
+    return tier, _OF_GONE[why]
