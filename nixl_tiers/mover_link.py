@@ -21,6 +21,7 @@ from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.chunk import Namespace, Outcome
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
 from nixl_tiers.index_spill import IndexSpill, take_steps
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.row_table import RowTable
@@ -67,6 +68,7 @@ class TierStatus:
         self.refusal = ""  # why the tier can never work as configured
         self.used_bytes = 0
         self.listed_rows = 0
+        self.staged = (False, False)  # loads and stores
         self.touch_at_s = 0.0  # when the next packet of recent uses may be sent
 
     def gauges(self) -> dict[str, float]:
@@ -75,6 +77,8 @@ class TierStatus:
             "capacity_bytes": self.capacity,
             "denials": float(len(self.log.denials)),
             "listed_rows": float(self.listed_rows),
+            "loads_staged": float(self.staged[0]),
+            "stores_staged": float(self.staged[1]),
         }
 
 
@@ -94,6 +98,7 @@ class MoverLink:
         *,
         changed: threading.Condition,
         clock: Callable[[], float],
+        description: Description,
     ) -> None:
         """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
         self.namespace = namespace
@@ -102,6 +107,7 @@ class MoverLink:
             TierStatus(name, tier, self._log_queue.put) for name, tier in zip(config.names, config.storage, strict=True)
         ]
         self.changed: threading.Condition = changed
+        self.after_tick: Callable[[], None] | None = None  # called without the lock, at least once in IDLE_S
         self._core = core
         self._row_bytes = region.geometry.row_bytes
         self._clock = clock
@@ -109,7 +115,11 @@ class MoverLink:
         key_hash = KeyHash.random()
         self._spill = IndexSpill(core.tiers, key_hash, changed)
         self.supervisor = Supervisor(
-            _configures(config.storage, region, key_hash, engine_id()), config.names, region.fd, self, clock
+            _configures(config.storage, region, key_hash, engine_id(), description),
+            config.names,
+            region.fd,
+            self,
+            clock,
         )
 
     def start(self) -> None:
@@ -157,6 +167,7 @@ class MoverLink:
                 case Heartbeat():
                     status.used_bytes = message.used_bytes
                     status.listed_rows = message.listed
+                    status.staged = message.staged
                     if self._core.tiers[tier].state is TierState.LISTING:
                         status.log.listing(message.listed, now)
                     status.log.denied(message.denials)
@@ -190,7 +201,7 @@ class MoverLink:
         with self._locked():
             if message.epoch != self.namespace.epoch:
                 return
-            steps = self._core.events.opens(tier, message.slots)
+            steps = self._core.events.opened(tier, message.slots)
         take_steps(steps, self.changed)
         with self._locked():
             if message.epoch == self.namespace.epoch:
@@ -252,6 +263,8 @@ class MoverLink:
         messages += self._touches(now)
         garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)
+        if self.after_tick is not None:
+            self.after_tick()
         return messages, overdue, 0.0 if unfinished or garbage else TICK_S if busy else IDLE_S
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -309,7 +322,9 @@ def engine_id() -> str:
     return f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
-def _configures(tiers: Sequence[StorageConfig], region: HostRegion, key_hash: KeyHash, engine: str) -> list[Configure]:
+def _configures(
+    tiers: Sequence[StorageConfig], region: HostRegion, key_hash: KeyHash, engine: str, description: Description
+) -> list[Configure]:
     """The first message to each tier's mover. `engine`: see StorageTier.identify."""
     geometry = region.geometry
     return [
@@ -323,6 +338,7 @@ def _configures(tiers: Sequence[StorageConfig], region: HostRegion, key_hash: Ke
             physical_slots=tier.physical_slots,
             engine=engine,
             secret_variables=tier.secret_variables,
+            description=description,
         )
         for tier in tiers
     ]

@@ -60,7 +60,9 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=pipe[1],
-                    start_new_session=True,
+                    # Ctrl-C is the engine's. Not a session of its own: there the nice values of its threads would not
+                    # count beside the engine's, where Linux groups processes by session (sched_autogroup).
+                    process_group=0,
                     env=environment(),
                 )
             self.pidfd = os.pidfd_open(self.process.pid)
@@ -75,7 +77,7 @@ class Child:
         self.killed_s: float | None = None
         self.eof = False  # nothing more will be read from its socket
         self.stopping = False
-        self._started = False
+        self.started = False  # has sent a message
         self._sent_s = self.received_s  # when the socket last took a message, or there was none to send
         self._unsent: deque[bytes] = deque([encode(configure)])
 
@@ -97,7 +99,7 @@ class Child:
         return bool(self._unsent) and now - self._sent_s > SEND_TIMEOUT_S
 
     def heartbeat_timed_out(self, now: float) -> bool:
-        return now - self.received_s > (HEARTBEAT_TIMEOUT_S if self._started else START_TIMEOUT_S)
+        return now - self.received_s > (HEARTBEAT_TIMEOUT_S if self.started else START_TIMEOUT_S)
 
     def send(self, message: ToMover) -> None:
         """Queue a message; `flush` sends it. A no-op after `kill`.
@@ -147,7 +149,7 @@ class Child:
                 self.eof = True
                 return
             self.received_s = self._clock()
-            self._started = True
+            self.started = True
             yield _read(packet, fds)
 
     def kill(self) -> None:

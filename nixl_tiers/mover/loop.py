@@ -6,6 +6,7 @@ not take yet are queued. So a missing heartbeat means that this process is stuck
 
 from __future__ import annotations
 
+import gc
 import itertools
 import select
 import socket
@@ -50,7 +51,7 @@ from nixl_tiers.mover.protocol import (
 from nixl_tiers.mover.send_queue import SendQueue
 from nixl_tiers.tiers.base import MAX_ENTRIES, StorageTier, TierDown, TierRefused
 
-POLL_S: Final = 0.0003  # while transfers run; tighter burns a core and gains nothing, measured
+POLL_S: Final = 0.0003  # at least, while transfers run; tighter burns a core and gains nothing, measured
 OPEN_POLL_S: Final = 0.005  # while the tier opens
 RETRY_S: Final = (0.5, 30.0)  # opening a tier that is down: first and longest delay
 MAX_QUEUED: Final = 256  # with more messages unsent, or received and not begun, nothing is read from the socket
@@ -80,6 +81,7 @@ class Mover:
         self._heartbeat_at_s = 0.0
         self._used_bytes = 0
         self._denials: dict[str, str] = {}
+        self._staged = (False, False)
 
     def receive(self, message: ToMover) -> None:
         self._received.append(message)
@@ -92,8 +94,12 @@ class Mover:
 
     @property
     def busy(self) -> bool:
-        """Whether transfers run, so that `step` should be called every POLL_S."""
+        """Whether transfers run, so that `step` should be called every `poll_s`."""
         return bool(self._jobs) or (self._served is not None and self._tier.busy)
+
+    def poll_s(self, now: float) -> float:
+        """If `busy`: how long to wait for a message before the next `step`, in seconds."""
+        return max(POLL_S, min(self._tier.poll_s, self.wait_s(now)))
 
     def wait_s(self, now: float) -> float:
         """How long to wait for a message before the next `step`, in seconds, if not `busy`."""
@@ -136,8 +142,9 @@ class Mover:
         if self._opening is None:  # while it opens, the tier belongs to that thread
             self._used_bytes = self._tier.used_bytes
             self._denials = _bounded(self._tier.denials)
+            self._staged = self._tier.staged
         listed = 0 if self._publisher is None else self._publisher.listed
-        self.send_queue.send(Heartbeat(self._used_bytes, self._denials, listed))
+        self.send_queue.send(Heartbeat(self._used_bytes, self._denials, listed, self._staged))
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -192,6 +199,11 @@ class Mover:
             self._accepted = True
             self._served = message
             self._up_at_s = now
+            if not self._published_slots:
+                # Modules and clients are there by now, and stay: going through them takes the garbage collector 40 ms
+                # and more, in which no thread runs.
+                gc.collect()
+                gc.freeze()
             self._published_slots = slots
             self._send_heartbeat()
             self.send_queue.send(Opened(message.epoch, slots))
@@ -291,8 +303,11 @@ def run_loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[in
         )
         events.modify(end.fileno(), interest)
         if mover.busy:
-            time.sleep(POLL_S)
-            ready = events.poll(0)
+            pause_s = mover.poll_s(now)
+            if pause_s < 0.001:  # which `poll` cannot wait for
+                time.sleep(pause_s)
+                pause_s = 0.0
+            ready = events.poll(int(1000 * pause_s))
         else:
             ready = events.poll(1000 * mover.wait_s(now) + 1)
         for descriptor, event in ready:

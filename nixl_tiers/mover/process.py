@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 ORPHAN_EXIT_S: Final = 5.0  # deadline for exiting once the coordinator is gone and the results have no reader
 STOP_EXIT_S: Final = 60.0  # the same after Stop: there is a journal to write, and the coordinator has its own deadline
 SOCKET_BYTES: Final = 1 << 20
+SWITCH_S: Final = 0.001  # how long a thread waits at most for another one that runs Python code
 
 
 def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
@@ -42,6 +43,7 @@ def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
     """
     status = 1
     threading.excepthook = _thread_failed
+    sys.setswitchinterval(SWITCH_S)
     try:
         _run(socket_fd, region_fd, parent)
         status = 0
@@ -86,6 +88,8 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
         tier = make_tier(configure.tier, geometry, region)
         if configure.engine:
             tier.identify(configure.engine)
+        if configure.description is not None:
+            tier.describe(configure.description)
         mover = Mover(tier, end, region, configure)
     except TierRefused as error:
         SendQueue(end).send(Refused(str(error)))

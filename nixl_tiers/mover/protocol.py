@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from nixl_tiers.manifest import Description
 from nixl_tiers.tiers.base import Count, Entry, Move, RowKey, Tick
 
 MAX_PACKET: Final = 64 << 10
@@ -38,6 +39,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     physical_slots: bool = False  # a slot is a place on the medium
     engine: str = ""  # StorageTier.identify
     secret_variables: list[str] = []  # environment variables whose values must not be logged
+    description: Description | None = None  # StorageTier.describe
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
@@ -158,6 +160,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     used_bytes: _Bytes  # what the tier occupies on its medium now
     denials: _Denials = {}  # StorageTier.denials
     listed: _Bytes = 0  # rows that the first listing has found so far
+    staged: tuple[bool, bool] = (False, False)  # StorageTier.staged
 
 
 ToMover = Configure | Open | Store | Load | Delete | Touch | CheckExistence | Stop

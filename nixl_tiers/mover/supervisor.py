@@ -254,7 +254,7 @@ class Supervisor:
             self._kill(tier, mover, f"its socket failed ({error})")
             return
         if why is None and mover.heartbeat_timed_out(now):
-            why = "heartbeat timeout"
+            why = "heartbeat timeout" if mover.started else "it did not start in time"
         if why is None and mover.send_timed_out(now):
             why = "it does not read its messages"
         if why is not None:
