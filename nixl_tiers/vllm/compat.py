@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Sequence
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import vllm.version
 
@@ -24,6 +26,11 @@ def version() -> tuple[int, int] | None:
     """(major, minor) of the vLLM that is installed, None for a development tree without a version."""
     major, minor = vllm.version.__version_tuple__[:2]
     return (int(major), int(minor)) if (major, minor) != (0, 0) else None
+
+
+def full_version() -> str:
+    """As vLLM has it, for people."""
+    return str(vllm.version.__version__)
 
 
 def check(found: tuple[int, int] | None) -> None:
@@ -46,6 +53,7 @@ try:
         OffloadingCounterMetadata,
         OffloadingEvent,
         OffloadingGaugeMetadata,
+        OffloadingHistogramMetadata,
         OffloadingManager,
         OffloadingMetricMetadata,
         OffloadingSpec,
@@ -90,6 +98,26 @@ def position_of(key: OffloadKey, context: ReqContext) -> int | None:
     return position
 
 
+def chunk_tokens(context: ReqContext) -> int:
+    """Tokens of the request's first chunk: vLLM numbers them by their end tokens. 0 where it has none."""
+    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    return next(iter(positions.values()), 0)
+
+
+def scheduled_tokens(output: Any) -> list[tuple[int, int, bool]]:
+    """Of each request that a vLLM SchedulerOutput schedules: tokens computed before, tokens to be computed now, whether
+    they are part of a prompt, and not one token decoded (with its speculated ones)."""
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    speculated = output.scheduled_spec_decode_tokens
+    return [
+        (computed[request], count, count > 1 + len(speculated.get(request, ())))
+        for request, count in output.num_scheduled_tokens.items()
+        if request in computed
+    ]
+
+
 def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list[int] | None:
     """Which of the storage tiers the request's `kv_load_tiers` allows; None for all. `localities`: of each tier LOCAL,
     REMOTE, or None if unknown, which is never a reason to leave it out."""
@@ -100,6 +128,17 @@ def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list
 
     places = [None if name is None else Locality(name) for name in localities]
     return [tier for tier, place in enumerate(places) if wish.allows(Medium.STORAGE, place)]
+
+
+def device_name() -> str:
+    """What computes in this engine: the name of its GPU, or its processor with the number of cores that it may use."""
+    from vllm.platforms import current_platform
+
+    name = str(current_platform.get_device_name())
+    if not current_platform.is_cpu():
+        return name
+    model = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{model[1] if model else name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def block_hash_seed(algorithm: str) -> str | None:
@@ -143,6 +182,7 @@ __all__ = [
     "OffloadingCounterMetadata",
     "OffloadingEvent",
     "OffloadingGaugeMetadata",
+    "OffloadingHistogramMetadata",
     "OffloadingManager",
     "OffloadingMetricMetadata",
     "OffloadingSpec",
@@ -156,10 +196,14 @@ __all__ = [
     "allowed_tiers",
     "block_hash_seed",
     "check",
+    "chunk_tokens",
+    "device_name",
+    "full_version",
     "get_offload_group_idx",
     "group_ids",
     "is_recurrent",
     "position_of",
     "replicas",
+    "scheduled_tokens",
     "version",
 ]

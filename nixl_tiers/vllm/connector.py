@@ -3,22 +3,27 @@
 vLLM's own connector cannot report a failed load: it asserts, and the engine ends. This one reports the request as
 vLLM's other connectors do. With `kv_load_failure_policy: recompute` the request is then computed from its beginning;
 with vLLM's default, `fail`, that request alone ends with an error.
+
+And it sees requests when they arrive: their chunks are promoted while they wait for their turn.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
 
-from nixl_tiers.vllm.compat import UnsupportedVllm
+from nixl_tiers.vllm.arrivals import chain_at_arrival
+from nixl_tiers.vllm.compat import UnsupportedVllm, scheduled_tokens
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.worker import NixlTiersWorker
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 except ImportError as error:
     raise UnsupportedVllm(
@@ -27,6 +32,13 @@ except ImportError as error:
     ) from error
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class StepMetadata(OffloadingConnectorMetadata):
+    """What vLLM's connector sends to workers, and the number of the step, by which they publish its time."""
+
+    step: int
 
 
 class NixlTiersConnector(OffloadingConnector):
@@ -41,6 +53,10 @@ class NixlTiersConnector(OffloadingConnector):
         refuse(transfer.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}  # job -> request, on workers
+        if self.connector_scheduler is not None:
+            self._manager().times_are_published()
+        self._by_priority = vllm_config.scheduler_config.policy == "priority"
+        self._anticipates = True
         if self.connector_scheduler is not None and transfer.kv_load_failure_policy != "recompute":
             log.warning(
                 "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error; "
@@ -54,6 +70,17 @@ class NixlTiersConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
         self._worker().keep_failed_loads()
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        super().handle_preemptions(kv_connector_metadata)
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._worker().step_clock.begin(kv_connector_metadata.step)
+
+    @override
+    def wait_for_save(self) -> None:
+        self._worker().step_clock.end()
+        super().wait_for_save()
 
     @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -75,15 +102,40 @@ class NixlTiersConnector(OffloadingConnector):
     # --- in the scheduler --------------------------------------------------------------------------------------
 
     @override
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        return StepMetadata(**vars(meta), step=self._manager().scheduled(scheduled_tokens(scheduler_output)))
+
+    @override
+    def on_new_request(self, request: Any) -> None:
+        """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
+        super().on_new_request(request)
+        if not self._anticipates or not self._manager().anticipates(request.request_id):
+            return
+        try:
+            pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
+            keys = chain_at_arrival(self.scheduler, pool, request)
+            rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
+        except Exception as error:  # noqa: BLE001 - what vLLM keeps there is its own, and no change of it ends the engine
+            self._anticipates = False
+            log.warning("nixl_tiers: this vLLM does not show its queue (%r): requests load at their turn only", error)
+        else:
+            self._manager().anticipate(request.request_id, keys, rank)
+
+    @override
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM reports a failed load in the step in which all workers have ended it."""
         if connector_output.failed_recving:
-            manager = self.scheduler.manager
-            assert isinstance(manager, NixlTiersManager)
+            manager = self._manager()
             for request in connector_output.failed_recving:
                 if manager.load_failed(request):
                     log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
         super().update_connector_output(connector_output)
+
+    def _manager(self) -> NixlTiersManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, NixlTiersManager)
+        return manager
 
     def _worker(self) -> NixlTiersWorker:
         assert self.connector_worker is not None

@@ -77,6 +77,13 @@ def weights_of(vllm_config: Any, tiers: TiersConfig) -> Fingerprint:
     return Fingerprint(Namespace.of(facts).digest, "")
 
 
+def revision_of(vllm_config: Any) -> str:
+    """For people: the commit that the model's configuration came from, else the revision that was asked for."""
+    model = getattr(vllm_config, "model_config", None)
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return str(commit or getattr(model, "revision", None) or "")
+
+
 def current_vllm_config() -> Any:
     """vLLM's configuration while it sets up a worker, else None."""
     from vllm.config import get_current_vllm_config_or_none

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from typing_extensions import override
 
+from nixl_tiers.cascade.line import Rank
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.vllm import compat
+from nixl_tiers.vllm.chains import Answers, RequestChains, answers_of
 from nixl_tiers.vllm.compat import (
     LoadStoreSpec,
     LookupResult,
@@ -27,15 +33,22 @@ from nixl_tiers.vllm.compat import (
     position_of,
 )
 from nixl_tiers.vllm.events import EventLog
-from nixl_tiers.vllm.metrics import Reporter
+from nixl_tiers.vllm.live import LiveGauges
+from nixl_tiers.vllm.metrics import Levels, Reporter, info_labels, traits
+from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.store_gate import StoreGate
 from nixl_tiers.vllm.transfer import RowsSpec
+from nixl_tiers.vllm.wishes import Scope, WishReader
+
+log = logging.getLogger(__name__)
 
 SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few seconds after it asked
 
-# An engine in which every request waits for storage runs empty steps, thousands a second, and its workers spin along:
-# on a node without spare cores that starves the movers for seconds (measured).
-PAUSE_S: Final = 0.01
+# An engine whose requests all wait for storage or for copies runs empty steps: thousands a second where it steps in
+# its caller's process (offline LLM), and its workers spin along. That starves the movers, their supervisor and the
+# copies, so that the wait lasts several times as long (measured). Short, as no mover reports the end of a copy or a new
+# request.
+PAUSE_S: Final = 0.001
 
 _ANSWERS: Final = {
     Lookup.HIT: LookupResult.HIT,
@@ -48,8 +61,10 @@ class NixlTiersManager(OffloadingManager):
     """Answers vLLM's scheduler. Its one thread makes all calls, and none of them blocks.
 
     `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log
-    of KV events for KV-aware routers, or None if vLLM does not publish them. `pause_s`: how long to wait in a step in
-    which the engine has nothing to compute because every request waits for storage; 0 if replicas step together.
+    of KV events for KV-aware routers, or None if vLLM does not publish them. `pause_s`: the longest wait in a step in
+    which the engine has nothing to compute because requests wait for storage or for copies; 0 if replicas step
+    together. `chunk_tokens`: of a chunk of each group, for the metrics. `live`: shows the gauges of an idle
+    engine.
     """
 
     def __init__(
@@ -58,13 +73,26 @@ class NixlTiersManager(OffloadingManager):
         config: TiersConfig,
         groups: Sequence[int],
         events: EventLog | None,
+        *,
         pause_s: float = PAUSE_S,
+        chunk_tokens: Sequence[int] = (),
+        live: LiveGauges | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
-        self._localities = [tier.locality for tier in config.storage]
-        self._reporter = Reporter()
+        self._has_storage = bool(config.storage)
+        self._wishes = WishReader(config.names, [tier.locality for tier in config.storage])
+        self._load_none: set[str] = set()  # requests that compute everything themselves
+        self._store_none: set[str] = set()  # requests nothing of which is stored
+        self._chunk_tokens = chunk_tokens or [0] * len(groups)
+        row_bytes = coordinator.region.geometry.row_bytes
+        info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, max(self._chunk_tokens, default=0))
+        self._reporter = Reporter(traits(config), info, gauges=live is None or not live.replaces_reports)
+        self._levels = Levels(traits(config), info)
+        self._live = live
+        if live is not None:
+            coordinator.after_tick(partial(_publish, weakref.ref(self)))
         self._events = events
         self._pause_s = pause_s
         # What a load is going to read of a chunk is not known at its look-up, so workers mark a row that lacks blocks
@@ -73,25 +101,60 @@ class NixlTiersManager(OffloadingManager):
         self._last_sub_block = sub_blocks - 1
         self._requests: set[str] = set()
         self._waiting: set[str] = set()  # requests that this step's look-ups deferred
+        self._missed: dict[str, int] = {}  # request -> the position from which on its misses are counted
         self._touched: set[str] = set()  # requests whose prefix in vLLM's own cache was touched
-        self._looked_up: set[str] = set()  # in this step
-        self._loading: set[str] = set()  # requests with an open load
+        self._chains = RequestChains()
+        self._answers: dict[str, Answers] = {}  # to this step's look-ups, by request
+        self._loading: dict[str, tuple[float, int]] = {}  # requests with an open load: since when, rows
+        self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
+        self._prepared_load = False  # in this step: it is submitted to the workers at the step's end
         self._failed: set[str] = set()  # requests whose load a worker could not copy
         self._gate = StoreGate(kept=config.on_reset == "keep", one_block=sub_blocks == 1)
+        self._meter = PrefillMeter(coordinator.observe_prefill)
         self._closed = False
+
+    def times_are_published(self) -> None:
+        """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each."""
+        self._meter.be_exact(self._coordinator.region.step_seconds)
+
+    def scheduled(self, requests: Iterable[Scheduled]) -> int:
+        """What the step computes that on_schedule_end has just ended the planning of; returns its number."""
+        return self._meter.scheduled(requests)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._requests.add(req_context.req_id)
-        if (allowed := compat.allowed_tiers(req_context, self._localities)) is not None:
-            self._coordinator.set_allowed_tiers(req_context.req_id, allowed)
+        request = req_context.req_id
+        self._requests.add(request)
+        wishes = self._wishes.read(req_context)
+        if wishes.tiers is not None:
+            self._coordinator.set_allowed_tiers(request, wishes.tiers)
+        if not wishes.loads:
+            self._load_none.add(request)
+        if wishes.store is not Scope.ALL:
+            self._coordinator.keep_in_host(request)
+        if wishes.store is Scope.NONE:
+            self._store_none.add(request)
         return RequestOffloadingContext()
+
+    def anticipate(self, request: str, keys: Sequence[OffloadKey], rank: Rank) -> None:
+        """A new request waits for its turn. NixlTiersConnector calls it (Coordinator.anticipate)."""
+        self._coordinator.anticipate(request, keys, rank)
+
+    def anticipates(self, request: str) -> bool:
+        """Whether anything may be promoted for a new request."""
+        return self._has_storage and request not in self._load_none
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.discard(req_context.req_id)
+        self._begun.discard(req_context.req_id)
         self._failed.discard(req_context.req_id)
+        self._load_none.discard(req_context.req_id)
+        self._store_none.discard(req_context.req_id)
+        self._missed.pop(req_context.req_id, None)
         self._gate.ended(req_context.req_id)
+        self._meter.positions.forget(req_context.req_id)
+        self._chains.ended(req_context.req_id)
         if req_context.req_id in self._touched:
             self._touched.remove(req_context.req_id)
         else:
@@ -100,15 +163,14 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        position = position_of(key, req_context)
-        if req_context.req_id not in self._looked_up:
-            self._looked_up.add(req_context.req_id)
-            self._gate.looked_up(req_context, position)
-            if req_context.req_id not in self._touched:
-                self._touch_prefix(req_context, position)
-        answer = _ANSWERS[self._coordinator.lookup(key, req_context.req_id, position, self._last_sub_block)]
-        if answer is LookupResult.HIT_PENDING:
-            self._waiting.add(req_context.req_id)
+        answers = self._answers.get(req_context.req_id)
+        if answers is None:
+            answers = self._begin_look_ups(key, req_context)
+        answer = answers.get(key)
+        if answer is None:
+            answer = self._look_up_alone(key, req_context, answers)
+        if answer is LookupResult.MISS:
+            self._count_misses(key, req_context)
         elif self._events is not None and answer is LookupResult.HIT:
             self._events.present(key)
         return answer
@@ -120,19 +182,29 @@ class NixlTiersManager(OffloadingManager):
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         ordered = list(keys)
-        rows = self._coordinator.prepare_load(ordered, req_context.req_id)
-        self._loading.add(req_context.req_id)
+        counts = self._counts(ordered)
+        end = max((position_of(key, req_context) or 0 for key in ordered), default=0) or None
+        tokens = self._tokens(ordered, counts)
+        rows = self._coordinator.prepare_load(ordered, req_context.req_id, tokens=tokens, end=end)
+        self._loading[req_context.req_id] = time.monotonic(), len(rows)
+        for group, place in self._place.items():
+            self._chains.note_load(group, counts[place])
+        self._prepared_load = True
         self._gate.load_began(req_context.req_id)
-        return RowsSpec(np.asarray(rows, np.int64), self._counts(ordered), missing=self._coordinator.partial(ordered))
+        if end is not None:
+            self._meter.positions.hit(req_context.req_id, end)
+        return RowsSpec(np.asarray(rows, np.int64), counts, missing=self._coordinator.partial(ordered))
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._loading.discard(req_context.req_id)
+        began = self._loading.pop(req_context.req_id, None)
         if req_context.req_id in self._failed:
             self._failed.remove(req_context.req_id)
             self._coordinator.fail_load(keys, req_context.req_id)
         else:
-            self._coordinator.complete_load(keys)
+            self._coordinator.complete_load(keys, req_context.req_id)
+            if began is not None:
+                self._coordinator.copied(began[1], time.monotonic() - began[0])
 
     def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for. NixlTiersConnector calls it before complete_load.
@@ -149,6 +221,9 @@ class NixlTiersManager(OffloadingManager):
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Never None, which vLLM would retry at every step: keys without room are left out from the prefix's end."""
+        self._note_position(keys, req_context)
+        if req_context.req_id in self._store_none:
+            keys = ()
         offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
         plan = self._coordinator.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
         row_of = dict(zip(plan.keys, plan.rows, strict=True))
@@ -173,13 +248,18 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._coordinator.end_step()
-        self._looked_up.clear()
+        self._coordinator.end_step(context.new_req_ids, context.preempted_req_ids)
+        self._answers.clear()
         self._gate.end_step(context)
-        if self._pause_s and self._waiting and self._waiting >= self._requests:
+        for request in context.preempted_req_ids:
+            self._meter.positions.forget(request)
+        self._meter.begin(time.monotonic())
+        self._begun.update(context.new_req_ids)
+        if self._pause_s and not context.new_req_ids and self._can_only_wait():
             with self._coordinator.changed:
                 self._coordinator.changed.wait(self._pause_s)
         self._waiting.clear()
+        self._prepared_load = False
 
     @override
     def has_pending_work(self) -> bool:
@@ -189,10 +269,11 @@ class NixlTiersManager(OffloadingManager):
     @override
     def reset_cache(self) -> None:
         self._gate.reset(self._requests, self._loading)
-        self._looked_up.clear()
+        self._answers.clear()
         self._loading.clear()  # vLLM completes no job of before a reset
         self._failed.clear()
         self._coordinator.reset()
+        self._meter.reset()
         if self._events is not None:
             self._events.reset()
 
@@ -209,13 +290,96 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._reporter.report(self._coordinator.counters())
+        self._meter.end(time.monotonic())  # vLLM asks once for each step whose output it processes
+        totals = self._coordinator.counters()
+        totals["cpu"]["kv_hints"] = float(self._wishes.hints)
+        return self._reporter.report(totals, self._coordinator.take_samples())
 
     @override
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
             self._coordinator.close(SHUTDOWN_S)
+
+    def _begin_look_ups(self, key: OffloadKey, context: ReqContext) -> Answers:
+        """A request's first look-up of this step: its whole chain is resolved at once."""
+        name, position = context.req_id, position_of(key, context)
+        self._gate.looked_up(context, position)
+        if position is not None:
+            self._meter.positions.hit(name, position - compat.chunk_tokens(context))
+        if name not in self._touched:
+            self._touch_prefix(context, position)
+        answers: Answers = {}
+        mine = None if name in self._load_none else self._chains.of(key, context, position)
+        if mine is not None and position is not None:
+            start = mine.start(position)
+            mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
+            if not mine.scan.waits:
+                mine.waiting = None
+                answers = answers_of(mine.chain, start, mine.scan)
+            else:
+                self._waiting.add(name)
+                # The engine's own hit may have grown meanwhile, so that another key comes first.
+                if mine.waiting is None or mine.waiting.get(key) is not LookupResult.HIT_PENDING:
+                    mine.waiting = answers_of(mine.chain, start, mine.scan)
+                answers = mine.waiting
+        self._answers[name] = answers
+        return answers
+
+    def _look_up_alone(self, key: OffloadKey, context: ReqContext, answers: Answers) -> LookupResult:
+        """A key that the scan of the chain does not cover: of a windowed group, of which only vLLM knows which of its
+        keys a load needs, or of the tail of a chunk."""
+        if context.req_id in self._load_none:
+            return LookupResult.MISS
+        windowed = self._chains.note_look_up(key, context)
+        mine = self._chains.get(context.req_id)
+        position = position_of(key, context)
+        if windowed is not None and mine is not None and mine.scan is not None:
+            begin = windowed[0] - self._chains.chunk_tokens(key, context)
+            if begin >= mine.scan.end:
+                answers[key] = LookupResult.MISS
+                return LookupResult.MISS
+        found = self._coordinator.lookup(key, context.req_id, position, self._last_sub_block)
+        answer = _ANSWERS[found]
+        if answer is LookupResult.HIT_PENDING:
+            self._waiting.add(context.req_id)
+        if windowed is not None:
+            answers[key] = answer
+        return answer
+
+    def publish_gauges(self) -> None:
+        """On the supervisor's thread, which goes on while the engine is idle."""
+        if self._live is not None and self._live.due() and not self._closed:
+            self._live.publish(self._levels.of(self._coordinator.counters()))
+
+    def stop_publishing(self) -> None:
+        self._live = None
+
+    def _can_only_wait(self) -> bool:
+        """Whether some request waits for storage or a copy, and no request can be computing in this step.
+
+        vLLM does not say which requests a step computes, apart from new ones. Of those that were new in a step before,
+        it can be any that neither waits nor loads.
+        """
+        if self._prepared_load or not (self._waiting or self._loading):
+            return False
+        return all(request in self._waiting or request in self._loading for request in self._begun)
+
+    def _count_misses(self, key: OffloadKey, req_context: ReqContext) -> None:
+        """Of a scan that does not wait for anything, count the chunks that it has to compute: from the first miss on,
+        those of the same group; each once a request, however often vLLM looks it up."""
+        request = req_context.req_id
+        counted, position = self._missed.get(request), position_of(key, req_context)
+        waits = request in self._waiting or request in self._load_none
+        if position is None or waits or (counted is not None and position >= counted):
+            return
+        self._missed[request] = position
+        missed = [key]
+        if counted is None:
+            positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
+            group = get_offload_group_idx(key)
+            missed += [k for k, end in positions.items() if end > position and get_offload_group_idx(k) == group]
+        self._coordinator.count_misses(missed, request)
 
     def _touch_prefix(self, req_context: ReqContext, position: int | None) -> None:
         """Touch what vLLM hits in its own cache: all before `position`, or everything if nothing was looked up.
@@ -229,6 +393,11 @@ class NixlTiersManager(OffloadingManager):
         if own:
             self._coordinator.touch(own, req_context.req_id)
 
+    def _note_position(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """vLLM offers whole chunks, in the order of the prefix within each KV group."""
+        if keys and (end := position_of(list(keys)[-1], req_context)) is not None:
+            self._meter.stored(req_context.req_id, end, compat.chunk_tokens(req_context))
+
     def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
         """How many of `keys` each KV group has; vLLM orders keys by group."""
         counts = [0] * len(self._place)
@@ -236,11 +405,28 @@ class NixlTiersManager(OffloadingManager):
             counts[self._place[get_offload_group_idx(key)]] += 1
         return counts
 
+    def _tokens(self, keys: Sequence[OffloadKey], counts: Sequence[int]) -> list[int]:
+        """How many tokens each of `keys` saves from being computed: those of the group that loads most tokens, as the
+        chunks of all groups are of the same tokens."""
+        loaded = [count * tokens for count, tokens in zip(counts, self._chunk_tokens, strict=True)]
+        longest = loaded.index(max(loaded))
+        tokens = self._chunk_tokens[longest]
+        return [tokens if self._place[get_offload_group_idx(key)] == longest else 0 for key in keys]
+
     def _in_prefix_order(self, keys: list[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """By end token, so that under pressure all groups keep the same prefix."""
         if len(self._place) == 1:
             return keys
         return sorted(keys, key=lambda key: position_of(key, req_context) or 0)
+
+
+def _publish(manager: weakref.ref[NixlTiersManager]) -> None:
+    if (alive := manager()) is not None:
+        try:
+            alive.publish_gauges()
+        except Exception:  # no number is worth the movers, which end with the thread that calls this
+            log.exception("nixl_tiers: gauges are not published while the engine is idle any more")
+            alive.stop_publishing()
 
 
 def _sources(config: TiersConfig) -> Mapping[str, Any]:

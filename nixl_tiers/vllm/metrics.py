@@ -1,85 +1,129 @@
-"""The coordinator's counters and gauges as vLLM publishes them at /metrics: one label, the tier's name."""
+"""The coordinator's numbers as vLLM publishes them at /metrics; `nixl_tiers/metrics.py` says which, and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+import nixl_tiers
+from nixl_tiers.config.schema import TiersConfig, Write
+from nixl_tiers.metrics import CPU, INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind, TierTraits, published
 from nixl_tiers.vllm.compat import (
     OffloadingConnectorStats,
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
+from nixl_tiers.vllm.live import Level
 
-PREFIX: Final = "nixl_tiers:"
-COUNTERS: Final = {
-    "hits": "Chunks that were found in this tier.",
-    "misses": "Chunks that were looked for in this tier and not found.",
-    "bytes_read": "Bytes read from this tier to go up: from storage to the host, from the host to the GPU.",
-    "bytes_written": "Bytes written to this tier from above: from the GPU to the host, from the host to storage.",
-    # A tier's `rows` are stored + promoted + found, less these: evictions, corrupt, missing, unreadable, removed,
-    # relisted, reset.
-    "stored": "Chunks stored to this tier from above: from the GPU, or from the host.",
-    "promoted": "Chunks promoted to this tier from below: only the host gets such.",
-    "found": "Chunks found on this tier's medium: from before it was opened, or stored by other engines.",
-    "evictions": "Chunks evicted from this tier to make room.",
-    "corrupt": "Chunks read back corrupt from this tier: their seal did not match, and they became misses.",
-    "missing": "Chunks requested from this tier that it no longer had.",
-    "unreadable": "Chunks dropped from the host because a worker could not copy them.",
-    "removed": "Chunks that this tier's medium no longer holds: expired, deleted by others, or over a lowered limit.",
-    "relisted": "Chunks listed again by this tier's medium since it was reopened: `found` counts them again.",
-    "reset": "Chunks dropped by a reset, because the weights may have changed.",
-    "failed": "Moves to or from this tier that ended in an error or timed out.",
-    "incomplete": "Chunks that vLLM stored without all of their blocks, so that they could not be hits.",
-    "probes": "Existence checks on this tier's medium for chunks that another engine may have stored a moment ago.",
-    "dropped": "Chunks that were not written to this tier because it could not keep up or had no room.",
-    "late": "Chunks whose load from this tier timed out.",
-    "kills": "Mover processes of this tier that had to be killed.",
-    "deaths": "Mover processes of this tier that ended, killed or not, while they were needed.",
-}
-GAUGES: Final = {
-    "used_bytes": "Bytes that this tier uses on its medium now.",
-    "capacity_bytes": "Bytes that this tier may use.",
-    "huge_page_bytes": "Bytes of the host tier's memory that lie in pages of 2 MiB.",
-    "rows": "Chunks that this tier holds, as far as is known: what a look-up can hit.",
-    "listed_rows": "Chunks listed by the tier's medium since it was opened: the progress of a long listing.",
-    "up": "1 while the tier's medium is open, 0 while it is not.",
-    "breaker": "The tier's circuit: 0 closed (in use), 1 half-open (being probed), 2 open (not used).",
-    "denials": "Kinds of requests that the tier's medium denies now, while it is up: the log has the reasons.",
-    "quarantined": "Rows of the host that are not reused until a mover of this tier has certainly finished with them.",
-}
+MAX_LABEL: Final = 1024  # characters
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """The metrics to declare to vLLM, which appends `_total` to counters and refuses undeclared names."""
-    declared: dict[str, OffloadingMetricMetadata] = {}
-    for name, text in COUNTERS.items():
-        declared[PREFIX + name] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
-    for name, text in GAUGES.items():
-        declared[PREFIX + name] = OffloadingGaugeMetadata(documentation=text, labelnames=("tier",))
+    declared: dict[str, OffloadingMetricMetadata] = {
+        PREFIX + INFO: OffloadingGaugeMetadata(documentation=INFO_TEXT, labelnames=INFO_LABELS)
+    }
+    for name, metric in METRICS.items():
+        match metric.kind:
+            case Kind.COUNTER:
+                made = OffloadingCounterMetadata(documentation=metric.text, labelnames=metric.labels)
+            case Kind.GAUGE:
+                made = OffloadingGaugeMetadata(documentation=metric.text, labelnames=metric.labels)
+            case Kind.HISTOGRAM:
+                made = OffloadingHistogramMetadata(
+                    documentation=metric.text, labelnames=metric.labels, buckets=metric.buckets
+                )
+        declared[PREFIX + name] = made
     return declared
 
 
+def traits(config: TiersConfig) -> list[TierTraits]:
+    """Of the host and of each storage tier."""
+    storage = [
+        TierTraits(name, written=tier.write is not Write.OFF, checked=tier.existence_checks, disk=tier.on_disk)
+        for name, tier in zip(config.names, config.storage, strict=True)
+    ]
+    return [TierTraits(CPU, only=not storage), *storage]
+
+
+def info_labels(config: TiersConfig, namespace: str, chunk_bytes: int, chunk_tokens: int) -> tuple[str, ...]:
+    """The label values of the gauge INFO."""
+    places = "; ".join(f"{name}: {tier.place}" for name, tier in zip(config.names, config.storage, strict=True))
+    return (nixl_tiers.__version__, namespace, str(chunk_bytes), str(chunk_tokens), places[:MAX_LABEL])
+
+
+class Levels:
+    """All gauges at once, with their values now."""
+
+    def __init__(self, tiers: Sequence[TierTraits], info: tuple[str, ...]) -> None:
+        self._info: Level = (PREFIX + INFO, dict(zip(INFO_LABELS, info, strict=True)), 1.0)
+        self._series = [
+            (tier, number, PREFIX + name, dict(zip(metric.labels, labels, strict=True)))
+            for (tier, number), (name, metric, labels) in published(list(tiers)).items()
+            if metric.kind is Kind.GAUGE
+        ]
+
+    def of(self, totals: Mapping[str, Mapping[str, float]]) -> list[Level]:
+        """`totals`: as in Reporter."""
+        return [
+            self._info,
+            *(
+                (name, labels, float(totals[tier][number]))
+                for tier, number, name, labels in self._series
+                if number in totals.get(tier, ())
+            ),
+        ]
+
+
 class Reporter:
-    """Turns running totals into differences since the last report."""
+    """Turns running totals into differences since the last report; without `gauges` if vLLM does not get them."""
 
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, str], float] = {}
+    def __init__(
+        self, tiers: Sequence[TierTraits], info: tuple[str, ...] | None = None, *, gauges: bool = True
+    ) -> None:
+        self._series = {
+            place: series
+            for place, series in published(list(tiers)).items()
+            if gauges or series[1].kind is not Kind.GAUGE
+        }
+        self._last: dict[str, Mapping[str, float]] = {}  # by tier
+        self._info = info if gauges else None
 
-    def report(self, totals: Mapping[str, Mapping[str, float]]) -> OffloadingConnectorStats | None:
-        """`totals`: tier -> name -> running total or level. None if nothing changed. Unknown names are left out."""
-        stats: OffloadingConnectorStats | None = None
+    def report(
+        self,
+        totals: Mapping[str, Mapping[str, float]],
+        samples: Mapping[tuple[str, str], Sequence[float]] | None = None,
+    ) -> OffloadingConnectorStats | None:
+        """`totals`: tier -> number -> running total or level; `samples`: those since the last report. None if nothing
+        has changed. Numbers that are no series of the tier are left out."""
+        stats = OffloadingConnectorStats()
+        if self._info is not None:
+            stats.set_gauge(PREFIX + INFO, 1, self._info)
+            self._info = None
         for tier, numbers in totals.items():
-            for name, value in numbers.items():
-                last = self._last.get((tier, name))
-                # A counter's first report may be zero: the series then exists at /metrics before its first event.
-                if value == last or (name not in COUNTERS and name not in GAUGES):
-                    continue
-                stats = OffloadingConnectorStats() if stats is None else stats
-                if name in GAUGES:
-                    stats.set_gauge(PREFIX + name, value, (tier,))
-                else:
-                    stats.increase_counter(PREFIX + name, max(value - (last or 0), 0), (tier,))
-                self._last[tier, name] = value
-        return stats
+            last = self._last.get(tier, {})
+            if numbers != last:
+                self._report_tier(stats, tier, numbers, last)
+                self._last[tier] = numbers
+        for place, observed in (samples or {}).items():
+            if (series := self._series.get(place)) is not None:
+                name, _, labels = series
+                for sample in observed:
+                    stats.observe_histogram(PREFIX + name, sample, labels)
+        return None if stats.is_empty() else stats
+
+    def _report_tier(
+        self, stats: OffloadingConnectorStats, tier: str, numbers: Mapping[str, float], last: Mapping[str, float]
+    ) -> None:
+        for number, value in numbers.items():
+            before = last.get(number)
+            # A counter's first report may be zero: the series then exists at /metrics before its first event.
+            if value == before or (series := self._series.get((tier, number))) is None:
+                continue
+            name, metric, labels = series
+            if metric.kind is Kind.GAUGE:
+                stats.set_gauge(PREFIX + name, value, labels)
+            elif metric.kind is Kind.COUNTER:
+                stats.increase_counter(PREFIX + name, max(value - (before or 0), 0), labels)

@@ -17,9 +17,10 @@ from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, StorageConfig, TiersConfig, Write
 from nixl_tiers.config.source import without_vllm
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion, RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
-from nixl_tiers.vllm import compat, metrics
+from nixl_tiers.vllm import compat, live, metrics
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -42,6 +43,7 @@ class NixlTiersSpec(OffloadingSpec):
     @classmethod
     @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        live.show()
         return metrics.definitions()
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -74,7 +76,7 @@ class NixlTiersSpec(OffloadingSpec):
         return rendezvous(name, self.geometry, self.rows, processes, RENDEZVOUS_S, huge_pages=huge_pages)
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, weights_of
+        from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, revision_of, weights_of
         from nixl_tiers.vllm.worker import worker_over
 
         vllm_config = current_vllm_config()
@@ -85,6 +87,8 @@ class NixlTiersSpec(OffloadingSpec):
             weights = Fingerprint(*self._of_one_rank(region, lambda: weights_of(vllm_config, self.tiers)))
             digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config, weights=weights)
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
+            if rank == 0:
+                region.publish_revision(revision_of(vllm_config))
             region.publish(rank, digest, note)
         except BaseException:
             region.close()
@@ -100,19 +104,32 @@ class NixlTiersSpec(OffloadingSpec):
     def _make_manager(self) -> OffloadingManager:
         from nixl_tiers.coordinator import Coordinator
         from nixl_tiers.vllm.events import EventLog
+        from nixl_tiers.vllm.live import LiveGauges
         from nixl_tiers.vllm.manager import PAUSE_S, NixlTiersManager
 
         region = self._rendezvous()
         try:
             namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S)
-            coordinator = Coordinator.open(self.tiers, namespace, region)
+            description = description_of(self.config, region.revision)
+            coordinator = Coordinator.open(
+                self.tiers, namespace, region, device=compat.device_name(), description=description
+            )
         except BaseException:
             region.close()
             raise
         events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
         pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0
-        return NixlTiersManager(coordinator, self.tiers, compat.group_ids(self.config), events, pause_s)
+        chunk_tokens = [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
+        return NixlTiersManager(
+            coordinator,
+            self.tiers,
+            compat.group_ids(self.config),
+            events,
+            pause_s=pause_s,
+            chunk_tokens=chunk_tokens,
+            live=LiveGauges(int(getattr(self.config.parallel, "data_parallel_index", 0))),
+        )
 
 
 def parse(config: OffloadingConfig) -> TiersConfig:
@@ -232,6 +249,19 @@ def last_block_only(config: OffloadingConfig, vllm_config: Any) -> list[int]:
         for place, group in enumerate(config.groups)
         if all(compat.is_recurrent(layers.get(name)) for name in group.layer_names)
     ]
+
+
+def description_of(config: OffloadingConfig, revision: str) -> Description:
+    """What manifests say of this engine's rows."""
+    return Description(
+        model=str(config.model.name),
+        revision=revision,
+        dtype=str(config.model.dtype),
+        layout=str(getattr(config, "kv_cache_layout", None) or ""),
+        chunk_tokens=min((group.tokens_per_block for group in config.groups), default=0)
+        * config.cache.blocks_per_chunk,
+        vllm=compat.full_version(),
+    )
 
 
 def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -> Namespace:

@@ -1,21 +1,17 @@
 """The worker's side: copies between vLLM's KV blocks and the region's rows, outside the engine's step.
 
-Stores and loads have a thread each, so that neither waits for the other. vLLM stops the engine when a job is reported
-as failed, so a failed store is reported as successful and the failure is recorded in the rows' control words, where the
-scheduler's side reads it. A failed load cannot be hidden that way, because the request would go on with wrong bytes:
-NixlTiersConnector collects it and has the request recomputed; with vLLM's own connector the engine stops.
+How jobs run is in copy_jobs.py. vLLM stops the engine when a job is reported as failed, so a failed store is reported
+as successful and the failure is recorded in the rows' control words, where the scheduler's side reads it. A failed load
+cannot be hidden that way, because the request would go on with wrong bytes: NixlTiersConnector collects it and has the
+request recomputed; with vLLM's own connector the engine stops.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
-from queue import SimpleQueue
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +19,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from nixl_tiers.lifetime import finalize_once
-from nixl_tiers.memory.prefault import Prefault
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
-from nixl_tiers.swap.numa import prefer
+from nixl_tiers.swap.numa import place
 from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
@@ -35,17 +30,24 @@ from nixl_tiers.vllm.compat import (
     OffloadingWorker,
     TransferResult,
 )
+from nixl_tiers.vllm.copy_jobs import (
+    CopyJobs,
+    Direction,
+    Finish,
+    Job,
+    Moved,
+    PolledJobs,
+    Started,
+    ThreadedJobs,
+    Transfer,
+)
+from nixl_tiers.vllm.sleep import drain_before_sleep
+from nixl_tiers.vllm.step_clock import EventClock, HostClock, NoClock, StepClock
 from nixl_tiers.vllm.transfer import Part, RowsSpec, split_load, split_store
 
 log = logging.getLogger(__name__)
 
-STOP_S: Final = 2.0
-
-
-class Transfer(Protocol):
-    """A copy in flight. A host copy ends before its call returns, and has none."""
-
-    def elapsed_s(self) -> float: ...  # waits for its end; raises if the copy failed
+NODES_S: Final = 2.0  # how long a rank waits for the others to say on which NUMA nodes their GPUs are
 
 
 class Swap(Protocol):
@@ -54,19 +56,6 @@ class Swap(Protocol):
     def store(self, group: int, blocks: NDArray[np.int64], places: NDArray[np.uint32]) -> Transfer | None: ...
 
     def load(self, group: int, blocks: NDArray[np.int64], places: NDArray[np.uint32]) -> Transfer | None: ...
-
-
-class Moved(NamedTuple):
-    """What a copy moved, and how long that took on the device, where that is measured."""
-
-    nbytes: int = 0
-    device_s: float = 0.0
-
-    def plus(self, other: Moved) -> Moved:
-        return Moved(self.nbytes + other.nbytes, self.device_s + other.device_s)
-
-
-Finish = Callable[[], Moved]  # waits for a job that was started; raises if it failed
 
 
 def worker_over(
@@ -81,8 +70,8 @@ def worker_over(
     plan = CopyPlan(segments_of(kv_caches, geometry.sub_block_bytes), geometry, cell, region.address, region.rows)
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
-        prefault(region, cell, None)
-        return NixlTiersWorker(region, plan, HostSwap(plan), cell, last_block_only, on_device=False)
+        region.prefault(cell=cell)
+        return NixlTiersWorker(region, plan, HostSwap(plan), cell, last_block_only, jobs=ThreadedJobs())
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
     from nixl_tiers.swap.cuda import CudaSwap
@@ -90,26 +79,35 @@ def worker_over(
     from nixl_tiers.swap.numa import node_of
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    prefaulted = prefault(region, cell, node_of(open_driver().pci_address(ordinal)))
-    if prefaulted is not None:
-        prefaulted.wait()  # pinning would allocate the same pages, on one thread
+    place_region(region, cell, node_of(open_driver().pci_address(ordinal)))
+    region.prefault(cell=cell).wait()  # pinning would allocate the same pages, on one thread
     swap = CudaSwap(plan, ordinal)
     region.at_close(swap.close)
-    return NixlTiersWorker(region, plan, swap, cell, last_block_only, on_device=True)
+    drain_before_sleep(swap)
+    return NixlTiersWorker(region, plan, swap, cell, last_block_only, jobs=PolledJobs())
 
 
-def prefault(region: HostRegion, cell: int, node: int | None) -> Prefault | None:
-    """Have the first rank allocate the region's pages: on its GPU's NUMA node if no other rank may have another one."""
+def step_clock_of(region: HostRegion, jobs: CopyJobs, cell: int) -> StepClock:
+    """The first rank measures: all ranks of a step wait for each other."""
     if cell:
-        return None
-    if node is not None and region.geometry.cells == 1 and not region.hugetlb:  # whose pages are where they are
-        accepted = prefer(region.address, region.nbytes, node)
+        return NoClock()
+    return EventClock(region.publish_step) if isinstance(jobs, PolledJobs) else HostClock(region.publish_step)
+
+
+def place_region(region: HostRegion, cell: int, node: int | None) -> None:
+    """Before the region's pages are allocated: request them on the NUMA node of the ranks' GPUs, or interleaved over
+    their nodes, since every row holds a part of every rank. `node`: of this rank's GPU, None if not known."""
+    if region.hugetlb:  # its pages are where they are
+        return
+    region.publish_node(cell, node)
+    nodes = region.wait_for_nodes(NODES_S)
+    if nodes:
+        accepted = place(region.address, region.nbytes, nodes)
         log.info(
-            "nixl_tiers: the host region's pages are allocated on NUMA node %d, the GPU's%s",
-            node,
+            "nixl_tiers: the host region's pages are allocated on NUMA %s%s",
+            f"node {min(nodes)}, the GPU's" if len(nodes) == 1 else f"nodes {sorted(nodes)} in turns, the GPUs'",
             "" if accepted else ", but the kernel refuses (a container may need SYS_NICE): copies may cross sockets",
         )
-    return region.prefault()
 
 
 def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list[Segment]]:
@@ -136,11 +134,7 @@ def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list
 
 
 class NixlTiersWorker(OffloadingWorker):
-    """One rank's copies into and out of cell `cell` of every row.
-
-    `on_device`: the swap only starts copies, in the order of the caller's CUDA stream, and must be called at
-    submission. Otherwise a copy blocks its caller, and runs on a thread.
-    """
+    """One rank's copies into and out of cell `cell` of every row, by the kind of jobs that its swap needs."""
 
     def __init__(
         self,
@@ -150,44 +144,36 @@ class NixlTiersWorker(OffloadingWorker):
         cell: int,
         last_block_only: Collection[int] = (),
         *,
-        on_device: bool,
+        jobs: CopyJobs,
     ) -> None:
         self._region = region
         self._plan = plan
         self._swap = swap
         self._cell = cell
         self._last_block_only = frozenset(last_block_only)
-        self._on_device = on_device
+        self._jobs = jobs
         self._blocks_per_chunk = region.geometry.sub_blocks
-        self._open: dict[int, threading.Event] = {}
-        self._finished: deque[TransferResult] = deque()
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
-        self._stores = _SerialExecutor("nixl_tiers-store")
-        self._loads = _SerialExecutor("nixl_tiers-load")
-        # vLLM does not always call shutdown, and two threads would keep the region mapped.
-        self._end = finalize_once(self, partial(_end, (self._stores, self._loads), region))
+        self.step_clock = step_clock_of(region, jobs, cell)
+        # vLLM does not always call shutdown, and the region would stay mapped.
+        self._end = finalize_once(self, partial(_end, jobs, region))
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, RowsSpec)
-        self._submit(self._stores, job_id, lambda: self._store(src_spec, dst_spec))
+        self._jobs.submit(Direction.STORE, Job(job_id, lambda: self._store(src_spec, dst_spec)))
         return True
 
     @override
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: object) -> bool:
         """`expedited` (newer vLLM) changes nothing: loads start in the order of submission."""
         assert isinstance(src_spec, RowsSpec)
-        self._submit(self._loads, job_id, lambda: self._load(src_spec, dst_spec))
+        self._jobs.submit(Direction.LOAD, Job(job_id, lambda: self._load(src_spec, dst_spec)))
         return True
 
     @override
     def get_finished(self) -> list[TransferResult]:
-        results = []
-        while self._finished:
-            result = self._finished.popleft()
-            self._open.pop(result.job_id, None)
-            results.append(self._reported(result))
-        return results
+        return [self._reported(result) for result in self._jobs.finished()]
 
     def keep_failed_loads(self) -> None:
         """From now on report failed loads to vLLM as successful, and through take_failed_loads as failed."""
@@ -201,10 +187,7 @@ class NixlTiersWorker(OffloadingWorker):
     @override
     def wait(self, job_ids: set[int]) -> None:
         """Until these jobs, stores or loads, have ended; unknown ones count as ended."""
-        for job_id in job_ids:
-            ended = self._open.get(job_id)
-            if ended is not None:
-                ended.wait()
+        self._jobs.wait(job_ids)
 
     @override
     def shutdown(self) -> None:
@@ -224,25 +207,13 @@ class NixlTiersWorker(OffloadingWorker):
         self._failed_loads.add(result.job_id)
         return TransferResult(result.job_id, success=True)
 
-    def _submit(self, executor: _SerialExecutor, job_id: int, start: Callable[[], Finish]) -> None:
-        ended = self._open[job_id] = threading.Event()
-        job = _Job(job_id, start)
-        if self._on_device:
-            job.start()
-
-        def end() -> None:
-            self._finished.append(job.end())
-            ended.set()
-
-        executor.put(end)
-
-    def _store(self, engine: GPULoadStoreSpec, rows: RowsSpec) -> Finish:
+    def _store(self, engine: GPULoadStoreSpec, rows: RowsSpec) -> Started:
         """A store never fails: a row that is not marked as written does not become a hit."""
         copies: list[Finish] = []
+        transfers: list[Transfer] = []
         try:
-            copies = [
-                self._store_part(part, rows.store_seq) for part in split_store(rows, engine, self._blocks_per_chunk)
-            ]
+            parts = split_store(rows, engine, self._blocks_per_chunk)
+            copies = [self._store_part(part, rows.store_seq, transfers) for part in parts]
         except Exception:
             log.exception("nixl_tiers: blocks and rows of a store do not match; its chunks are dropped")
 
@@ -255,9 +226,12 @@ class NixlTiersWorker(OffloadingWorker):
                     log.exception("nixl_tiers: what a store wrote could not be marked; its chunks are dropped")
             return moved
 
-        return finish
+        return Started(transfers, finish)
 
-    def _store_part(self, part: Part, store_seq: int) -> Finish:
+    def _store_part(self, part: Part, store_seq: int, transfers: list[Transfer]) -> Finish:
+        # An open job must not keep this worker from being collected.
+        mark, last_block_only = partial(self._region.mark, part.rows, self._cell, store_seq), self._last_block_only
+
         def finish() -> Moved:
             copied, moved = not part.known, Moved()  # an unknown part is not a failure
             if started is not None:
@@ -269,26 +243,27 @@ class NixlTiersWorker(OffloadingWorker):
             missing = np.zeros(len(part.rows), np.int64)
             missing[0] = part.first
             # In other groups a look-up cannot know whether the load would read the missing blocks.
-            whole = part.known & ((missing == 0) | (part.group in self._last_block_only))
-            self._region.mark(part.rows, self._cell, store_seq, copied, missing, whole=whole)
+            whole = part.known & ((missing == 0) | (part.group in last_block_only))
+            mark(copied, missing, whole=whole)
             return moved
 
         started: Finish | None = None
         if part.known:
             try:
-                started = self._copy(self._swap.store, part)
+                started = self._copy(self._swap.store, part, transfers)
             except Exception:
                 log.exception("nixl_tiers: a copy to host memory did not start; %d chunks are dropped", len(part.rows))
         return finish
 
-    def _load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> Finish:
+    def _load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> Started:
         """Copies that did not start fail at the end, after all others have ended: until then blocks are being
         written."""
         copies: list[Finish] = []
+        transfers: list[Transfer] = []
         failures: list[Exception] = []
         for part in split_load(rows, engine, self._blocks_per_chunk):
             try:
-                copies.append(self._copy(self._swap.load, part))
+                copies.append(self._copy(self._swap.load, part, transfers))
             except Exception as error:  # noqa: BLE001 - raised again by finish
                 failures.append(error)
 
@@ -303,12 +278,18 @@ class NixlTiersWorker(OffloadingWorker):
                 raise failures[0]
             return moved
 
-        return finish
+        return Started(transfers, finish)
 
     def _copy(
-        self, copy: Callable[[int, NDArray[np.int64], NDArray[np.uint32]], Transfer | None], part: Part
+        self,
+        copy: Callable[[int, NDArray[np.int64], NDArray[np.uint32]], Transfer | None],
+        part: Part,
+        transfers: list[Transfer],
     ) -> Finish:
+        """Start copying a part; what is in flight then is added to `transfers`."""
         transfer = copy(part.group, part.blocks, self._plan.places(part.rows, part.first, len(part.blocks)))
+        if transfer is not None:
+            transfers.append(transfer)
         nbytes = len(part.blocks) * self._plan.groups[part.group].block_bytes
 
         def finish() -> Moved:
@@ -317,62 +298,6 @@ class NixlTiersWorker(OffloadingWorker):
         return finish
 
 
-def _end(executors: Iterable[_SerialExecutor], region: HostRegion) -> None:
-    stopped = [executor.stop(STOP_S) for executor in executors]
-    if all(stopped):
+def _end(jobs: CopyJobs, region: HostRegion) -> None:
+    if jobs.stop():
         region.close()
-
-
-class _Job:
-    """One transfer, from its start to its result for vLLM."""
-
-    def __init__(self, job_id: int, start: Callable[[], Finish]) -> None:
-        self._id = job_id
-        self._start = start
-        self._finish: Finish | None = None
-        self._began_s: float | None = None
-
-    def start(self) -> None:
-        self._began_s = time.perf_counter()
-        try:
-            self._finish = self._start()
-        except Exception:
-            log.exception("nixl_tiers: job %d could not be started", self._id)
-
-    def end(self) -> TransferResult:
-        """Start the job unless it has been started, and wait for its end."""
-        if self._began_s is None:
-            self.start()
-        assert self._began_s is not None
-        success, moved = False, Moved()
-        if self._finish is not None:
-            try:
-                moved = self._finish()
-                success = True
-            except Exception:
-                log.exception("nixl_tiers: job %d failed", self._id)
-        took_s = moved.device_s or time.perf_counter() - self._began_s
-        return TransferResult(self._id, success, moved.nbytes, took_s)
-
-
-class _SerialExecutor:
-    """One thread that runs calls in the order of submission."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
-
-    def stop(self, timeout_s: float) -> bool:
-        """End after the calls that were submitted before; whether that took no longer than `timeout_s`."""
-        self._calls.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # it refers to its worker, which could not be collected while this thread waits

@@ -1,0 +1,152 @@
+"""Which keys a request is going to look up, out of what vLLM hands over with its first look-up.
+
+vLLM looks up full-attention groups from the first chunk on, up to the first miss, and then windowed groups (sliding
+windows, recurrent states) from the end on. It does not say which group is what, so that is learned from the order of
+its look-ups, and the length of a window from what it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nixl_tiers.cascade.chains import Chain, Group, Scan
+from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
+
+Answers = dict[OffloadKey, LookupResult]
+
+
+@dataclass(slots=True)
+class RequestChain:
+    """One request's chain, and the answers that it gets for as long as it waits. `count`: of vLLM's keys."""
+
+    chain: Chain
+    count: int
+    group: int  # vLLM's number of the first group with full attention, of which the first look-up was
+    scan: Scan | None = None  # of this step
+    first: int = 0  # position of this step's first look-up
+    waiting: Answers | None = None
+
+    def start(self, position: int) -> int:
+        """The first token that this step looks up, by the end of its first chunk."""
+        return position - self.chain.groups[0].chunk_tokens
+
+
+class RequestChains:
+    """The chains of all requests, and what is known of KV groups."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, int | None] = {}  # of groups that are known: None is full attention
+        self._chains: dict[str, RequestChain] = {}
+        self._last: tuple[str, int, int] | None = None  # the last look-up of a group that is not known: its position
+
+    def of(self, key: OffloadKey, context: ReqContext, position: int | None) -> RequestChain | None:
+        """The chain of a request whose first look-up of a step is of `key`; None if that has to be looked up key by
+        key: vLLM reports no positions (before 0.30), or the group's chunks are not all there."""
+        group = get_offload_group_idx(key)
+        if position is None or self._windows.setdefault(group, None) is not None:
+            return None
+        positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        mine = self._chains.get(context.req_id)
+        if mine is None or mine.count != len(positions) or mine.group != group:
+            chain = self._build(positions, group)
+            if chain is None:
+                return None
+            if (most := _max_load_tokens(context)) is not None:
+                # vLLM counts from inside this chunk on: it may look up one chunk more, which is looked up alone.
+                chain = _cut(chain, position - chain.groups[0].chunk_tokens + most)
+            mine = self._chains[context.req_id] = RequestChain(chain, len(positions), group)
+        mine.first = position
+        return mine if position % mine.chain.groups[0].chunk_tokens == 0 else None
+
+    def note_look_up(self, key: OffloadKey, context: ReqContext) -> tuple[int, int | None] | None:
+        """Learn from a look-up that the chain's answers do not cover. Returns the position of `key` and the window of
+        its group, if it is known to be windowed."""
+        position, group = position_of(key, context), get_offload_group_idx(key)
+        if position is None:
+            return None
+        mine = self._chains.get(context.req_id)
+        window = self._windows.get(group, 0)
+        first = mine.first if mine is not None and mine.scan is not None and mine.group == group else 0
+        if window is None and mine is not None and position < first:
+            # It goes down from the first look-up: the group has no full attention after all.
+            self._windows[group] = window = 1
+            del self._chains[context.req_id]
+        elif window == 0:
+            last, self._last = self._last, (context.req_id, group, position)
+            if last is not None and last[:2] == self._last[:2] and last[2] != position:
+                self._windows[group] = None if position > last[2] else 1
+                self._chains.clear()
+        return (position, window) if window else None
+
+    def note_load(self, group: int, rows: int) -> None:
+        """vLLM loads so many rows of this group: of a windowed one, its window."""
+        window = self._windows.get(group)
+        if window is not None and rows > window:
+            self._windows[group] = rows
+            self._chains.clear()
+
+    def chunk_tokens(self, key: OffloadKey, context: ReqContext) -> int:
+        """Tokens of a chunk of the group of `key`, which is a part of the request's chain."""
+        groups, number = self._chains[context.req_id].chain.groups, get_offload_group_idx(key)
+        return next((g.chunk_tokens for g in groups if g.keys and get_offload_group_idx(g.keys[0]) == number), 0)
+
+    def ended(self, request: str) -> None:
+        self._chains.pop(request, None)
+
+    def get(self, request: str) -> RequestChain | None:
+        return self._chains.get(request)
+
+    def _build(self, positions: dict[OffloadKey, int], first: int) -> Chain | None:
+        keys, ends = list(positions), list(positions.values())
+        groups: list[Group] = []
+        if len(self._windows) == 1 and keys and ends[-1] == ends[0] * len(ends):
+            groups = [Group(keys, ends[0])]
+        else:
+            by_group: dict[int, list[OffloadKey]] = {}
+            for key in keys:
+                by_group.setdefault(get_offload_group_idx(key), []).append(key)
+            for number in sorted(by_group, key=lambda number: number != first):
+                if number in self._windows:
+                    whole = _whole(by_group[number], positions)
+                    if whole is not None:
+                        groups.append(Group(*whole, self._windows[number]))
+                    elif number == first:
+                        return None
+        return Chain(tuple(groups)) if groups and groups[0].window is None else None
+
+
+def answers_of(chain: Chain, start: int, scan: Scan) -> Answers:
+    """What vLLM's look-ups of the full-attention groups get: one PENDING is enough to defer the request."""
+    answers: Answers = {}
+    for group in chain.full:
+        begin, end = start // group.chunk_tokens, scan.end // group.chunk_tokens
+        if scan.waits:
+            end = begin + 1
+            answers[group.keys[begin]] = LookupResult.HIT_PENDING
+        else:
+            answers.update(dict.fromkeys(group.keys[begin:end], LookupResult.HIT))
+        if end < len(group.keys):
+            answers[group.keys[end]] = LookupResult.MISS
+    return answers
+
+
+def _max_load_tokens(context: ReqContext) -> int | None:
+    """The most tokens that vLLM is going to load for the request, if the request says so."""
+    parameters: dict[str, Any] = context.kv_transfer_params or {}
+    most = parameters.get("max_load_tokens")
+    return most if type(most) is int and most >= 0 else None
+
+
+def _cut(chain: Chain, end: int) -> Chain:
+    """What of a chain ends at token `end` or before."""
+    return Chain(tuple(Group(g.keys[: end // g.chunk_tokens], g.chunk_tokens, g.window) for g in chain.groups))
+
+
+def _whole(keys: Sequence[OffloadKey], positions: dict[OffloadKey, int]) -> tuple[list[OffloadKey], int] | None:
+    """The keys of a group's whole chunks, from the first on, and the tokens of one. vLLM also reports positions of keys
+    that end within a chunk."""
+    tokens = min(positions[key] for key in keys)
+    whole = sorted((key for key in keys if positions[key] % tokens == 0), key=positions.__getitem__)
+    return (whole, tokens) if positions[whole[-1]] == tokens * len(whole) else None
