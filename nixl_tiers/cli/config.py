@@ -1,67 +1,181 @@
-"""`nixl-tiers config FILE`: validates a configuration and prints what it means."""
+"""`nixl-tiers config FILE`: explains a configuration field by field, warns, and prints how to start vLLM with it."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import json
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Final
 
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from nixl_tiers.cli import OK
+from nixl_tiers.cli.cold_namespaces import Stored, installed_vllm, stored
+from nixl_tiers.cli.output import Json, print_json
 from nixl_tiers.config import schema
-from nixl_tiers.config.schema import CpuConfig, S3Config, TiersConfig
+from nixl_tiers.config import source as config_source
+from nixl_tiers.config.schema import ConfigError, CpuConfig, S3Config, TiersConfig
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 
 _MEANINGS: Final = {
     ("write", "through"): "every chunk is written",
     ("write", "on_evict"): "evicted chunks are written",
     ("write", "off"): "read only",
+    ("backend", "auto"): "POSIX, because cuFile brings nothing for rows in host memory",
     ("on_reset", "new_epoch"): "stored chunks are no longer used",
     ("on_reset", "keep"): "stored chunks stay valid",
     ("lora_storage", True): "chunks of LoRA adapters are stored too",
 }
 _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
+_OPTION: Final = "--kv-transfer-config"
+_CONNECTOR: Final = {
+    "kv_connector": "NixlTiersConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+}  # fmt: skip
 
 
-def check(source: str) -> int:
-    """Print a summary of `source`, a file or JSON text, and warnings.
+def config(
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            help="A .json, .yaml or .yml file, or JSON text; may be the value of --kv-transfer-config, or after `--` a "
+            "whole `vllm serve` command line with it.",
+        ),
+    ],
+    vllm: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help="Of the engine to be started; by default that of this environment."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Check a configuration, explain every field of it, and warn about likely mistakes. Print the command that starts
+    vLLM with it, and which namespaces in its directories an engine with this version of vLLM would not find, and why.
 
-    Raises ConfigError. Changes nothing and uses no network: a missing directory is not created.
+    Nothing is created, and no server is contacted: `nixl-tiers doctor` tries the tiers.
+
+    Exit code: 0 if it is valid, with or without warnings; 2 if it is refused, with one sentence on stderr.
     """
+    source, model = _source_of(given)
     read = schema.load(source)
     schema.check_paths(read, create=False)
+    found = [*warnings_of(read), *warnings_here(read)]
+    command = serve_command(source, model)
+    release = installed_vllm() if vllm is None else vllm
+    there = list(stored(read, release))
+    if as_json:
+        answer = {
+            "sections": [block for _, block in _blocks(read)],
+            "warnings": found,
+            "command": command,
+            "vllm": release,
+        }
+        print_json({**answer, "stored": [asdict(each) for each in there]})
+        return OK
     print("\n".join(_summary(read)))
-    for warning in (*warnings_of(read), *warnings_here(read)):
+    print(f"start vLLM with it\n  {command}\n")
+    if there:
+        print(
+            "\n".join([f"stored there, for an engine with vLLM {release or 'of an unknown version'}", *_stored(there)]),
+            "\n",
+        )
+    for warning in found:
         print(f"warning: {warning}")
-    return 0
+    return OK
+
+
+def _stored(there: Sequence[Stored]) -> Iterator[str]:
+    for each in there:
+        used = time.strftime("%Y-%m-%d", time.gmtime(each.last_used))
+        fate = f"goes cold: {each.why_cold}" if each.why_cold else "is found if weights and engine options are the same"
+        yield f"  {each.tier}  {each.namespace}  {each.model or 'unknown model'}, last used {used}: {fate}"
+
+
+def _source_of(given: Sequence[str]) -> tuple[str, str]:
+    """The configuration in what was given, and the model, if it is named there."""
+    words = list(given)
+    if len(words) == 1 and _OPTION in words[0] and not words[0].lstrip().startswith("{"):
+        try:
+            words = shlex.split(words[0])
+        except ValueError as error:
+            raise ConfigError(f"{_OPTION}: the command line cannot be read ({error})") from None
+    if len(words) == 1:
+        return words[0], ""
+    for i, word in enumerate(words):
+        option, found, value = word.partition("=")
+        if option == _OPTION and (found or i + 1 < len(words)):
+            return (value if found else words[i + 1]), _model_of(words)
+    raise ConfigError(f"{_OPTION}: this command line has none")
+
+
+def _model_of(words: Sequence[str]) -> str:
+    for before, word in zip(["", *words], words, strict=False):
+        if before == "--model" or (before == "serve" and not word.startswith("-")):
+            return word
+        if word.startswith("--model="):
+            return word.partition("=")[2]
+    return ""
+
+
+def serve_command(source: str, model: str = "") -> str:
+    """The line that starts vLLM with this configuration; a file is named, not repeated."""
+    text = source.lstrip()
+    if text.startswith("{"):
+        raw: Any = config_source.from_json(text)
+    else:
+        raw = config_source.read(Path(source))
+    ours = config_source.ours(raw)
+    if ours is not raw and "kv_connector" in raw:
+        whole: Mapping[str, Any] = raw
+    elif ours is raw and not text.startswith("{"):
+        extra = {"spec_name": config_source.SPEC, "config": str(Path(source).absolute())}
+        whole = {**_CONNECTOR, "kv_connector_extra_config": extra}
+    else:
+        whole = {**_CONNECTOR, "kv_connector_extra_config": {"spec_name": config_source.SPEC, **ours}}
+    return f"vllm serve {shlex.quote(model) if model else 'MODEL'} {_OPTION} {shlex.quote(json.dumps(whole))}"
 
 
 def _summary(read: TiersConfig) -> list[str]:
-    names = ("cpu", *read.names)
     lines: list[str] = []
-    for i, (name, tier) in enumerate(zip(names, read.tiers, strict=True)):
+    for title, block in _blocks(read):
+        widest = max((len(name) for name in block["fields"]), default=0)
+        lines.append(title)
+        for name, field in block["fields"].items():
+            value = field["value"] + ("" if field["given"] else " (default)")
+            lines.append(f"  {name:<{widest}}  {': '.join(filter(None, (value, field['meaning'])))}")
+        lines.append("")
+    return lines
+
+
+def _blocks(read: TiersConfig) -> list[tuple[str, dict[str, Any]]]:
+    """For each tier, and for all of them: a title, and every field with its value and meaning."""
+    blocks: list[tuple[str, dict[str, Any]]] = []
+    for i, (name, tier) in enumerate(zip(("cpu", *read.names), read.tiers, strict=True)):
         place = "host memory of this node" if isinstance(tier, CpuConfig) else tier.place
-        lines += [f"tiers[{i}] {name}: {schema.format_size(tier.capacity)}, {place}", *_fields(tier), ""]
-    return [*lines, "all tiers", *_fields(read), ""]
+        title = f"tiers[{i}] {name}: {schema.format_size(tier.capacity)}, {place}"
+        blocks.append((title, {"tier": name, "place": place, "fields": _fields(tier)}))
+    return [*blocks, ("all tiers", {"tier": None, "place": None, "fields": _fields(read)})]
 
 
-def _fields(model: BaseModel) -> list[str]:
-    """One line per field that is set, and per default that matters."""
-    rows = []
+def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
+    fields = {}
     for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        given = name in model.model_fields_set
-        if name in ("type", "tiers") or (not given and field.default in (None, "") and not schema.unset(field)):
+        if name in ("type", "tiers"):
             continue
-        described = field.description if name.endswith("_s") else None
-        meaning = _MEANINGS.get((name, value)) or (described or "").replace("`", "")
-        rows.append((name, _shown(name, value, field) + ("" if given else " (default)"), meaning))
+        value, given = getattr(model, name), name in model.model_fields_set
+        meaning = _MEANINGS.get((name, value)) or field.description or ""
+        fields[name] = _field(_shown(name, value, field), meaning, given=given)
     if isinstance(model, S3Config) and all(getattr(model, way) is None for way in _CREDENTIALS):
-        rows.append(("credentials", "the AWS chain (default)", ""))
-    widest = max((len(name) for name, _, _ in rows), default=0)
-    return [
-        f"  {name:<{widest}}  {text}{f': {meaning}' if meaning else ''}".replace("`", "")
-        for name, text, meaning in rows
-    ]
+        fields["credentials"] = _field("the AWS chain", "environment, files, container or instance role", given=False)
+    return fields
+
+
+def _field(value: str, meaning: str, *, given: bool) -> dict[str, Any]:
+    return {"value": value.replace("`", ""), "given": given, "meaning": meaning.replace("`", "")}
 
 
 def _shown(name: str, value: Any, field: FieldInfo) -> str:
@@ -73,4 +187,4 @@ def _shown(name: str, value: Any, field: FieldInfo) -> str:
         return f"{schema.format_size(value)} ({value} bytes)"
     if name == "max_age" or name.endswith("_s"):
         return schema.format_seconds(value)
-    return str(value)
+    return str(value) or "none"

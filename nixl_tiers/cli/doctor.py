@@ -1,63 +1,98 @@
-"""`nixl-tiers doctor`: what this machine has for copies between GPU and host, and the strategies that were measured."""
+"""`nixl-tiers doctor [CONFIG]`: what this machine has, and whether every tier of a configuration works."""
 
 from __future__ import annotations
 
-import json
-import os
-import resource
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final
 
-from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_setting
-from nixl_tiers.swap import autotune, kernels, numa
-from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
-from nixl_tiers.swap.host import backend
+import typer
+from rich.text import Text
 
+from nixl_tiers.cli.checks import machine, tiers
+from nixl_tiers.cli.checks.finding import Finding, Status, exit_code
+from nixl_tiers.cli.gds.report import NotUsable
+from nixl_tiers.cli.gds.report import examine as examine_gds
+from nixl_tiers.cli.output import InputError, Json, console, print_json, progress
+from nixl_tiers.config import schema
+from nixl_tiers.config.schema import TiersConfig
 
-def examine() -> int:
-    """Print what is found, one line a thing. Starts nothing on a GPU; 0 also where there is none."""
-    print("\n".join([*_host(), *_gpus(), *_measured()]))
-    return 0
-
-
-def _host() -> Iterator[str]:
-    yield f"copies in host memory: {'compiled' if backend() == 'c' else 'numpy (the library was not built)'}"
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield f"memory that may be locked: {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'}"
-    pool = min(room.free_bytes for room in hugetlb_rooms())
-    yield f"transparent huge pages for shared memory: {transparent_setting() or 'unknown to this kernel'}"
-    yield f"pages of 2 MiB in a pool (`huge_pages: hugetlb`): {pool // HUGE_PAGE_BYTES} free for this process"
-    if hint := advice():
-        yield f"  {hint}"
+_STYLES: Final = {
+    Status.OK: "green", Status.WARNING: "yellow", Status.BROKEN: "bold red", Status.NOT_TRIED: "dim",
+}  # fmt: skip
+_VERDICTS: Final = ("all is well", "it works, and something should be changed", "something is broken")
 
 
-def _gpus() -> Iterator[str]:
-    try:
-        driver = open_driver()
-        count = driver.device_count()
-    except (NoDriver, CudaError) as error:
-        yield f"GPU: {error}"
-        return
-    batches = "copies in batches" if driver.batches else "copies one by one: drivers from 570 on take batches"
-    yield f"CUDA driver: {driver.version // 1000}.{driver.version % 1000 // 10}, {batches}"
-    for ordinal in range(count):
-        capability, address = driver.capability(ordinal), driver.pci_address(ordinal)
-        arch, node = "sm_{}{}".format(*capability), numa.node_of(address)
-        origins = [origin for origin, _ in kernels.images(arch, driver.version // 1000)]
-        found = origins[0] if origins and capability >= kernels.MIN_CAPABILITY else "none (copy engine only)"
-        place = "" if node is None else f", NUMA node {node}"
-        yield f"GPU {ordinal}: {driver.device_name(ordinal)} at {address}{place}; kernels: {found}"
+def doctor(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="As `nixl-tiers config` takes it: its tiers are tried, too.", metavar="[CONFIG]"),
+    ] = None,
+    gds: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Examine GPUDirect Storage instead, with 32 MiB written in DIR."),
+    ] = None,
+    gpu: Annotated[int, typer.Option(help="With --gds: the GPU's ordinal.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Say what this machine has and what to change, and try every storage tier of a configuration: rights one by one,
+    then rows written, read and verified by the tier's own code.
 
+    A trial writes at most 64 MiB within the capacity, below a scratch name of its own, and deletes them. Beside an
+    engine that uses the directory or the private prefix, and with `write: off`, nothing is written. Nothing runs on a
+    GPU. Whatever hangs is killed after 60 seconds.
 
-def _measured() -> Iterator[str]:
-    yield f"copy strategy ({autotune.ENVIRONMENT}): {os.environ.get(autotune.ENVIRONMENT, 'auto')}"
-    folder = kernels.cache_folder()
-    for kept in sorted(folder.glob("choice-*.json") if folder else ()):
-        measured = autotune.read(kept)
-        if measured is None:
-            continue
-        about = json.loads(kept.read_bytes()).get("about", {})
-        yield f"measured on {about.get('gpu')}, driver {about.get('driver')} ({kept.name}):"
+    Exit code: 0 all is well, 1 warnings, 2 something is broken or the configuration is refused. With --gds it is the
+    verdict's: 0 native, 3 compatibility, 4 unavailable; 2 if DIR cannot be written to.
+    """
+    if gds:
         try:
-            yield from (f"  {line}" for line in autotune.lines(measured))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            yield "  it cannot be read, and is measured again at the next start"
+            return examine_gds(gds, gpu, as_json=as_json)
+        except NotUsable as error:
+            raise InputError(str(error)) from error
+    read = schema.load(config) if config is not None else None
+    groups: dict[str, list[Finding]] = {}
+    for group, finding in _examine(read):
+        groups.setdefault(group, []).append(finding)
+    found = [finding for findings in groups.values() for finding in findings]
+    code = exit_code(found)
+    if as_json:
+        findings = [tiers.as_dict(group, finding) for group, findings in groups.items() for finding in findings]
+        print_json({"exit_code": code, "verdict": _VERDICTS[code], "findings": findings})
+    else:
+        _print(groups, code)
+    return code
+
+
+def _examine(config: TiersConfig | None) -> Iterator[tuple[str, Finding]]:
+    storage = list(zip(config.names, config.storage, strict=True)) if config else []
+    with (
+        tempfile.TemporaryDirectory(prefix="nixl-tiers-doctor-") as scratch,
+        progress("machine", 2 + len(storage)) as bar,
+    ):
+        task = bar.tasks[0].id
+        yield from (("machine", finding) for finding in machine.examine(config))
+        bar.update(task, advance=1, description="NIXL")
+        yield from (("machine", finding) for finding in tiers.plugins(Path(scratch), config))
+        for name, tier in storage:
+            bar.update(task, advance=1, description=name)
+            group = f"{name}: {tier.place}"
+            yield from ((group, finding) for finding in tiers.examine(Path(scratch), tier))
+
+
+def _print(groups: dict[str, list[Finding]], code: int) -> None:
+    out = console()
+    for group, findings in groups.items():
+        out.print(Text(group, style="bold"))
+        widest = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            status = Text(f"  {finding.status:<9}  ", style=_STYLES[finding.status])
+            out.print(status + Text(f"{finding.name:<{widest}}  {finding.text}"), soft_wrap=True)
+            if finding.change:
+                out.print(Text(f"  {'':<9}  {'':<{widest}}  -> {finding.change}"), soft_wrap=True)
+        out.print()
+    counted = Counter(finding.status for groups_ in groups.values() for finding in groups_)
+    rest = ", ".join(f"{counted[status]} {status}" for status in Status if counted[status])
+    out.print(f"verdict: {_VERDICTS[code]} ({rest})", soft_wrap=True)

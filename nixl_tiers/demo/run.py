@@ -13,6 +13,7 @@ by vLLM's counter of cached tokens by source and by the bytes that each tier has
 from __future__ import annotations
 
 import json
+import os
 import platform
 import random
 import shutil
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -32,8 +33,18 @@ from nixl_tiers.demo.plot import plot
 from nixl_tiers.demo.server import ServerFailure, VllmServer
 from nixl_tiers.demo.verify import SOURCES, TIERS, Counts, DemoFailure, Run, table, verify
 from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.servers import S3Server, ServerError, moto_server
+from nixl_tiers.testing.servers import (
+    RunningServer,
+    S3Server,
+    ServerError,
+    moto_server,
+    running_server,
+    seaweedfs_server,
+)
 
+_DISTRIBUTIONS: Final = {
+    "nixl_tiers": ("nixl-tiers",), "vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "nixl": ("nixl", "nixl-cu12"),
+}  # fmt: skip
 MAX_TOKENS: Final = 16
 # float32: in bfloat16 a prompt's last tokens, computed alone behind a hit, round differently from the same tokens
 # computed with the whole prompt: even vLLM's own prefix cache changes the output.
@@ -42,6 +53,10 @@ MIN_PROMPT_TOKENS: Final = 4 * vllm_cpu.BLOCK_TOKENS
 MAX_PROMPT_TOKENS: Final = 8192 - MAX_TOKENS
 SETTLE_S: Final = 120.0
 BUCKET: Final = "nixl-tiers-demo"
+BUCKET_VARIABLE: Final = "NIXL_TIERS_S3_BUCKET"
+NEXT: Final = """
+Next, on your own machine: write a configuration, `nixl-tiers config FILE` explains it and prints the line that starts
+vLLM with it, `nixl-tiers doctor FILE` tries every tier of it. Step by step: docs/guide/first-run.md"""
 
 
 class Interrupted(BaseException):
@@ -70,20 +85,38 @@ class Progress:
             self._open = False
 
 
-def run(out: Path, prompt_tokens: int) -> int:
-    """Run the demo, write demo.json and ttft.png into `out`, and return 0 if every run was verified."""
+def run(out: Path, prompt_tokens: int, s3: str = "seaweedfs") -> int:
+    """Run the demo, write demo.json and ttft.png into `out`, and return 0 if every run was verified.
+
+    `s3`: "moto" or "seaweedfs", which are started for it, or the URL of a server that runs.
+    """
     if not MIN_PROMPT_TOKENS <= prompt_tokens <= MAX_PROMPT_TOKENS:
         raise ConfigError(f"--prompt-tokens: must be from {MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}")
+    if not prompt_tokens % vllm_cpu.BLOCK_TOKENS:
+        # Its last block is never taken from vLLM's own cache, so that every run would load it from the cpu tier.
+        raise ConfigError(f"--prompt-tokens: must be no multiple of a block of {vllm_cpu.BLOCK_TOKENS} tokens")
+    server = s3_server(s3)
     out.mkdir(parents=True, exist_ok=True)
     try:
         with _signals(), ExitStack() as stack:
-            return Demo(out.resolve(), prompt_tokens, stack).run()
+            return Demo(out.resolve(), prompt_tokens, s3, stack).run(server)
     except (DemoFailure, ServerFailure, ServerError) as error:
         print(f"\nnixl-tiers demo failed: {error}", file=sys.stderr)
         return 1
     except Interrupted as signal_name:
         print(f"\nnixl-tiers demo ended by {signal_name}; every process was stopped", file=sys.stderr)
         return 130
+
+
+def s3_server(choice: str) -> AbstractContextManager[S3Server]:
+    """The server that `--s3` names, not started yet. On one that runs, NIXL_TIERS_S3_BUCKET names an existing bucket,
+    in which nothing but the demo's own prefix is touched; without it a bucket is made, and removed at the end."""
+    if choice.startswith(("http://", "https://")):
+        return running_server(choice, os.environ.get(BUCKET_VARIABLE))
+    known = {"moto": moto_server, "seaweedfs": seaweedfs_server}
+    if choice not in known:
+        raise ConfigError(f"--s3: must be {', '.join(known)}, or the URL of a server")
+    return known[choice]()
 
 
 @contextmanager
@@ -106,8 +139,10 @@ def _signals() -> Iterator[None]:
 class Demo:
     """The five runs. Clean-up is registered on `stack`."""
 
-    def __init__(self, out: Path, prompt_tokens: int, stack: ExitStack) -> None:
+    def __init__(self, out: Path, prompt_tokens: int, s3: str, stack: ExitStack) -> None:
         self._out = out
+        self._s3 = s3
+        self._bucket = BUCKET
         self._prompt_tokens = prompt_tokens
         self._stack = stack
         self._files = out / "kv"
@@ -117,14 +152,14 @@ class Demo:
         self._prompt: list[int] = []
         self._servers = 0
 
-    def run(self) -> int:
+    def run(self, s3_server: AbstractContextManager[S3Server]) -> int:
         model = self._build_model()
         kv_bytes_per_token = _kv_bytes_per_token(model)
         self._stack.callback(shutil.rmtree, self._files, ignore_errors=True)
         shutil.rmtree(self._files, ignore_errors=True)
-        self._log("starting moto as S3")
-        s3 = self._stack.enter_context(moto_server())
-        s3.make_bucket(BUCKET)
+        self._log(f"S3 server: {self._s3}")
+        s3 = self._stack.enter_context(s3_server)
+        self._bucket = s3.make_bucket(BUCKET)
         chunks = self._prompt_tokens // vllm_cpu.BLOCK_TOKENS
         stored_bytes = chunks * vllm_cpu.BLOCK_TOKENS * kv_bytes_per_token
         try:
@@ -154,6 +189,7 @@ class Demo:
         self._verify(kv_bytes_per_token)
         print("\n" + table(self._runs, self._prompt_tokens))
         print(f"\nThe same tokens every time, and each hit from the expected tier: {self._out / 'demo.json'}, ttft.png")
+        print(NEXT)
         return 0
 
     def _build_model(self) -> Path:
@@ -174,10 +210,11 @@ class Demo:
 
     @contextmanager
     def _server(self, model: Path, s3: S3Server) -> Iterator[VllmServer]:
+        prefix = s3.prefix if isinstance(s3, RunningServer) else "nixl-tiers"
         tiers = [
             {"type": "cpu", "capacity": "1GiB"},
             {"type": "file", "path": str(self._files), "capacity": "2GiB"},
-            {"type": "s3", "bucket": BUCKET, "endpoint": s3.endpoint, "capacity": "4GiB"},
+            {"type": "s3", "bucket": self._bucket, "prefix": prefix, "endpoint": s3.endpoint, "capacity": "4GiB"},
         ]
         self._servers += 1
         server = VllmServer(model, _options(tiers), _environment(s3), self._out / f"server-{self._servers}.log")
@@ -221,7 +258,7 @@ class Demo:
             server.poke()
             page = server.metrics()
             counts = Counts.of(page)
-            down = [tier for tier in TIERS if not page.total("nixl_tiers:up", tier=tier)]
+            down = [tier for tier in TIERS[1:] if not page.total("nixl_tiers:up", tier=tier)]
             if not down and counts == last and condition(counts):
                 return counts
             if time.monotonic() > deadline:
@@ -241,16 +278,17 @@ class Demo:
 
     def _write(self, model: Path, kv_bytes_per_token: int) -> None:
         cold = self._runs[0].answer
-        report = {
+        report: dict[str, Any] = {
             "model": model.name,
             "prompt_tokens": cold.prompt_tokens,
             "kv_bytes_per_token": kv_bytes_per_token,
+            "s3": self._s3,
             "tokens_identical": all(run.answer.token_ids == cold.token_ids for run in self._runs),
             "runs": [run.record() for run in self._runs],
             "machine": _machine(),
         }
         (self._out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
-        plot([(run.source, run.answer.ttft_s) for run in self._runs], cold.prompt_tokens, self._out / "ttft.png")
+        plot(report, self._out / "ttft.png")
 
     def _verify(self, kv_bytes_per_token: int) -> None:
         cold = self._runs[0]
@@ -299,7 +337,7 @@ def _machine() -> dict[str, Any]:
     )
     memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     versions = {}
-    for name, choices in {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "nixl": ("nixl", "nixl-cu12")}.items():
+    for name, choices in _DISTRIBUTIONS.items():
         versions[name] = next((version for each in choices if (version := _version(each))), None)
     return {
         "cpu": cpu,

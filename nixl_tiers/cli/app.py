@@ -1,0 +1,47 @@
+"""All commands, each a function in a file of its own. It returns the exit code, and raises what is wrong input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import typer
+
+from nixl_tiers.cli import BAD_INPUT
+from nixl_tiers.cli.config import config
+from nixl_tiers.cli.demo import demo
+from nixl_tiers.cli.doctor import doctor
+from nixl_tiers.cli.inspect import inspect
+from nixl_tiers.cli.output import InputError
+from nixl_tiers.cli.purge import purge
+from nixl_tiers.cli.report import report
+from nixl_tiers.cli.verify import verify
+from nixl_tiers.config.schema import ConfigError
+
+COMMANDS: Final = (config, demo, doctor, report, inspect, verify, purge)
+
+# Tracebacks are Python's own: typer's show the values of variables, which may be secrets.
+app: Final = typer.Typer(
+    name="nixl-tiers",
+    help="KV cache beyond GPU memory.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+for command in COMMANDS:
+    app.command()(command)
+
+
+def run(given: Sequence[str]) -> int:
+    """Run one command. Wrong input is one sentence on stderr."""
+    try:
+        return int(app(list(given) or ["--help"], prog_name="nixl-tiers", standalone_mode=False) or 0)
+    except typer.TyperException as error:
+        sentence = error.format_message()
+    except (ConfigError, InputError) as error:
+        sentence = str(error)
+    print(f"nixl-tiers: {sentence}", file=sys.stderr)
+    return BAD_INPUT

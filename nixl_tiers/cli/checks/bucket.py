@@ -1,0 +1,227 @@
+"""What the doctor looks at in an S3 tier's prefix: the connection, each right, conditional writes, a trial.
+
+Nothing is written beside an engine that owns a private prefix, or with `write: off`. Otherwise everything that is
+written goes below a scratch name in the prefix, where it is no row of any engine, and is deleted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import Any, Final
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok, warning
+from nixl_tiers.cli.checks.trial import NAME, write_read_verify
+from nixl_tiers.cli.gds.findings import say
+from nixl_tiers.config.errors import ConfigError
+from nixl_tiers.config.s3 import S3Config
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.s3.client import client_of
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.control import S3Control
+from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+
+ROWS: Final = 16
+SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
+ATTEMPTS: Final = 3
+_TIMEOUT_S: Final = 5.0
+STALE_S: Final = 3600.0  # left by a doctor that was killed
+_IN_USE: Final = "for a trial stop the engine, or name another prefix of this bucket"
+_DENIED: Final = {"AccessDenied", "AllAccessDisabled", "Forbidden", "403"}
+_CREDENTIALS: Final = {
+    "InvalidAccessKeyId": "the server does not know this access key",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
+    "ExpiredToken": "the credentials have expired",
+    "InvalidToken": "the session token is not valid",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+}
+
+
+@dataclass(frozen=True)
+class Right:
+    """One kind of request, and the IAM action that allows it."""
+
+    name: str
+    action: str
+    below: bool  # of objects below the prefix, else of the bucket
+    lacking: str
+    """What does not work without it."""
+
+    def denied(self, config: S3Config, code: str) -> Finding:
+        resource = f"arn:aws:s3:::{config.bucket}" + (f"/{config.prefix}/*" if self.below else "")
+        return broken(self.name, f"denied ({code})", f"allow {self.action} on {resource}: without it {self.lacking}")
+
+
+LIST: Final = Right("list", "s3:ListBucket", False, "the tier is down, or finds nothing that was stored before")
+HEAD: Final = Right("head", "s3:GetObject", True, "rows that other engines have stored are not found")
+GET: Final = Right("get", "s3:GetObject", True, "everything stored there is a miss")
+PUT: Final = Right("put", "s3:PutObject", True, "nothing is stored there")
+DELETE: Final = Right("delete", "s3:DeleteObject", True, "evicted rows stay and use space")
+
+
+def examine(config: S3Config, token: str) -> Iterator[Finding]:
+    """`token`: names the scratch prefix, which `clean` removes if this is killed."""
+    say(at=f"connecting to {config.place}")
+    try:
+        config.check_here(starting=False)
+    except ConfigError as error:
+        yield broken("credentials", str(error), "set it in the environment of the engine")
+        return
+    problem = _connection_problem(config)
+    try:
+        client = _client(config)
+    except (TierDown, TierRefused, BotoCoreError, OSError) as error:
+        yield broken("credentials", problem or str(error), "see `profile`, `credentials_file` and `access_key_env`")
+        return
+    say(at=f"listing {config.place}")
+    code = _error_of(lambda: client.list_objects_v2(Bucket=config.bucket, Prefix=f"{config.prefix}/", MaxKeys=1))
+    if code in _CREDENTIALS:
+        yield broken("credentials", f"{_CREDENTIALS[code]} ({code})", "give the engine credentials that are valid")
+        return
+    if problem and code not in _DENIED:
+        yield broken("connection", problem, "see `endpoint`, `bucket`, `region` and the credentials")
+        return
+    yield ok("connection", "answers")
+    yield LIST.denied(config, code) if code else ok("list", "allowed")
+    owner = _owner(client, config)
+    if config.write == "off" or owner:
+        yield from _reading(client, config)
+        why = owner or "`write` is off"
+        yield not_tried("put, delete", f"{why}: nothing was written here", _IN_USE if owner else "")
+        yield not_tried(NAME, f"{why}: nothing was written here", _IN_USE if owner else "")
+        return
+    try:
+        yield from _writing(client, config, token, connected=not problem and not code)
+    finally:
+        _clean(client, config, token)
+
+
+def clean(config: S3Config, token: str) -> None:
+    """Delete what is below the scratch prefix, and below those that killed doctors have left."""
+    _clean(_client(config), config, token)
+
+
+def _clean(client: Any, config: S3Config, token: str) -> None:
+    request = {"Bucket": config.bucket, "Prefix": f"{config.prefix}/{SCRATCH_PREFIX}"}
+    try:
+        answer = client.list_objects_v2(**request)
+        for found in answer.get("Contents", ()):
+            name = str(found["Key"])
+            old = time.time() - found["LastModified"].timestamp() > STALE_S
+            if old or name.startswith(f"{config.prefix}/{SCRATCH_PREFIX}{token}/"):
+                client.delete_objects(Bucket=config.bucket, Delete={"Objects": [{"Key": name}], "Quiet": True})
+    except REQUEST_ERRORS:
+        return
+
+
+def _connection_problem(config: S3Config) -> str:
+    """Why an engine's tier would be down, in the words of its log, or "". It tries again, as an engine does."""
+    problem = ""
+    for _ in range(ATTEMPTS):
+        control = S3Control(config)
+        try:
+            control.connect()
+        except TierRefused as error:
+            return str(error)
+        except TierDown as error:
+            problem = str(error)
+        else:
+            return ""
+        finally:
+            control.close()
+    return problem
+
+
+def _client(config: S3Config) -> Any:
+    return client_of(config, connect_s=_TIMEOUT_S, read_s=_TIMEOUT_S, attempts=1)
+
+
+def _error_of(request: Callable[[], Any]) -> str:
+    """ "" if the request succeeds, else S3's error code, or the name of what was raised."""
+    try:
+        request()
+    except ClientError as error:
+        return str(error.response.get("Error", {}).get("Code", "unknown"))
+    except REQUEST_ERRORS as error:
+        return type(error).__name__
+    return ""
+
+
+def _owner(client: Any, config: S3Config) -> str:
+    """Which engine owns a private prefix now, in words, or ""."""
+    if config.shared:
+        return ""
+    try:
+        answer = client.get_object(Bucket=config.bucket, Key=f"{config.prefix}/{LEASE_NAME}")
+        record = Record.decode(answer["Body"].read(1 << 16))
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now_s = parsedate_to_datetime(date).timestamp() if date else time.time()
+        age_s = now_s - answer["LastModified"].timestamp()
+    except (*REQUEST_ERRORS, ValueError, TypeError):
+        return ""
+    if record is None or not record.engine or age_s > record.lease_s:
+        return ""
+    return f"engine {record.engine} owns this private prefix, or has crashed less than {record.lease_s:g} s ago"
+
+
+def _reading(client: Any, config: S3Config) -> Iterator[Finding]:
+    """HEAD and GET of an object that is not there: whoever may read is answered that."""
+    name = f"{config.prefix}/{SCRATCH_PREFIX}none"
+    absent = {"404", "NoSuchKey", "NotFound"}
+    for right, request in ((HEAD, client.head_object), (GET, client.get_object)):
+        code = _error_of(partial(request, Bucket=config.bucket, Key=name))
+        yield ok(right.name, "allowed") if not code or code in absent else right.denied(config, code)
+
+
+def _writing(client: Any, config: S3Config, token: str, *, connected: bool) -> Iterator[Finding]:
+    """Each right with one small object, then the trial, if all of them are there."""
+    bucket, name = config.bucket, f"{config.prefix}/{SCRATCH_PREFIX}{token}/right"
+    say(at=f"writing to {config.place}")
+    put = _error_of(lambda: client.put_object(Bucket=bucket, Key=name, Body=b"doctor"))
+    yield PUT.denied(config, put) if put else ok("put", "allowed")
+    missing = [put]
+    if put:
+        yield from _reading(client, config)
+    else:
+        yield _conditional_writes(client, config, f"{SCRATCH_PREFIX}{token}/")
+        for right, request in ((HEAD, client.head_object), (GET, client.get_object)):
+            code = _error_of(partial(request, Bucket=bucket, Key=name))
+            missing.append(code)
+            yield right.denied(config, code) if code else ok(right.name, "allowed")
+    delete = _error_of(lambda: _delete(client, bucket, name))
+    missing.append(delete)
+    yield DELETE.denied(config, delete) if delete else ok("delete", "allowed")
+    if any(missing) or not connected:
+        yield not_tried(NAME, "a right that it needs is missing")
+        return
+    scratch = f"{config.prefix}/{SCRATCH_PREFIX}{token}"
+    yield write_read_verify(config.model_copy(update={"prefix": scratch, "shared": False, "sse": None}), ROWS)
+
+
+def _delete(client: Any, bucket: str, name: str) -> None:
+    """As the tier deletes. An answer may be 200 and hold the error."""
+    answer = client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": name}]})
+    for error in answer.get("Errors", ()):
+        raise ClientError({"Error": {"Code": str(error.get("Code"))}}, "DeleteObjects")
+
+
+def _conditional_writes(client: Any, config: S3Config, below: str) -> Finding:
+    def put(name: str, body: bytes, **condition: str) -> object | None:
+        return put_if(client, config.bucket, f"{config.prefix}/{below}{name}", body, condition)
+
+    try:
+        works = conditional_writes_work(put)
+    except REQUEST_ERRORS as error:
+        code = status_of(error) if isinstance(error, ClientError) else type(error).__name__
+        return warning("conditional put", f"cannot be tried ({code})")
+    if works:
+        return ok("conditional put", "works (If-None-Match, If-Match)")
+    so = (
+        "engines cannot share a capacity" if config.shared else "two engines on this prefix would not notice each other"
+    )
+    return warning("conditional put", "is not supported by this server", f"use one that supports it: without it {so}")

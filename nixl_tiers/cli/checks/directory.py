@@ -1,0 +1,176 @@
+"""What the doctor looks at in a file tier's directory. Runs in a child, because any call may hang with its file system.
+
+Nothing is written beside an engine that holds the directory. Otherwise everything that is written goes into a scratch
+directory below it, a tier of its own: rows of engines are neither counted anew nor evicted.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok, warning
+from nixl_tiers.cli.checks.trial import NAME, bytes_needed, write_read_verify
+from nixl_tiers.cli.gds.findings import say
+from nixl_tiers.config.errors import ConfigError
+from nixl_tiers.config.fields import format_size, min_free_bytes
+from nixl_tiers.config.file import FileConfig
+from nixl_tiers.config.warnings import device_of, file_systems
+from nixl_tiers.mounts import nearest
+from nixl_tiers.tiers.disk import INCOMING, SLAB_LOCK, direct_works
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.slab.parts import LOCK, part_number
+from nixl_tiers.tiers.staging_trial import all_remembered
+
+ROWS: Final = 64
+SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
+STALE_S: Final = 3600.0  # left by a doctor that was killed
+_WALK_S: Final = 5.0
+
+
+def examine(config: FileConfig, token: str) -> Iterator[Finding]:
+    """`token`: names the scratch directory, which `clean` removes if this is killed."""
+    say(at=f"looking at {config.path}")
+    try:
+        config.check_here(starting=False)
+    except ConfigError as error:
+        change = "mount the disk" if "require_mount" in str(error) else "give the engine's user a directory to write to"
+        yield broken("directory", str(error).removeprefix("path: "), change)
+        return
+    parent = nearest(config.path)
+    yield from _file_system(config, parent)
+    if problem := _other_layout(config):
+        yield broken("layout", problem, "give the tier a directory of its own, or the layout that is there")
+        return
+    yield from _staging(config)
+    if config.write == "off":
+        yield not_tried(NAME, "`write` is off, so nothing is written here")
+        return
+    if holders := parts_in_use(config.path):
+        yield not_tried(
+            NAME,
+            f"{holders}: nothing was written here",
+            "for a trial stop the engine, or name another path on this disk",
+        )
+        return
+    used = _used_bytes(config.path)
+    if used + bytes_needed(ROWS) > config.capacity:
+        yield not_tried(NAME, f"{format_size(used)} of {format_size(config.capacity)} are used, too much for a trial")
+        return
+    yield from _trial(config, parent, token)
+
+
+def clean(config: FileConfig, token: str) -> None:
+    """Remove the scratch directory, and those that killed doctors have left."""
+    parent = nearest(config.path)
+    for scratch in parent.glob(f"{SCRATCH_PREFIX}*"):
+        if scratch.name.endswith(token) or time.time() - scratch.lstat().st_mtime > STALE_S:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def parts_in_use(path: Path) -> str:
+    """Which parts of a directory with `layout: slabs` an engine holds, in words, or "". Reads only. Raises OSError."""
+    held = []
+    for part in sorted(path.glob("part-*")):
+        if part_number(part.name) is None:
+            continue
+        try:
+            lock = os.open(part / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            held.append(part.name)
+        finally:
+            os.close(lock)
+    return f"an engine uses {path} ({', '.join(held)})" if held else ""
+
+
+def _file_system(config: FileConfig, parent: Path) -> Iterator[Finding]:
+    status = os.statvfs(parent)
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    kind = file_systems().get(device_of(parent), "unknown")
+    least = min_free_bytes(config.min_free, size)
+    text = f"{kind}, {format_size(size)}, {format_size(free)} free"
+    if config.path != parent:
+        text += f"; {config.path} is made at the start"
+    facts = {"file_system": kind, "size_bytes": size, "free_bytes": free, "min_free_bytes": least}
+    if kind == "overlay":
+        change = "mount a disk there: rows on a container's own layer end with the container, and are slower"
+        yield warning("file system", text, change, **facts)
+    elif size and config.capacity > size - least:
+        change = f"a capacity of {format_size(max(0, size - least))}, or less `min_free`: the tier stops to grow there"
+        yield warning(
+            "file system", f"{text}, less than the capacity of {format_size(config.capacity)}", change, **facts
+        )
+    elif size and free < least:
+        change = f"free space: `min_free` keeps {format_size(least)}, so nothing more is stored"
+        yield warning("file system", text, change, **facts)
+    else:
+        yield ok("file system", text, **facts)
+
+
+def _other_layout(config: FileConfig) -> str:
+    if config.layout == "slabs" and os.path.lexists(config.path / INCOMING):
+        return f"{config.path} holds rows as files (`layout: files`), and a directory has one layout"
+    if config.layout == "files" and os.path.lexists(config.path / SLAB_LOCK):
+        return f"{config.path} holds slabs (`layout: slabs`), and a directory has one layout"
+    return ""
+
+
+def _staging(config: FileConfig) -> Iterator[Finding]:
+    """What engines of this user have measured there."""
+    known = [measured for measured in all_remembered() if Path(measured.path) == config.path]
+    yield from (ok(f"staging of {measured.direction}", str(measured)) for measured in known)
+
+
+def _used_bytes(path: Path) -> int:
+    """What is below a path, as far as it is found in a few seconds."""
+    total, until_s = 0, time.monotonic() + _WALK_S
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += (Path(folder) / name).lstat().st_size
+            except OSError:
+                continue
+        if time.monotonic() > until_s:
+            break
+    return total
+
+
+def _trial(config: FileConfig, parent: Path, token: str) -> Iterator[Finding]:
+    say(at=f"writing to {parent}")
+    clean(config, "-none")
+    scratch = parent / f"{SCRATCH_PREFIX}{token}"
+    try:
+        with Folder.base(parent):  # whether others can write to what is made here
+            scratch.mkdir(mode=0o700)
+        with Folder.base(scratch) as folder:
+            direct = direct_works(folder)
+        if direct:
+            yield ok("O_DIRECT", "works: rows go past the page cache")
+        else:
+            change = "a file system that has it (ext4, xfs): rows fill the page cache, and are copied once more"
+            yield warning("O_DIRECT", "is refused by this file system", change)
+        own: dict[str, object] = {
+            "path": scratch,
+            "capacity": 2 * bytes_needed(ROWS),
+            "replicas": None,
+            "require_mount": False,
+        }
+        if config.layout == "slabs":
+            own["replicas"] = 1
+        yield write_read_verify(config.model_copy(update=own), ROWS)
+    except OSError as error:
+        yield broken(NAME, f"{error.strerror or error} ({parent})", "give the engine's user a directory to write to")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,91 @@
+"""The child of the doctor that may hang or crash: `python -m nixl_tiers.cli.checks.probe STEP ...`.
+
+    plugin NAME           opens a plugin of NIXL
+    tier CONFIG TOKEN     examines a storage tier, given as JSON without secrets
+    clean CONFIG TOKEN    removes what a `tier` that was killed has left
+
+The parent kills it after a deadline (`cli/gds/children.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Final, NoReturn
+
+from nixl_tiers.cli.checks.finding import not_tried
+from nixl_tiers.cli.gds.findings import keep_output, say
+from nixl_tiers.config.schema import FileConfig, S3Config, StorageConfig, tier_from_dict
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError
+
+_PDEATHSIG: Final = 1
+_NOWHERE: Final = {
+    "endpoint_override": "http://127.0.0.1:9", "scheme": "http", "bucket": "doctor", "region": "us-east-1",
+    "access_key": "doctor", "secret_key": "doctor", "use_virtual_addressing": "false",
+}  # fmt: skip
+"""Opening the plugin sends nothing."""
+
+
+def open_plugin(name: str) -> None:
+    say(at=f"opening NIXL's plugin {name}")
+    if name == "OBJ":
+        Agent.obj(_NOWHERE)
+    elif name == "GDS_MT":
+        Agent.gds_mt()
+    else:
+        Agent.posix()
+
+
+def examine(tier: StorageConfig, token: str) -> None:
+    if isinstance(tier, FileConfig):
+        from nixl_tiers.cli.checks import directory
+
+        findings = directory.examine(tier, token)
+    elif isinstance(tier, S3Config):
+        from nixl_tiers.cli.checks import bucket
+
+        findings = bucket.examine(tier, token)
+    else:
+        findings = iter([not_tried("tier", f"only its own code knows what a tier of type {tier.type} needs")])
+    for finding in findings:
+        say(finding=asdict(finding))
+
+
+def clean(tier: StorageConfig, token: str) -> None:
+    if isinstance(tier, FileConfig):
+        from nixl_tiers.cli.checks import directory
+
+        directory.clean(tier, token)
+    elif isinstance(tier, S3Config):
+        from nixl_tiers.cli.checks import bucket
+
+        bucket.clean(tier, token)
+
+
+STEPS: Final[dict[str, Callable[[list[str]], None]]] = {
+    "plugin": lambda given: open_plugin(given[0]),
+    "tier": lambda given: examine(tier_from_dict(json.loads(given[0])), given[1]),
+    "clean": lambda given: clean(tier_from_dict(json.loads(given[0])), given[1]),
+}
+
+
+def main(given: list[str]) -> NoReturn:
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    keep_output()
+    status = 0
+    try:
+        STEPS[given[0]](given[1:])
+    except (AgentError, OSError) as error:
+        say(error=str(error))
+        status = 1
+    # At once: destructors of these libraries have crashed, and threads of theirs may still run.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

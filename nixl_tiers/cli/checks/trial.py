@@ -1,0 +1,131 @@
+"""Writes rows through a tier's own code, reads them back, compares every byte, and deletes them: what an engine's mover
+would do, with times."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from nixl_tiers.chunk import NAMESPACE_BYTES, Geometry, Outcome
+from nixl_tiers.cli.checks.finding import Finding, broken, ok, warning
+from nixl_tiers.cli.gds.findings import say
+from nixl_tiers.config.schema import StorageConfig
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import Move, StorageTier, TierDown, TierRefused
+from nixl_tiers.tiers.registry import implement
+
+NAME: Final = "write, read, verify"
+GEOMETRY: Final = Geometry(cells=1, cell_payload=1 << 20)
+SLOW: Final = 100e6  # bytes a second: below it a hit is slower than computing for almost any model on a GPU
+OPEN_S: Final = 10.0
+MOVE_S: Final = 40.0
+_POLL_S: Final = 0.0003  # as a mover does
+_DELETE_S: Final = 5.0
+
+
+class Failed(Exception):
+    """The trial cannot go on. One sentence."""
+
+
+def bytes_needed(rows: int) -> int:
+    return rows * GEOMETRY.row_bytes
+
+
+def write_read_verify(config: StorageConfig, rows: int) -> Finding:
+    """Through a tier with this configuration, whose place must be empty, with `rows` rows of 1 MiB."""
+    say(at="allocating host memory")
+    region = HostRegion.create(GEOMETRY, rows)
+    tier: StorageTier | None = None
+    try:
+        say(at="opening the tier")
+        tier = implement(config, GEOMETRY, region)
+        return _run(tier, region, rows)
+    except (TierDown, TierRefused, Failed) as error:
+        denials = " ".join(tier.denials.values()) if tier is not None else ""
+        return broken(NAME, f"{error}{f': {denials}' if denials else ''}")
+    finally:
+        if tier is not None:
+            tier.close()
+
+
+def _run(tier: StorageTier, region: HostRegion, rows: int) -> Finding:
+    tier.identify(f"doctor-{secrets.token_hex(8)}")
+    _open(tier)
+    _list(tier)
+    content = np.frombuffer(np.random.default_rng().bytes(region.nbytes), np.uint8).reshape(region.rows_view.shape)
+    region.rows_view[:] = content
+    moves = [Move(row, row, b"doctor-%d" % row, row + 1, seal=True) for row in range(rows)]
+    say(at="writing")
+    write_s = _timed(tier, lambda: tier.store(moves), "written")
+    region.rows_view[:] = 0
+    say(at="reading")
+    read_s = _timed(tier, lambda: tier.load(moves), "read and verified")
+    payload = GEOMETRY.payload_bytes
+    if not np.array_equal(region.rows_view[:, :payload], content[:, :payload]):
+        raise Failed("bytes that were read differ from those that were written")
+    say(at="deleting")
+    tier.delete([(move.slot, move.key) for move in moves])
+    until_s = time.monotonic() + _DELETE_S
+    while tier.busy and time.monotonic() < until_s:
+        tier.poll()
+        time.sleep(_POLL_S)
+    write, read = (rows * payload / seconds for seconds in (write_s, read_s))
+    text = f"{rows} rows of 1 MiB written at {write / 1e9:.2f} GB/s, read at {read / 1e9:.2f} GB/s, every byte compared"
+    speeds = {"write_bytes_per_s": round(write), "read_bytes_per_s": round(read), "bytes": rows * payload}
+    if read >= SLOW:
+        return ok(NAME, text, **speeds)
+    return warning(NAME, text, "so slow that a GPU computes most prompts sooner: use faster storage", **speeds)
+
+
+def _open(tier: StorageTier) -> None:
+    until_s = time.monotonic() + OPEN_S
+    while True:
+        try:
+            slots = tier.open(secrets.token_bytes(NAMESPACE_BYTES), 0)
+        except TierDown:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.1)
+            continue
+        if slots < 1:
+            raise Failed("the tier opens without room for a row")
+        return
+
+
+def _list(tier: StorageTier) -> None:
+    until_s = time.monotonic() + OPEN_S
+    for entries in tier.list_rows():
+        if not entries:
+            time.sleep(_POLL_S)
+        if time.monotonic() > until_s:
+            raise Failed(f"the tier is not listed after {OPEN_S:g} s")
+
+
+def _timed(tier: StorageTier, start: Callable[[], int], what: str) -> float:
+    """Seconds from the start of a batch to its end. Raises Failed unless all of its rows are OK."""
+    began_s = time.perf_counter()
+    batch_id = start()
+    outcomes: list[Outcome] = []
+
+    def done() -> bool:
+        outcomes.extend(o for batch in tier.poll() if batch.batch_id == batch_id for o in batch.outcomes)
+        return bool(outcomes)
+
+    _wait(done, MOVE_S, f"rows to be {what}")
+    seconds = time.perf_counter() - began_s
+    bad = [Outcome(outcome).name for outcome in outcomes if outcome != Outcome.OK]
+    if bad:
+        raise Failed(f"{len(bad)} of {len(outcomes)} rows were not {what} ({', '.join(sorted(set(bad)))})")
+    return seconds
+
+
+def _wait(condition: Callable[[], object], limit_s: float, what: str) -> None:
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > until_s:
+            raise Failed(f"after {limit_s:g} s still waiting for {what}")
+        time.sleep(_POLL_S)

@@ -1,0 +1,77 @@
+"""Which namespaces of a configuration's directories an engine would not find, before it is started or upgraded.
+
+By their manifests and the facts that the namespace is made of (`vllm/fingerprint.py`), as far as both are known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+from nixl_tiers.cli.storage.reading import folders, manifest_in
+from nixl_tiers.config.schema import FileConfig, TiersConfig
+from nixl_tiers.manifest import Manifest, salt_digest
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(r"part-\d+")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One namespace below a tier's directory."""
+
+    tier: str
+    namespace: str
+    model: str
+    vllm: str
+    last_used: int  # Unix seconds
+    why_cold: str
+    """Why it would not be found, in words; "": nothing that is known here speaks against it."""
+
+
+def installed_vllm() -> str:
+    """The version of vLLM in this environment, or ""."""
+    names = packages_distributions().get("vllm", [])
+    return version(names[0]) if names else ""
+
+
+def stored(config: TiersConfig, vllm: str) -> Iterator[Stored]:
+    """What the file tiers hold, for an engine with this version of vLLM ("": unknown). Reads manifests only."""
+    for name, tier in zip(config.names, config.storage, strict=True):
+        if not isinstance(tier, FileConfig):
+            continue
+        for manifest in _manifests(tier.path):
+            about = manifest.description
+            why = why_cold(manifest, config.salt, vllm)
+            yield Stored(name, manifest.namespace, about.model, about.vllm, manifest.last_used, why)
+
+
+def why_cold(manifest: Manifest, salt: str, vllm: str) -> str:
+    about = manifest.description
+    if manifest.epoch:
+        return "its engine was reset after it began, so it is never used again"
+    if about.salt != salt_digest(salt):
+        return "it has another salt"
+    ours, theirs = _minor(vllm), _minor(about.vllm)
+    if ours and theirs and ours != theirs:
+        return f"vLLM {theirs} wrote it, and {ours} may arrange a page of KV cache otherwise"
+    return ""
+
+
+def _minor(release: str) -> str:
+    match = re.match(r"(\d+\.\d+)", release)
+    return match[1] if match else ""
+
+
+def _manifests(path: Path) -> Iterator[Manifest]:
+    """Below a directory of either layout."""
+    with suppress(OSError):
+        for folder in folders(path):
+            inside = folders(folder) if _PART.fullmatch(folder.name) else [folder]
+            for namespace in inside:
+                if _NAMESPACE.fullmatch(namespace.name) and (found := manifest_in(namespace)) is not None:
+                    yield found

@@ -1,0 +1,117 @@
+"""`nixl-tiers inspect`: whose the rows below a path or a prefix are, how many, how old."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from nixl_tiers.cli import OK
+from nixl_tiers.cli.output import InputError, Json, print_json, print_table, progress
+from nixl_tiers.cli.storage.base import Namespace, Unusable
+from nixl_tiers.cli.storage.places import ConfigFile, Endpoint, Place, storages
+from nixl_tiers.config.fields import format_size
+
+
+def inspect(place: Place = None, *, endpoint: Endpoint = None, config: ConfigFile = None, as_json: Json = False) -> int:
+    """Show the namespaces of a file tier's path or of an s3 tier's prefix: whose they are, how big, how old, and which
+    process uses them. Changes nothing; engines may be using it.
+
+    Exit code: 0; 2 if the place cannot be read or holds no tier.
+    """
+    found = find(place, endpoint, config)
+    if as_json:
+        print_json({"namespaces": [fields(each) for each in found]})
+    else:
+        _print(found)
+    return OK
+
+
+def find(place: str | None, endpoint: str | None, config: str | None) -> list[Namespace]:
+    """Raises InputError, ConfigError."""
+    try:
+        with progress("rows") as bar:
+            task = bar.tasks[0].id
+            return [
+                each
+                for storage in storages(place, endpoint, config)
+                for each in storage.namespaces(lambda rows: bar.advance(task, rows))
+            ]
+    except Unusable as error:
+        raise InputError(str(error)) from None
+
+
+def fields(found: Namespace) -> dict[str, Any]:
+    """For --json."""
+    return {
+        "place": found.place,
+        "layout": found.layout,
+        "namespace": found.name,
+        "rows": found.rows,
+        "bytes": found.nbytes,
+        "oldest": found.oldest_s,
+        "newest": found.newest_s,
+        "last_used": found.last_used_s,
+        "held_by": found.holder or None,
+        "unknown_slots": found.unknown_slots,
+        "manifest": None if found.manifest is None else msgspec.to_builtins(found.manifest),
+        "problem": found.problem or None,
+    }
+
+
+def whose(found: Namespace) -> str:
+    """For people: the model and what is worth knowing beside it."""
+    if found.manifest is None:
+        return "unknown (no manifest)"
+    about = found.manifest.description
+    parts = (
+        about.model or "unknown",
+        about.revision[:12] and f"revision {about.revision[:12]}",
+        about.dtype,
+        about.chunk_tokens and f"{about.chunk_tokens} tokens a chunk",
+        about.vllm and f"vLLM {about.vllm}",
+        about.nixl_tiers and f"nixl_tiers {about.nixl_tiers}",
+        about.salt and f"salt {about.salt}",
+        found.manifest.epoch and "of replaced weights, never used again",
+        about.note,
+    )
+    return ", ".join(str(part) for part in parts if part)
+
+
+def ago(moment_s: float | None) -> str:
+    """How long ago that was, in one unit."""
+    if moment_s is None:
+        return "-"
+    age_s = max(0.0, time.time() - moment_s)
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit} ago"
+    return f"{age_s:.0f} s ago"
+
+
+def _print(found: list[Namespace]) -> None:
+    if not found:
+        print("no namespaces")
+        return
+    columns = ("namespace", "size", "rows", "last used", "oldest row", "held by", "place", "whose")
+    print_table(
+        columns,
+        (
+            (
+                each.name[:12],
+                format_size(each.nbytes),
+                f"{each.rows}" + (f" (and {each.unknown_slots} slots unknown)" if each.unknown_slots else ""),
+                ago(each.last_used_s),
+                ago(each.oldest_s),
+                each.holder or "-",
+                each.place,
+                each.problem or whose(each),
+            )
+            for each in found
+        ),
+    )
+    print(
+        f"{len(found)} namespaces, {sum(each.rows for each in found)} rows, "
+        f"{format_size(sum(each.nbytes for each in found))}"
+    )

@@ -1,0 +1,156 @@
+"""`nixl-tiers purge`: delete namespaces, or old rows, below a path or a prefix."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from nixl_tiers.cli import FAILED, OK
+from nixl_tiers.cli.inspect import whose
+from nixl_tiers.cli.output import InputError, Json, print_json, print_table, progress
+from nixl_tiers.cli.storage.base import Namespace, Storage, Unusable, Victims
+from nixl_tiers.cli.storage.places import ConfigFile, Endpoint, Place, storages
+from nixl_tiers.config.fields import format_size, parse_age
+from nixl_tiers.manifest import salt_digest
+
+MIN_DIGITS = 8
+
+
+def purge(
+    place: Place = None,
+    *,
+    endpoint: Endpoint = None,
+    config: ConfigFile = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HEX", help=f"Namespaces that begin with this (at least {MIN_DIGITS} digits). Repeatable."
+        ),
+    ] = None,
+    salt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Namespaces of this salt; - reads it from standard input.")
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AGE",
+            help='What was not used for so long, such as "7d" or "12h": row files by their last use, objects by when '
+            "they were written, shards of slabs as a whole.",
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All namespaces.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without this, only show what would be deleted.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Delete namespaces, or their old rows, below a path or a prefix: those that agree with all of --namespace, --salt
+    and --older-than. Then list again, to prove that they are gone.
+
+    Shared directories and buckets may be in use: a deleted row is a miss. Slabs in a part that an engine holds are
+    refused. What engines store meanwhile stays.
+
+    Exit code: 0 if all that was chosen is gone, or would be; 1 if some of it is still there, or is refused; 2 if the
+    place cannot be read, or the arguments are wrong.
+    """
+    if not (namespace or salt or older_than or everything):
+        raise InputError("purge: say what, by --namespace, --salt, --older-than or --all")
+    wanted = _digits(namespace or [])
+    digest = None if salt is None else salt_digest(sys.stdin.readline().rstrip("\n") if salt == "-" else salt)
+    before_s = _before(older_than)
+    try:
+        chosen = [
+            (storage, each)
+            for storage in storages(place, endpoint, config)
+            for each in storage.namespaces(lambda _: None)
+            if each.name and selected(each, wanted, digest)
+        ]
+        reports = [_purge(storage, each, before_s, yes=yes) for storage, each in chosen]
+    except Unusable as error:
+        raise InputError(str(error)) from None
+    reports = [
+        report for report in reports if report["rows"] or report["refused"] or report["left"] or before_s is None
+    ]
+    if as_json:
+        print_json({"deleted": yes, "namespaces": reports})
+    else:
+        _print(reports, yes=yes)
+    return FAILED if any(report["refused"] or (yes and report["left"]) for report in reports) else OK
+
+
+def selected(found: Namespace, wanted: list[str], digest: str | None) -> bool:
+    """Whether `--namespace` and `--salt` choose this one. A namespace without a manifest has an unknown salt."""
+    if wanted and not any(found.name.startswith(digits) for digits in wanted):
+        return False
+    return digest is None or (found.manifest is not None and found.manifest.description.salt == digest)
+
+
+def _purge(storage: Storage, found: Namespace, before_s: float | None, *, yes: bool) -> dict[str, Any]:
+    """What `--json` prints of one namespace; `left`: rows that a second listing has found."""
+    victims, problem = storage.victims(found, before_s), ""
+    left = Victims(victims.rows, victims.nbytes)
+    if yes and not victims.refused:
+        with progress(f"deleting {found.name[:12]}", victims.rows) as bar:
+            try:
+                storage.delete(found, before_s, lambda rows: bar.advance(bar.tasks[0].id, rows))
+            except Unusable as error:
+                problem = str(error)
+        left = storage.victims(found, before_s)
+    return {
+        "place": found.place,
+        "namespace": found.name,
+        "whose": whose(found),
+        "rows": victims.rows,
+        "bytes": victims.nbytes,
+        "refused": victims.refused or problem or None,
+        "left": left.rows if yes else None,
+    }
+
+
+def _digits(given: list[str]) -> list[str]:
+    for text in given:
+        if len(text) < MIN_DIGITS or not set(text) <= set("0123456789abcdef"):
+            raise InputError(f"--namespace: must be at least {MIN_DIGITS} hexadecimal digits of a namespace")
+    return given
+
+
+def _before(older_than: str | None) -> float | None:
+    if older_than is None:
+        return None
+    try:
+        age_s = parse_age(older_than)
+    except ValueError as error:
+        raise InputError(f"--older-than: {error}") from None
+    return None if age_s is None else time.time() - age_s
+
+
+def _print(reports: list[dict[str, Any]], *, yes: bool) -> None:
+    if not reports:
+        print("nothing to delete")
+        return
+    columns = ("namespace", "rows", "size", "place", "whose", "result")
+    print_table(
+        columns,
+        (
+            (
+                report["namespace"][:12],
+                report["rows"],
+                format_size(report["bytes"]),
+                report["place"],
+                report["whose"],
+                _result(report, yes=yes),
+            )
+            for report in reports
+        ),
+    )
+    if not yes:
+        print("Nothing was deleted: --yes does it.")
+
+
+def _result(report: dict[str, Any], *, yes: bool) -> str:
+    if report["refused"]:
+        return str(report["refused"])
+    if not yes:
+        return "would be deleted"
+    return f"{report['left']} rows are still there" if report["left"] else "deleted, and listed again: nothing is left"

@@ -1,0 +1,203 @@
+"""A prefix of a bucket, or a whole bucket: objects that are rows, by namespace, at whatever prefix they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from botocore.exceptions import ClientError
+
+from nixl_tiers.chunk import Key, key_of_object
+from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Step, Storage, Unusable, Victims
+from nixl_tiers.cli.storage.seals import defect
+from nixl_tiers.config.schema import S3Config
+from nixl_tiers.manifest import MANIFEST_NAME, Manifest
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.s3 import janitor, lease
+from nixl_tiers.tiers.s3.aws_region import configured_region
+from nixl_tiers.tiers.s3.client import client_of
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, small_object, status_of
+from nixl_tiers.tiers.s3.open_errors import tier_error
+
+_NAME: Final = re.compile(r"(?:(?P<root>.*)/)?(?P<namespace>[0-9a-f]{32})/(?P<rest>[^/]+/[^/]+|about\.json)")
+_MAX_DELETES: Final = 1000  # names in one request
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Object:
+    root: str
+    namespace: str
+    key: Key | None  # None: the manifest
+    name: str
+    nbytes: int
+    modified_s: float
+
+
+class S3Storage(Storage):
+    def __init__(self, config: S3Config, prefix: str) -> None:
+        """`config`: where, and with which credentials; `prefix`: below which, empty: the whole bucket. Raises
+        Unusable."""
+        self._config = config
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._client = self._asked(lambda: client_of(config, connect_s=5.0, read_s=60.0, attempts=4))
+        self._now_s = 0.0  # by the server's clock, as of its last listing
+
+    def namespaces(self, step: Step) -> list[Namespace]:
+        counted: dict[tuple[str, str], list[float]] = {}
+        for each in self._objects(self._prefix, step):
+            found = counted.setdefault((each.root, each.namespace), [0, 0, float("inf"), float("-inf")])
+            if each.key is not None:
+                found[0] += 1
+                found[1] += each.nbytes
+                found[2] = min(found[2], each.modified_s)
+                found[3] = max(found[3], each.modified_s)
+        holders = {root: self._holder(root) for root in {root for root, _ in counted}}
+        return [self._described(root, name, holders[root], *found) for (root, name), found in sorted(counted.items())]
+
+    def _described(self, root: str, name: str, holder: str, *counts: float) -> Namespace:
+        rows, nbytes, oldest_s, newest_s = counts
+        raw = self._asked(
+            lambda: small_object(self._client, self._config.bucket, _below(root, f"{name}/{MANIFEST_NAME}"))
+        )
+        manifest = None if raw is None else Manifest.decode(raw)
+        used = [*([newest_s] if rows else []), *([float(manifest.last_used)] if manifest is not None else [])]
+        return Namespace(
+            f"s3://{_below(self._config.bucket, root)}",
+            "s3",
+            name,
+            int(rows),
+            int(nbytes),
+            oldest_s=oldest_s if rows else None,
+            newest_s=newest_s if rows else None,
+            last_used_s=max(used, default=None),
+            manifest=manifest,
+            holder=holder,
+        )
+
+    def check(self, namespace: Namespace, pace: Pace) -> Iterator[Checked]:
+        digest = bytes.fromhex(namespace.name)
+        for each in self._objects(self._home(namespace), lambda _: None):
+            if each.key is None:
+                continue
+            pace.take(each.nbytes)
+            name = f"s3://{self._config.bucket}/{each.name}"
+            body = self._asked(lambda each=each: self._download(each.name))  # type: ignore[misc]
+            if body is None:
+                yield Checked(name, each.nbytes, "changed")
+                continue
+            reason = defect(np.frombuffer(body, np.uint8), digest, each.key)
+            yield Checked(name, len(body), "corrupt" if reason else "ok", reason)
+
+    def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
+        rows = nbytes = 0
+        for each in self._selected(namespace, before_s):
+            rows += 1
+            nbytes += each.nbytes
+        return Victims(rows, nbytes)
+
+    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> None:
+        batch: list[str] = []
+        for each in self._selected(namespace, before_s):
+            batch.append(each.name)
+            if len(batch) == _MAX_DELETES:
+                self._delete(batch, step)
+                batch = []
+        self._delete(batch, step)
+        home = self._home(namespace)
+        if not namespace.holder and all(each.key is None for each in self._objects(home, lambda _: None)):
+            self._delete([f"{home}{MANIFEST_NAME}"], lambda _: None)
+
+    def _delete(self, names: list[str], step: Step) -> None:
+        if names:
+            request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+            answer = self._asked(lambda: self._client.delete_objects(Bucket=self._config.bucket, Delete=request))
+            if errors := [str(error.get("Code")) for error in answer.get("Errors", ())]:
+                raise Unusable(f"{len(errors)} objects cannot be deleted ({errors[0]})")
+            step(len(names))
+
+    def _selected(self, namespace: Namespace, before_s: float | None) -> Iterator[_Object]:
+        """Rows that were there when the namespace was found."""
+        newest_s = namespace.newest_s
+        for each in self._objects(self._home(namespace), lambda _: None):
+            old = before_s is None or each.modified_s < before_s
+            if each.key is not None and newest_s is not None and each.modified_s <= newest_s and old:
+                yield each
+
+    def _home(self, namespace: Namespace) -> str:
+        root = namespace.place.removeprefix(f"s3://{self._config.bucket}").strip("/")
+        return f"{_below(root, namespace.name)}/"
+
+    def _objects(self, prefix: str, step: Step) -> Iterator[_Object]:
+        """Rows and manifests below a prefix."""
+        pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self._config.bucket, Prefix=prefix))
+        while (page := self._asked(lambda: next(pages, None))) is not None:
+            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+            self._now_s = parsedate_to_datetime(date).timestamp() if date else self._now_s
+            count = 0
+            for found in page.get("Contents", ()):
+                each = _parse(found)
+                if each is not None:
+                    count += each.key is not None
+                    yield each
+            step(count)
+
+    def _download(self, name: str) -> bytes | None:
+        try:
+            found = self._client.get_object(Bucket=self._config.bucket, Key=name)
+        except ClientError as error:
+            if status_of(error) == 404:
+                return None
+            raise
+        return bytes(found["Body"].read())
+
+    def _holder(self, root: str) -> str:
+        """Of a private prefix the owner, if its lease has not expired; of a shared one only that some engine runs."""
+        owner = self._record(root, lease.LEASE_NAME)
+        if owner is not None and (record := lease.Record.decode(owner[0])) is not None and record.engine:
+            return f"engine {record.engine}" if owner[1] <= record.lease_s else ""
+        kept = self._record(root, janitor.LEASE_NAME)
+        timeout_s = janitor.JanitorIntervals().lease_timeout_s
+        return "at least one engine" if kept is not None and kept[0] and kept[1] <= timeout_s else ""
+
+    def _record(self, root: str, name: str) -> tuple[bytes, float] | None:
+        """A small object, and how many seconds ago it was written."""
+
+        def get() -> tuple[bytes, float] | None:
+            try:
+                found = self._client.get_object(Bucket=self._config.bucket, Key=_below(root, name))
+            except ClientError as error:
+                if status_of(error) == 404:
+                    return None
+                raise
+            date = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
+            return bytes(found["Body"].read(1 << 16)), (date - found["LastModified"]).total_seconds()
+
+        return self._asked(get)
+
+    def _asked(self, request: Callable[[], T]) -> T:
+        try:
+            return request()
+        except (*REQUEST_ERRORS, TierDown, TierRefused, KeyError) as error:
+            raise Unusable(str(tier_error(self._config, configured_region(self._config).name, error))) from None
+
+
+def _parse(found: dict[str, Any]) -> _Object | None:
+    match = _NAME.fullmatch(found["Key"])
+    if match is None:
+        return None
+    key = None if match["rest"] == MANIFEST_NAME else key_of_object(match["rest"])
+    if key is None and match["rest"] != MANIFEST_NAME:
+        return None
+    return _Object(
+        match["root"] or "", match["namespace"], key, found["Key"], found["Size"], found["LastModified"].timestamp()
+    )
+
+
+def _below(root: str, name: str) -> str:
+    return f"{root}/{name}" if root and name else root or name
