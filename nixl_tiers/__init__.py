@@ -17,9 +17,12 @@ _HOMES = {"ConfigError": "nixl_tiers.config.schema", "TieredStore": "nixl_tiers.
 def __getattr__(name: str) -> Any:
     # Lazily: vLLM imports this package in processes that never use it.
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("nixl-tiers")
+        try:
+            return version("nixl-tiers")
+        except PackageNotFoundError:  # a checkout that is not installed
+            return "0.0"
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cached_property
 from typing import Final
 
 PAGE: Final = 4096
@@ -78,7 +79,7 @@ class Geometry:
         if self.cell_payload % self.sub_blocks:
             raise ValueError(f"a cell of {self.cell_payload} bytes does not hold {self.sub_blocks} equal blocks")
 
-    @property
+    @cached_property
     def sub_block_bytes(self) -> int:
         return self.cell_payload // self.sub_blocks
 
@@ -86,24 +87,24 @@ class Geometry:
         """The bitmap of a row's sub-blocks, bit b for sub-block b, where the first `missing` hold nothing."""
         return (1 << self.sub_blocks) - (1 << min(missing, self.sub_blocks))
 
-    @property
+    @cached_property
     def cell_bytes(self) -> int:
         """Distance from one cell to the next: a multiple of PAGE."""
         return align(self.cell_payload)
 
-    @property
+    @cached_property
     def seal_bytes(self) -> int:
         """Bytes that the seal takes at the row's end (format version 1, docs/reference/formats.md), a multiple of 8."""
         return 80 + MAX_KEY_BYTES + align(self.sub_blocks, 64) // 8 + 16 * self.cells + 16
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Distance from one row to the next: a multiple of PAGE. The seal uses the last cell's padding if it fits."""
         cells = self.cells * self.cell_bytes
         padding = self.cell_bytes - self.cell_payload
         return cells if padding >= self.seal_bytes else cells + align(self.seal_bytes)
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         return self.cells * self.cell_payload
 

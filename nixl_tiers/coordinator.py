@@ -13,14 +13,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
+from nixl_tiers.cascade.chains import Chain, Scan
 from nixl_tiers.cascade.limits import PIN_MARGIN_S, Limits
+from nixl_tiers.cascade.line import Rank
 from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
+from nixl_tiers.cascade.prefill import PrefillEstimate
+from nixl_tiers.cascade.savings import Load
 from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.clock import RunningClock
@@ -28,12 +32,16 @@ from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.interrupts import Interrupts
 from nixl_tiers.lifetime import ForkedLock, finalize_once
+from nixl_tiers.manifest import Description
 from nixl_tiers.mover_link import DROPPED_PER_TURN, MoverLink
+from nixl_tiers.open_loads import OpenLoads
+from nixl_tiers.prefill_cache import PrefillCache
 from nixl_tiers.store_results import bad_rows, ended_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from nixl_tiers.cascade.host import Row
     from nixl_tiers.memory.region import HostRegion
     from nixl_tiers.mover.supervisor import Supervisor
 
@@ -44,7 +52,9 @@ START_TIMEOUT_S: Final = 3.0
 CLOSE_TIMEOUT_S: Final = 10.0
 FINALIZER_TIMEOUT_S: Final = 1.0  # for a coordinator that was not closed: its process may be about to end
 POLL_S: Final = 0.25  # deadlines pass without a notification
+REMEMBER_EVERY: Final = 1024  # steps that computed prompts; sooner while there were few
 LOCATE_BATCH: Final = 64  # keys that are looked up while the lock is held
+COUNT_BATCH: Final = 512  # and whose misses are counted, which takes less
 
 
 class TierRefusedError(RuntimeError):
@@ -66,7 +76,9 @@ class Coordinator:
         *,
         limits: Limits | None = None,
         clock: Callable[[], float] | None = None,
+        description: Description | None = None,
     ) -> None:
+        """`description`: of the rows, for the manifests beside them."""
         self.region = region
         self.closed = False
         self.config = config
@@ -86,11 +98,30 @@ class Coordinator:
         limits = limits or replace(
             Limits(), wait_s=config.wait_s, pin_s=config.wait_s + PIN_MARGIN_S, check_timeout_s=config.probe_s
         )
-        self._core = TierManager(region.rows, geometry.row_bytes, specs, limits, config.cpu.eviction)
+        self._core = TierManager(
+            region.rows,
+            geometry.row_bytes,
+            specs,
+            limits,
+            config.cpu.eviction,
+            prefill=PrefillEstimate(config.prefill_tokens_per_s),
+            prefer=config.prefer,
+        )
+        self._prefill_cache: PrefillCache | None = None
+        self._remember_at = 16  # steps that computed prompts
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
-        self._link = MoverLink(self._core, config, namespace, region, changed=self.changed, clock=self._clock)
+        self._link = MoverLink(
+            self._core,
+            config,
+            namespace,
+            region,
+            changed=self.changed,
+            clock=self._clock,
+            description=(description or Description()).of(config.salt),
+        )
         self._tiers = self._link.tiers
+        self._open_loads = OpenLoads(region)
         self._pid = os.getpid()
         self._end = finalize_once(self, partial(_end, self._link.supervisor, region))
         _coordinators.add(self)
@@ -103,17 +134,23 @@ class Coordinator:
         region: HostRegion,
         timeout_s: float = START_TIMEOUT_S,
         ready_s: float | None = None,
+        *,
+        device: str | None = None,
+        description: Description | None = None,
     ) -> Self:
         """Start a coordinator over a region that the caller created or attached; it closes the region when it closes.
 
         Waits at most `timeout_s` seconds for the tiers to judge their configuration, and for their listings at most
-        `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds.
+        `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds. `device`: what computes prompts, for
+        its speed to be kept between starts; None if nothing does.
 
         Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
         """
         for warning in (*warnings_of(config), *warnings_here(config)):
             log.warning("nixl_tiers: %s", warning)
-        coordinator = cls(config, namespace, region)
+        coordinator = cls(config, namespace, region, description=description)
+        if device is not None and config.prefill_tokens_per_s is None:
+            coordinator.keep_prefill_speed(PrefillCache(namespace, device))
         try:
             given_s = timeout_s if ready_s is None else ready_s
             coordinator.start(timeout_s, given_s if config.ready_s is None else config.ready_s)
@@ -184,8 +221,21 @@ class Coordinator:
         finally:
             with self._lock:
                 self._link.flush_recent_uses()
+                samples = self._core.prefill.samples()
+            if self._prefill_cache is not None and samples:
+                self._prefill_cache.remember(samples)
             self._end.detach()
             _end(self._link.supervisor, self.region, timeout_s)
+
+    def keep_prefill_speed(self, cache: PrefillCache) -> None:
+        """Go on with the prefill estimate of the last start, and keep it for the next."""
+        samples = cache.recall()
+        with self._lock:
+            self._core.prefill.restore(samples)
+            self._prefill_cache = cache
+            speed = self._core.prefill.tokens_per_s
+        if speed is not None:
+            log.info("nixl_tiers: at the last start %s computed %.0f tokens of prompts a second", cache.device, speed)
 
     @property
     def namespace(self) -> Namespace:
@@ -207,10 +257,30 @@ class Coordinator:
         with self._lock:
             return self._core.lookup(key, request, position, self._clock(), first)
 
+    def scan(self, request: str, chain: Chain, start: int, first: int = 0) -> Scan:
+        """All look-ups of a request in this step at once, of its chain from token `start` on: what of it to load, and
+        whether the request waits for that, which ends within wait_s, or when to compute the rest is quicker.
+
+        The keys are the caller's to check (`check_key`).
+        """
+        with self._lock:
+            return self._core.scan(request, chain, start, self._clock(), first)
+
+    def copied(self, rows: int, seconds: float) -> None:
+        """A load of so many rows has taken so long, from prepare_load to the engine's report that it has ended."""
+        with self._lock:
+            self._core.copied(rows, seconds, self._clock())
+
     def wait_for_listing(self, request: str) -> None:
         """Have a request wait for unknown keys while a tier is being listed. Call it before the first look-up."""
         with self._lock:
             self._core.wait_for_listing(request)
+
+    def count_misses(self, keys: Sequence[Key], request: str) -> None:
+        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
+        for start in range(0, len(keys), COUNT_BATCH):
+            with self._lock:
+                self._core.count_misses(keys[start : start + COUNT_BATCH], request, self._clock())
 
     def set_allowed_tiers(self, request: str, tiers: Iterable[int]) -> None:
         """Have a new request load from these storage tiers only (numbered as configured, from 0), until it is
@@ -218,41 +288,83 @@ class Coordinator:
         with self._lock:
             self._core.set_allowed_tiers(request, tiers)
 
+    def anticipate(self, request: str, keys: Sequence[Key], rank: Rank) -> None:
+        """A new request waits for its turn: have its chain promoted before it comes (TierManager.anticipate)."""
+        if not self._tiers:
+            return
+        with self._lock:
+            self._core.anticipate(request, keys, rank)
+        self._link.supervisor.wake()
+
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Promote what storage tiers hold of `keys`, in the background. Raises as `lookup`."""
+        for key in keys:
+            check_key(key)
+        if not self._tiers:
+            return
+        with self._lock:
+            self._core.prefetch(keys)
+        self._link.supervisor.wake()
+
+    def keep_in_host(self, request: str) -> None:
+        """Have nothing that a new request stores written to storage tiers on its behalf, until it is finished. Another
+        request that stores or uses a chunk of it lifts that for the chunk."""
+        with self._lock:
+            self._core.keep_in_host(request)
+
     def source(self, key: Key) -> str:
         """ "cpu", or the storage tier that the bytes of this hit were promoted from."""
         with self._lock:
             return self._core.source(key)
 
-    def end_step(self) -> None:
+    def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
         with self._lock:
-            self._core.end_step()
+            self._core.end_step(began, preempted)
             work = self._core.events.busy or bool(self._core.garbage)
             if work and not self._tiers:
-                self._core.expire(self._clock())
+                now = self._clock()
+                self._core.turn(now, now)
         if work and self._tiers:
             self._link.supervisor.wake()
         elif work:
             self._core.garbage.drop(DROPPED_PER_TURN)
 
-    def prepare_load(self, keys: Sequence[Key], request: str, *, call: bool = False) -> NDArray[np.int64]:
+    def prepare_load(
+        self,
+        keys: Sequence[Key],
+        request: str,
+        *,
+        call: bool = False,
+        tokens: Sequence[int] = (),
+        end: int | None = None,
+    ) -> NDArray[np.int64]:
         """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
-        the `call` of a thread, until end_call."""
+        the `call` of a thread, until end_call. `tokens`: of each key, and `end`: the token of the request before which
+        they end, for the metrics."""
         with self._lock:
-            return np.array(self._core.prepare_load(keys, request, call=call), np.int64)
+            load = None if end is None else Load(max(0, end - sum(tokens)), end, self._clock())
+            rows = np.array(self._core.prepare_load(keys, request, call=call, tokens=tokens, load=load), np.int64)
+            self._open_loads.begin(len(keys), request if call else None)
+        return rows
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
         """Which rows of a prepared load lack sub-blocks: place in `keys` -> how many at the row's beginning."""
         with self._lock:
             return self._core.partial(keys) if self.region.geometry.sub_blocks > 1 else {}
 
-    def complete_load(self, keys: Collection[Key]) -> None:
+    def complete_load(self, keys: Collection[Key], request: str = "") -> None:
+        """Workers are done reading these rows. `request`: which loaded them, for the metrics."""
         with self._lock:
             self._core.complete_load(keys)
+            self._core.savings.load_ended(request, self._clock())
+            self._open_loads.end(len(keys))
 
     def fail_load(self, keys: Collection[Key], request: str) -> None:
         """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
         with self._lock:
             self._core.fail_load(keys, request)
+            self._core.savings.load_failed(request, self._clock())
+            self._open_loads.end(len(keys))
 
     def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
@@ -267,7 +379,8 @@ class Coordinator:
                 # After a reset vLLM may never complete the old store jobs, and no new one could end for them either:
                 # take back the rows of those that the workers have ended by their control words.
                 host = self._core.host
-                host.release_unflushed(ended_rows(self.region, host.unflushed_stores(LOCATE_BATCH)))
+                most = max(LOCATE_BATCH, len(keys))
+                host.release_unflushed(ended_rows(self.region, host.unflushed_stores(most)))
             return self._core.prepare_store(keys, request, call=call)
 
     def look_on(self) -> bool:
@@ -295,6 +408,7 @@ class Coordinator:
         with self.changed:
             rows = self._core.rows_being_filled_by_call(call)
             self._core.end_call(call, *bad_rows(self.region, rows))
+            self._open_loads.end_call(call)
             work = self._core.events.busy
             self.changed.notify_all()
         if work:
@@ -304,6 +418,20 @@ class Coordinator:
         """Keep the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
         with self._lock:
             self._core.pin(keys, request)
+
+    def observe_prefill(self, tokens: int, context: float, seconds: float) -> None:
+        """A step has computed `tokens` tokens of prompts, with `context` tokens up to each on average, in `seconds`."""
+        with self._lock:
+            prefill = self._core.prefill
+            prefill.observe(tokens, context, seconds)
+            if self._prefill_cache is None or prefill.seen < self._remember_at:
+                return
+            self._remember_at = prefill.seen + min(prefill.seen, REMEMBER_EVERY)
+            samples = prefill.samples()
+        # A file system may take its time, and this is the scheduler's thread.
+        threading.Thread(
+            target=self._prefill_cache.remember, args=(samples,), name="nixl_tiers prefill", daemon=True
+        ).start()
 
     def touch(self, keys: Iterable[Key], request: str) -> None:
         """vLLM used these chunks (in prefix order) from its own cache: mark them as used. Call it before deeper
@@ -325,6 +453,7 @@ class Coordinator:
         keep = self.config.on_reset == "keep"
         with self._lock:
             self._core.reset(keep, self._clock())
+            self._open_loads.reset()
             if not keep:
                 # Epoch 0 stands for the weights as they were loaded; after a reset no other engine has the same ones.
                 self._link.reopen(replace(self.namespace, epoch=secrets.randbits(63) | 1))
@@ -352,8 +481,13 @@ class Coordinator:
 
     def demote_all(self) -> None:
         """Queue all rows that a tier with `write: on_evict` does not hold yet, because the process is about to exit."""
-        with self._lock:
-            rows = list(self._core.host.index.values())
+        rows: list[Row] = []
+        slices = self._core.host.in_slices(LOCATE_BATCH)
+        part: list[Row] | None = []
+        while part is not None:
+            rows += part
+            with self._lock:
+                part = next(slices, None)
         for start in range(0, len(rows), LOCATE_BATCH):
             with self._lock:
                 self._core.demote(rows[start : start + LOCATE_BATCH])
@@ -370,7 +504,8 @@ class Coordinator:
             return self._core.pressure()
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """By tier: monotonic counters (rows, or bytes where the name says so) and gauges."""
+        """By tier: monotonic counters (rows, or bytes where the name says so) and gauges. What they are called as
+        metrics, and which of them a tier has: `nixl_tiers/metrics.py`."""
         with self._lock:
             gauges = {tier.name: tier.gauges() for tier in self._tiers}
             gauges["cpu"] = {
@@ -379,18 +514,37 @@ class Coordinator:
                 "denials": 0.0,
                 "huge_page_bytes": float(self.region.huge_bytes or 0),
                 "listed_rows": 0.0,
+                "waiting_requests": float(self._core.waiting_requests),
+                "prefill_tokens_per_s": self._core.prefill.tokens_per_s or 0.0,
             }
             return {
                 name: {
-                    **asdict(tier.counters),
+                    **vars(tier.counters),
+                    "dropped": tier.counters.dropped,
+                    "failed": tier.counters.failed,
+                    "missed": tier.counters.missed,
                     "rows": tier.rows,
                     "up": float(tier.up),
                     "breaker": float(tier.circuit),
                     "quarantined": float(tier.quarantined),
+                    "queued_loads": float(tier.queued_loads),
+                    "queued_stores": float(tier.queued_stores),
+                    "loading": float(tier.loading),
+                    "storing": float(tier.storing),
                     **gauges[name],
                 }
                 for name, tier in self._core.counters().items()
             }
+
+    def after_tick(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called on the supervisor's thread, without the lock, at least once a second while there are
+        storage tiers; it must not wait, nor keep the coordinator alive."""
+        self._link.after_tick = callback
+
+    def take_samples(self) -> dict[tuple[str, str], list[float]]:
+        """Of histograms, since the last call: (tier, number) -> samples."""
+        with self._lock:
+            return self._core.take_samples()
 
     def problems(self) -> dict[str, str]:
         """By tier: why it is down or what its medium denies, in words; empty where nothing is known to be wrong."""

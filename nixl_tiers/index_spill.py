@@ -6,6 +6,7 @@ interpreter's lock for more than a few milliseconds: tables are built by numpy, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -38,8 +39,9 @@ class IndexSpill:
     def wake(self) -> None:
         """Start the thread if there is something to do. Call it with the lock held."""
         if not self._running and any(tier.cold.has_retired or self._spills(tier) for tier in self._tiers):
-            self._running = True
-            threading.Thread(target=self._run, name="nixl_tiers index", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no more threads are allowed now: the next call tries again
+                threading.Thread(target=self._run, name="nixl_tiers index", daemon=True).start()
+                self._running = True  # it ends with the lock held, so not before this
 
     def _spills(self, tier: TierIndex) -> bool:
         return tier.needs_spill and time.monotonic() >= self._rest_until_s[tier.number]

@@ -22,6 +22,7 @@ from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
 from nixl_tiers.coordinator import CLOSE_TIMEOUT_S, POLL_S, Coordinator
 from nixl_tiers.interrupts import Interrupts
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 
 if TYPE_CHECKING:
@@ -33,11 +34,16 @@ READY_S: Final = 10.0  # of `open`, unless the configuration says otherwise
 
 
 def open(  # noqa: A001 - nixl_tiers.open is what it is called
-    config: Mapping[str, Any] | str | Path | TiersConfig, chunk_bytes: int, namespace: str
+    config: Mapping[str, Any] | str | Path | TiersConfig,
+    chunk_bytes: int,
+    namespace: str,
+    *,
+    description: str = "",
 ) -> TieredStore:
     """Open a store of chunks of `chunk_bytes` bytes each. Chunks put under another `namespace` are never found in it.
 
     config: a dict, JSON text, or the path of a .json, .yaml or .yml file.
+    description: one line for people, kept beside the rows with the namespace's name (`nixl-tiers inspect` shows both).
 
     Returns when each tier has listed what it holds, or is down, at the latest after `ready_s` of the configuration
     (default 10 s); see `TieredStore.wait_ready`. A tier that is down is retried while the store is open.
@@ -48,6 +54,8 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     checked = config if isinstance(config, TiersConfig) else configuration.load(_source(config))
     chunk_bytes = _chunk_bytes(chunk_bytes)
     _check_namespace(namespace)
+    if not isinstance(description, str):
+        raise ConfigError(f"description: must be a text, not {shown(description)}")
     geometry = Geometry(cells=1, cell_payload=chunk_bytes)
     configuration.check_rows(checked, geometry.row_bytes)
     configuration.check_paths(checked)
@@ -56,7 +64,8 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
     region.prefault()
     try:
-        return TieredStore(Coordinator.open(checked, Namespace.of(facts), region, ready_s=READY_S))
+        about = Description(model=namespace, note=description)
+        return TieredStore(Coordinator.open(checked, Namespace.of(facts), region, ready_s=READY_S, description=about))
     except BaseException:
         region.close()
         raise
@@ -177,6 +186,7 @@ class TieredStore:
                         self._wait(stall, interrupts)
                     stall.note(answers.count(Lookup.HIT))
                     hits = [answer is Lookup.HIT for answer in answers]
+                    self.coordinator.count_misses([key for key, hit in zip(keys, hits, strict=True) if not hit], name)
                     rows = self.coordinator.prepare_load(list(itertools.compress(keys, hits)), name, call=True)
                 finally:
                     self.coordinator.end_step()
@@ -186,6 +196,17 @@ class TieredStore:
         finally:
             self.coordinator.end_call(name)
         return hits
+
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Promote chunks to host memory in the background, so that a later `get` need not wait for storage.
+
+        Returns at once. In the order of `keys`, behind what any `get` waits for; of more than half of what the cpu tier
+        holds, the first. Keys that no tier holds are ignored. Chunks that have come are evicted like any others.
+
+        Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
+        """
+        self._check_open()
+        self.coordinator.prefetch(_checked_keys(keys))
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
         """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None. Loads nothing.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -22,10 +22,11 @@ from typing import Final
 import msgspec
 
 from nixl_tiers.chunk import Geometry, Key, Outcome
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.testing.config import FaultyConfig
-from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierRefused, seal_row
+from nixl_tiers.tiers.base import Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, TierRefused, seal_row
 from nixl_tiers.tiers.registry import implement
 
 MakeTier = Callable[[Geometry, HostRegion], StorageTier]
@@ -157,13 +158,65 @@ class FaultyTier(StorageTier):
         self.struck: Counter[Fault] = Counter()
         """How often each fault was injected."""
 
+    def identify(self, engine: str) -> None:
+        self._inner.identify(engine)
+
+    def describe(self, description: Description) -> None:
+        self._inner.describe(description)
+
     def open(self, namespace: bytes, epoch: int) -> int:
         slots = self._inner.open(namespace, epoch)
         self._sealer = Sealer(self._geometry, namespace, epoch)
         return slots
 
+    # --- passed on to the inner tier ------------------------------------------------------------------------------
+
     def list_rows(self) -> Iterator[Sequence[Entry]]:
         return self._inner.list_rows()
+
+    @property
+    def relist_s(self) -> float | None:
+        return self._inner.relist_s
+
+    def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:
+        return self._inner.check_existence(check_id, keys, chain)
+
+    def existence_answers(self) -> Sequence[ExistenceAnswer]:
+        return self._inner.existence_answers()
+
+    def maintain(self) -> Iterator[list[Entry]]:
+        return self._inner.maintain()
+
+    @property
+    def maintain_s(self) -> float | None:
+        return self._inner.maintain_s
+
+    @property
+    def slots(self) -> int | None:
+        return self._inner.slots
+
+    @property
+    def denials(self) -> Mapping[str, str]:
+        return self._inner.denials
+
+    @property
+    def staged(self) -> tuple[bool, bool]:
+        return self._inner.staged
+
+    @property
+    def used_bytes(self) -> int:
+        return self._inner.used_bytes
+
+    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        self._inner.delete(entries)
+
+    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
+        self._inner.touch(slots, ticks)
+
+    def give_up_waiting(self) -> None:
+        self._inner.give_up_waiting()
+
+    # --- moves, with faults ---------------------------------------------------------------------------------------
 
     def store(self, moves: Sequence[Move]) -> int:
         batch = self._strike(moves, Way.STORE)
@@ -191,19 +244,13 @@ class FaultyTier(StorageTier):
                     batch.outcomes[place] = outcome
         return [self._report(batch_id) for batch_id in [*self._batches] if self._over(self._batches[batch_id])]
 
-    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        self._inner.delete(entries)
-
-    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
-        self._inner.touch(slots, ticks)
-
     @property
     def busy(self) -> bool:
         return bool(self._batches) or self._inner.busy
 
     @property
-    def used_bytes(self) -> int:
-        return self._inner.used_bytes
+    def poll_s(self) -> float:
+        return self._inner.poll_s
 
     def close(self) -> None:
         self._inner.close()

