@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from nixl_tiers.cascade.cold_table import take_all
 from nixl_tiers.cascade.host import CPU
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import TierSpec
@@ -104,7 +105,7 @@ def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, stored: tuple
     specs = [TierSpec("file", Write.THROUGH, physical_slots=True, policy=stored[1])] if stored else []
     core = TierManager(rows, ROW_BYTES, specs, policy=policy)
     if stored:
-        core.events.opened(0, stored[0])
+        take_all(core.events.opened(0, stored[0]))
         core.events.listed(0, [], last=True)
     clock = Clock()
     hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)

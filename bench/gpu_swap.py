@@ -31,10 +31,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.swap.autotune import Fixed, choose
 from nixl_tiers.swap.cuda import CudaSwap
-from nixl_tiers.swap.driver import Device, Driver, _CopyAttributes, open_driver
+from nixl_tiers.swap.driver import Device, Driver, open_driver
 from nixl_tiers.swap.plan import CopyPlan, Memory, Segment
+from nixl_tiers.swap.self_check import choose
 from nixl_tiers.swap.strategies import NAMES
 
 LAYERS = 16
@@ -152,6 +152,18 @@ class Case:
                 raise WrongBytes
 
 
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (("order", ctypes.c_uint), ("source", Location), ("destination", Location), ("flags", ctypes.c_uint))
+
+
 class WrongBytes(Exception):
     """A contender has copied wrong bytes."""
 
@@ -174,7 +186,7 @@ def vllm_batch(case: Case) -> dict[str, Call]:
         pages = (bases[:, None] + blocks[None, :]).ravel()
         rows = np.concatenate(case.rows)
         to, source = (rows, pages) if to_host else (pages, rows)
-        attributes = _CopyAttributes(order=1 if to_host else 3)
+        attributes = CopyAttributes(order=1 if to_host else 3)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         with machine.device.current():
             step = 32768  # a driver has crashed with larger batches
@@ -262,12 +274,9 @@ def timed(call: Call) -> float:
 def measure(case: Case, ceiling: dict[str, float], rounds: int, has_torch: bool) -> dict[str, Any]:
     """GB/s and fraction of the ceiling, by contender and direction: medians of rounds in which contenders alternate."""
     driver = case.machine.driver
-    swaps = {
-        name: CudaSwap(case.plan, compute_stream=lambda: 0, driver=driver, choice=Fixed((name,))) for name in NAMES
-    }
+    swaps = {name: CudaSwap(case.plan, compute_stream=lambda: 0, driver=driver, strategies=(name,)) for name in NAMES}
     one = swaps["copy_engine"]
-    chosen = choose(one._device, case.plan, one._pinned, one.kernels)
-    strategies = {direction: chosen(direction == "store", 0, case.blocks) for direction in DIRECTIONS}
+    (chosen,) = choose(one._device, case.plan, one._pinned, one.kernels)
     contenders = {name: ours(case, swap) for name, swap in swaps.items()}
     if driver.batches:
         contenders["vLLM's batch"] = vllm_batch(case)
@@ -276,7 +285,7 @@ def measure(case: Case, ceiling: dict[str, float], rounds: int, has_torch: bool)
     result: dict[str, Any] = {
         "fragment_bytes": case.fragment,
         "blocks": case.blocks,
-        "chosen": strategies,
+        "chosen": chosen,
         "speeds": {},
     }
     for name in list(contenders):
@@ -325,7 +334,7 @@ def interference(machine: Machine, quick: bool) -> list[dict[str, Any]]:
             swap = None
             if name != "nothing":
                 swap = CudaSwap(
-                    case.plan, compute_stream=lambda: copy_stream, driver=machine.driver, choice=Fixed((name,))
+                    case.plan, compute_stream=lambda: copy_stream, driver=machine.driver, strategies=(name,)
                 )
             for direction in ("store", "load") if swap else ("",):
                 move = getattr(swap, direction) if swap else None

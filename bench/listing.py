@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from nixl_tiers.cascade.cold_table import take_all
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Geometry, Namespace
@@ -137,7 +138,7 @@ def anonymous_bytes() -> int:
 def one_by_one_us(rows: int) -> float:
     """Processor time a row on the supervisor's thread."""
     core = TierManager(HOST_ROWS, GEOMETRY.row_bytes, [TierSpec("file", Write.THROUGH, physical_slots=True)])
-    core.events.opened(0, rows)
+    take_all(core.events.opened(0, rows))
     packets = [
         encode(Listed(0, [Entry(n, key(n), start) for n in range(start, min(start + MAX_ENTRIES, rows))], last=False))
         for start in range(0, rows, MAX_ENTRIES)

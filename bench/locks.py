@@ -6,7 +6,7 @@ Builds a host tier of 100,000 rows over a file tier and an S3 tier, with 1,000 r
 way, and no movers: the same calls as the coordinator makes, one lock hold each. A kind of work that is done in slices
 is repeated until nothing is left, as the supervisor does; the longest slice counts. Prints a table of medians over the
 repeats: the longest hold, what Python's garbage collector took of one hold at most, and the median hold. The collector
-runs as it does in an engine, over the bench's own objects too.
+runs as it does in an engine, over the bench's own objects too, but for what is there at the start.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+from nixl_tiers.cascade.cold_table import take_all
+from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.coordinator import LOCATE_BATCH
 from nixl_tiers.policies import Eviction, Write
 
 ROWS: Final = 100_000
@@ -78,7 +81,7 @@ class Bench:
         self.holds: dict[str, list[Hold]] = {}
         self.now = 0.0
         for tier in range(len(specs)):
-            self.core.events.opened(tier, SLOTS)
+            take_all(self.core.events.opened(tier, SLOTS))
             self.core.events.listed(tier, [], last=True)
 
     def list_rows(self, tier: int, count: int) -> None:
@@ -217,13 +220,14 @@ def _pinned_by_waiting(holds: Holds, policy: Eviction) -> None:
 
 
 def _evicting(holds: Holds) -> None:
+    """The rows that are evicted ahead of need cannot leave: half of them are being written, and all are hits of this
+    step."""
     bench = Bench(Write.ON_EVICT)
     bench.fill(ROWS)
-    bench.settle()
-    target = bench.core.tiers[0]
-    target.send_credits = 0
-    for _ in range(200):
-        bench.core.complete_store((), ())  # selects victims ahead of need
+    bench.drain("plan")
+    evicting = bench.core.host.evicting
+    assert bench.core.tiers[0].rows_storing > 2_000, bench.core.tiers[0].rows_storing
+    _hits(bench, list(evicting), "reader")
     for number in range(20):
         new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
         bench.timed("make_room, evicting", bench.core.prepare_store, new, f"new-{number}")
@@ -276,9 +280,13 @@ def _demote_all(holds: Holds) -> None:
     bench = Bench(Write.ON_EVICT)
     bench.fill(ROWS)
     bench.settle()
-    rows = list(bench.core.host.index.values())
-    for start in range(0, len(rows), 256):
-        bench.timed("demote_all", bench.core.demote, rows[start : start + 256])
+    rows: list[Row] = []
+    slices = bench.core.host.in_slices(LOCATE_BATCH)
+    while part := bench.timed("demote_all", next, slices, []):
+        rows += part
+    assert len(rows) > 0.9 * ROWS, len(rows)
+    for start in range(0, len(rows), LOCATE_BATCH):
+        bench.timed("demote_all", bench.core.demote, rows[start : start + LOCATE_BATCH])
     _merge(holds, bench, "demote_all")
 
 
@@ -342,6 +350,7 @@ def all_holds() -> Holds:
     """By kind of call: its lock holds."""
     holds: Holds = {}
     gc.collect()
+    gc.freeze()  # modules, as vLLM does after its start
     gc.callbacks.append(_collector)
     try:
         _killed(holds, kill=True)

@@ -1,11 +1,13 @@
 """How fast the S3 tier moves rows, compared with boto3 with 16 threads on the same objects: MB/s, medians, interleaved.
 
     python -m bench.s3_tier [--endpoint URL --bucket B] [--chunks 65536,262144,2949120,8388608] [--megabytes 128]
-                                [--rounds 7] [--json FILE]
+                                [--rounds 7] [--delay-ms 0] [--json FILE]
 
 Without an endpoint: a SeaweedFS of its own on this machine, which then shares the cores with both sides. The tier
 seals every row that it stores, lands downloads in staging rows, verifies and copies them; boto3 does none of that. CPU
-is that of the client's process alone, in milliseconds a row. Only ratios within one run are meaningful.
+is that of the client's process alone, in seconds a GB. Only ratios within one run are meaningful; a ratio is the median
+of those of the rounds. `--delay-ms`: answers arrive this much later, through a proxy: a distant server. The first loads
+are those of a new process, with its tier or client made before.
 """
 
 from __future__ import annotations
@@ -13,24 +15,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import boto3
 from botocore.config import Config
 
+from bench.rounds import DIRECTIONS, Side, rates, ratio, rotations, take_turns
+from bench.slow_path import slow_path
 from nixl_tiers.chunk import Geometry, Outcome, object_name
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.testing.servers import seaweedfs_server
+from nixl_tiers.testing.servers import S3Server, seaweedfs_server
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.s3.tier import S3Tier
 
+SIDES = ("tier", "boto3")
 THREADS = 16
 POLL_S = 0.0003
 NAMESPACE = bytes(range(16))
@@ -40,7 +48,7 @@ def key_of(row: int) -> bytes:
     return b"row-%08d" % row
 
 
-class Tier:
+class Tier(Side):
     """All rows in one batch, polled as a mover does."""
 
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
@@ -68,10 +76,10 @@ class Tier:
                 if set(done.outcomes) != {Outcome.OK}:  # a fast failure must not pass for a fast server
                     raise SystemExit(f"the tier failed: {done.outcomes}")
                 return
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, self._tier.poll_s))
 
 
-class Boto:
+class Boto(Side):
     """The same objects with put_object and get_object on THREADS threads, one call a row."""
 
     def __init__(self, config: S3Config, region: HostRegion) -> None:
@@ -96,6 +104,10 @@ class Boto:
     def load(self) -> None:
         list(self._pool.map(self._get, range(len(self._rows))))
 
+    def close(self) -> None:
+        for row in range(len(self._rows)):
+            self._client.delete_object(Bucket=self._config.bucket, Key=self._name(row))
+
     def _name(self, row: int) -> str:
         return f"{self._config.prefix}/{NAMESPACE.hex()}/{object_name(key_of(row))}"
 
@@ -112,71 +124,107 @@ class Boto:
             at += count
 
 
-def measure(calls: Sequence[Callable[[], None]], rounds: int) -> list[tuple[float, float]]:
-    """Median wall and CPU seconds of each call; the calls take turns."""
-    taken: list[list[tuple[float, float]]] = [[] for _ in calls]
-    for number in range(rounds + 1):
-        for times, call in zip(taken, calls, strict=True):
-            wall, cpu = time.perf_counter(), time.process_time()
-            call()
-            if number:  # the first round connects
-                times.append((time.perf_counter() - wall, time.process_time() - cpu))
-    return [(statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)) for times in taken]
+def make(who: str, config: S3Config, geometry: Geometry, region: HostRegion) -> Tier | Boto:
+    if who == "tier":
+        return Tier(config, geometry, region)
+    return Boto(config.model_copy(update={"prefix": "bench-boto3"}), region)
 
 
 def bench(config: S3Config, payload_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
     geometry = Geometry(1, payload_bytes)
     rows = max(2 * THREADS, total_bytes // geometry.row_bytes)
-    with HostRegion.create(geometry, rows) as region:
-        for row in range(rows):
-            region.rows_view[row] = row * 37 % 251
-        tier, boto = Tier(config, geometry, region), Boto(config, region)
-        results = measure([tier.store, boto.store], rounds) + measure([tier.load, boto.load], rounds)
-        tier.close()
-    names = ("tier_store", "boto3_store", "tier_load", "boto3_load")
     answer: dict[str, Any] = {"payload_bytes": payload_bytes, "rows": rows}
-    for name, (wall, cpu) in zip(names, results, strict=True):
-        answer[f"{name}_mb_s"] = round(rows * payload_bytes / wall / 1e6, 1)
-        answer[f"{name}_cpu_ms_a_row"] = round(1000 * cpu / rows, 3)
+    gigabytes = rows * payload_bytes / 1e9
+    with filled(geometry, rows) as region, contextlib.ExitStack() as stack:
+        sides: dict[str, Side] = {who: make(who, config, geometry, region) for who in SIDES}
+        for side in sides.values():
+            stack.callback(side.close)
+        taken = take_turns(sides, rounds)
+        first = first_loads(config, payload_bytes, rows, rounds)
+    for what in DIRECTIONS:
+        for name, turns in taken[what].items():
+            cpu_s = statistics.median(turn.cpu_s for turn in turns)
+            answer[f"{name}_{what}_mb_s"] = round(rates(turns, rows * payload_bytes).median * 1e3, 1)
+            answer[f"{name}_{what}_cpu_s_a_gb"] = round(cpu_s / gigabytes, 2)
+        answer[f"{what}_ratio"] = round(ratio(taken[what]["tier"], taken[what]["boto3"]), 2)
+    for name, times in first.items():
+        seconds = (statistics.median(each) for each in zip(*times, strict=True))
+        answer[f"{name}_first_load_s"], answer[f"{name}_second_load_s"] = (round(each, 4) for each in seconds)
     return answer
+
+
+def filled(geometry: Geometry, rows: int) -> HostRegion:
+    region = HostRegion.create(geometry, rows)
+    for row in range(rows):
+        region.rows_view[row] = row * 37 % 251
+    return region
+
+
+def first_loads(config: S3Config, payload_bytes: int, rows: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Of both sides, each time in a new process, in turns."""
+    taken: dict[str, list[tuple[float, float]]] = {who: [] for who in SIDES}
+    for _, who in rotations(SIDES, rounds):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            taken[who].append(pool.apply(first_load, (who, config, payload_bytes, rows)))
+    return taken
+
+
+def first_load(who: str, config: S3Config, payload_bytes: int, rows: int) -> tuple[float, float]:
+    """Seconds of the first and of the second load in this process."""
+    geometry = Geometry(1, payload_bytes)
+    with filled(geometry, rows) as region:
+        side = make(who, config, geometry, region)
+        times = [time.perf_counter()]
+        for _ in range(2):
+            side.load()
+            times.append(time.perf_counter())
+    return times[1] - times[0], times[2] - times[1]
 
 
 def line(result: dict[str, Any]) -> str:
     """One line of the table, for one chunk size."""
-    speeds, loads = "", []
-    for what in ("store", "load"):
-        tier, boto = (result[f"{who}_{what}_mb_s"] for who in ("tier", "boto3"))
-        speeds += f" | {tier:11.0f} {boto:6.0f} {tier / boto:6.2f}x"
-        loads.append("/".join(f"{result[f'{who}_{what}_cpu_ms_a_row']:.2f}" for who in ("tier", "boto3")))
-    return f"{result['payload_bytes']:>9} {result['rows']:>5}{speeds} |  {', '.join(loads)}"
+    text = f"{result['payload_bytes']:>9} {result['rows']:>5}"
+    for what in DIRECTIONS:
+        tier, boto = (result[f"{who}_{what}_mb_s"] for who in SIDES)
+        cpu = "/".join(f"{result[f'{who}_{what}_cpu_s_a_gb']:.2f}" for who in SIDES)
+        text += f" | {tier:6.0f} {boto:6.0f} {result[f'{what}_ratio']:5.2f}x {cpu:>11}"
+    first = (f"{result[f'{who}_first_load_s']:.3f}/{result[f'{who}_second_load_s']:.3f}" for who in SIDES)
+    return f"{text} | {', '.join(first)}"
 
 
 @contextlib.contextmanager
-def place(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    if arguments.endpoint:
-        yield arguments.endpoint, arguments.bucket
+def place(
+    endpoint: str | None, bucket: str, server: Callable[[], AbstractContextManager[S3Server]] = seaweedfs_server
+) -> Iterator[tuple[str, str]]:
+    """Endpoint and bucket; without an endpoint a server is started, and the environment has its credentials."""
+    os.environ.setdefault("AWS_RETRY_MODE", "standard")
+    os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
+    if endpoint:
+        yield endpoint, bucket
         return
-    with seaweedfs_server() as server:
-        os.environ.update(server.env)
-        yield server.endpoint, server.make_bucket(arguments.bucket)
+    with server() as started, mock.patch.dict(os.environ, started.env):
+        yield started.endpoint, started.make_bucket(bucket)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoint", help="an S3 server; credentials come from the AWS chain")
-    parser.add_argument("--bucket", default="kv-bench", help="its bucket; objects go below bench/ and are removed")
+    parser.add_argument("--bucket", default="kv-bench", help="its bucket; objects go below bench-* and are removed")
     parser.add_argument("--chunks", default="65536,262144,2949120,8388608", help="payload sizes in bytes")
     parser.add_argument("--megabytes", type=int, default=128, help="how much each call transfers")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="how much later answers arrive")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     arguments = parser.parse_args()
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    os.environ.setdefault("AWS_RETRY_MODE", "standard")
-    os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
 
     found = []
-    print("    chunk  rows |  store MB/s  boto3   ratio |   load MB/s  boto3   ratio |  CPU tier/boto3: store, load")
-    with place(arguments) as (endpoint, bucket):
+    moved = "MB/s  boto3  ratio    CPU s/GB"
+    print(f"    chunk  rows |  {moved} |  {moved} | first/second load, s: tier, boto3")
+    with contextlib.ExitStack() as stack:
+        endpoint, bucket = stack.enter_context(place(arguments.endpoint, arguments.bucket))
+        if arguments.delay_ms:
+            endpoint = stack.enter_context(slow_path(endpoint, arguments.delay_ms / 1000))
         for size in map(int, arguments.chunks.split(",")):
             config = S3Config(type="s3", bucket=bucket, prefix="bench", endpoint=endpoint, capacity=1 << 40)
             result = bench(config, size, arguments.megabytes << 20, arguments.rounds)

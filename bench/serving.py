@@ -22,60 +22,35 @@ import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.engine_process import EngineProcess, answer_requests, claim_stdout
+
 WITHOUT, TIERS, DEAD_S3 = "without", "cpu + file", "cpu + file + dead s3"
 WORKLOADS = ("new", "decode", "again")
 VOCABULARY = 3000
 
 
-class Engine:
-    """One engine in a child process, idle between requests."""
-
+class Engine(EngineProcess):
     def __init__(self, tiers: Sequence[dict[str, Any]], tokens: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.serving", "--child", json.dumps(tiers), "--tokens", str(tokens)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._read()
+        super().__init__("bench.serving", "--child", json.dumps(tiers), "--tokens", str(tokens))
+        self.answer()
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
         """Seconds until all prompts are answered, and the generated tokens."""
-        answer = self._call({"prompts": prompts, "max_tokens": max_tokens})
+        answer = self.call({"prompts": prompts, "max_tokens": max_tokens})
         return answer["seconds"], answer["tokens"]
 
     def reset_prefix_cache(self) -> None:
-        self._call({})
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _call(self, request: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise SystemExit(f"an engine ended with code {self._process.wait()}")
-        return json.loads(line)
+        self.call({})
 
 
 def child(tiers: list[dict[str, Any]], tokens: int) -> None:
-    """Answer one request per line; vLLM's own output goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answers = claim_stdout()
     from vllm import SamplingParams
 
     from nixl_tiers.testing import vllm_cpu
@@ -87,21 +62,20 @@ def child(tiers: list[dict[str, Any]], tokens: int) -> None:
         skip_tokenizer_init=True,
         max_model_len=tokens + 256,
     )
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def handle(request: dict[str, Any]) -> dict[str, Any] | None:
         if not request:
             assert llm.reset_prefix_cache()
-            print(json.dumps(None), file=answers, flush=True)
-            continue
+            return None
         sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling, use_tqdm=False
         )
         seconds = time.perf_counter() - began
-        tokens_out = [list(output.outputs[0].token_ids) for output in outputs]
-        print(json.dumps({"seconds": seconds, "tokens": tokens_out}), file=answers, flush=True)
+        return {"seconds": seconds, "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+
+    answer_requests(answers, "ready", handle)
     llm.llm_engine.engine_core.shutdown()
 
 

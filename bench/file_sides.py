@@ -1,0 +1,228 @@
+"""Ways to move rows between a host region and files: the file tier, and what else there is. All use O_DIRECT.
+
+The file tier overwrites its slots or replaces its files, as it does once it is full. vLLM and LMCache have a new file
+for each row and round (vLLM leaves out rows whose file is there), in directories that are removed at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+from unittest import mock
+
+import numpy as np
+
+from bench.pages import Unavailable
+from bench.rounds import Direction, Side, Took
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import MAX_MOVES, Load, Store
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.staging_trial import Measured, all_remembered
+from tests.mover.harness import LAYOUTS, MoverProcess, key_of
+
+THREADS: Final = 4
+TRIES: Final = 2
+
+
+class FileTier(Side):
+    """Rows through a mover, MAX_MOVES per job, all jobs submitted at once; every row is sealed and verified."""
+
+    def __init__(self, folder: Path, region: HostRegion, layout: str, staging: str) -> None:
+        self.region = region
+        self._cache = folder / "cache"  # of its own: what another layout has measured must not decide for this one
+        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20))
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
+            self._mover = MoverProcess({**tier, "staging": staging}, region.geometry, region.rows, region)
+        self.pids = [self._mover.process.pid]
+        self._mover.open()
+        self._mover.listed_rows()
+
+    def store(self) -> None:
+        self._move(Store)
+
+    def load(self) -> None:
+        self._move(Load)
+
+    def measured(self) -> list[Measured]:
+        """What `staging: auto` has measured so far, of stores and loads."""
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
+            return all_remembered()
+
+    def settle(self, patience_s: float) -> list[Measured]:
+        """Move rows until `staging: auto` has measured both directions; returns what it has within this time."""
+        until_s = time.monotonic() + patience_s
+        while len(found := self.measured()) < 2 and time.monotonic() < until_s:
+            self.store()
+            self.load()
+        return found
+
+    def close(self) -> None:
+        with self._mover:
+            self._mover.stop()
+
+    def _move(self, kind: type[Store | Load]) -> None:
+        jobs = []
+        for start in range(0, self.region.rows, MAX_MOVES):
+            rows = range(start, min(start + MAX_MOVES, self.region.rows))
+            jobs.append(self._mover.begin(kind, [Move(row, row, key_of(row), seal=kind is Store) for row in rows]))
+        for job in jobs:
+            outcomes = self._mover.finished(job)
+            if set(outcomes) != {Outcome.OK}:  # a fast failure must not look like a fast disk
+                raise SystemExit(f"{kind.__name__} failed: {outcomes}")
+
+
+class Threads(Side):
+    """One file, written and read with one call a row on a few threads."""
+
+    def __init__(self, folder: Path, region: HostRegion, payload_bytes: int) -> None:
+        self._rows = [row[:payload_bytes] for row in region.rows_view]
+        self._fd = _allocated(folder / "rows", region.rows * payload_bytes)
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def store(self) -> None:
+        self._each(os.pwritev)
+
+    def load(self) -> None:
+        self._each(os.preadv)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        os.close(self._fd)
+
+    def _each(self, call: Callable[..., int]) -> None:
+        def some(first: int) -> None:
+            for number in range(first, len(self._rows), THREADS):
+                row = self._rows[number]
+                if call(self._fd, [row], number * len(row)) != len(row):
+                    raise SystemExit("a short transfer")
+
+        list(self._pool.map(some, range(THREADS)))
+
+
+class Vllm(Side):
+    """vLLM's functions for its fs tier, on its own thread pool, with its names of files and directories.
+
+    `jobs`: how many tasks the rows are split in. vLLM makes one of what a request needs, which one thread moves.
+    """
+
+    def __init__(self, folder: Path, region: HostRegion, payload_bytes: int, jobs: int) -> None:
+        """Raises Unavailable."""
+        try:
+            from vllm.v1.kv_offload.tiering.fs import io, thread_pool
+        except ImportError as error:
+            raise Unavailable(f"vLLM's fs tier cannot be imported: {error}") from error
+        if not io._HAS_FSIO_C:
+            raise Unavailable("this vLLM was built without its C functions for files")
+        self._io = io
+        self._pool = thread_pool.DualQueueThreadPool(16, 16)  # its default
+        self._folder = folder
+        self._view = memoryview(region.rows_view)
+        self._payload_bytes = payload_bytes
+        self._row_bytes = region.geometry.row_bytes
+        self._parts = [part.tolist() for part in np.array_split(np.arange(region.rows), jobs)]
+        self._round = 0
+
+    def store(self) -> None:
+        self._round += 1
+        self._run(self._io.batch_store_block, self._pool.enqueue_store)
+
+    def load(self) -> None:
+        self._run(self._io.batch_load_block, self._pool.enqueue_load)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        shutil.rmtree(self._folder)
+
+    def _run(self, call: Callable[..., None], enqueue: Callable[..., None]) -> None:
+        def task(rows: list[int]) -> Callable[[], None]:
+            offsets = [row * self._row_bytes for row in rows]
+            return lambda: call([self._file(row) for row in rows], self._view, offsets, self._payload_bytes, True)
+
+        enqueue(self._round, len(self._parts), [task(part) for part in self._parts])
+        self._pool.wait_idle()
+        ((_, ok, _),) = self._pool.get_finished()
+        if not ok:
+            raise SystemExit("vLLM's functions failed; its log line says why")
+
+    def _file(self, row: int) -> str:
+        digest = hashlib.sha256(b"%d %d" % (self._round, row)).hexdigest()
+        return f"{self._folder}/model_r0/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
+
+
+class FioWay(NamedTuple):
+    engine: Literal["libaio", "io_uring", "psync"]
+    depth: int
+    jobs: int
+
+    def __str__(self) -> str:
+        return f"{self.engine}, depth {self.depth}, {self.jobs} jobs"
+
+
+class Fio(Side):
+    """fio with requests of one row, one after the other in one file, from private memory with huge pages where the
+    kernel allows madvise: as fast as this disk gets. Its first store and load try several ways, and the best stays."""
+
+    WAYS: Final = (FioWay("libaio", 16, 1), FioWay("io_uring", 16, 1), FioWay("libaio", 4, 4), FioWay("psync", 1, 16))
+
+    def __init__(self, folder: Path, rows: int, payload_bytes: int) -> None:
+        """`rows` is a multiple of 16. Raises Unavailable."""
+        self._program = shutil.which("fio")
+        if self._program is None:
+            raise Unavailable("fio is not installed")
+        self._file = folder / "fio"
+        self._rows, self._payload_bytes = rows, payload_bytes
+        os.close(_allocated(self._file, rows * payload_bytes))
+        self.ways: dict[Direction, FioWay] = {}
+
+    def store(self) -> Took:
+        return self._move("store")
+
+    def load(self) -> Took:
+        return self._move("load")
+
+    def _move(self, what: Direction) -> Took:
+        if what not in self.ways:
+            tried = [(took, way) for _ in range(TRIES) for way in self.WAYS if (took := self._run(what, way))]
+            if not tried:
+                raise SystemExit("fio can use none of its engines here")
+            self.ways[what] = min(tried)[1]
+        took = self._run(what, self.ways[what])
+        if took is None:
+            raise SystemExit("fio failed")
+        return took
+
+    def _run(self, what: Direction, way: FioWay) -> Took | None:
+        """As fio says, without its start; None if it failed."""
+        assert self._program is not None
+        kind = "write" if what == "store" else "read"
+        size = self._rows // way.jobs * self._payload_bytes
+        command = [
+            self._program, "--name=rows", f"--filename={self._file}", f"--rw={kind}", f"--bs={self._payload_bytes}",
+            f"--size={size}", f"--offset_increment={size}", f"--numjobs={way.jobs}", f"--iodepth={way.depth}",
+            f"--ioengine={way.engine}", "--direct=1", "--overwrite=1", "--thread", "--group_reporting",
+            "--output-format=json",
+        ]  # fmt: skip
+        environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35: malloc calls madvise
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            return None
+        (job,) = json.loads(done.stdout)["jobs"]
+        found = job[kind]
+        assert found["io_bytes"] == self._rows * self._payload_bytes, "fio moved something else"
+        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3  # shares of all jobs' time
+        return Took(max(float(found["runtime"]), 1.0) / 1e3, cpu_s)
+
+
+def _allocated(path: Path, nbytes: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, nbytes)
+    return fd

@@ -1,0 +1,256 @@
+"""The engines of bench.ttft: vLLM with a random model, without a connector, with tiers, or with vLLM's own offloading.
+
+    python -m bench.ttft_engine PLAN       the fields of `Plan` as JSON; requests as lines of JSON on standard input
+
+Requests: ["ask", seed], ["batch"], ["forget"] empties vLLM's prefix cache, ["flush"] waits for the file tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.engine_process import answer_requests, claim_stdout
+from nixl_tiers.store import TieredStore
+from nixl_tiers.testing import vllm_cpu
+
+KINDS: Final = ("plain", "tiers", "native")
+ANSWER_TOKENS: Final = 32
+BATCH_PROMPTS, BATCH_ANSWER_TOKENS = 24, 16  # prompts of half the length
+BATCH_SEED: Final = 1_000_000
+WAIT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama in bf16 by the names of its configuration, and the length of its prompt, which all capacities follow."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    prompt_tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        return -(-(self.prompt_tokens + ANSWER_TOKENS) // 1024) * 1024
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room of the engine's KV cache: two fifths of a batch's prompts."""
+        return BATCH_PROMPTS * self.prompt_tokens // 5
+
+    def kv_bytes(self, tokens: int) -> int:
+        return tokens * 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 2
+
+    def host_bytes(self, rounds: int) -> int:
+        """Room in host memory for all prompts that an engine gets, with their answers."""
+        return max(self.kv_bytes((rounds + BATCH_PROMPTS // 2 + 4) * self.max_tokens), 64 << 20)
+
+    def write(self, directory: Path) -> Path:
+        """The directory with the model's configuration."""
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": False,
+            **asdict(self),
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(config))
+        return directory
+
+    def prompt(self, seed: int, tokens: int) -> dict[str, list[int]]:
+        return {"prompt_token_ids": random.Random(seed).choices(range(3, self.vocab_size), k=tokens)}
+
+
+MODELS: Final = {
+    "7b": Model(4096, 32, 32, 8, 128, 14336, 32000, 7000),
+    "small": Model(1024, 16, 8, 4, 128, 4096, 32000, 7000),
+    "tiny": Model(256, 2, 4, 2, 64, 256, 512, 700),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    kind: str
+    model: str
+    rounds: int
+    cpu: bool
+    scratch: str
+    """A directory for the model's configuration and the file tier."""
+
+    @property
+    def tier(self) -> Path:
+        return Path(self.scratch) / "tier"
+
+    def connector(self) -> dict[str, Any] | None:
+        """The fields of KVTransferConfig."""
+        host_bytes = MODELS[self.model].host_bytes(self.rounds)
+        if self.kind == "plain":
+            return None
+        if self.kind == "native":
+            extra = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": host_bytes}
+            return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        file = {"type": "file", "path": str(self.tier), "capacity": 2 * host_bytes + (1 << 30)}
+        tiers = [{"type": "cpu", "capacity": host_bytes}, file]
+        # model_id: there are no weight files to tell models apart
+        return vllm_cpu.recomputing_transfer(tiers, model_id=f"bench.ttft {self.model}", wait_s=WAIT_S)
+
+    def llm(self) -> Any:
+        model = MODELS[self.model]
+        settings: dict[str, Any] = {"num_gpu_blocks_override": model.kv_tokens // vllm_cpu.BLOCK_TOKENS}
+        if not self.cpu:  # vLLM's own block size; the engines share the GPU
+            kv_bytes = model.kv_bytes(model.kv_tokens)
+            settings = {"block_size": None, "kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.3}
+        return vllm_cpu.in_process_llm(
+            model.write(Path(self.scratch) / self.kind),
+            self.connector(),
+            load_format=seeded_loader(),
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_model_len=model.max_tokens,
+            max_num_batched_tokens=model.max_tokens,
+            max_num_seqs=64,
+            **settings,
+        )
+
+
+def seeded_loader() -> str:
+    """The `load_format` that draws weights. Later is too late: vLLM for CPUs packs them at the end of loading."""
+    vllm_cpu.supply_metadata()
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class SeededLoader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            draw_weights(model)
+
+    register_model_loader("seeded")(SeededLoader)
+    return "seeded"
+
+
+def draw_weights(model: Any) -> None:
+    """Weights with which each token depends on the whole context; those of vLLM's `dummy` format are too small."""
+    import torch
+
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if "norm" in name:
+                weights.fill_(1.0)
+                continue
+            generator = torch.Generator(device=weights.device)
+            generator.manual_seed(zlib.crc32(name.encode()))
+            deviation = (2.0 if "qkv" in name else 1.3) / weights.shape[
+                -1
+            ] ** 0.5  # attention to few tokens, not to all
+            for part in weights.view(-1).split(1 << 26):
+                drawn = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+                part.copy_(drawn.normal_(0, deviation, generator=generator))
+
+
+class Engine:
+    """What carries out the requests."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.model = MODELS[plan.model]
+        self.llm = plan.llm()
+        self.store: TieredStore | None = None
+        self._names = itertools.count()
+        if plan.kind == "tiers":
+            core = self.llm.llm_engine.engine_core.engine_core
+            self.store = TieredStore(core.scheduler.connector.connector_scheduler.manager._coordinator)
+            if not self.store.wait_ready(WAIT_S) or not all(tier["up"] for tier in self.store.stats().values()):
+                raise SystemExit(f"a tier is not up: {self.store.stats()}")
+
+    def carry_out(self, request: list[Any]) -> Any:
+        verb, *arguments = request
+        return {"ask": self.ask, "batch": self.batch, "forget": self.forget, "flush": self.flush}[verb](*arguments)
+
+    def ask(self, seed: int) -> dict[str, Any]:
+        engine, prompt, before = self.llm.llm_engine, self.model.prompt(seed, self.model.prompt_tokens), self._hits()
+        first_s, final = 0.0, None
+        began = time.perf_counter()
+        engine.add_request(f"ask-{next(self._names)}", prompt, _sampling(ANSWER_TOKENS))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.outputs and output.outputs[0].token_ids:
+                    first_s = first_s or time.perf_counter() - began
+                    final = output
+        total_s = time.perf_counter() - began
+        assert final is not None
+        tokens, steps = list(final.outputs[0].token_ids), final.outputs[0].logprobs
+        return {
+            "ttft_s": first_s,
+            "total_s": total_s,
+            "cached_tokens": final.num_cached_tokens,
+            "hits": {tier: after - before[tier] for tier, after in self._hits().items()},
+            "tokens": tokens,
+            "logprobs": [step[token].logprob for token, step in zip(tokens, steps, strict=True)],
+        }
+
+    def batch(self) -> dict[str, float]:
+        seeds = range(BATCH_SEED, BATCH_SEED + BATCH_PROMPTS)
+        prompts = [self.model.prompt(seed, self.model.prompt_tokens // 2) for seed in seeds]
+        began = time.perf_counter()
+        outputs = self.llm.generate(prompts, _sampling(BATCH_ANSWER_TOKENS), use_tqdm=False)
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs)}
+
+    def forget(self) -> None:
+        until = time.monotonic() + WAIT_S
+        while not self.llm.reset_prefix_cache():
+            if time.monotonic() > until:
+                raise SystemExit("the prefix cache could not be reset")
+            # Stores that have not ended hold blocks, and the engine learns of their end only in a step.
+            self.llm.generate([self.model.prompt(0, 3)], _sampling(1), use_tqdm=False)
+
+    def flush(self) -> None:
+        if self.store and not self.store.flush(WAIT_S):
+            raise SystemExit("the file tier was not written in time")
+
+    def facts(self) -> dict[str, Any]:
+        import torch
+        import vllm
+
+        config = self.llm.llm_engine.vllm_config
+        layers = config.compilation_config.static_forward_context.values()
+        backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "attention": sorted(backends),
+            "block_tokens": config.cache_config.block_size,
+            "blocks": config.cache_config.num_gpu_blocks,
+            "huge_page_bytes": self.store.stats()["cpu"]["huge_page_bytes"] if self.store else None,
+        }
+
+    def _hits(self) -> dict[str, int]:
+        return {name: int(tier["hits"]) for name, tier in self.store.stats().items()} if self.store else {}
+
+
+def _sampling(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+
+
+def main() -> None:
+    answers = claim_stdout()
+    engine = Engine(Plan(**json.loads(sys.argv[1])))
+    answer_requests(answers, engine.facts(), engine.carry_out)
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
