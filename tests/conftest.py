@@ -1,10 +1,11 @@
-"""Session fixtures: S3 servers and the fake CUDA driver, each started by the first test that uses it."""
+"""Session fixtures: S3 servers, the fake CUDA driver and cuFile, each started by the first test that uses it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.no_gpu import NoCuFileError, NoGpu, build, libraries
+
 if TYPE_CHECKING:
     # Imported at run time only if a server is used: a GPU machine that runs `-m gpu` may have only torch.
-    from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer
+    from nixl_tiers.testing.servers import MotoServer, RunningServer, S3Server, SeaweedServer
 
 with contextlib.suppress(ImportError):  # not installed where only `-m gpu` runs
     from hypothesis import settings
@@ -38,7 +41,23 @@ os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_paths))
 _numbers = itertools.count()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "an S3 server for the tests with the marker s3, instead of those that they start: see CONTRIBUTING.md"
+    parser.addoption("--endpoint", metavar="URL", help=text)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = any("s3_server" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "s3_server" in metafunc.fixturenames and not chosen:
+        servers = ["endpoint"] if metafunc.config.getoption("--endpoint") else ["moto", "seaweedfs"]
+        metafunc.parametrize("s3_server", servers, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"s3_server", "any_s3"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.s3)
     engines = Path(__file__).parent / "vllm"
     for item in items:
         chosen = not any(map(item.get_closest_marker, ("slow", "faults", "stress")))
@@ -62,10 +81,26 @@ def seaweedfs() -> Iterator[SeaweedServer]:
         yield server
 
 
-@pytest.fixture(params=["moto", "seaweedfs"])
+@pytest.fixture(scope="session")
+def endpoint(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    """The server of the option --endpoint. NIXL_TIERS_S3_BUCKET names a bucket there; else one is made."""
+    from nixl_tiers.testing.servers import running_server
+
+    with running_server(request.config.getoption("--endpoint"), os.environ.get("NIXL_TIERS_S3_BUCKET")) as server:
+        yield server
+
+
+@pytest.fixture
 def s3_server(request: pytest.FixtureRequest) -> S3Server:
-    """Each test runs once per server."""
-    server: S3Server = request.getfixturevalue(request.param)
+    """Each test runs once per server, or once on that of the option --endpoint."""
+    server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else request.param)
+    return server
+
+
+@pytest.fixture
+def any_s3(request: pytest.FixtureRequest) -> S3Server:
+    """One server: moto, or that of the option --endpoint."""
+    server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else "moto")
     return server
 
 
@@ -87,17 +122,55 @@ def s3_bucket() -> Callable[[S3Server], str]:
 
 
 @pytest.fixture
-def s3_prefix() -> str:
+def s3_prefix(request: pytest.FixtureRequest) -> str:
     """A prefix of this test's own."""
-    return f"test-{next(_numbers)}"
+    given: RunningServer | None = None
+    if request.config.getoption("--endpoint"):
+        given = request.getfixturevalue("endpoint")
+    return f"{given.prefix if given else 'test'}-{next(_numbers)}"
 
 
 @pytest.fixture(scope="session")
-def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake CUDA driver; skips the test if there is no C++ compiler."""
-    from tests.swap.fake_gpu import build
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The fake CUDA driver, and csrc/swap_submit.c as it is now; skips the test if there is no C++ compiler."""
+    from nixl_tiers.swap import submit
+    from tests.swap.fake_gpu import build, build_submit
 
-    library = build(tmp_path_factory.mktemp("fake"))
+    folder = tmp_path_factory.mktemp("fake")
+    library = build(folder)
     if library is None:
         pytest.skip("no C++ compiler")
-    return library
+    submitting = submit._open(str(build_submit(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(submit, "_library", lambda: submitting)
+        yield library
+
+
+@pytest.fixture(scope="session")
+def no_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """no_gpu.c; skips the test where the extra `gds-test` or a C compiler is missing."""
+    try:
+        libraries()
+        return build(tmp_path_factory.mktemp("no_gpu"))
+    except NoCuFileError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def no_gpu(no_gpu_library: Path, tmp_path: Path) -> NoGpu:
+    """cuFile in child processes of this test, without a GPU."""
+    folder = tmp_path / "cufile"
+    folder.mkdir()
+    return NoGpu(no_gpu_library, libraries(), folder)
+
+
+@pytest.fixture
+def cufile_place(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory on a file system that cuFile takes: one on a block device, else a tmpfs."""
+    if os.major(tmp_path.stat().st_dev):
+        path = tmp_path / "kv"
+        path.mkdir()
+        yield path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="nixl-tiers-") as folder:
+        yield Path(folder)

@@ -17,6 +17,8 @@ import yaml
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from nixl_tiers.config import schema
+from nixl_tiers.config.warnings import warnings_of
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, free_ports
 from tests.support.waiting import until
 
@@ -32,7 +34,9 @@ def compose() -> dict[str, Any]:
 
 def test_services_are_what_compose_takes(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    assert [name for name, service in services.items() if "profiles" not in service] == ["seaweedfs"]
+    assert {name for name, service in services.items() if "profiles" not in service} == {
+        "vllm", "seaweedfs", "prometheus", "grafana",
+    }  # fmt: skip
     for name, service in services.items():
         image, _, tag = service["image"].partition(":")
         assert tag, f"{name}: an image without a version is another one tomorrow"
@@ -41,9 +45,23 @@ def test_services_are_what_compose_takes(compose: dict[str, Any]) -> None:
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:"), f"{name}: the world can reach {port}"
         for volume in service.get("volumes", ()):
-            assert volume.partition(":")[0] in compose["volumes"]
+            source = volume.partition(":")[0]
+            assert (COMPOSE.parent / source).exists() if source.startswith(".") else source in compose["volumes"]
         assert set(service.get("depends_on", ())) <= set(services)
-        assert not re.search(r"(?<!\$)\$[A-Za-z]", "".join(service["command"])), "Compose would fill that in"
+        assert not re.search(r"(?<!\$)\$[A-Za-z]", "".join(service.get("command", ()))), "Compose would fill that in"
+
+
+def test_engine_of_compose_has_a_valid_configuration(compose: dict[str, Any]) -> None:
+    vllm = compose["services"]["vllm"]
+    config = schema.load(vllm["command"][-1])
+    assert warnings_of(config) == []
+    (objects,) = (tier for tier in config.storage if isinstance(tier, schema.S3Config))
+    seaweedfs = compose["services"]["seaweedfs"]
+    assert f"-bucket={objects.bucket}" in seaweedfs["command"]
+    assert objects.endpoint == f"http://seaweedfs:{seaweedfs['ports'][0].rpartition(':')[2]}"
+    assert (COMPOSE.parent / vllm["build"]["context"] / vllm["build"]["dockerfile"]).exists()
+    (files,) = (tier for tier in config.storage if isinstance(tier, schema.FileConfig))
+    assert f"kv:{files.path}" in vllm["volumes"]
 
 
 @pytest.fixture(scope="module")

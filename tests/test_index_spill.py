@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 
@@ -49,3 +50,21 @@ def test_failed_spill_leaves_the_rows_in_the_index_and_rests(
     spill._run()  # not before a minute has passed
     assert len(caplog.records) == 1
     assert index.make_room(3) == [b"row-0", b"row-1", b"row-2"]
+
+
+def test_thread_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = TierIndex(TierSpec("file", Write.THROUGH, physical_slots=True), 0)
+    retired = PlainColdTable([])
+    index.cold.retire(retired)
+    lock = threading.Condition()
+    spill = IndexSpill([index], KeyHash.random(), lock)
+    with monkeypatch.context() as patch, lock:
+        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        spill.wake()
+    assert not retired.closed
+    with lock:
+        spill.wake()
+    for thread in threading.enumerate():
+        if thread.name == "nixl_tiers index":
+            thread.join(60)
+    assert retired.closed

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from nixl_tiers.cascade.host import Row
 from nixl_tiers.cascade.types import Direction
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
@@ -82,6 +84,55 @@ def test_no_line_is_logged_with_the_lock_held(
         logger.removeHandler(handler)
     assert line in " ".join(handler.lines)
     assert not handler.held_up
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Where vLLM does not say that they are flushed: else no new job could begin in a host full of them."""
+    monkeypatch.setattr("nixl_tiers.coordinator.LOCATE_BATCH", 1)
+    monkeypatch.setattr("nixl_tiers.cascade.host.MAX_JUDGED", 0)
+    coordinator._core._state.limits = replace(coordinator._core.limits, rows_per_slice=1)
+    plan = coordinator.prepare_store([b"a", b"b", b"c", b"d"], "before")
+    assert len(plan.rows) == 4
+    coordinator.reset()
+    if not first:  # a worker may still write to them
+        assert coordinator.prepare_store([b"e", b"f", b"g", b"h"], "after").rows == []
+    coordinator.region.mark(plan.rows[:3], 0, plan.store_seq, ok=True)
+    coordinator.region.mark(plan.rows[3:], 0, plan.store_seq, ok=False)
+    assert len(coordinator.prepare_store([b"e", b"f", b"g", b"h"], "after").rows) == 4
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["at rest", "while rows come and go"])
+def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    monkeypatch.setattr("nixl_tiers.coordinator.LOCATE_BATCH", 2)
+    core = coordinator._core
+    for keys in ([b"old", b"a"], [b"b", b"c"]):
+        core.prepare_store(keys, "request")
+        core.complete_store(core.rows_being_filled(keys), ())
+    core.end_step()
+    core.host.invalidate(core.host.index[b"old"])
+    core.prepare_store([b"d"], "request")  # in the place that has become free
+    slices: list[list[bytes]] = []
+    monkeypatch.setattr(core, "demote", lambda rows: slices.append([row.key for row in rows]))
+    if changes:
+        in_slices = core.host.in_slices
+
+        def changing(count: int) -> Iterator[list[Row]]:
+            for part in in_slices(count):
+                yield part
+                if b"a" in core.host.index:  # one goes and one comes
+                    core.host.invalidate(core.host.index[b"a"])
+                    core.prepare_store([b"e"], "request")
+
+        monkeypatch.setattr(core.host, "in_slices", changing)
+    coordinator.demote_all()
+    assert max(map(len, slices)) == 2
+    expected = [b"a", b"b", b"b", b"c", b"d", b"e"] if changes else [b"a", b"b", b"c", b"d"]
+    assert [key for keys in slices for key in keys] == expected
 
 
 def test_an_error_of_a_logging_handler_costs_its_line_only(coordinator: Coordinator) -> None:

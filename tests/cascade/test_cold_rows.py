@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from nixl_tiers.cascade.types import Direction, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
 from tests.support.cold_table import PlainColdTable
+from tests.support.core import opened
 
 PLACES = TierSpec("file", Write.THROUGH, physical_slots=True)
 COUNT = TierSpec("s3", Write.THROUGH, physical_slots=False)
@@ -32,9 +34,9 @@ def list_table(core: TierManager, table: PlainColdTable, newest: int) -> None:
     take_all(core.events.table_listed(0, table, newest))
 
 
-def opened(spec: TierSpec, slots: int = 10, held: int = 6) -> TierManager:
+def open_core(spec: TierSpec, slots: int = 10, held: int = 6) -> TierManager:
     core = TierManager(8, 4096, [spec])
-    core.events.opened(0, slots)
+    opened(core, 0, slots)
     list_table(core, rows(range(held)), newest=held - 1)
     core.events.listed(0, [], last=True)
     return core
@@ -61,7 +63,7 @@ def dropped(tier: TierIndex) -> set[tuple[int, Key]]:
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
 class TestAnyTier:
     def test_cold_row_is_loaded_from_its_slot_and_indexed_from_then_on(self, spec: TierSpec) -> None:
-        core = opened(spec)
+        core = open_core(spec)
         assert core.tiers[0].state is TierState.UP
         assert core.where(key(3), 0.0) == spec.name
         assert not core.tiers[0].index  # a look-up does not warm it
@@ -76,13 +78,13 @@ class TestAnyTier:
         assert len(core.tiers[0].slots) == 6
 
     def test_cold_row_is_not_stored_again(self, spec: TierSpec) -> None:
-        core = opened(spec)
+        core = open_core(spec)
         store(core, 2, 7)
         assert key(7) in core.tiers[0].index
         assert core.tiers[0].counters.bytes_written == 4096
 
     def test_coldest_rows_are_evicted_first_and_deleted_by_key(self, spec: TierSpec) -> None:
-        core = opened(spec, slots=6)
+        core = open_core(spec, slots=6)
         core.touch([key(0)], "request")
         store(core, 10, 11)
         tier = core.tiers[0]
@@ -95,29 +97,29 @@ class TestAnyTier:
         assert {name for _, name in dropped(tier)} == {key(3), key(4), key(5), key(0)}
 
     def test_row_listed_as_removed_is_a_miss(self, spec: TierSpec) -> None:
-        core = opened(spec)
+        core = open_core(spec)
         core.events.listed(0, [(-1, key(4), 0)], last=False)
         assert core.where(key(4), 0.0) is None
         assert len(core.tiers[0].slots) == 5
 
     def test_new_epoch_misses_and_retires_cold_rows(self, spec: TierSpec) -> None:
-        core = opened(spec)
+        core = open_core(spec)
         (held,) = core.tiers[0].cold.tables
         core.reset(keep_tiers=False)
         assert core.where(key(1), 0.0) is None
         assert held in core.tiers[0].cold.take_retired()
-        core.events.opened(0, 10)
+        opened(core, 0, 10)
         core.events.listed(0, [], last=True)
         assert core.where(key(1), 0.0) is None
         assert len(core.tiers[0].slots) == 0
 
     def test_reopened_tier_serves_stale_rows_until_they_are_listed_again(self, spec: TierSpec) -> None:
-        core = opened(spec, slots=8)
+        core = open_core(spec, slots=8)
         store(core, 6)
         core.touch([key(0)], "request")
         core.events.lost(0, 0.0)
         assert core.where(key(3), 0.0) is None
-        core.events.opened(0, 8)
+        opened(core, 0, 8)
         assert core.where(key(3), 0.0) == spec.name
         core.touch([key(3)], "request")
         again = rows(range(7))
@@ -130,8 +132,8 @@ class TestAnyTier:
         assert dropped(core.tiers[0]) == set()
 
     def test_tier_reopened_with_fewer_slots_misses_until_listed_again(self, spec: TierSpec) -> None:
-        core = opened(spec)
-        core.events.opened(0, 4)
+        core = open_core(spec)
+        opened(core, 0, 4)
         assert core.where(key(1), 0.0) is None
         list_table(core, rows(range(6)), newest=5)
         assert len(core.tiers[0].slots) == 4
@@ -140,9 +142,9 @@ class TestAnyTier:
 
     def test_tier_that_is_reset_while_it_is_reopened_with_fewer_slots_stays_down(self, spec: TierSpec) -> None:
         for taken in range(12):
-            core = opened(spec, slots=1200)
+            core = open_core(spec, slots=1200)
             store(core, *range(100, 110))
-            steps = core.events.opens(0, 4)
+            steps = core.events.opened(0, 4)
             for work in islice(steps, taken):
                 assert core.tiers[0].state is TierState.DOWN
                 if work is not None:
@@ -157,11 +159,11 @@ class TestAnyTier:
         pytest.fail("it takes too many steps")
 
     def test_reopening_with_fewer_slots_evicts_a_few_rows_a_step(self, spec: TierSpec) -> None:
-        core = opened(spec, slots=2000)
+        core = open_core(spec, slots=2000)
         for start in range(100, 1600, 8):
             store(core, *range(start, start + 8))
         before = core.tiers[0].counters.evictions
-        for work in core.events.opens(0, 4):
+        for work in core.events.opened(0, 4):
             if work is not None:
                 work()
             evicted = core.tiers[0].counters.evictions - before
@@ -173,7 +175,7 @@ class TestAnyTier:
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_table_from_before_a_reset_is_retired(spec: TierSpec, taken: int) -> None:
-    core = opened(spec, held=0)
+    core = open_core(spec, held=0)
     table = rows(range(6))
     steps = core.events.table_listed(0, table, newest=5)
     for work in islice(steps, taken):
@@ -190,7 +192,7 @@ def test_table_from_before_a_reset_is_retired(spec: TierSpec, taken: int) -> Non
 
 def test_cold_row_in_an_allocated_slot_is_ignored() -> None:
     core = TierManager(8, 4096, [PLACES])
-    core.events.opened(0, 10)
+    opened(core, 0, 10)
     core.events.listed(0, [(2, b"other", 1)], last=False)
     list_table(core, rows(range(12)), newest=11)
     assert [n for n in range(12) if core.where(key(n), 0.0) is None] == [2, 10, 11]
@@ -198,8 +200,8 @@ def test_cold_row_in_an_allocated_slot_is_ignored() -> None:
 
 
 def test_slots_of_retired_cold_rows_are_free() -> None:
-    core = opened(PLACES, slots=6)
-    core.events.opened(0, 6)
+    core = open_core(PLACES, slots=6)
+    opened(core, 0, 6)
     core.events.listed(0, [], last=True)  # the medium holds nothing any more
     assert len(core.tiers[0].slots) == 0
     store(core, *range(10, 16))
@@ -208,9 +210,9 @@ def test_slots_of_retired_cold_rows_are_free() -> None:
 
 def test_cold_rows_with_keys_are_demoted_before_eviction() -> None:
     core = TierManager(8, 4096, [PLACES, TierSpec("s3", Write.ON_EVICT, physical_slots=False)])
-    core.events.opened(1, 100)
+    opened(core, 1, 100)
     core.events.listed(1, [], last=True)
-    core.events.opened(0, 40)
+    opened(core, 0, 40)
     list_table(core, rows(range(40)), newest=39)
     core.events.listed(0, [], last=True)
     finish(core)
@@ -223,9 +225,9 @@ def test_cold_rows_with_keys_are_demoted_before_eviction() -> None:
 @pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
 def test_row_listed_twice_is_demoted_once(spec: TierSpec) -> None:
     core = TierManager(8, 4096, [spec, TierSpec("below", Write.ON_EVICT, physical_slots=False)])
-    core.events.opened(1, 100)
+    opened(core, 1, 100)
     core.events.listed(1, [], last=True)
-    core.events.opened(0, 20 if spec is PLACES else 19)
+    opened(core, 0, 20 if spec is PLACES else 19)
     core.events.listed(0, [(19, key(0), 0)], last=False)
     list_table(core, rows(range(19)), newest=18)
     core.events.listed(0, [], last=True)
@@ -237,10 +239,26 @@ def test_row_listed_twice_is_demoted_once(spec: TierSpec) -> None:
 
 
 def test_row_opened_for_load_keeps_its_recency() -> None:
-    core = opened(PLACES, slots=6)
+    core = open_core(PLACES, slots=6)
     tier = core.tiers[0]
     for number in (5, 1, 3):
         assert tier.open_for_load(key(number), 0.0) is not None
     tier.make_room(6)
     order = [name for batch in tier.delete_batches(9) for _, name in batch]
     assert order == [key(number) for number in range(6)]
+
+
+@pytest.mark.parametrize("spec", [PLACES, COUNT], ids=["places", "count"])
+def test_warm_row_is_evicted_while_a_table_passes_over_removed_rows(spec: TierSpec) -> None:
+    core = open_core(spec, held=10)
+    tier = core.tiers[0]
+    for number in (8, 9):
+        assert tier.open_for_load(key(number), 0.0)
+    with (
+        mock.patch.object(PlainColdTable, "coldest", return_value=[]),
+        mock.patch.object(PlainColdTable, "coldest_tick", return_value=0),
+    ):
+        assert tier.make_room(1) == [key(8)]
+        assert tier.make_room(4) == [key(9)]  # and no other: the table has not found one yet
+    assert tier.make_room(4) == [key(0), key(1)]
+    assert len(tier.slots) == 6

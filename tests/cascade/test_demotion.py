@@ -11,13 +11,14 @@ from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
+from tests.support.core import expire, opened
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
     specs = [TierSpec(f"tier{n}", write, physical_slots=True) for n, write in enumerate(writes)]
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25))
     for tier, count in enumerate(slots):
-        core.events.opened(tier, count)
+        opened(core, tier, count)
         core.events.listed(tier, [], last=True)
     return core
 
@@ -173,7 +174,7 @@ class SlowTierBelow:
         self.ends: list[tuple[float, Job]] = []
         self.most_pinned = 0
         for tier, slots in enumerate((600, 100_000)):
-            self.core.events.opened(tier, slots)
+            opened(self.core, tier, slots)
             self.core.events.listed(tier, [], last=True)
 
     def passes(self, seconds: float) -> None:
@@ -184,7 +185,7 @@ class SlowTierBelow:
                 self.ends.remove(end)
                 job = end[1]
                 self.core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
-            self.core.expire(self.now)
+            expire(self.core, self.now)
             for job in self.core.events.plan(self.now):
                 self.ends.append((self.now + self.took_s[job.tier] * len(job.moves), job))
             pinned = sum(bool(row.request_pins or row.mover_refs) for row in self.core.host.index.values())

@@ -12,6 +12,7 @@ from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction, TierSpec
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.policies import Write
+from tests.support.core import expire, opened
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(
@@ -32,7 +33,7 @@ class CheckedCore:
     def __init__(self, shared: bool = True, limits: Limits = LIMITS) -> None:
         specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, existence_checks=shared)]
         self.core = TierManager(64, 4096, specs, limits)
-        self.core.events.opened(0, 100)
+        opened(self.core, 0, 100)
         self.core.events.listed(0, [], last=True)
         self.now = 0.0
 
@@ -52,7 +53,7 @@ class CheckedCore:
         return answers
 
     def asked(self) -> list[ExistenceCheck]:
-        self.core.expire(self.now)
+        expire(self.core, self.now)
         return self.core.events.plan_checks(self.now)
 
     def answer(self, probe: ExistenceCheck, found: int) -> None:
@@ -203,7 +204,7 @@ def test_tier_that_is_down_is_not_checked(core: CheckedCore) -> None:
     core.core.events.down(0, core.now)
     assert core.scan("r") == [MISS]
     assert core.scan("s") == [MISS]
-    core.core.events.opened(0, 100)
+    opened(core.core, 0, 100)
     assert core.scan("t") == [PENDING, MISS]
 
 
@@ -213,7 +214,7 @@ def test_reset_clears_the_negative_cache_and_open_checks(core: CheckedCore) -> N
     core.scan("s", [b"b"])
     (old,) = core.asked()
     core.core.reset(keep_tiers=False)
-    core.core.events.opened(0, 100)
+    opened(core.core, 0, 100)
     core.core.events.existence_checked(0, old.id, old.keys, core.now)
     assert core.scan("t", [b"a"]) == [PENDING]
     assert core.scan("u", [b"b"]) == [PENDING]

@@ -10,6 +10,7 @@ from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.policies import Eviction, Write
+from tests.support.core import opened
 
 ROWS = 4096
 CHUNKS = 16  # a request
@@ -18,9 +19,9 @@ CHUNKS = 16  # a request
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
 def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
     core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
-    core.events.opened(0, ROWS)
+    opened(core, 0, ROWS)
     core.events.listed(0, [], last=True)
-    before = tracked()
+    before, walked_before = tracked(), walked()
     for number in range(ROWS // CHUNKS):
         keys = [b"%d %d" % (number, chunk) for chunk in range(CHUNKS)]
         plan = core.prepare_store(keys, f"{number}")
@@ -30,10 +31,17 @@ def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
         for job in core.events.plan(0.0):
             core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
     del job, keys, plan
+    core.take_samples()  # of histograms, which a scheduler takes in every step
     assert core.host.used == len(core.tiers[0].index) == ROWS
     assert tracked() - before < 100
+    assert walked() - walked_before < ROWS // 2, "a container that the collector walks over has all rows"
 
 
 def tracked() -> int:
     gc.collect()
     return len(gc.get_objects())
+
+
+def walked() -> int:
+    """What a full collection looks at."""
+    return sum(len(gc.get_referents(one)) for one in gc.get_objects())

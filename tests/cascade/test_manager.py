@@ -11,6 +11,7 @@ from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction, Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
+from tests.support.core import expire, opened
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
@@ -20,7 +21,7 @@ def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) ->
     specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in tiers]
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, **limits))  # type: ignore[arg-type]
     for tier in range(len(specs)):
-        core.events.opened(tier, 100)
+        opened(core, tier, 100)
         core.events.listed(tier, [], last=True)
     return core
 
@@ -133,8 +134,72 @@ def test_promotions_do_not_evict_rows_pinned_by_their_request() -> None:
     run(core, core.events.plan(0.0))
     assert scan(core, CHAIN[:6], "r") == [HIT, HIT, PENDING, PENDING, PENDING, PENDING]
     run(core, core.events.plan(0.0))
+    assert core.events.plan(0.0) == []
     core.end_step()
     assert scan(core, CHAIN[:6], "r") == [HIT, HIT, HIT, HIT, MISS]  # the host has four rows
+
+
+def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps: int) -> dict[str, int]:
+    """What requests with these prefixes hit, in turns of a step, a turn of the supervisor and the movers. Each request
+    loads as soon as it waits for nothing, and its copy ends a step later."""
+    hits: dict[str, int] = {}
+    for _ in range(steps):
+        loaded: list[Key] = []
+        for name, keys in prefixes.items():
+            if name in hits:
+                continue
+            answers = scan(core, keys, name)
+            if PENDING not in answers:
+                hits[name] = answers.count(HIT)
+                loaded += keys[: hits[name]]
+                core.prepare_load(keys[: hits[name]], name)
+        core.end_step()
+        run(core, core.events.plan(0.0))
+        core.events.plan(0.0)
+        core.complete_load(loaded)
+    return hits
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_promotions_wait_until_other_requests_have_loaded_from_a_full_host(length: int) -> None:
+    """Computing what is stored would take longer."""
+    stored = [bytes([number]) * 8 for number in range(1, 8 * length + 1)]
+    core = only_stored(stored, rows=4)
+    prefixes = {str(n): stored[n * length : (n + 1) * length] for n in range(8)}
+    assert waiting_and_loading(core, prefixes, steps=30) == dict.fromkeys(prefixes, length)
+
+
+def test_prefix_that_is_longer_than_the_host_ends_without_waiting() -> None:
+    core = only_stored(CHAIN, rows=4)
+    assert waiting_and_loading(core, {"r": CHAIN}, steps=3) == {"r": 4}
+
+
+def test_requests_whose_rows_fill_the_host_do_not_wait_for_each_other() -> None:
+    """Neither has all that it asked for, and neither can have it while the other one waits."""
+    core = only_stored(CHAIN, rows=4, tiers=("file",))
+    for step in range(2):  # rows of both, in turns
+        for name, keys in (("a", CHAIN[:4]), ("b", CHAIN[4:])):
+            core.lookup(keys[step], name, step, 0.0)
+        run(core, core.events.plan(0.0))
+        core.end_step()
+    hits = waiting_and_loading(core, {"a": CHAIN[:4], "b": CHAIN[4:]}, steps=5)
+    assert sum(hits.values()) >= 4
+    assert len(hits) == 2
+
+
+def test_waiting_for_room_is_no_failure_of_a_tier() -> None:
+    core = only_stored(CHAIN, rows=4)
+    others = [f"other-{number}" for number in range(30)]
+    assert scan(core, CHAIN[:4], "a") == [PENDING] * 4
+    run(core, core.events.plan(0.0))
+    for _ in range(3):
+        assert all(scan(core, CHAIN[4:], name)[0] is PENDING for name in others)
+        core.end_step()
+        assert core.events.plan(0.0) == []
+        assert scan(core, CHAIN[:4], "a") == [HIT] * 4
+    late = core.limits.wait_s + 1.0
+    assert all(scan(core, CHAIN[4:], name, late) == [MISS] for name in others)
+    assert core.tiers[0].breakers[Direction.LOAD].closed
 
 
 def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
@@ -213,7 +278,7 @@ def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
     put(core, CHAIN[4:5])
     assert core.events.plan(0.0) == []
     assert core.tiers[0].counters.dropped == 1
-    core.events.opened(0, 100)
+    opened(core, 0, 100)
     core.events.listed(0, [], last=True)
     assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
 
@@ -265,7 +330,7 @@ def test_results_of_unknown_jobs_are_ignored() -> None:
 
 def test_smaller_budget_evicts_the_excess() -> None:
     core = only_stored(CHAIN)
-    core.events.opened(0, 3)
+    opened(core, 0, 3)
     assert len(core.tiers[0].index) == 3
     assert len(core.tiers[0].to_delete) == 5
 
@@ -345,6 +410,64 @@ def test_request_loads_from_its_allowed_tiers_only() -> None:
     assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT
 
 
+def stored_keys(core: TierManager) -> set[Key]:
+    """Of the first tier, once every write has ended."""
+    while jobs := core.events.plan(0.0):
+        run(core, jobs)
+    return {key for key in CHAIN if key in core.tiers[0]}
+
+
+def test_chunks_of_a_host_only_request_are_hits_and_are_not_written() -> None:
+    core = manager()
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    assert stored_keys(core) == set()
+    assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
+    put(core, CHAIN[:3], "private")
+    assert stored_keys(core) == {*CHAIN[:3]}, "a name that comes again is another request"
+
+
+@pytest.mark.parametrize("use", ["store", "load", "touch"])
+def test_use_by_another_request_lifts_host_only(use: str) -> None:
+    core = manager()
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    for other in ("private too", "other"):
+        if other == "private too":
+            core.keep_in_host(other)
+        if use == "store":
+            core.prepare_store(CHAIN[:1], other)
+        elif use == "touch":
+            core.touch(CHAIN[:1], other)
+        else:
+            assert scan(core, CHAIN[:1], other) == [HIT]
+            core.prepare_load(CHAIN[:1], other)
+            core.complete_load(CHAIN[:1])
+        assert stored_keys(core) == (set() if other == "private too" else {CHAIN[0]})
+
+
+def test_host_only_row_that_is_still_being_filled_is_written_if_another_request_stores_it() -> None:
+    core = manager()
+    core.keep_in_host("private")
+    plan = core.prepare_store(CHAIN[:2], "private")
+    assert core.prepare_store(CHAIN[:1], "other").keys == []
+    core.complete_store(core.rows_being_filled(plan.keys), set())
+    assert stored_keys(core) == {CHAIN[0]}
+
+
+def test_host_only_rows_are_evicted_without_a_write() -> None:
+    core = TierManager(4, 4096, [TierSpec("file", Write.ON_EVICT, physical_slots=True)], Limits(reserve_share=0.5))
+    opened(core, 0, 100)
+    core.events.listed(0, [], last=True)
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    core.demote(core.host.index.values())
+    put(core, CHAIN[2:6])
+    assert stored_keys(core) & {*CHAIN[:2]} == set()
+    assert core.tiers[0].counters.dropped == 0
+    assert all(core.where(key, 0.0) is None for key in CHAIN[:2])
+
+
 def test_open_tier_is_resized_without_losing_rows() -> None:
     core = only_stored(CHAIN[:6])
     core.events.resized(0, 4)
@@ -377,7 +500,7 @@ def pending_s(
         assert now < most_s, "it never ends"
         core.end_step()
         now += step_s
-        core.expire(now)
+        expire(core, now)
         core.events.plan(now)
     return now
 
@@ -396,7 +519,7 @@ def test_no_request_waits_beyond_its_deadline_for_a_tier_that_hangs() -> None:
     while PENDING in [core.lookup(key, "reader", None, now) for key in CHAIN]:
         core.end_step()
         now += 0.5
-        core.expire(now)
+        expire(core, now)
         core.events.plan(now)
         assert now <= 2.5
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.cascade import manager
+from nixl_tiers.cascade.chains import Chains
 from nixl_tiers.cascade.cold_table import ColdTable, Steps
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.health import Health
@@ -39,8 +40,8 @@ MANY = settings(
 
 
 class BudgetOffByOne(Events):
-    def opens(self, tier: int, slots: int) -> Steps:
-        return super().opens(tier, slots + 1)
+    def opened(self, tier: int, slots: int) -> Steps:
+        return super().opened(tier, slots + 1)
 
 
 class RowReusedAfterReset(TierManager):
@@ -74,6 +75,13 @@ class CallEndsByKey(TierManager):
 class InterruptedCallIsAHit(TierManager):
     def end_call(self, name: str, failed: Collection[Key]) -> None:
         super().end_call(name, set())
+
+
+class HostOnlyRowIsWritten(WriteBack):
+    def write_through(self, rows: Sequence[Row], tiers: Iterable[TierIndex]) -> None:
+        for row in rows:
+            row.host_only = False
+        super().write_through(rows, tiers)
 
 
 class RowFreedWhileMoved(TierManager):
@@ -261,6 +269,36 @@ class WaitsForLateChecks(TierManager):
         self._request(name).check_deadline_s = float("inf")
         return super().lookup(key, name, position, now)
 
+    def scan(self, name, chain, start, now):  # type: ignore[no-untyped-def]
+        self._request(name).check_deadline_s = float("inf")
+        return super().scan(name, chain, start, now)
+
+
+class PriceForgetsDeadline(Chains):
+    """A request whose wait is cheap waits for ever."""
+
+    def scan(self, request, chain, start, first, now):  # type: ignore[no-untyped-def]
+        request.deadline_s = None
+        return super().scan(request, chain, start, first, now)
+
+
+class HitsAreNotKept(Chains):
+    """What is in host memory is not kept for the request that waits for the rest of its chain."""
+
+    def _ask(self, look, chosen):  # type: ignore[no-untyped-def]
+        waits = super()._ask(look, chosen)
+        for row in list(look.request.pinned.values()):
+            look.request.unpin(row)
+            row.step = -1
+        return waits
+
+
+class UnreadyIsAHit(Chains):
+    """A chain's end is a hit though some of it is still being loaded."""
+
+    def _ready_end(self, look, chosen):  # type: ignore[no-untyped-def]
+        return look.end
+
 
 class ChecksBadRowsAgain(Promotion):
     def load_ended(self, tier, move, outcome, now):  # type: ignore[no-untyped-def]
@@ -313,6 +351,22 @@ class StoredOlderThanListed(WriteBack):
         return super().start_stores(tier, rows)
 
 
+class StoresBesidePromotions(Events):
+    """Stores do not keep out of the way of promotions."""
+
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        self._writeback.hold.begin = lambda promoting, now: None  # type: ignore[method-assign]
+        return super().plan(now)
+
+
+class RunningPromotionsUncounted(Promotion):
+    """Stores keep out of the way of promotions that are queued, and not of those that run."""
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._retries) or any(tier.to_load for tier in self._state.tiers)
+
+
 MUTANTS = [
     ListedRowHasTwoOwners,
     ListedSlotsStayFree,
@@ -330,6 +384,7 @@ MUTANTS = [
     DemotionWithoutBounds,
     EvictionsOfTheHostUncounted,
     GenerationIgnored,
+    HostOnlyRowIsWritten,
     LateIsWaitedFor,
     MissesWhileListing,
     OverdueLivesOn,
@@ -347,8 +402,13 @@ MUTANTS = [
     RowFreedWhileMoved,
     RowReusedAfterReset,
     SlotFreedWhileWritten,
+    RunningPromotionsUncounted,
+    StoresBesidePromotions,
     StoresOvertakeDeletes,
     RequestNeverExpires,
+    HitsAreNotKept,
+    PriceForgetsDeadline,
+    UnreadyIsAHit,
     WaitsForLateChecks,
 ]
 

@@ -7,6 +7,7 @@ from nixl_tiers.cascade.recent_uses import MAX_USES, RecentUses
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Entry, TierSpec
 from nixl_tiers.policies import Write
+from tests.support.core import opened
 
 
 def key(number: int) -> bytes:
@@ -20,7 +21,7 @@ def entries(*slots: int, stored: bool = True) -> dict[bytes, Entry]:
 def listed(*ticks: int, physical_slots: bool = True) -> tuple[TierManager, TierIndex]:
     """A tier that holds row n, last used at ticks[n], in slot n."""
     core = TierManager(4, 4096, [TierSpec("file", Write.THROUGH, physical_slots)])
-    core.events.opened(0, 8)
+    opened(core, 0, 8)
     core.events.listed(0, [(n, key(n), tick) for n, tick in enumerate(ticks)], last=True)
     return core, core.tiers[0]
 
@@ -91,7 +92,7 @@ def test_nothing_is_sent_while_the_tier_is_not_up() -> None:
     core.touch([key(0)], "request")
     core.events.down(0, 0.0)
     assert tier.take_recent_uses(10) == []
-    core.events.opened(0, 8)
+    opened(core, 0, 8)
     assert tier.take_recent_uses(10) == []
     core.events.listed(0, [], last=True)
     assert tier.take_recent_uses(10) == [(0, 2)]
@@ -101,7 +102,7 @@ def test_reset_forgets_all_uses() -> None:
     core, tier = listed(1)
     core.touch([key(0)], "request")
     core.reset(keep_tiers=False)
-    core.events.opened(0, 8)
+    opened(core, 0, 8)
     core.events.listed(0, [(0, key(0), 1)], last=True)
     assert tier.take_recent_uses(10) == []
 

@@ -366,6 +366,34 @@ def test_spill_that_finds_no_row_builds_no_table() -> None:
     assert len(index.index) == SLOTS
 
 
+def test_a_step_passes_over_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = TierIndex(TierSpec("file", Write.THROUGH, physical_slots=True), 0, Limits(hot_rows=800, rows_per_slice=10))
+    take_all(begin_listing(index, 1000))
+    index.state = TierState.UP
+    for number in range(1000):
+        store(index, b"%d" % number, number)
+    for number in range(300):
+        index.recent_uses.add(b"%d" % number, number)
+    checked: list[Key] = []
+    must_stay = Spill._must_stay
+
+    def count(self: Spill, key: Key) -> bool:
+        checked.append(key)
+        return must_stay(self, key)
+
+    monkeypatch.setattr(Spill, "_must_stay", count)
+    steps = 0
+    for work in spill_steps(index, build_table):
+        assert len(checked) <= 50
+        checked.clear()
+        steps += 1
+        if work is not None:
+            work()
+    assert steps > 60
+    assert len(index.index) == 400
+    assert all(b"%d" % number in index.index for number in range(300))
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_victims_are_the_coldest_of_all_though_a_colder_row_was_pinned(pinned: bool) -> None:
     index = new_index(physical=True)

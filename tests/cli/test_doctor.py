@@ -1,48 +1,352 @@
+"""`nixl-tiers doctor [CONFIG]` on real directories and S3 servers, with faults planted one by one."""
+
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
-from nixl_tiers.cli import doctor, main
-from nixl_tiers.swap import kernels
-from nixl_tiers.swap.autotune import Measured
+import nixl_tiers
+from nixl_tiers.cli import BAD_INPUT, main
+from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
+from nixl_tiers.cli.checks.finding import Finding, Status, broken, exit_code, not_tried, ok, warning
+from nixl_tiers.cli.checks.trial import NAME
+from nixl_tiers.config.schema import FileConfig, S3Config, load
+from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.swap.driver import Driver, NoDriver
+from nixl_tiers.testing.servers import S3Server, SeaweedServer, free_ports
+from nixl_tiers.tiers import staging_trial
+from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
+
+SLOW_MACHINE_S = 300.0
+
+
+def named(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def file_tier(path: Path, **fields: Any) -> FileConfig:
+    # The machine that runs the tests may have a full disk, or a container's.
+    return FileConfig(type="file", path=path, **({"capacity": "1GiB", "min_free": 0} | fields))
+
+
+def scratch_in(path: Path) -> list[Path]:
+    return list(path.glob(f"{directory.SCRATCH_PREFIX}*"))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def no_driver() -> Driver:
     raise NoDriver("there is no CUDA driver here: it was hidden")
 
 
-def test_missing_gpu_is_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "open_driver", no_driver)
-    assert main(["doctor"]) == 0
-    output = capsys.readouterr().out
-    assert "copies in host memory: " in output
-    assert "GPU: there is no CUDA driver here: it was hidden\n" in output
+@pytest.fixture
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the tiers count."""
+    monkeypatch.setattr(machine, "examine", lambda config: iter([ok("machine", "is left out")]))
+    monkeypatch.setattr(tiers, "plugins", lambda scratch, config: iter(()))
 
 
-def test_cached_measurements_are_shown(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "open_driver", no_driver)
-    folder = kernels.cache_folder()
-    assert folder
-    measured = Measured(
-        {"store": [{"16": {"copy_engine": 2e-6, "staged": 1e-6}}], "load": [{"16": {"copy_engine": 1e-6}}]}
-    )
-    folder.mkdir()
-    about = {"gpu": "A GPU", "driver": 13000}
-    (folder / "choice-1.json").write_text(json.dumps({"about": about, "seconds": measured.seconds}))
-    (folder / "choice-2.json").write_text("{")
-    (folder / "choice-3.json").write_text('{"seconds": 7}')
-    assert main(["doctor"]) == 0
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "open_driver", no_driver)
+    assert main(["doctor"]) in (0, 1)
     output = capsys.readouterr().out
-    assert "measured on A GPU, driver 13000 (choice-1.json):" in output
-    assert "  store, group 0, 16 blocks: staged (staged 1 us, copy_engine 2 us)" in output
-    assert "it cannot be read, and is measured again" in output
+    assert "copies in host memory" in output
+    assert "there is no CUDA driver here: it was hidden\n" in output
+    assert "NIXL POSIX" in output
+    assert "opens\n" in output
+
+
+def test_remembered_staging_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    staging_trial.remember(staging_trial.Measured("loads", str(tmp_path), 4096, 3.6e9, 4.8e9))
+    line = f"loads of rows of 4096 bytes, {tmp_path}: 4.80 GB/s staged, 3.60 GB/s direct; they are staged"
+    assert line in [finding.text for finding in machine.examine(None)]
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_json_has_every_finding_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    storage = {"type": "file", "path": str(tmp_path / "file" / "kv"), "capacity": "1GiB"}
+    config = {"tiers": [{"type": "cpu", "capacity": "64MiB"}, storage]}
+    assert main(["doctor", json.dumps(config), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["exit_code"] == 2
+    assert [finding["status"] for finding in found["findings"]] == ["ok", "broken"]
+    assert "is not a writable directory" in found["findings"][1]["text"]
+    assert found["findings"][1]["change"]
+
+
+def test_refused_configuration_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", '{"tiers": []}']) == BAD_INPUT
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_exit_code_is_that_of_the_worst_finding() -> None:
+    findings = [ok("a", ""), not_tried("b", "")]
+    assert exit_code(findings) == 0
+    assert exit_code([*findings, warning("c", "")]) == 1
+    assert exit_code([warning("c", ""), broken("d", ""), ok("e", "")]) == 2
+
+
+def test_cpu_tier_that_does_not_fit_is_broken() -> None:
+    config = load({"tiers": [{"type": "cpu", "capacity": "1PiB"}]})
+    memory = next(machine._memory(config))
+    assert memory.status is Status.BROKEN
+    assert "the region needs 1048576.00 GiB" in memory.text
+
+
+def test_memory_that_is_taken_now_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that runs has taken it."""
+    monkeypatch.setattr(machine, "rooms", lambda: [Room("the machine", 0)])
+    config = load({"tiers": [{"type": "cpu", "capacity": "64MiB"}]})
+    assert next(machine._memory(config)).status is Status.WARNING
+
+
+def test_oldest_vllm_is_the_one_that_the_plugin_takes() -> None:
+    source = Path(nixl_tiers.__file__).with_name("vllm") / "compat.py"  # not imported: that takes vLLM half a minute
+    assert f"OLDEST: Final = {machine.OLDEST_VLLM}\n" in source.read_text()
+
+
+@pytest.mark.parametrize(("release", "status"), [("0.25.9", Status.BROKEN), ("0.26.0", Status.OK)])
+def test_old_vllm_is_broken(release: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "packages_distributions", lambda: {"vllm": ["vllm"]})
+    monkeypatch.setattr(machine, "version", lambda name: release)
+    assert next(machine.examine(None)).status is status
+
+
+# --- children ---------------------------------------------------------------------------------------------------------
+
+
+def test_tier_that_hangs_is_broken_after_the_deadline(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    found = named(tiers.examine(tmp_path, file_tier(tmp_path / "kv"), deadline_s=0.1))
+    assert found["examination"].status is Status.BROKEN
+    assert "did not return within 0.1 s" in found["examination"].text
+    assert scratch_in(tmp_path / "kv") == []
+
+
+def test_missing_plugin_is_broken_only_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("nixl_cu12", "nixl_cu13", "nixl"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('hidden')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = load({"tiers": [{"type": "cpu", "capacity": 1}, {"type": "file", "path": "/kv", "capacity": "1G"}]})
+    monkeypatch.setattr(tiers, "_PLUGINS", {"POSIX": "file tiers", "OBJ": "s3 tiers"})
+    found = named(tiers.plugins(tmp_path, config))
+    assert found["NIXL POSIX"].status is Status.BROKEN
+    assert found["NIXL OBJ"].status is Status.WARNING
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["slabs", "files"])
+def test_directory_is_tried_and_left_as_it_was(layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    found = named(tiers.examine(tmp_path, file_tier(path, layout=layout), SLOW_MACHINE_S))
+    assert found[NAME].status in (Status.OK, Status.WARNING), found  # a warning: this disk is slow
+    assert "64 rows of 1 MiB written" in found[NAME].text
+    assert found[NAME].details["read_bytes_per_s"] > 0
+    assert not path.exists()
+    assert scratch_in(tmp_path) == []
+
+
+def test_nothing_is_written_beside_an_engine(tmp_path: Path) -> None:
+    storage = {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "min_free": 0}
+    config = {"tiers": [{"type": "cpu", "capacity": "8MiB"}, storage]}
+    with nixl_tiers.open(config, chunk_bytes=1 << 20, namespace="engine") as store:
+        assert store.wait_ready(SLOW_MACHINE_S)
+        before = tmp_path.stat().st_mtime_ns
+        found = named(directory.examine(file_tier(tmp_path), "token"))
+        assert tmp_path.stat().st_mtime_ns == before
+    assert found[NAME].status is Status.NOT_TRIED
+    assert found[NAME].text == f"an engine uses {tmp_path} (part-0): nothing was written here"
+    assert directory.parts_in_use(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"write": "off"}, "`write` is off"), ({"capacity": "64MiB"}, "are used, too much for a trial")],
+)
+def test_nothing_is_written_that_the_configuration_does_not_allow(
+    fields: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    before = tmp_path.stat().st_mtime_ns
+    found = named(directory.examine(file_tier(tmp_path, **fields), "token"))
+    assert found[NAME].status is Status.NOT_TRIED
+    assert text in found[NAME].text
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def test_other_layout_is_broken(tmp_path: Path) -> None:
+    (tmp_path / ".incoming").mkdir()
+    assert named(directory.examine(file_tier(tmp_path), "token"))["layout"].status is Status.BROKEN
+
+
+def test_capacity_beyond_the_file_system_is_a_warning(tmp_path: Path) -> None:
+    found = named(directory.examine(file_tier(tmp_path, capacity="1EiB", write="off"), "token"))
+    assert found["file system"].status is Status.WARNING
+    assert found["file system"].change
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_directory_that_cannot_be_written_is_broken(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert named(directory.examine(file_tier(tmp_path / "kv"), "token"))["directory"].status is Status.BROKEN
+
+
+def test_failing_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(directory, "direct_works", full)
+    found = named(directory.examine(file_tier(tmp_path), "token"))
+    assert found[NAME].status is Status.BROKEN
+    assert "No space left on device" in found[NAME].text
+    assert scratch_in(tmp_path) == []
+
+
+def test_scratch_of_a_doctor_that_was_killed_is_removed(tmp_path: Path) -> None:
+    mine, old, running = (tmp_path / f"{directory.SCRATCH_PREFIX}{name}" for name in ("mine", "old", "running"))
+    for scratch in (mine, old, running):
+        scratch.mkdir()
+    long_ago = time.time() - 2 * directory.STALE_S
+    os.utime(old, (long_ago, long_ago))
+    probe.clean(file_tier(tmp_path), "mine")
+    assert scratch_in(tmp_path) == [running]
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(
+    s3_server: S3Server,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> S3Config:
+    s3_credentials(s3_server)
+    return s3_tier(s3_server.endpoint, s3_bucket(s3_server), s3_prefix)
+
+
+def s3_tier(endpoint: str, name: str, prefix: str, **fields: Any) -> S3Config:
+    return S3Config(type="s3", bucket=name, prefix=prefix, endpoint=endpoint, **({"capacity": "1GiB"} | fields))
+
+
+def objects(server: S3Server, config: S3Config) -> list[str]:
+    answer = server.client().list_objects_v2(Bucket=config.bucket, Prefix=f"{config.prefix}/")
+    return [found["Key"] for found in answer.get("Contents", ())]
+
+
+def test_bucket_is_tried_and_left_as_it_was(place: S3Config, s3_server: S3Server, tmp_path: Path) -> None:
+    found = named(tiers.examine(tmp_path, place, SLOW_MACHINE_S))
+    assert [name for name in ("connection", "list", "head", "get", "put", "delete") if found[name].status != "ok"] == []
+    assert found["conditional put"].status is Status.OK
+    assert found[NAME].status in (Status.OK, Status.WARNING), found
+    assert "16 rows of 1 MiB written" in found[NAME].text
+    assert objects(s3_server, place) == []
+
+
+@pytest.fixture
+def proxied(
+    seaweedfs: SeaweedServer,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> Iterator[tuple[S3Config, FaultProxy]]:
+    s3_credentials(seaweedfs)
+    with FaultProxy(seaweedfs.port) as proxy:
+        yield s3_tier(proxy.endpoint, s3_bucket(seaweedfs), s3_prefix), proxy
+
+
+DENIED = ProxyFault(FaultKind.ERROR_STATUS, status=403, code="AccessDenied")
+SCRATCH = bucket.SCRATCH_PREFIX
+
+
+@pytest.mark.parametrize(
+    ("right", "action", "fault"),
+    [
+        ("put", "s3:PutObject", replace(DENIED, methods=frozenset({"PUT"}))),
+        ("get", "s3:GetObject", replace(DENIED, methods=frozenset({"GET"}), target=SCRATCH)),
+        ("head", "s3:GetObject", replace(DENIED, methods=frozenset({"HEAD"}), target=SCRATCH)),
+        ("delete", "s3:DeleteObject", replace(DENIED, methods=frozenset({"POST"}), target="delete")),
+        ("list", "s3:ListBucket", replace(DENIED, methods=frozenset({"GET"}), target="list-type")),
+    ],
+)
+def test_denied_right_is_named(
+    right: str, action: str, fault: ProxyFault, proxied: tuple[S3Config, FaultProxy]
+) -> None:
+    config, proxy = proxied
+    proxy.inject(fault)
+    found = named(bucket.examine(config, "token"))
+    assert {name for name, finding in found.items() if finding.status is Status.BROKEN} == {right}, found
+    assert action in found[right].change
+    assert config.bucket in found[right].change
+    assert found[NAME].status is Status.NOT_TRIED
+
+
+def test_delete_that_is_denied_in_an_answer_of_success_is_an_error() -> None:
+    """AWS denies the delete of an object so."""
+
+    class Server:
+        def delete_objects(self, **_: Any) -> dict[str, Any]:
+            return {"Errors": [{"Key": "k", "Code": "AccessDenied"}]}
+
+    with pytest.raises(ClientError, match="AccessDenied"):
+        bucket._delete(Server(), "bucket", "k")
+
+
+def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None:
+    config, proxy = proxied
+    proxy.inject(ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH))
+    found = named(bucket.examine(config, "token"))
+    assert found[NAME].status is Status.BROKEN
+    assert "rows were not read and verified (CORRUPT" in found[NAME].text
+
+
+def test_wrong_credentials_are_named(
+    seaweedfs: SeaweedServer, s3_bucket: Callable[[S3Server], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = s3_tier(seaweedfs.endpoint, s3_bucket(seaweedfs), "p", access_key_env="KV_ID", secret_key_env="KV_SECRET")
+    assert "KV_ID is not set" in named(bucket.examine(config, "token"))["credentials"].text
+    monkeypatch.setenv("KV_ID", "nobody")
+    monkeypatch.setenv("KV_SECRET", "not-the-secret")
+    (found,) = bucket.examine(config, "token")
+    assert (found.name, found.status) == ("credentials", Status.BROKEN)
+    assert "the server does not know this access key" in found.text
+
+
+def test_missing_bucket_and_dead_server_are_broken(
+    seaweedfs: SeaweedServer, s3_credentials: Callable[[S3Server], None]
+) -> None:
+    s3_credentials(seaweedfs)
+    (missing,) = bucket.examine(s3_tier(seaweedfs.endpoint, "no-such-bucket", "p"), "token")
+    assert (missing.name, missing.status) == ("connection", Status.BROKEN)
+    assert 'there is no bucket "no-such-bucket"' in missing.text
+    (dead,) = bucket.examine(s3_tier(f"http://127.0.0.1:{free_ports(1)[0]}", "bucket", "p"), "token")
+    assert (dead.name, dead.status) == ("connection", Status.BROKEN)
+    assert "does not answer" in dead.text
+
+
+@pytest.mark.parametrize("write", ["through", "off"])
+def test_nothing_is_written_beside_an_owner_or_with_write_off(write: str, place: S3Config, s3_server: S3Server) -> None:
+    if write == "through":
+        body = Record("engine-7", time.time(), 3600.0).encode()
+        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/{LEASE_NAME}", Body=body)
+    before = objects(s3_server, place)
+    found = named(bucket.examine(place.model_copy(update={"write": write}), "token"))
+    assert found[NAME].status is found["put, delete"].status is Status.NOT_TRIED
+    assert ("engine-7" if write == "through" else "`write` is off") in found[NAME].text
+    assert found["get"].status is found["head"].status is Status.OK
+    assert objects(s3_server, place) == before

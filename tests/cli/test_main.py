@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from nixl_tiers import cli
-from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write, load
 
 
 def write(folder: Path, text: str) -> Path:
@@ -83,11 +84,11 @@ def test_every_relevant_default_is_shown(tmp_path: Path, capsys: pytest.CaptureF
     shown = _shown(tiers, {}, capsys)
     for kind, model in (("cpu", CpuConfig), ("file", FileConfig), ("s3", S3Config), ("all", TiersConfig)):
         for name, field in model.model_fields.items():
-            if not field.is_required() and field.default not in (None, ""):
-                assert " (default)" in shown[kind][name], name
+            if not field.is_required():
+                assert " (default): " in shown[kind][name], f"{name} has no meaning"
     for kind, names in {"file": ["max_age"], "s3": ["max_age", "endpoint", "credentials"], "all": ["model_id"]}.items():
         for name in names:
-            assert shown[kind][name].endswith("(default)")
+            assert "(default)" in shown[kind][name]
 
 
 def _shown(
@@ -145,9 +146,55 @@ def test_kv_transfer_config_is_accepted(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.startswith("nixl-tiers: kv_connector_extra_config.spec_name: must be")
 
 
+TIERS = {"tiers": [{"type": "cpu", "capacity": "64GiB"}, {"type": "file", "path": "/mnt/it's kv", "capacity": "1TiB"}]}
+WHOLE = {
+    "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"spec_name": "NixlTiersSpec", "blocks_per_chunk": 2, **TIERS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["file", "text", "whole", "option", "command line", "one text"])
+def test_command_that_starts_vllm_has_the_same_configuration(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = json.dumps(WHOLE)
+    forms = {
+        "file": [str(write(tmp_path, json.dumps(TIERS)))],
+        "text": [json.dumps(TIERS)],
+        "whole": [value],
+        "option": ["--", "vllm", "serve", "my/model", f"--kv-transfer-config={value}", "--dtype", "float32"],
+        "command line": ["--", "python", "-m", "api_server", "--model", "my/model", "--kv-transfer-config", value],
+        "one text": [f"vllm serve my/model --kv-transfer-config {shlex.quote(value)}"],
+    }
+    assert cli.main(["config", "--json", *forms[given]]) == 0
+    words = shlex.split(json.loads(capsys.readouterr().out)["command"])
+    assert words[:2] == ["vllm", "serve"]
+    assert words[2] == ("MODEL" if given in ("file", "text", "whole") else "my/model")
+    assert words[3] == "--kv-transfer-config"
+    assert load(words[4]) == load(TIERS)
+    assert json.loads(words[4])["kv_role"] == "kv_both"
+
+
+@pytest.mark.parametrize("words", [["vllm", "serve", "m"], ["--kv-transfer-config 'unbalanced"]])
+def test_command_line_without_tiers_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--", *words]) == cli.BAD_INPUT
+    assert capsys.readouterr().err.startswith("nixl-tiers: --kv-transfer-config: ")
+
+
 def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", str(tmp_path / "none.yaml")]) == cli.BAD_INPUT
     assert "none.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_demo_refuses_a_prompt_of_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--prompt-tokens", "1024", "--out", str(tmp_path / "out")]) == cli.BAD_INPUT
+    assert "--prompt-tokens: must be no multiple of a block of 128 tokens" in capsys.readouterr().err
+
+
+def test_demo_refuses_an_unknown_s3_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--s3", "minio", "--out", str(tmp_path / "out")]) == cli.BAD_INPUT
+    assert "--s3: must be moto, seaweedfs, or the URL of a server" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_demo_refuses_a_prompt_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

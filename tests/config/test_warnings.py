@@ -131,7 +131,7 @@ def test_memory_path_is_found_through_links_and_before_it_exists(
     place = tmp_path / "not" / "yet"
     sentence = f"tiers[1].path: {place} is on tmpfs, which is {MEMORY}"
     for kind, lines in (("tmpfs", [sentence]), ("ext4", [])):
-        monkeypatch.setattr(warnings, "_file_systems", lambda kind=kind: {device: kind})
+        monkeypatch.setattr(warnings, "file_systems", lambda kind=kind: {device: kind})
         assert here(FILE | {"path": str(place)}) == lines
     assert [path.name for path in tmp_path.iterdir()] == ["link"], "nothing was made"
 
@@ -140,9 +140,9 @@ def test_disk_mounted_below_a_memory_path_is_a_disk() -> None:
     assert warned(CPU, FILE | {"path": "/run/media/disk/kv"}) == []
 
 
-def test_mounted_file_systems_are_found() -> None:
+def test_mountedfile_systems_are_found() -> None:
     status = Path("/proc").stat()
-    assert warnings._file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
+    assert warnings.file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
 
 
 def test_same_directory_by_two_names_is_warned_about(tmp_path: Path, here: Callable[..., list[str]]) -> None:

@@ -47,13 +47,13 @@ def bucket(moto: MotoServer, s3_bucket: Callable[[S3Server], str], s3_credential
 
 @pytest.fixture
 def file_rig(tmp_path: Path) -> MakeRig:
-    """A rig over a file tier: file_rig("SIGKILL", "slabs")."""
+    """A rig over a file tier: file_rig("SIGKILL", "slabs", fields={"backend": "posix"})."""
 
-    def make(fault: str, layout: str, **more: Any) -> FaultRig:
-        row = MatrixRow(fault, f"file, {layout}")
+    def make(fault: str, layout: str, *, fields: dict[str, object] | None = None, **more: Any) -> FaultRig:
+        row = MatrixRow(fault, ", ".join(["file", layout, *map(str, (fields or {}).values())]))
         _rows.append(row)
         tier = {"type": "file", "layout": layout, "path": str(tmp_path / "kv"), "capacity": CAPACITY}
-        return FaultRig(row, tier, **more)
+        return FaultRig(row, tier | (fields or {}), **more)
 
     return make
 
@@ -159,6 +159,9 @@ capacity and counters are right; and a store that is opened afterwards reads no 
 - **recovery**: from the end of the fault until chunks that were put then were read back from the tier.
 - **dropped rows**: rows that were not written to the tier; **failed moves**: moves that ended in an error.
 - **requests**: gets under load, all answered; **wrong chunks**: hits with a wrong byte.
+
+Rows with `gds_mt` run NVIDIA's cuFile in its compatibility mode, without a GPU ([GPUDirect Storage](gds.md)): they say
+nothing about GPU-direct speed.
 
 The limits were shorter than the defaults: {limits}.
 

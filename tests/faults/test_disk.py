@@ -34,7 +34,11 @@ UNMARKED: set[tuple[str, ...]] = {
 
 @pytest.mark.parametrize(("fault", "layout"), matrix(tuple(FAULTS), LAYOUTS, unmarked=UNMARKED))
 def test_disk_fault(file_rig: Callable[..., FaultRig], disk: Interposer, fault: str, layout: str) -> None:
-    rig = file_rig(fault, layout)
+    inject(file_rig(fault, layout), disk, fault)
+
+
+def inject(rig: FaultRig, disk: Interposer, fault: str) -> None:
+    """Inject one of FAULTS under load, end it, and wait for the tier to heal."""
     with rig.under_load() as load:
         rig.wait_for_answers()
         before = disk.injected

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 
 import nixl_tiers
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.seal import read
-from nixl_tiers.testing.servers import MotoServer, S3Server
+from nixl_tiers.testing.servers import S3Server
+from nixl_tiers.tiers.s3.names import RowNames
 from tests.integration.test_round_trips import MIB, chunks
 from tests.support.waiting import until, until_up
 
@@ -77,11 +77,12 @@ class Objects(Medium):
     def __init__(self, server: S3Server, bucket: str, prefix: str) -> None:
         self.tier = {"type": "s3", "bucket": bucket, "prefix": prefix, "endpoint": server.endpoint}
         self.tier["capacity"] = 16 * MIB
-        self._client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+        self._client = server.client()
 
     def places(self) -> list[str]:
         listed = self._client.list_objects_v2(Bucket=self.tier["bucket"], Prefix=self.tier["prefix"] + "/")
-        return [entry["Key"] for entry in listed.get("Contents", ()) if entry["Key"].count("/") > 1]
+        names = RowNames(self.tier["prefix"])
+        return [entry["Key"] for entry in listed.get("Contents", ()) if names.parse(entry["Key"])]
 
     def read(self, place: str) -> bytes:
         body: bytes = self._client.get_object(Bucket=self.tier["bucket"], Key=place)["Body"].read()
@@ -97,16 +98,16 @@ def rows_on(medium: Medium, but_of: bytes | None = None) -> dict[bytes, Any]:
     return {seal.key: place for seal, place in seals if seal is not None and seal.namespace != but_of}
 
 
-@pytest.fixture(params=["slabs", "files", "s3"])
+@pytest.fixture(params=["slabs", "files", pytest.param("s3", marks=pytest.mark.s3)])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
     if request.param == "slabs":
         return Slabs(tmp_path / "kv")
     if request.param == "files":
         return Files(tmp_path / "kv")
-    moto: MotoServer = request.getfixturevalue("moto")
+    server: S3Server = request.getfixturevalue("any_s3")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
-    request.getfixturevalue("s3_credentials")(moto)
-    return Objects(moto, bucket(moto), request.getfixturevalue("s3_prefix"))
+    request.getfixturevalue("s3_credentials")(server)
+    return Objects(server, bucket(server), request.getfixturevalue("s3_prefix"))
 
 
 def open_store(medium: Medium, salt: str = "") -> nixl_tiers.TieredStore:

@@ -93,7 +93,7 @@ CASES = [
     Case(
         "Ctrl-C while the movers start",
         """
-        Events.opens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        Events.opened = lambda *_: os.kill(os.getpid(), signal.SIGINT)
         try:
             opened(FILE, S3, ready_s=100)
         except KeyboardInterrupt:

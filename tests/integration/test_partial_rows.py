@@ -15,7 +15,7 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing.servers import MotoServer, S3Server
+from nixl_tiers.testing.servers import S3Server
 from tests.support.waiting import until, until_up
 
 MIB = 1 << 20
@@ -23,15 +23,15 @@ GEOMETRY = Geometry(cells=2, cell_payload=4 * 4096, sub_blocks=4)
 Tier = dict[str, Any]
 
 
-@pytest.fixture(params=["slabs", "files", "s3"])
+@pytest.fixture(params=["slabs", "files", pytest.param("s3", marks=pytest.mark.s3)])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
     if request.param != "s3":
         return {"type": "file", "layout": request.param, "path": str(tmp_path / "kv"), "capacity": 16 * MIB}
-    moto: MotoServer = request.getfixturevalue("moto")
+    server: S3Server = request.getfixturevalue("any_s3")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
-    request.getfixturevalue("s3_credentials")(moto)
+    request.getfixturevalue("s3_credentials")(server)
     prefix = request.getfixturevalue("s3_prefix")
-    return {"type": "s3", "bucket": bucket(moto), "prefix": prefix, "endpoint": moto.endpoint, "capacity": 16 * MIB}
+    return {"type": "s3", "bucket": bucket(server), "prefix": prefix, "endpoint": server.endpoint, "capacity": 16 * MIB}
 
 
 class Bench:

@@ -46,10 +46,10 @@ def test_stored_rows_are_hits_right_after_open(tmp_path: Path, ready_s: float) -
 
 
 def test_rows_of_a_bucket_are_hits_right_after_open(
-    moto: S3Server, s3_credentials: Callable[[S3Server], None], s3_bucket: Callable[[S3Server], str], s3_prefix: str
+    any_s3: S3Server, s3_credentials: Callable[[S3Server], None], s3_bucket: Callable[[S3Server], str], s3_prefix: str
 ) -> None:
-    s3_credentials(moto)
-    objects = {"type": "s3", "bucket": s3_bucket(moto), "endpoint": moto.endpoint, "prefix": s3_prefix}
+    s3_credentials(any_s3)
+    objects = {"type": "s3", "bucket": s3_bucket(any_s3), "endpoint": any_s3.endpoint, "prefix": s3_prefix}
     tiers = [{"type": "cpu", "capacity": 4 << 20}, {**objects, "capacity": 64 << 20}]
     with nixl_tiers.open({"tiers": tiers, "ready_s": 120}, SIZE, "n") as store:
         put(store, KEYS)

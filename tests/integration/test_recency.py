@@ -23,6 +23,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Touch
 from nixl_tiers.tiers.slab.shard import slots_within
 from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.support.core import opened
 from tests.support.waiting import until, until_up
 
 SIZE = 16 << 10
@@ -125,7 +126,7 @@ def test_recent_uses_are_sent_once_a_second_and_all_of_them_at_the_end(monkeypat
         tiers = configuration.load(config(Path("/unused")))
         coordinator = Coordinator(tiers, Namespace.of({"name": "n"}), region, clock=lambda: now)
         link, core = coordinator._link, coordinator._core
-        core.events.opened(0, SLOTS)
+        opened(core, 0, SLOTS)
         core.events.listed(0, [(n, key(n), 0) for n in range(SLOTS)], last=True)
 
         def sent(messages: int = 100) -> list[int]:

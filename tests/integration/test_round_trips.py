@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.testing.servers import MotoServer, S3Server
+from nixl_tiers.testing.servers import S3Server
 from tests.support.waiting import until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -28,14 +28,14 @@ def file_tier(path: Path, capacity: int) -> dict[str, Any]:
 
 @pytest.fixture
 def objects(
-    moto: MotoServer,
+    any_s3: S3Server,
     s3_bucket: Callable[[S3Server], str],
     s3_prefix: str,
     s3_credentials: Callable[[S3Server], None],
 ) -> dict[str, Any]:
     """An s3 tier without its capacity."""
-    s3_credentials(moto)
-    return {"type": "s3", "bucket": s3_bucket(moto), "prefix": s3_prefix, "endpoint": moto.endpoint}
+    s3_credentials(any_s3)
+    return {"type": "s3", "bucket": s3_bucket(any_s3), "prefix": s3_prefix, "endpoint": any_s3.endpoint}
 
 
 def config(*storage: dict[str, Any], host: int) -> dict[str, Any]:
@@ -89,6 +89,22 @@ def test_rows_beyond_the_hosts_capacity_come_from_the_file_tier(tmp_path: Path) 
         assert store.flush(300)
         check(store, keys, rows)
         assert 0 < store.stats()["cpu"]["used_bytes"] <= 8 * MIB
+
+
+def test_prefetched_rows_are_in_host_memory_before_anybody_gets_them(tmp_path: Path) -> None:
+    keys, rows = chunks(60, 256 * KIB)
+    with nixl_tiers.open(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
+        until_up(store)
+        assert store.put(keys, rows) == 60
+        assert store.flush(300)
+        assert store.locate(keys[:8]) == ["file"] * 8
+        store.prefetch([*keys[:8], b"nowhere"])
+        until(lambda: store.locate(keys[:8]) == ["cpu"] * 8, "the prefetched rows")
+        check(store, keys[:8], rows[:8])
+        with pytest.raises(TypeError):
+            store.prefetch("keys")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="closed"):
+        store.prefetch(keys)
 
 
 def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_config_command_shows_its_fields(
     assert cli.main(["config", str(file)]) == 0
     text = capsys.readouterr().out
     assert f"tiers[1] shelf: 64 MiB, {file.parent / 'kv'}" in text
-    assert re.search(rf"path +{file.parent / 'kv'}\n", text)
+    assert re.search(rf"path +{file.parent / 'kv'}", text)
     assert "every chunk is written" in text
 
 

@@ -20,7 +20,7 @@ from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory import prefault, region
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
-from nixl_tiers.memory.region import MAX_MISSING, HostRegion, RegionError
+from nixl_tiers.memory.region import MAX_MISSING, STEPS_KEPT, HostRegion, RegionError
 from tests.memory.descriptors import descriptors, is_open
 
 GEOMETRY = Geometry(cells=3, cell_payload=PAGE + 512, sub_blocks=4)
@@ -274,6 +274,13 @@ def test_fingerprints_may_be_republished_and_notes_are_cut_at_a_character(made: 
             made.publish(cell, bytes(16))
 
 
+def test_the_revision_is_kept_apart_from_the_fingerprints(made: HostRegion) -> None:
+    assert made.revision == ""
+    made.publish_revision("0123abcd")
+    assert made.revision == "0123abcd"
+    assert made.published() == [None] * 3
+
+
 def test_a_half_written_fingerprint_is_not_read(made: HostRegion) -> None:
     made.publish(1, b"a" * 16, "a note")
     at = PAGE + 512
@@ -358,7 +365,7 @@ def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None
         return 0
 
     monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
-    monkeypatch.setattr(prefault.Prefault, "_populate", slow)
+    monkeypatch.setattr(prefault.Prefault, "_populate_part", slow)
     made = HostRegion.create(Geometry(1, MiB), 64)
     running = made.prefault(2)
     made.close()
@@ -406,3 +413,17 @@ def test_it_has_no_name_in_any_file_system(made: HostRegion) -> None:
     assert lines
     for directory in ("/dev/shm", tempfile.gettempdir()):
         assert not any(directory in line for line in lines)
+
+
+def test_time_of_a_step_is_seen_by_other_processes_until_it_is_overwritten() -> None:
+    with HostRegion.create(GEOMETRY, 2) as region, HostRegion.attach(os.dup(region.fd)) as other:
+        assert other.step_seconds(0) is None
+        region.publish_step(0, 0.25)
+        region.publish_step(1, 0.5)
+        assert (other.step_seconds(0), other.step_seconds(1), other.step_seconds(2)) == (0.25, 0.5, None)
+        region.publish_step(STEPS_KEPT, 1.5)
+        assert (other.step_seconds(0), other.step_seconds(STEPS_KEPT)) == (None, 1.5)
+        assert other.rows == 2
+        assert other.huge_bytes is None
+    region.publish_step(2, 1.0)  # closed: nothing happens
+    assert region.step_seconds(1) is None

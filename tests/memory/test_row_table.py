@@ -162,7 +162,7 @@ def test_it_behaves_like_a_dict_in_order_of_use(
 
     hashes, taken, step = claim
     patches: list[mock._patch[object]] = [
-        mock.patch.multiple(row_table, _REFILL=4, _PIECE=7),
+        mock.patch.multiple(row_table, _REFILL=4, _REFILLS=100, _PIECE=7),
         mock.patch.object(row_table_build, "_PIECE", 5),
         *only(hashes),
     ]
@@ -217,6 +217,42 @@ def test_thousands_of_rows_are_found_and_evicted_in_order_of_use() -> None:
         assert all(table.find(row.key) for row in left[5_000:])
 
 
+def hashed(count: int) -> list[Row]:
+    """Rows whose keys are as long as vLLM's, and share the last bytes; each third one shares more with another."""
+    keys = [xxh3_64_intdigest(b"%d" % (n - n % 3)).to_bytes(8, "big") * 4 + b"%04d" % (n % 3) for n in range(count)]
+    return [Row(key, slot, slot) for slot, key in enumerate(keys)]
+
+
+@pytest.mark.parametrize("make", [built, attached])
+def test_many_keys_are_found_at_once(make: Callable[[Sequence[Row]], RowTable]) -> None:
+    rows = hashed(3_000)
+    with make(rows[::2]) as table:
+        for row in rows[::8]:
+            table.remove(row.key)
+        keys = [row.key for row in rows]
+        assert table.has_many(keys) == [table.find(key) is not None for key in keys]
+        assert sum(table.has_many(keys)) == 1_125
+        assert table.has_many(keys[:5]) == [False, False, True, False, True]
+        assert table.has_many([*keys, b"short"])[2:] == [*table.has_many(keys)[2:], False]
+        assert table.has_many([key + key for key in keys[:40]]) == [False] * 40
+        assert table.has_many([]) == []
+    assert table.has_many(keys) == [False] * len(keys)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8)), min_size=1, max_size=20))
+def test_damaged_bytes_raise_nothing_when_many_keys_are_looked_up(damage: list[tuple[int, bytes]]) -> None:
+    rows = hashed(200)
+    fd, _ = RowTable.build_shared(rows_of(rows), key_hash=HASH)
+    raw = image(fd)
+    os.close(fd)
+    for place, contents in damage:
+        at = PAGE + place % (len(raw) - PAGE - len(contents))
+        raw[at : at + len(contents)] = contents
+    with RowTable.attach(memfd(raw)) as table:
+        assert len(table.has_many([row.key for row in rows])) == 200
+
+
 def test_three_tables_and_new_rows_become_one() -> None:
     rows = many(9_000)
     tables = [built(rows[start::4]) for start in range(3)]
@@ -230,16 +266,21 @@ def test_three_tables_and_new_rows_become_one() -> None:
     assert sum(map(len, tables)) == 6_750 - 300
 
 
-def test_one_row_left_of_many_is_still_the_coldest() -> None:
-    rows = many(20_000)
+def test_a_call_passes_over_a_bounded_number_of_removed_rows() -> None:
+    rows = sorted(many(20_000), key=lambda row: row.tick)
     with attached(rows, len(rows)) as table:
-        last = max(rows, key=lambda row: row.tick)
-        for row in rows:
-            if row != last:
-                table.remove(row.key)
-        assert len(table) == 1
-        assert table.coldest_tick() == last.tick
-        assert table.coldest(2) == [(last.key, last.slot)]
+        for row in rows[:-1]:
+            table.remove(row.key)
+        ticks, victims = [], []
+        while not victims:
+            ticks.append(table.coldest_tick())
+            with mock.patch.object(RowTable, "_refill", autospec=True, side_effect=RowTable._refill) as refill:
+                victims = table.coldest(2)
+            assert refill.call_count <= row_table._REFILLS + 1
+        assert victims == [(rows[-1].key, rows[-1].slot)]
+        assert 1 < len(ticks) < 20
+        assert all(tick is not None and tick <= rows[-1].tick for tick in ticks)
+        assert table.coldest_tick() is None
 
 
 @pytest.mark.parametrize("slots_limit", [None, 0, 1, 1000])
@@ -382,6 +423,8 @@ def test_damaged_bytes_raise_nothing(damage: list[tuple[int, bytes]]) -> None:
         at = PAGE + place % (len(raw) - PAGE - len(contents))
         raw[at : at + len(contents)] = contents
     with RowTable.attach(memfd(raw)) as table:
+        with built(rows[:3], [table]) as merged:
+            assert len(merged) <= 203
         for row in rows[::2]:
             table.find(row.key)
             table.remove(row.key)

@@ -318,3 +318,29 @@ def test_invalid_arguments_are_refused_before_the_row_is_touched() -> None:
             Sealer(OWN_PAGE, NAMESPACE, epoch)
     with pytest.raises(ValueError, match="65535"):
         Sealer(Geometry(5000, PAGE), NAMESPACE, 0)
+
+
+@pytest.mark.parametrize("geometry", EACH_KIND)
+def test_copy_made_while_sealing_is_the_sealed_row(geometry: Geometry) -> None:
+    sealer, row, copy = Sealer(geometry, NAMESPACE, EPOCH), noise(geometry), noise(geometry, 1)
+    sealer.seal(row, KEY, present=1, sealed_at=5, copy=copy)
+    assert np.array_equal(copy, row)
+    assert np.array_equal(row, sealed(geometry, present=1, sealed_at=5))
+
+
+@pytest.mark.parametrize("geometry", EACH_KIND)
+def test_copy_made_while_verifying_is_the_row(geometry: Geometry) -> None:
+    row, copy = sealed(geometry), noise(geometry, 1)
+    assert Sealer(geometry, NAMESPACE, EPOCH).verify(row, KEY, copy=copy) is Verdict.OK
+    assert np.array_equal(copy, row)
+
+
+@pytest.mark.parametrize("geometry", EACH_KIND)
+def test_each_changed_byte_is_found_while_copying(geometry: Geometry) -> None:
+    row, copy = sealed(geometry), noise(geometry, 1)
+    sealer = Sealer(geometry, NAMESPACE, EPOCH)
+    for at in np.random.default_rng(2).integers(0, geometry.row_bytes, 50):
+        row[at] ^= 1
+        assert sealer.verify(row, KEY, copy=copy) is not Verdict.OK
+        row[at] ^= 1
+    assert sealer.verify(row, KEY, copy=copy) is Verdict.OK

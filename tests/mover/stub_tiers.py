@@ -107,13 +107,13 @@ class ShortLeaseConfig(S3Config):
 
 
 def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import denials
+    from nixl_tiers.tiers.s3 import denials, ownership
     from nixl_tiers.tiers.s3 import tier as s3_tier
     from nixl_tiers.tiers.s3.lease import LeaseTerms
 
     denials.CLEAR_S = 0.1  # type: ignore[misc]
     terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1)
-    s3_tier.LEASE_TERMS = terms  # type: ignore[misc]
+    ownership.LEASE_TERMS = terms  # type: ignore[misc]
     return s3_tier.S3Tier(config, geometry, region)
 
 
@@ -250,6 +250,12 @@ class NeverFinishes(InstantTier):
     @property
     def busy(self) -> bool:
         return bool(self._done)
+
+
+class NeedsNoPolls(NeverFinishes):
+    """And it knows that they will not for long."""
+
+    poll_s = 3600.0
 
 
 class ShortWatchdog(InstantTier):

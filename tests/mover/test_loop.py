@@ -16,7 +16,20 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Finished, Heartbeat, Listed, Load, Open, Opened, Refused, Stop, Store
+from nixl_tiers.mover.protocol import (
+    CheckExistence,
+    Down,
+    ExistenceChecked,
+    Finished,
+    Heartbeat,
+    Listed,
+    Load,
+    Open,
+    Opened,
+    Refused,
+    Stop,
+    Store,
+)
 from nixl_tiers.tiers.base import Entry, Move
 from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, has_exited, key_of, wait_until
 
@@ -75,6 +88,16 @@ def test_a_tier_that_is_down_is_retried_and_the_loop_never_blocks_on_it(tmp_path
         (tmp_path / "wake").touch()
         assert mover.expect(lambda m: isinstance(m, Opened)) == Opened(3, 7)
         assert mover.store(range(2)) == [Outcome.OK] * 2
+
+
+def test_heartbeats_and_messages_do_not_wait_for_the_next_poll_of_a_busy_tier(tmp_path: Path) -> None:
+    with stub("NeedsNoPolls", tmp_path) as mover:
+        mover.open()
+        mover.begin(Store, [Move(0, 0, key_of(0))])
+        for number in range(3):
+            mover.expect(lambda m: isinstance(m, Heartbeat))
+            mover.send(CheckExistence(number, [key_of(1)], chain=False))
+            assert mover.expect(lambda m: isinstance(m, ExistenceChecked)) == ExistenceChecked(number, [])
 
 
 def test_open_waits_for_earlier_jobs(tmp_path: Path) -> None:

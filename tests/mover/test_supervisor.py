@@ -278,6 +278,15 @@ def test_planted_bugs_in_kill_and_reap_are_caught(
         test_a_mover_that_cannot_be_reaped_is_not_replaced_and_its_messages_are_ignored(tmp_path, monkeypatch)
 
 
+def test_mover_is_in_the_engines_session_and_not_in_its_process_group(tmp_path: Path) -> None:
+    """Ctrl-C is not for it, and the nice values of its threads count beside the engine's (sched_autogroup)."""
+    with supervised(tmp_path) as (supervisor, _):
+        (pid,) = supervisor.pids
+        assert pid is not None
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid
+
+
 def test_packets_queued_before_a_reset_are_received() -> None:
     """A mover that leaves with unread packets in its socket resets the connection; its last words are queued before
     that, as when it is refused at once and has not read `Open` yet."""

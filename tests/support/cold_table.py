@@ -47,6 +47,9 @@ class PlainColdTable:
         assert not self.closed, "rows are used after they were closed"
         return self._rows.get(key)
 
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        return [self.find(key) is not None for key in keys]
+
     def remove(self, key: Key) -> tuple[int, int] | None:
         assert not self.closed, "rows are used after they were closed"
         return self._rows.pop(key, None)
@@ -62,7 +65,7 @@ class PlainColdTable:
         self.slots_end = max(self.slots, default=-1) + 1
         self._unclaimed = set()
 
-    def claim(self, taken: bytearray, start: int, stop: int) -> int:
+    def claim(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
         mine = [slot for slot in self.slots if start <= slot < stop]
         for slot in mine:
             if taken[slot]:
@@ -74,7 +77,7 @@ class PlainColdTable:
         for _, key, _ in [row for row in self.rows if row[0] >= limit or row[0] in self._unclaimed]:
             del self._rows[key]
 
-    def release(self, taken: bytearray, start: int, stop: int) -> int:
+    def release(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
         mine = [slot for slot in self.slots if start <= slot < stop]
         for slot in mine:
             taken[slot] = 0

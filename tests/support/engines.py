@@ -20,6 +20,7 @@ import numpy as np
 
 import nixl_tiers
 from nixl_tiers.store import TieredStore
+from nixl_tiers.tiers.s3.names import RowNames
 from tests.support.leaks import MARK, ProcessWatch, has_mark, processes_with_mark, reclaim_all_host_rows
 from tests.support.waiting import until
 
@@ -82,6 +83,7 @@ class Census:
 def _census(store: TieredStore, name: str) -> Census:
     """Writes what is queued, empties the host, so that all hits come from the storage tier, and gets all keys."""
     until(lambda: store.stats()[name]["up"] == 1.0, "the tier", timeout_s=TIMEOUT_S)
+    until(lambda: store.wait_ready(1.0), "the tier to be listed", timeout_s=TIMEOUT_S)
     until(lambda: store.flush(1.0) and reclaim_all_host_rows(store), "every host row to be free", timeout_s=TIMEOUT_S)
     keys = range(KEYS)
     served: set[int] = set()
@@ -270,4 +272,5 @@ def s3_rows(client: Any, tier: Tier) -> list[str]:
     """The names of the objects of rows below a prefix."""
     pages = client.get_paginator("list_objects_v2")
     found = pages.paginate(Bucket=tier["bucket"], Prefix=f"{tier['prefix']}/")
-    return [each["Key"] for page in found for each in page.get("Contents", ()) if each["Key"].count("/") > 1]
+    names = RowNames(tier["prefix"])
+    return [each["Key"] for page in found for each in page.get("Contents", ()) if names.parse(each["Key"])]

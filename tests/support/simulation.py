@@ -15,21 +15,28 @@ from enum import Enum
 from typing import NamedTuple
 
 from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
+from nixl_tiers.cascade.chains import Chain, Group
 from nixl_tiers.cascade.cold_rows import MAX_TABLES
 from nixl_tiers.cascade.cold_table import Steps, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck
 from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.spill import spill_steps
 from nixl_tiers.cascade.tier_index import UNLIMITED, TierIndex
 from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
 from tests.support.cold_table import PlainColdTable, build_table
+from tests.support.core import expire
+from tests.support.store_hold import HoldJudge
 
 ROW_BYTES = 4096
 MANY_TURNS = 1000
+TOKENS = 16  # of a chunk
+WINDOW_CHUNKS = 2
+WINDOWED = b"w"  # before a key of a hybrid model's windowed group
 USES_S = 1.0  # between two messages of recent uses
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
 
@@ -67,6 +74,8 @@ class Scan(Enum):
 
     PREFIX = "prefix"  # a full-attention group: up to the first miss
     WINDOW = "window"  # a windowed group: from its end
+    CHAIN = "chain"  # a full-attention group whose chain is resolved at once
+    HYBRID = "hybrid"  # the same, and then a windowed group of two chunks from its end, of the same chunks
     EACH = "each"  # a store's get: all keys, without positions
 
 
@@ -144,7 +153,8 @@ class SimulatedMover:
     slots: int
     medium: dict[int, dict[object, tuple[Key, Content]]] = field(default_factory=dict)
     ticks: dict[tuple[int, object], int] = field(default_factory=dict)  # (epoch, place) -> its row's, by the journal
-    newest: int = 0  # tick of the last listing
+    newest: int = 0  # tick of the last listing,
+    listed_after: int = 0  # and the last job that was planned before it
     used: dict[Key, int] = field(default_factory=dict)  # the last use of rows that no message of may have been lost
     alive: bool = True
     epoch: int = 0
@@ -176,9 +186,10 @@ class Simulation:
         writes: Sequence[Write] = (Write.THROUGH, Write.THROUGH),
         *,
         listed: int | None = None,
+        tokens_per_s: float | None = None,
     ) -> None:
         """`listed`: so many rows that a tier held before are listed one by one; the others in tables of a few, as
-        `deliver` comes to them. None: all at once."""
+        `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill, None if that is not known."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
         self.limits = limits or Limits(
@@ -196,6 +207,8 @@ class Simulation:
             max_checks=2,
             keys_per_check=4,
             absent_s=8.0,
+            store_hold_s=0.5,
+            hold_share=0.5,
             reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
             breaker=BreakerLimits(max_backoff_s=20.0),
         )
@@ -204,6 +217,7 @@ class Simulation:
         self.epoch = 0
         self.listed = listed
         self._make = core
+        self._tokens_per_s = tokens_per_s
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too.
         self.specs = [
@@ -215,11 +229,13 @@ class Simulation:
         ]
         self.region = [GARBAGE] * rows
         self.workers: list[WorkerJob] = []
+        self.queued: dict[str, Prompt] = {}  # wait for their turn
         self.waiting: dict[str, Prompt] = {}
         self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
         self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
         self.calls: list[StoreCall] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
+        self.allowed: set[Key] = set()  # some request or call that has them may write them to storage tiers
         self._requests = 0
         self._uses_due_s = 0.0
         self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
@@ -231,13 +247,36 @@ class Simulation:
 
     # --- the engine --------------------------------------------------------------------------------------------
 
-    def request(self, chain: Sequence[Key], scan: Scan = Scan.PREFIX, *, stays: bool = False) -> str:
+    def request(
+        self, chain: Sequence[Key], scan: Scan = Scan.PREFIX, *, stays: bool = False, host_only: bool = False
+    ) -> str:
         """A new request whose prompt is `chain`; returns its name. It runs at once unless it waits, and finishes unless
-        it `stays`."""
+        it `stays`. Of one that is `host_only` nothing may be written to storage tiers."""
         self._requests += 1
         name = f"request-{self._requests}"
+        if host_only:
+            self.core.keep_in_host(name)
+        else:
+            self.allowed.update([*chain, *(WINDOWED + key for key in chain)])
         self._run(name, Prompt(list(chain), scan, stays))
         return name
+
+    def queue(self, chain: Sequence[Key], rank: float = 0.0) -> str:
+        """A new request whose turn comes later (`turn`); returns its name."""
+        self._requests += 1
+        name = f"request-{self._requests}"
+        self.allowed.update(chain)
+        self.core.anticipate(name, chain, (rank,))
+        self.queued[name] = Prompt(list(chain), Scan.PREFIX, stays=False)
+        self.tick()
+        return name
+
+    def turn(self, name: str) -> None:
+        self._run(name, self.queued.pop(name))
+
+    def prefetch(self, chain: Sequence[Key]) -> None:
+        self.core.prefetch(chain)
+        self.tick()
 
     def again(self, name: str) -> None:
         """The scheduler comes back to a waiting request."""
@@ -246,10 +285,11 @@ class Simulation:
     def preempt(self, name: str) -> None:
         """A running request loses its KV and is looked up again, unless workers still use its rows."""
         if all(job.request != name for job in self.workers):
+            self.core.end_step(preempted=[name])
             self._run(name, self.running.pop(name))
 
     def abort(self, name: str) -> None:
-        (self.waiting if name in self.waiting else self.running).pop(name)
+        next(kind for kind in (self.queued, self.waiting, self.running) if name in kind).pop(name)
         self._finish(name)
 
     def end_step(self) -> None:
@@ -294,12 +334,13 @@ class Simulation:
 
     def _supervise(self) -> None:
         """Expire, plan, send; kill what is overdue."""
-        self.core.expire(self.now)
+        expire(self.core, self.now)
         for tier in self.core.health.overdue(self.now):
             self.send_kill(tier)
         for index in self.core.tiers:
             index.send_credits = self.room
         jobs = sorted(self.core.events.plan(self.now), key=lambda job: job.direction is Direction.STORE)
+        self._hold.planned(jobs, self.now)
         loads = sum(job.direction is Direction.LOAD for job in jobs)
         self._send_jobs(jobs[:loads])
         for tier, index in enumerate(self.core.tiers):
@@ -397,6 +438,7 @@ class Simulation:
         self.epoch = 0
         self.region = [GARBAGE] * self.rows
         self.workers.clear()
+        self.queued.clear()
         self.waiting.clear()
         self.running.clear()
         self._since.clear()
@@ -438,11 +480,13 @@ class Simulation:
     def put(self, chain: Sequence[Key]) -> None:
         """A thread begins to put `chain`; `call_ends` ends it."""
         name = self._call()
+        self.allowed.update(chain)
         plan = self.core.prepare_store(chain, name, call=True)
         self._call_begins(StoreCall(name, True, plan.keys, plan.rows, self.epoch))
 
     def get(self, chain: Sequence[Key]) -> None:
         """A thread begins to get `chain`; it waits (`get_again`), or reads what it has found until `call_ends`."""
+        self.allowed.update(chain)
         self._get(self._call(), Prompt(list(chain), Scan.EACH, stays=False))
 
     def get_again(self, name: str) -> None:
@@ -489,6 +533,7 @@ class Simulation:
 
     def other_stores(self, chain: Sequence[Key], epoch: int = 0) -> None:
         """Another engine, with the weights of `epoch`, writes these chunks to the media that are shared."""
+        self.allowed.update(chain)
         for spec, mover in zip(self.specs, self.movers, strict=True):
             if spec.existence_checks:
                 mover.medium.setdefault(epoch, {}).update({key: (key, Content(key, epoch)) for key in chain})
@@ -643,6 +688,11 @@ class Simulation:
         require(
             core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
         )
+        line = core._promotion.line
+        held = sum(place.held for place in line._holding)
+        require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
+        pinned = sum(sum(not row.invalidated for row in place.request.pinned.values()) for place in line._places)
+        require(pinned <= held, "a request in line pins more than it holds")
         for index, mover in zip(core.tiers, self.movers, strict=True):
             leaving = {key for key, entry in index.index.items() if entry.spilled_at >= 0}
             require(len(leaving) == (0 if index.spill is None else index.spill.leaving), "a row never ends to be moved")
@@ -693,6 +743,8 @@ class Simulation:
         for tier in range(len(self.movers)):
             self.heal(tier)
             self.reap(tier)
+        for name in list(self.queued):
+            self.turn(name)
         self._run_out()
         for name in list(self.running):
             self.abort(name)
@@ -746,8 +798,10 @@ class Simulation:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _start(self) -> TierManager:
-        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits)
+        prefill = PrefillEstimate(self._tokens_per_s)
+        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, prefill=prefill)
         self.core = core
+        self._hold = HoldJudge(core, require)
         for tier in range(len(self.movers)):
             self._announce(tier)
         return core
@@ -757,12 +811,13 @@ class Simulation:
         if mover.epoch != self.epoch:
             return
         self._end_steps()
-        self._take_steps(tier, self.core.events.opens(tier, mover.slots))
+        self._take_steps(tier, self.core.events.opened(tier, mover.slots))
         places = sorted(mover.here.items(), key=lambda item: (mover.ticks.get((mover.epoch, item[0]), 0), repr(item)))
         held = [
             (place if isinstance(place, int) else number, key, mover.ticks.get((mover.epoch, place), 0))
             for number, (place, (key, _)) in enumerate(places)
         ]
+        mover.listed_after = self.core._state.last_job_id
         mover.newest = max((tick for _, _, tick in held), default=0)
         listed = len(held) if self.listed is None else self.listed
         mover.listing = deque([held[:listed]])
@@ -801,6 +856,8 @@ class Simulation:
         places = list(enumerate(prompt.chain))
         if prompt.scan is Scan.EACH:
             self.core.wait_for_listing(name)
+        if prompt.scan in {Scan.CHAIN, Scan.HYBRID}:
+            return self._scan(name, prompt)
         for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
             answer = self.core.lookup(key, name, None if prompt.scan is Scan.EACH else position, self.now)
             if answer is Lookup.PENDING:
@@ -825,6 +882,45 @@ class Simulation:
                 if prompt.scan is Scan.PREFIX:
                     break
         return None if put_off else hits
+
+    def _scan(self, name: str, prompt: Prompt) -> list[Key] | None:
+        """The same for a chain, of TOKENS tokens a chunk. The windowed group of a hybrid model has keys of its own."""
+        groups = [Group(prompt.chain, TOKENS)]
+        own = [WINDOWED + key for key in prompt.chain]
+        if prompt.scan is Scan.HYBRID:
+            groups.append(Group(own, TOKENS, WINDOW_CHUNKS))
+        scan = self.core.scan(name, Chain(tuple(groups)), 0, self.now)
+        chunks = scan.end // TOKENS
+        require(0 <= chunks <= len(prompt.chain), "a hit beyond the chain")
+        hits = [] if scan.waits else prompt.chain[:chunks]
+        waits = scan.waits
+        run: list[Key] = []
+        if prompt.scan is Scan.HYBRID and chunks:
+            for place in reversed(range(chunks)):
+                answer = self.core.lookup(own[place], name, TOKENS * (place + 1), self.now)
+                waits |= answer is Lookup.PENDING
+                run = [] if answer is Lookup.MISS else [own[place], *run]
+                if len(run) == min(WINDOW_CHUNKS, chunks):
+                    hits = hits[: place + len(run)]
+                    break
+            if not run:
+                hits = []
+        self._check_hits([*hits, *(() if waits else run)])
+        if not waits:
+            return [*hits, *run]
+        since = self._since.setdefault(name, self.now)
+        require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
+        known = any(key in self.core.host.index for key in [*prompt.chain, *own])
+        known |= any(key in index for index in self.core.tiers for key in [*prompt.chain, *own])
+        known |= any(queued in {*prompt.chain, *own} for index in self.core.tiers for _, queued in index.to_load)
+        known |= self.core.events.unfinished
+        require(known or self.now <= since + self.limits.check_timeout_s, "a request waits too long for a check")
+        return None
+
+    def _check_hits(self, keys: list[Key]) -> None:
+        for key in keys:
+            row = self.core.host.index[key].index
+            require(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
 
     def _listing(self) -> bool:
         return any(index.state is TierState.LISTING for index in self.core.tiers)
@@ -855,7 +951,8 @@ class Simulation:
                 self._check_row(row, writing=False)
             self.workers.append(WorkerJob(False, hits, rows, self.epoch, name))
         self.core.end_step()
-        plan = self.core.prepare_store([key for key in prompt.chain if key not in hits], name)
+        own = [WINDOWED + key for key in prompt.chain] if prompt.scan is Scan.HYBRID else []
+        plan = self.core.prepare_store([key for key in [*prompt.chain, *own] if key not in hits], name)
         for row in plan.rows:
             self._check_row(row, writing=True)
             self.region[row] = GARBAGE
@@ -935,13 +1032,15 @@ class Simulation:
         place = mover.place(slot, move.key)
         if work.job.direction is Direction.STORE:
             content = self.region[row]
+            require(move.key in self.allowed, "a row is written that is to stay in host memory")
             if outcome is Outcome.OK:
                 stale = work.epoch != self.epoch
                 require(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
                 medium[place] = (move.key, content)
                 if mover.physical:
                     mover.ticks[work.epoch, place] = move.tick
-                    require(stale or move.tick >= mover.newest, "a row stored now is older than one that was listed")
+                    earlier = stale or work.job.id <= mover.listed_after
+                    require(earlier or move.tick >= mover.newest, "a row stored now is older than one that was listed")
             elif mover.physical and place in medium:
                 # Torn, and the journal still has the old key; an object is put whole or not at all.
                 medium[place] = (medium[place][0], GARBAGE)

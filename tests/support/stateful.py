@@ -18,7 +18,7 @@ PICK = st.integers(0, 31)
 # Prompts share prefixes, as prompts do: chunk n of a prompt is named by all of the prompt up to it.
 PROMPTS = st.text(alphabet="ab", min_size=1, max_size=5)
 WRITES = [(Write.THROUGH, Write.THROUGH), (Write.THROUGH, Write.ON_EVICT), (Write.ON_EVICT, Write.ON_EVICT)]
-SCANS = st.sampled_from([Scan.PREFIX, Scan.PREFIX, Scan.WINDOW, Scan.EACH])
+SCANS = st.sampled_from([Scan.CHAIN, Scan.CHAIN, Scan.CHAIN, Scan.HYBRID, Scan.PREFIX, Scan.WINDOW, Scan.EACH])
 RARELY = st.sampled_from([False, False, False, False, True])
 OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.NO_SPACE])
 
@@ -30,16 +30,42 @@ class CascadeStateMachine(RuleBasedStateMachine):
     simulation: Simulation
 
     @initialize(
-        writes=st.sampled_from(WRITES), listed=st.sampled_from([None, 0, 2]), looks=st.sampled_from([MAX_LOOKS, 2, 3])
+        writes=st.sampled_from(WRITES),
+        listed=st.sampled_from([None, 0, 2]),
+        looks=st.sampled_from([MAX_LOOKS, 2, 3]),
+        tokens_per_s=st.sampled_from([None, None, 5.0, 100.0]),
     )
-    def begin(self, writes: tuple[Write, Write], listed: int | None, looks: int) -> None:
+    def begin(
+        self, writes: tuple[Write, Write], listed: int | None, looks: int, tokens_per_s: float | None = None
+    ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
-        self.simulation = Simulation(core=self.core, writes=writes, listed=listed)
+        self.simulation = Simulation(core=self.core, writes=writes, listed=listed, tokens_per_s=tokens_per_s)
 
-    @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY)
-    def request(self, prompt: str, scan: Scan = Scan.PREFIX, stays: bool = False) -> None:
-        self.simulation.request([prompt[: end + 1].encode() for end in range(len(prompt))], scan, stays=stays)
+    @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
+    def request(self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False) -> None:
+        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
+        self.simulation.request(chain, scan, stays=stays, host_only=host_only)
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), ranks=st.lists(st.integers(0, 2), min_size=3, max_size=3))
+    def arrive(self, prompts: list[str], ranks: list[int]) -> None:
+        """Requests whose turn comes later."""
+        for prompt, rank in zip(prompts, ranks, strict=False):
+            self.simulation.queue([prompt[: end + 1].encode() for end in range(len(prompt))], rank)
+
+    @rule(pick=PICK, abort=RARELY)
+    def turn_comes(self, pick: int, abort: bool) -> None:
+        names = sorted(self.simulation.queued)
+        if names:
+            name = names[pick % len(names)]
+            if abort:
+                self.simulation.abort(name)
+            else:
+                self.simulation.turn(name)
+
+    @rule(prompt=PROMPTS)
+    def prefetch(self, prompt: str) -> None:
+        self.simulation.prefetch([prompt[: end + 1].encode() for end in range(len(prompt))])
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
     def traffic(self, prompts: list[str]) -> None:

@@ -30,6 +30,39 @@ def build(folder: Path) -> Path | None:
     return library
 
 
+def as_cuda(library: Path, folder: Path) -> Path:
+    """`folder`, with the fake driver as libcuda.so.1, and with the calls of NIXL's GDS plugins as libcudart.so.12."""
+    (folder / "libcuda.so.1").symlink_to(library)
+    # NIXL asks for symbols of the version libcudart.so.12, the library's own name.
+    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcudart.so.12", "-Wl,--default-symver"]
+    compiler = shutil.which("gcc") or shutil.which("clang") or "cc"
+    subprocess.run(
+        [compiler, *flags, "-o", str(folder / "libcudart.so.12"), str(HERE / "fake_cudart.c"), "-ldl"], check=True
+    )
+    return folder
+
+
+def build_submit(folder: Path) -> Path:
+    """csrc/swap_submit.c as it is now, whatever is installed. There is a compiler: `build` found one."""
+    library = folder / "swap_submit.so"
+    flags = [
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{ROOT / 'csrc'}",
+    ]
+    compiler = shutil.which("gcc") or shutil.which("clang") or "cc"
+    subprocess.run(
+        [compiler, *flags, "-o", str(library), str(ROOT / "csrc" / "swap_submit.c"), "-lpthread"], check=True
+    )
+    return library
+
+
 class FakeGpu:
     """One machine with one GPU: what a test does to it, and what it has seen."""
 
@@ -38,6 +71,7 @@ class FakeGpu:
         for name in ("fake_live", "fake_fail_running"):
             getattr(self._library, name).restype = ctypes.c_long
         self._library.fake_largest_batch.restype = ctypes.c_size_t
+        self._library.fake_deepest.restype = ctypes.c_size_t
         self._library.fake_why.restype = ctypes.c_char_p
         self._library.fake_reset(seed, version)
         self._scenarios: list[CopyScenario] = []
@@ -64,10 +98,6 @@ class FakeGpu:
         """The driver leaves, as at the process's end: no call works any more."""
         self._library.fake_leave()
 
-    def move_host_addresses(self) -> None:
-        """Registered memory is found elsewhere by kernels."""
-        self._library.fake_other_host_address()
-
     def calls(self, name: str) -> int:
         return int(self._library.fake_calls(name.encode()))
 
@@ -88,6 +118,18 @@ class FakeGpu:
         size = ctypes.c_size_t(memory.nbytes)
         data = (ctypes.c_void_p(array.ctypes.data) for array in (memory, out))
         self._library.fake_read(ctypes.c_void_p(stream), *data, size)
+
+    def hold(self, stream: int, *, held: bool) -> None:
+        """Have `stream` do nothing for as long as it is held, as behind a long kernel."""
+        self._library.fake_hold(ctypes.c_void_p(stream), int(held))
+
+    def limit_queues(self, operations: int) -> None:
+        """More than so many operations pending on a stream block their caller, as a real driver does at about 1000."""
+        self._library.fake_queue_limit(ctypes.c_size_t(operations))
+
+    def deepest_queue(self) -> int:
+        """The most operations that were pending on a stream; every copy of a batch counts."""
+        return int(self._library.fake_deepest())
 
     def finish(self) -> None:
         """Let every stream end."""

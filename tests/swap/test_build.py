@@ -23,8 +23,10 @@ def copy(tmp_path: Path) -> Path:
     built = shutil.ignore_patterns("*.so", "*.fatbin", "__pycache__")
     for folder in ("csrc", "nixl_tiers/swap"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=built)
+    (tmp_path / "nixl_tiers" / "memory").mkdir()  # where the other library goes
     (tmp_path / "nixl_tiers" / "__init__.py").touch()
-    shutil.copy(ROOT / "nixl_tiers" / "chunk.py", tmp_path / "nixl_tiers")
+    for name in ("chunk.py", "native.py"):
+        shutil.copy(ROOT / "nixl_tiers" / name, tmp_path / "nixl_tiers")
     shutil.copy(ROOT / "setup.py", tmp_path)
     return tmp_path
 

@@ -165,3 +165,8 @@ def test_a_seed_determines_which_moves_fault() -> None:
 def test_a_rule_that_means_nothing_is_refused(fault: Fault, way: Way) -> None:
     with pytest.raises(ValueError, match=f"a {fault} does not happen to a {way}"):
         Rule(fault, way)
+
+
+def test_faulty_tier_passes_on_every_call() -> None:
+    """A method with a default in StorageTier would otherwise never reach the inner tier."""
+    assert [name for name in vars(StorageTier) if not name.startswith("_") and name not in vars(FaultyTier)] == []

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from nixl_tiers.chunk import Geometry, Key, object_name
 from nixl_tiers.config.schema import FileConfig, S3Config
@@ -16,6 +16,7 @@ from nixl_tiers.testing.medium import Medium
 from nixl_tiers.testing.memory import MemoryMedium, MemoryTier
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import StorageTier
+from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.s3.tier import S3Tier
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import shard_dir
@@ -55,12 +56,16 @@ class SlabFiles(Medium):
     """A directory of the file tier. A slab has no end of a row: what is cut off reads as zeroes, or as a short file."""
 
     path: Path
+    staging: Literal["auto", "on"] = "auto"
+    backend: Literal["auto", "posix", "gds_mt"] = "auto"
     erases: ClassVar[bool] = False
     keeps_recency: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = FileConfig(type="file", path=self.path, capacity=capacity_bytes)
+        config = FileConfig(
+            type="file", path=self.path, capacity=capacity_bytes, staging=self.staging, backend=self.backend
+        )
         return SlabTier(config, geometry, region)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
@@ -96,6 +101,52 @@ class SlabFiles(Medium):
         about = json.loads((directory / "namespace.json").read_bytes())
         slab, place = divmod(slot, about["slots_per_slab"])
         return directory / f"slab-{slab:05d}.kv", place * about["row_bytes"], about["row_bytes"]
+
+
+@dataclass
+class RowFiles(Medium):
+    """A directory of row files."""
+
+    path: Path
+    staging: Literal["auto", "on"] = "auto"
+    backend: Literal["auto", "posix", "gds_mt"] = "auto"
+    physical_slots: ClassVar[bool] = False
+    exact: ClassVar[bool] = False  # names in directories are counted ahead
+
+    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
+        config = FileConfig(
+            type="file",
+            path=self.path,
+            capacity=capacity_bytes,
+            layout="files",
+            staging=self.staging,
+            backend=self.backend,
+        )
+        return RowFileTier(config, geometry, region)
+
+    def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
+        return self._row(namespace, key).read_bytes()
+
+    def write(self, namespace: bytes, slot: int, key: Key, raw: bytes) -> None:
+        with self._row(namespace, key).open("r+b") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def cut(self, namespace: bytes, slot: int, key: Key, keep_bytes: int) -> None:
+        os.truncate(self._row(namespace, key), keep_bytes)
+
+    def delete(self, namespace: bytes, slot: int, key: Key) -> None:
+        self._row(namespace, key).unlink()
+
+    def held_rows(self, namespace: bytes) -> int:
+        return sum(1 for _ in self.path.glob(f"{namespace.hex()}/*/*.row"))
+
+    def held_bytes(self) -> int:
+        return disk_bytes(self.path)
+
+    def _row(self, namespace: bytes, key: Key) -> Path:
+        return self.path / namespace.hex() / f"{object_name(key)}.row"
 
 
 @dataclass

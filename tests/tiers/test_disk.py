@@ -135,7 +135,8 @@ def test_below_min_free_row_files_are_only_replaced(tmp_path: Path) -> None:
             for first in range(batch, 4 * batch, batch):
                 numbers = range(first, first + batch)
                 assert wait_until(lambda numbers=numbers: set(mover.store(numbers)) == {Outcome.OK})
-                assert mover.load(numbers).count(Outcome.OK) > batch // 2  # beside those that made room
+                # Not all of them: free space that is measured while rows make room lowers what may be taken for good.
+                assert Outcome.OK in mover.load(numbers)
         foreign.unlink()
         mover.expect(lambda m: isinstance(m, Heartbeat) and not m.denials)
         before = volume_bytes(tmp_path)

@@ -20,13 +20,15 @@ CAPACITY = 24 << 20
 ROWS = 24
 
 
-@pytest.fixture(params=list(LAYOUTS))
+@pytest.fixture(params=[*LAYOUTS, *(f"{layout}, staged" for layout in LAYOUTS)])
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def mover_on(path: Path, layout: str = "slabs", capacity: int = CAPACITY) -> MoverProcess:
-    return MoverProcess(LAYOUTS[layout](path, capacity), GEOMETRY, ROWS)
+    name, _, staged = layout.partition(", ")
+    tier = {**LAYOUTS[name](path, capacity), "staging": "on" if staged else "off"}
+    return MoverProcess(tier, GEOMETRY, ROWS)
 
 
 def stored(mover: MoverProcess, rows: int = ROWS) -> MoverProcess:
@@ -68,7 +70,7 @@ def test_deleted_directory_is_made_again(tmp_path: Path, layout: str) -> None:
 
 
 def _root(place: Path, layout: str) -> Path:
-    return place if layout == "files" else shard_dir(place).parent
+    return place if layout.startswith("files") else shard_dir(place).parent
 
 
 def test_tier_is_down_until_a_missing_parent_is_back(tmp_path: Path, layout: str) -> None:

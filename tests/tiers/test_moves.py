@@ -9,7 +9,7 @@ import pytest
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.tiers.base import FinishedBatch, Move
-from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
+from nixl_tiers.tiers.moves import HELD_POLL_S, HOLD_S, MovePipeline, MoveQueue, Steps, Unit, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
 
 
@@ -37,7 +37,15 @@ class Medium:
             )
             for _ in range(2)
         )
-        self.pipeline = MovePipeline(self.loads, self.stores, may_start=lambda: self.up)
+        self.now = 0.0
+        self.held_until_s = 0.0
+        self.pipeline = MovePipeline(
+            self.loads,
+            self.stores,
+            may_start=lambda: self.up,
+            held_until_s=lambda: self.held_until_s,
+            clock=lambda: self.now,
+        )
 
     def _admit(self, unit: Unit) -> bool:
         return self.admits(unit)
@@ -90,9 +98,61 @@ def test_no_more_units_run_than_the_limit_in_each_direction() -> None:
     assert medium.started == [[1], [2], [11], [12]]
     medium.end(12)
     assert medium.started[4:] == [[13]]
-    medium.end(1, 2)
+    medium.end(11, 13, 1, 2)
     assert medium.started[5:] == [[3]]
-    assert {move.row for move in medium.pipeline.unfinished()} == {3, 11, 13}
+    assert {move.row for move in medium.pipeline.unfinished()} == {3}
+
+
+def test_stores_start_when_no_load_waits_or_runs() -> None:
+    medium = Medium(limit=1)
+    medium.pipeline.store(moves(1, 2))
+    medium.pipeline.load(moves(11, 12))
+    medium.end(1)
+    medium.end(11)
+    assert medium.started == [[1], [11], [12]], "the other store waits for the load that waited, too"
+    medium.end(12)
+    assert medium.started[3:] == [[2]]
+
+
+@pytest.mark.parametrize("what", ["load", "copy of the engine"])
+def test_what_never_ends_does_not_starve_stores(what: str) -> None:
+    medium = Medium(limit=1)
+    if what == "load":
+        medium.pipeline.load(moves(1000))
+    else:
+        medium.held_until_s = 1000.0
+    medium.pipeline.store(moves(*range(100)))
+    at: list[int] = []
+    for tenth in range(40):
+        medium.now = (tenth + 0.5) * HOLD_S / 10
+        medium.poll()
+        for row, gate in medium.gates.items():
+            if row != 1000 and not gate.done():
+                at.append(tenth)
+                gate.set_result(Outcome.OK)
+    assert at == [*range(10, 20), *range(30, 40)]
+
+
+def test_no_store_starts_while_the_engine_copies_rows() -> None:
+    medium = Medium(limit=1)
+    medium.pipeline.store(moves(1, 2, 3))
+    medium.held_until_s = HOLD_S / 2
+    medium.end(1)
+    assert medium.started == [[1]], "what runs ends, and what waits stays"
+    assert medium.pipeline.poll_s == HELD_POLL_S
+    medium.pipeline.load(moves(11))
+    assert medium.started[1:] == [[11]], "loads do not wait"
+    assert medium.pipeline.poll_s == 0
+    medium.end(11)
+    medium.held_until_s = 0.0
+    medium.poll()
+    assert medium.started[2:] == [[2]]
+    medium.held_until_s = HOLD_S / 2
+    medium.end(2)
+    medium.now = HOLD_S / 2
+    medium.poll()
+    assert medium.started[3:] == [[3]], "the copy has taken too long"
+    assert medium.pipeline.poll_s == 0
 
 
 def test_moves_are_coalesced_into_units_of_one_batch() -> None:
@@ -110,7 +170,7 @@ def test_first_unit_that_is_not_admitted_holds_up_the_others() -> None:
     medium.pipeline.load(moves(3))
     assert medium.started == [[3]], "the other direction does not wait"
     medium.admits = lambda _: True
-    medium.poll()
+    medium.end(3)
     assert medium.started == [[3], [1], [2]]
     assert medium.end(1, 2) == [FinishedBatch(batch, [Outcome.OK] * 2)]
 

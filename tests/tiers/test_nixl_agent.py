@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import pytest
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.folder import fd_path
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Transfer, TransferState
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, TransferState
+from tests.support.transfers import end
 
 GEOMETRY = Geometry(1, 8192 - 1024)
 ROW = GEOMETRY.row_bytes
@@ -36,16 +36,6 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "a file, with: odd characters"
     path.write_bytes(bytes(64 * ROW))
     return path
-
-
-def end(transfer: Transfer) -> TransferState:
-    deadline = time.monotonic() + 120
-    while transfer.state() is TransferState.PENDING:
-        assert time.monotonic() < deadline
-        time.sleep(0.0003)
-    transfer.release()
-    transfer.release()  # harmless
-    return transfer.state()
 
 
 def test_rows_round_trip(agent: Agent, region: HostRegion, path: Path) -> None:

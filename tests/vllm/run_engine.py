@@ -7,13 +7,16 @@ replace, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once; ["forget"] empties the
 engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"];
 ["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
-bytes into the engine's blocks and fail.
+bytes into the engine's blocks and fail; ["hold", n] has copies of loads wait until n more steps computed nothing, and
+counts steps from then on; ["steps"] how many there were, by whether they computed something and whether they paused.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,11 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         return until(Path(arguments[0]).exists, arguments[0], timeout_s=500)
     if verb == "break":
         return break_loads(*arguments)
+    if verb == "hold":
+        core.test_steps = Steps(core, *arguments)
+        return None
+    if verb == "steps":
+        return core.test_steps.counts
     if verb == "flush":
         assert store_of(core).flush(300)
         return None
@@ -78,6 +86,41 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[dict[s
         }
         for output in outputs
     ]
+
+
+class Steps:
+    """Holds copies of loads until `empty` steps computed nothing, and counts steps."""
+
+    def __init__(self, core: Any, empty: int) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.counts: Counter[str] = Counter()
+        self._left = empty
+        self._may_copy = threading.Event()
+        self._pauses = 0
+        swap = get_kv_transfer_group().connector_worker.worker._swap
+        changed = core.scheduler.connector.connector_scheduler.manager._coordinator.changed
+        self._schedule, self._load, self._wait = core.scheduler.schedule, swap.load, changed.wait
+        core.scheduler.schedule, swap.load, changed.wait = self.schedule, self.load, self.wait
+
+    def schedule(self, *arguments: Any) -> Any:
+        pauses = self._pauses
+        output = self._schedule(*arguments)
+        kind = "computing" if output.total_num_scheduled_tokens else "empty"
+        self.counts[f"{kind}, paused" if self._pauses > pauses else kind] += 1
+        if kind == "empty":
+            self._left -= 1
+            if self._left <= 0:
+                self._may_copy.set()
+        return output
+
+    def load(self, *arguments: Any) -> Any:
+        assert self._may_copy.wait(300)
+        return self._load(*arguments)
+
+    def wait(self, timeout_s: float) -> bool:
+        self._pauses += 1
+        return self._wait(timeout_s)
 
 
 def break_loads(times: int) -> None:

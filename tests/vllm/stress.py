@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6
 ALIVE = 12  # requests at a time
 ANSWER = 24  # tokens at most
+RESET_AGAIN = 0.1  # how likely before a step, after a reset in vain: until one succeeds, longer chunks are not stored
 
 
 class Load:
@@ -61,8 +63,7 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         until_up(store)
         answers, counts = drive(llm.llm_engine, plan)
         storm(llm.llm_engine, plan["storm"])
-        host = store.coordinator._core.host
-        counts["lost"] = host.used - len(host.index)
+        counts["lost"] = lost_rows(store)
         counts["hits"] = int(sum(tier["hits"] for tier in store.stats().values()))
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -74,18 +75,28 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         judge.llm_engine.engine_core.shutdown()
 
 
+def lost_rows(store: TieredStore, patience_s: float = 30.0) -> int:
+    """Host rows in use that hold nothing, once no mover has any in its hands (a busy machine may take a while)."""
+    host, end_s = store.coordinator._core.host, time.monotonic() + patience_s
+    while (lost := host.used - len(host.index)) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return lost
+
+
 def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
     """Run the load to its end: prompt and output of each request that finished, and what happened."""
     from vllm import SamplingParams
 
     rng = random.Random(plan["seed"])
-    load = Load(rng, plan["settings"]["max_model_len"] - ANSWER)
+    # The judge takes prompt and answer as a prompt, and must be asked for one more token.
+    load = Load(rng, plan["settings"]["max_model_len"] - ANSWER - 1)
     counts = Counter(dict.fromkeys(("requests", "finished", "aborts", "resets", "uncleared", "steps"), 0))
     scheduler = engine.engine_core.engine_core.scheduler
     requests: dict[str, Any] = {}
     prompts: dict[str, list[int]] = {}
     answers: dict[str, Any] = {}
     alive: list[str] = []
+    cleared = True
     while counts["requests"] < plan["requests"] or alive:
         while len(alive) < ALIVE and counts["requests"] < plan["requests"] and rng.random() < 0.5:
             name = f"r{counts['requests']}"
@@ -99,8 +110,10 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
         if alive and rng.random() < plan["aborts"]:
             counts["aborts"] += 1
             engine.abort_request([alive.pop(rng.randrange(len(alive)))])
-        if rng.random() < plan["resets"]:
-            reset(engine, scheduler, rng, counts)
+        if rng.random() < (plan["resets"] if cleared else RESET_AGAIN):
+            cleared = reset(engine, scheduler, rng)
+            counts["resets"] += 1
+            counts["uncleared"] += not cleared
         counts["steps"] += 1
         for output in engine.step():
             if output.finished and output.request_id in alive:
@@ -111,17 +124,14 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
     return answers, counts
 
 
-def reset(engine: Any, scheduler: Any, rng: random.Random, counts: Counter[str]) -> None:
+def reset(engine: Any, scheduler: Any, rng: random.Random) -> bool:
     """As vLLM does it to sleep, where all requests are preempted, or as its users may at any time.
 
     vLLM cannot preempt requests that load, and raises, having preempted the others without a reset; when these come
-    back and hit in the very next step, an assertion of its own ends the engine.
+    back and hit in the very next step, an assertion of its own ends the engine. Returns whether vLLM's cache was reset.
     """
-    counts["resets"] += 1
-    if not engine.reset_prefix_cache(
-        reset_running_requests=not loading(scheduler) and rng.random() < 0.75, reset_connector=True
-    ):
-        counts["uncleared"] += 1
+    preempt = not loading(scheduler) and rng.random() < 0.75
+    return bool(engine.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True))
 
 
 def loading(scheduler: Any) -> bool:

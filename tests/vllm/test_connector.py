@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.vllm import plugin
@@ -107,3 +110,30 @@ def test_the_plugin_registers_the_connector() -> None:
     plugin.register()
     plugin.register()
     assert KVConnectorFactory.get_connector_class_by_name("NixlTiersConnector") is NixlTiersConnector
+
+
+def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And publish its time by it: both ends of NixlTiersConnector, between them vLLM's own part, played."""
+    connector = object.__new__(NixlTiersConnector)
+    vllm = "nixl_tiers.vllm.connector.OffloadingConnector."
+    meta = OffloadingConnectorMetadata(load_jobs={1: "load"}, store_jobs={}, jobs_to_flush={3})
+    manager = SimpleNamespace(scheduled=lambda requests: 41 + len(requests))
+    calls: list[object] = []
+    worker = SimpleNamespace(step_clock=SimpleNamespace(begin=calls.append, end=lambda: calls.append("end")))
+    monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
+    monkeypatch.setattr(connector, "_worker", lambda: worker, raising=False)
+    monkeypatch.setattr(vllm + "build_connector_meta", lambda self, output: meta)
+    monkeypatch.setattr(vllm + "handle_preemptions", lambda self, metadata: calls.append("flush"))
+    monkeypatch.setattr(vllm + "wait_for_save", lambda self: None)
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=0)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_spec_decode_tokens={},
+        num_scheduled_tokens={"a": 64},
+    )
+    sent = pickle.loads(pickle.dumps(connector.build_connector_meta(output)))
+    assert (sent.load_jobs, sent.store_jobs, sent.jobs_to_flush, sent.step) == ({1: "load"}, {}, {3}, 42)
+    assert isinstance(sent, OffloadingConnectorMetadata)
+    connector.handle_preemptions(sent)
+    connector.wait_for_save()
+    assert calls == ["flush", 42, "end"]

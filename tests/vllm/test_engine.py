@@ -122,6 +122,19 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     assert [answer["cached"] for answer in file[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
 
 
+def test_steps_pause_while_a_request_waits_for_its_copy_and_none_computes(engine: Engine, small_model: Path) -> None:
+    """An engine in its caller's process runs thousands of empty steps a second otherwise, and starves the copy."""
+    stored, new = ([(7 * i * i + 3 * i + n) % 500 + 1 for i in range(300)] for n in range(2))
+    asks: list[Any] = [["generate", [stored], 1], ["forget"], ["hold", 50], ["generate", [stored, new], 8]]
+    options: dict[str, Any] = {"path": small_model, "skip_tokenizer_init": True}
+    *_, (hit, missed), steps = engine({"tiers": [CPU]}, *asks, ["steps"], **options)
+    assert (hit["cached"], missed["cached"]) == (2 * BLOCK, 0)
+    assert steps["empty, paused"] >= 50
+    assert steps.get("empty", 0) <= 2, "but for the step that prepares the load"
+    assert steps["computing"] >= 8
+    assert "computing, paused" not in steps
+
+
 @pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
 def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path) -> None:
     prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]

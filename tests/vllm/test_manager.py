@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from nixl_tiers.cascade.chains import Chain, Scan
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
@@ -83,6 +84,26 @@ def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig) -> None:
     again = rig.manager.prepare_load([one, two], context)
     assert again.rows.tolist() == spec.rows.tolist()[::-1]
     rig.manager.complete_load({one, two}, context)
+
+
+def test_load_is_credited_with_the_tokens_that_it_saved(rig: ManagerRig) -> None:
+    """By the prefill estimate, from the request's position and vLLM's calls alone."""
+    keys = keys_of(3)
+    rig.manager._chunk_tokens = [64]
+    rig.store(rig.request("writer", *keys), *keys)
+    coordinator = rig.manager._coordinator
+    for _ in range(5):
+        coordinator.observe_prefill(1000, 500.0, 10.0)
+    reader = rig.request("reader", *keys)
+    assert [rig.manager.lookup(key, reader) for key in keys[1:]] == [LookupResult.HIT] * 2
+    rig.manager.prepare_load(keys[1:], reader)
+    assert coordinator.counters()["cpu"]["saved_prefill_s"] == 0
+    rig.manager.complete_load(set(keys[1:]), reader)
+    counters = coordinator.counters()["cpu"]
+    assert counters["hit_tokens"] == 128
+    assert counters["saved_prefill_s"] == pytest.approx(1.28, rel=0.1)
+    assert counters["saved_first_token_s"] + counters["lost_slower_s"] > 0
+    assert counters["saved_first_token_s"] < counters["saved_prefill_s"]
 
 
 def test_a_row_that_one_worker_did_not_write_is_a_miss(rig: ManagerRig) -> None:
@@ -191,10 +212,25 @@ def test_stats_are_differences_and_no_work_is_ever_pending(rig: ManagerRig) -> N
     rig.manager.get_stats()
     rig.store(context, key)
     values = rig.manager.get_stats().data["data"]
-    assert values["nixl_tiers:bytes_written"] == {("cpu",): GEOMETRY.row_bytes}
+    assert values["nixl_tiers:added_chunks"] == {("cpu", "stored"): 1}
     assert values["nixl_tiers:used_bytes"] == {("cpu",): GEOMETRY.row_bytes}
     assert rig.manager.get_stats() is None
     assert rig.manager.has_pending_work() is False
+
+
+def test_a_chunk_is_a_miss_once_a_request_however_often_it_is_looked_up(rig: ManagerRig) -> None:
+    one, two, three = keys_of(3)
+    rig.store(rig.request("writer", one), one)
+    reader = rig.request("reader", one, two, three)
+    for _ in range(3):  # a request that finds no room in the engine is looked up again at every step
+        assert rig.manager.lookup(one, reader) is LookupResult.HIT
+        assert rig.manager.lookup(two, reader) is LookupResult.MISS
+        rig.manager.on_schedule_end(STEP)
+    values = rig.manager.get_stats().data["data"]
+    assert values["nixl_tiers:misses"]["none", "never_stored"] == 2, "vLLM does not look up what is behind a miss"
+    rig.manager.on_request_finished(reader)
+    assert rig.manager.lookup(two, rig.request("reader", one, two)) is LookupResult.MISS
+    assert rig.manager.get_stats().data["data"]["nixl_tiers:misses"]["none", "never_stored"] == 1
 
 
 class ScriptedCoordinator:
@@ -204,23 +240,48 @@ class ScriptedCoordinator:
         self.answer, self.where = answer, source
         self.changed = self
         self.region = SimpleNamespace(geometry=Geometry(cells=1, cell_payload=8192))
-        self.restricted: dict[str, list[int]] = {}
+        self.namespace = Namespace.of({"test": 1})
+        self.restricted: dict[str, set[int]] = {}
         self.waits_s: list[float] = []
         self.close_timeout_s = -1.0
 
     def lookup(self, key: bytes, request: str, position: int | None, first: int) -> Lookup:
         return self.answer
 
+    def count_misses(self, keys: list[bytes], request: str) -> None:
+        pass
+
+    def scan(self, request: str, chain: Chain, start: int, first: int) -> Scan:
+        tokens = len(chain.groups[0].keys) * chain.groups[0].chunk_tokens
+        return Scan(self.answer is Lookup.PENDING, start if self.answer is Lookup.MISS else tokens)
+
+    def copied(self, rows: int, seconds: float) -> None:
+        pass
+
     def source(self, key: bytes) -> str:
         return self.where
 
-    def set_allowed_tiers(self, request: str, tiers: list[int]) -> None:
-        self.restricted[request] = tiers
+    def observe_prefill(self, tokens: int, context: float, seconds: float) -> None: ...
+
+    def set_allowed_tiers(self, request: str, tiers: Collection[int]) -> None:
+        self.restricted[request] = {*tiers}
 
     def close(self, timeout_s: float) -> None:
         self.close_timeout_s = timeout_s
 
-    def end_step(self) -> None:
+    def end_step(self, began: Iterable[str], preempted: Iterable[str]) -> None:
+        pass
+
+    def prepare_load(self, keys: list[bytes], request: str, *, tokens: list[int], end: int | None) -> list[int]:
+        return list(range(len(keys)))
+
+    def partial(self, keys: list[bytes]) -> dict[int, int]:
+        return {}
+
+    def complete_load(self, keys: list[bytes], request: str) -> None:
+        pass
+
+    def reset(self) -> None:
         pass
 
     def finish_request(self, request: str) -> None:
@@ -260,34 +321,108 @@ def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: C
     assert 0 <= coordinator.close_timeout_s == SHUTDOWN_S <= 0.5
 
 
-def test_a_step_in_which_all_requests_wait_pauses() -> None:
-    """Otherwise the engine spins, and its spinning keeps the movers from running."""
-    coordinator = ScriptedCoordinator(Lookup.PENDING, "file")
+def scripted_manager(coordinator: ScriptedCoordinator, **settings: Any) -> NixlTiersManager:
     config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
-    manager = NixlTiersManager(coordinator, config, (0,), None)  # type: ignore[arg-type]
-    (key,) = keys_of(1)
-    one, two = ReqContext("one"), ReqContext("two")
-    manager.on_schedule_end(STEP)
-    assert coordinator.waits_s == [], "no request waits"
-    manager.on_new_request(one)
-    manager.on_new_request(two)
-    manager.lookup(key, one)
-    manager.on_schedule_end(STEP)
-    assert coordinator.waits_s == [], "the other request may have something to compute"
-    manager.lookup(key, one)
-    manager.lookup(key, two)
-    manager.on_schedule_end(STEP)
-    assert coordinator.waits_s == [PAUSE_S]
-    manager.on_schedule_end(STEP)
-    assert len(coordinator.waits_s) == 1, "both are no longer deferred: they load or compute"
-    manager.on_request_finished(two)
-    manager.lookup(key, one)
-    manager.on_schedule_end(STEP)
-    assert len(coordinator.waits_s) == 2
-    coordinator.answer = Lookup.HIT
-    manager.lookup(key, one)
-    manager.on_schedule_end(STEP)
-    assert len(coordinator.waits_s) == 2
+    return NixlTiersManager(coordinator, config, (0,), None, **settings)  # type: ignore[arg-type]
+
+
+class SteppingEngine:
+    """What vLLM's scheduler does in a step with requests that each look up one chunk; the test says what becomes of
+    them."""
+
+    def __init__(self, *requests: str) -> None:
+        self.coordinator = ScriptedCoordinator(Lookup.PENDING, "file")
+        self.manager = scripted_manager(self.coordinator)
+        (self.key,) = keys_of(1)
+        self.contexts = {name: ReqContext(name) for name in requests}
+        for context in self.contexts.values():
+            self.manager.on_new_request(context)
+
+    def step(
+        self, *, pending: str = "", hit: str = "", load: str = "", begin: str = "", preempted: tuple[str, ...] = ()
+    ) -> bool:
+        """Whether the step paused. The requests (names of one letter) whose look-up is pending, those whose look-up is
+        a hit, those of them whose load is prepared, and those that run for the first time."""
+        for answer, names in ((Lookup.PENDING, pending), (Lookup.HIT, hit)):
+            self.coordinator.answer = answer
+            for name in names:
+                self.manager.lookup(self.key, self.contexts[name])
+        for name in load:
+            self.manager.prepare_load([self.key], self.contexts[name])
+        before = len(self.coordinator.waits_s)
+        self.manager.on_schedule_end(ScheduleEndContext(list(begin), preempted))
+        assert len(self.coordinator.waits_s) <= before + 1
+        return len(self.coordinator.waits_s) > before
+
+    def load_ends(self, name: str) -> None:
+        self.manager.complete_load([self.key], self.contexts[name])
+
+
+def test_a_step_in_which_all_requests_wait_for_storage_pauses() -> None:
+    """Otherwise the engine spins, and its spinning keeps movers and copies from running."""
+    engine = SteppingEngine("a", "b")
+    assert not engine.step(), "no request waits"
+    assert engine.step(pending="ab")
+    assert engine.coordinator.waits_s == [PAUSE_S]
+    assert not engine.step(pending="a", begin="b"), "the other request computes"
+    assert not engine.step(pending="a"), "it still does"
+    engine.manager.on_request_finished(engine.contexts["b"])
+    assert engine.step(pending="a")
+    assert not engine.step(), "it may compute by now"
+
+
+def test_a_step_pauses_while_one_request_waits_for_its_copy_and_another_for_storage() -> None:
+    engine = SteppingEngine("a", "b")
+    assert not engine.step(hit="a", load="a", pending="b"), "the load is submitted to the workers after this call"
+    assert engine.step(pending="b")
+    assert engine.step(pending="b")
+    engine.load_ends("a")
+    assert not engine.step(pending="b", begin="a")
+    assert not engine.step(pending="b"), "a computes"
+
+
+def test_a_step_pauses_while_all_requests_wait_for_their_copies() -> None:
+    engine = SteppingEngine("a", "b")
+    assert not engine.step(hit="ab", load="ab")
+    assert engine.step()
+    engine.load_ends("a")
+    assert not engine.step(begin="a")
+    engine.manager.on_request_finished(engine.contexts["a"])
+    assert engine.step(), "b still waits for its copy"
+
+
+def test_a_step_pauses_if_requests_behind_a_load_were_not_even_looked_up() -> None:
+    """vLLM ends its search for requests to run at the first one that its blocks have no room for."""
+    engine = SteppingEngine("a", "b", "c", "d")
+    assert not engine.step(hit="a", load="a")
+    assert engine.step(hit="b"), "no blocks for b while a loads, and c and d were not looked at"
+
+
+def test_a_request_that_computed_before_and_was_preempted_never_pauses_a_step_in_which_it_may_compute() -> None:
+    engine = SteppingEngine("a", "b")
+    assert not engine.step(pending="b", begin="a")
+    assert not engine.step(pending="b", preempted=("a",))
+    assert not engine.step(pending="b"), "a may have been resumed"
+    assert engine.step(pending="ab"), "a waits for storage again"
+    assert not engine.step(pending="b")
+
+
+def test_a_pending_lookup_of_a_request_that_computes_nevertheless_pauses_no_step() -> None:
+    """vLLM decides for windowed KV groups from several look-ups."""
+    engine = SteppingEngine("a")
+    assert not engine.step(pending="a", begin="a")
+
+
+def test_a_reset_ends_the_loads_that_steps_pause_for() -> None:
+    engine = SteppingEngine("a", "b")
+    engine.step(hit="a", load="a", pending="b")
+    engine.manager.reset_cache()
+    assert not engine.step(), "no request is known to wait"
+
+
+def test_a_pause_is_short() -> None:
+    """A request that arrives meanwhile waits for its end."""
+    assert PAUSE_S <= 0.001
 
 
 @pytest.mark.parametrize(
@@ -321,13 +456,12 @@ def test_a_request_may_restrict_its_storage_tiers(
     manager.on_new_request(
         _create_req_context(SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None))
     )
-    assert coordinator.restricted == ({} if allowed is None else {"r": allowed})
+    assert coordinator.restricted == ({} if allowed is None else {"r": {*allowed}})
 
 
 def test_replicas_that_step_together_never_pause() -> None:
     coordinator = ScriptedCoordinator(Lookup.PENDING, "file")
-    config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
-    manager = NixlTiersManager(coordinator, config, (0,), None, pause_s=0.0)  # type: ignore[arg-type]
+    manager = scripted_manager(coordinator, pause_s=0.0)
     (key,) = keys_of(1)
     context = ReqContext("r")
     manager.on_new_request(context)

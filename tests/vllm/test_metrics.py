@@ -1,21 +1,29 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import prometheus_client
+
 from nixl_tiers.cascade.counters import Counters
-from nixl_tiers.vllm.metrics import COUNTERS, GAUGES, PREFIX, Reporter, definitions
+from nixl_tiers.metrics import METRICS, PREFIX, Kind, TierTraits, published
+from nixl_tiers.vllm.metrics import Levels, Reporter, definitions
+
+CPU = TierTraits("cpu")
+FILE = TierTraits("file", disk=True)
+S3 = TierTraits("s3", checked=True)
 
 
-def values(stats: object) -> dict[str, dict[tuple[str, ...], float]]:
+def values(stats: object) -> dict[str, dict[tuple[str, ...], object]]:
     return stats.data["data"]  # type: ignore[attr-defined]
 
 
 def test_counters_are_reported_as_differences_and_gauges_as_levels() -> None:
-    reporter = Reporter()
+    reporter = Reporter([CPU, FILE])
     first = reporter.report({"file": {"hits": 3, "used_bytes": 100}, "cpu": {"hits": 1}})
     assert values(first) == {
         "nixl_tiers:hits": {("file",): 3, ("cpu",): 1},
@@ -27,23 +35,88 @@ def test_counters_are_reported_as_differences_and_gauges_as_levels() -> None:
 
 
 def test_a_series_exists_from_the_start_at_zero() -> None:
-    assert values(Reporter().report({"s3": {"corrupt": 0, "up": 0}})) == {
-        "nixl_tiers:corrupt": {("s3",): 0},
+    assert values(Reporter([S3]).report({"s3": {"corrupt": 0, "up": 0}})) == {
+        "nixl_tiers:removed_chunks": {("s3", "corrupt"): 0},
         "nixl_tiers:up": {("s3",): 0},
     }
 
 
-def test_every_counter_of_a_tier_is_declared() -> None:
-    assert set(COUNTERS) == {field.name for field in fields(Counters)}
+def test_numbers_of_one_kind_are_one_counter_by_reason() -> None:
+    stats = Reporter([FILE]).report({"file": {"dropped_behind": 2, "dropped_failed": 1}})
+    assert values(stats) == {"nixl_tiers:drops": {("file", "behind"): 2, ("file", "failed"): 1}}
 
 
-def test_undeclared_counters_are_not_reported() -> None:
-    assert Reporter().report({"file": {"surprise": 1}}) is None
+def test_samples_are_handed_over_as_a_list_and_once() -> None:
+    reporter = Reporter([CPU, FILE])
+    stats = reporter.report({}, {("file", "load_seconds"): [0.5, 2.0], ("file", "wait_vain"): [1.0]})
+    assert values(stats) == {
+        "nixl_tiers:load_seconds": {("file",): [0.5, 2.0]},
+        "nixl_tiers:wait_seconds": {("file", "vain"): [1.0]},
+    }
+    assert reporter.report({}, {}) is None
 
 
-def test_vllm_accepts_and_exports_every_metric() -> None:
+def test_the_info_gauge_is_reported_once() -> None:
+    reporter = Reporter([CPU], ("1.2", "abc", "4096", "128", "file: /kv"))
+    assert values(reporter.report({})) == {"nixl_tiers:info": {("1.2", "abc", "4096", "128", "file: /kv"): 1}}
+    assert reporter.report({}) is None
+
+
+def test_every_counter_of_the_core_is_a_series_of_some_tier() -> None:
+    numbers = {number for _, number in published([CPU, FILE, S3])}
+    assert {field.name for field in fields(Counters)} <= numbers
+
+
+@pytest.mark.parametrize(
+    ("tier", "number", "shown"),
+    [
+        (CPU, "bytes_read", False),  # vLLM measures that itself
+        (CPU, "up", False),
+        (CPU, "promoted", True),
+        (TierTraits("cpu", only=True), "promoted", False),
+        (FILE, "promoted", False),
+        (FILE, "stored", True),
+        (TierTraits("file", written=False), "stored", False),
+        (TierTraits("file", written=False), "store_seconds", False),
+        (FILE, "probes", False),
+        (FILE, "loads_staged", True),
+        (S3, "loads_staged", False),
+        (S3, "probes", True),
+    ],
+)
+def test_a_series_that_could_only_be_zero_is_not_published(tier: TierTraits, number: str, shown: bool) -> None:
+    assert ((tier.name, number) in published([tier])) is shown
+
+
+def test_undeclared_numbers_are_not_reported() -> None:
+    assert Reporter([FILE]).report({"file": {"surprise": 1}, "file2": {"hits": 1}}) is None
+
+
+def test_names_follow_the_conventions_and_nothing_is_measured_twice() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import get_connector_metric_definitions
+
+    for name, metric in METRICS.items():
+        assert not name.endswith("_total"), "vLLM's registry appends it"
+        assert not name.endswith(("_ms", "_kb", "_rows")), "base units, and chunks"
+        assert metric.text.endswith(".")
+        assert (metric.buckets is not None) is (metric.kind is Kind.HISTOGRAM)
+        if metric.kind is Kind.HISTOGRAM:
+            assert name.endswith(("_seconds", "_bytes"))
+        for series in metric.series.values():
+            assert len(series.values) == len([label for label in metric.labels if label != "tier"])
+    assert not set(definitions()) & set(get_connector_metric_definitions())
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    before = set(prometheus_client.REGISTRY._collector_to_names)
+    yield
+    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
+        prometheus_client.REGISTRY.unregister(collector)
+
+
+def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
     """Through vLLM's own code: an undeclared name or a wrong label fails an assertion there."""
-    import prometheus_client
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 
@@ -55,17 +128,35 @@ def test_vllm_accepts_and_exports_every_metric() -> None:
         )
 
     types = {kind: kind for kind in (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)}
-    before = set(prometheus_client.REGISTRY._collector_to_names)
-    try:
-        metrics = OffloadPromMetrics(Config(), types, ["engine"], {0: ["0"]})
-        totals = dict.fromkeys((*COUNTERS, *GAUGES), 2.0)
-        metrics.observe(Reporter().report({"file": totals, "s3": totals}).data, 0)
-        shown = prometheus_client.generate_latest().decode()
-    finally:
-        for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-            prometheus_client.REGISTRY.unregister(collector)
-    for name in COUNTERS:
-        assert f'{PREFIX}{name}_total{{engine="0",tier="file"}} 2.0' in shown
-    for name in GAUGES:
-        assert f'{PREFIX}{name}{{engine="0",tier="s3"}} 2.0' in shown
-    assert set(definitions()) == {PREFIX + name for name in (*COUNTERS, *GAUGES)}
+    metrics = OffloadPromMetrics(Config(), types, ["engine"], {0: ["0"]})
+    tiers = [CPU, FILE, S3]
+    numbers = dict.fromkeys((number for metric in METRICS.values() for number in metric.series), 2.0)
+    samples = {place: [2.0, 3.0] for place, (_, metric, _) in published(tiers).items() if metric.kind is Kind.HISTOGRAM}
+    totals = {tier.name: numbers for tier in tiers}
+    reporter = Reporter(tiers, ("1", "2", "3", "4", "5"))
+    metrics.observe(reporter.report(totals, samples).data, 0)
+    shown = prometheus_client.generate_latest().decode()
+    for (tier, _), (name, metric, labels) in published(tiers).items():
+        texts = dict(zip(metric.labels, labels, strict=True)) | {"engine": "0"}
+        inside = ",".join(f'{label}="{text}"' for label, text in sorted(texts.items()))
+        end = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}[metric.kind]
+        assert f"{PREFIX}{name}{end}{{{inside}}} 2.0" in shown, tier
+    info = 'nixl_tiers:info{chunk_bytes="3",chunk_tokens="4",engine="0",namespace="2",places="5",version="1"} 1.0'
+    assert info in shown
+
+
+def test_levels_are_all_gauges_of_the_tiers_and_what_runs() -> None:
+    numbers = dict.fromkeys((number for metric in METRICS.values() for number in metric.series), 2)
+    levels = Levels([CPU, FILE], ("1", "2", "3", "4", "5")).of({"cpu": numbers, "file": numbers})
+    names = {(name, labels.get("tier")) for name, labels, _ in levels}
+    gauges = {name for name, metric in METRICS.items() if metric.kind is Kind.GAUGE}
+    assert {name for name, _ in names} == {PREFIX + name for name in (*gauges, "info")}
+    assert ("nixl_tiers:up", "file") in names
+    assert ("nixl_tiers:up", "cpu") not in names
+    assert all(isinstance(value, float) for _, _, value in levels)
+
+
+def test_gauges_that_are_published_live_are_not_reported_besides() -> None:
+    reporter = Reporter([FILE], ("1", "2", "3", "4", "5"), gauges=False)
+    stats = reporter.report({"file": {"hits": 1, "up": 1}}, {("file", "load_bytes"): [1.0]})
+    assert set(values(stats)) == {"nixl_tiers:hits", "nixl_tiers:load_bytes"}

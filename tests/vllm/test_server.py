@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ pytest.importorskip("vllm")
 from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
 from tests.support.leaks import command_line, process_tree
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -23,12 +26,13 @@ IDLE_S = 5.0
 IDLE_SHARE = 0.05  # of one core, for all processes of the server together
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[VllmServer]:
+@contextmanager
+def serve(tmp_path: Path, *more: str) -> Iterator[VllmServer]:
     model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
     tiers = [
         {"type": "cpu", "capacity": "128MiB"},
-        {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB"},
+        # What this user has measured before about staging would be lines in the log.
+        {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB", "staging": "off"},
     ]
     options = [
         "--max-model-len",
@@ -36,11 +40,24 @@ def server(tmp_path: Path) -> Iterator[VllmServer]:
         "--enable-prompt-tokens-details",
         "--kv-transfer-config",
         json.dumps(vllm_cpu.kv_transfer(tiers)),
+        *more,
     ]
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with VllmServer(model, options, {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths}, tmp_path / "log") as server:
         server.start(lambda: None)
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[VllmServer]:
+    with serve(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def two_api_servers(tmp_path: Path) -> Iterator[VllmServer]:
+    with serve(tmp_path, "--api-server-count", "2") as server:
         yield server
 
 
@@ -53,6 +70,47 @@ def processor_s(pids: Iterable[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def file_tier_fails_while_idle(server: VllmServer, tmp_path: Path) -> None:
+    """No request is sent: the engine does not step. Its file tier's mover dies, and cannot open the tier again."""
+    assert server._process is not None
+    movers = [pid for pid, line in process_tree(server._process.pid).items() if "nixl_tiers/mover" in line]
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    (tmp_path / "kv").write_text("no directory")
+    for mover in movers:
+        os.kill(mover, signal.SIGKILL)
+
+    def has_failed() -> bool:
+        page = server.metrics()
+        return not page.total("nixl_tiers:up", tier="file") and page.total("nixl_tiers:breaker", tier="file") == 2
+
+    until(has_failed, "the failure to show at /metrics", timeout_s=300)
+
+
+def test_several_api_servers_show_each_gauge_once_and_as_it_is_now(two_api_servers: VllmServer, tmp_path: Path) -> None:
+    server = two_api_servers
+    prompt = [(13 * i) % 3000 + 100 for i in range(300)]
+    for _ in range(8):  # over both API servers
+        server.ask(prompt, 2)
+
+    def shows_gauges() -> bool:
+        return server.metrics().total("nixl_tiers:up", tier="file") == 1
+
+    until(shows_gauges, "gauges", timeout_s=300)
+    for _ in range(8):
+        samples = [sample for sample in server.metrics().samples if sample.name.startswith("nixl_tiers:")]
+        assert len({(s.name, tuple(sorted(s.labels.items()))) for s in samples}) == len(samples)
+        assert not [sample for sample in samples if "pid" in sample.labels]
+        (up,) = (sample for sample in samples if sample.name == "nixl_tiers:up")
+        assert up.labels["engine"] == "0"
+        assert up.labels["model_name"]
+        (info,) = (sample for sample in samples if sample.name == "nixl_tiers:info")
+        assert info.labels["places"] == f"file: {tmp_path / 'kv'}"
+    page = server.metrics()
+    assert page.total("nixl_tiers:added_chunks_total", tier="cpu", reason="stored") == 2
+    assert page.total("nixl_tiers:misses_total", reason="never_stored") == 2
+    file_tier_fails_while_idle(server, tmp_path)
+
+
 def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: VllmServer, tmp_path: Path) -> None:
     prompt = [(17 * i) % 3000 + 100 for i in range(600)]
     cold = server.ask(prompt, 4)
@@ -61,10 +119,13 @@ def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: Vll
     assert warm.token_ids == cold.token_ids
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 512)
     deadline = time.monotonic() + 300
-    while (page := server.metrics()).total("nixl_tiers:bytes_written_total", tier="file") == 0:
+    while (page := server.metrics()).total("nixl_tiers:written_bytes_total", tier="file") == 0:
         assert time.monotonic() < deadline, "nothing reached the file tier"
         server.poke()
     assert page.total("nixl_tiers:hits_total", tier="cpu") == 4
+    assert page.total("nixl_tiers:hit_tokens_total", tier="cpu") == 512
+    assert page.total("nixl_tiers:misses_total", reason="never_stored") == 4
+    assert page.total("nixl_tiers:store_seconds_count", tier="file") > 0
     assert page.total("nixl_tiers:up", tier="file") == 1
     assert page.total("nixl_tiers:capacity_bytes", tier="cpu") == 128 << 20
     assert page.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 512
@@ -88,6 +149,7 @@ def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: Vll
         share = (processor_s(everyone) - before) / IDLE_S
     assert share < IDLE_SHARE
 
+    file_tier_fails_while_idle(server, tmp_path)
     server._process.terminate()
     assert server._process.wait(300) is not None
     deadline = time.monotonic() + 120

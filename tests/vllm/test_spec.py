@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm import fingerprint
-from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
+from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of
 
 CPU = {"type": "cpu", "capacity": "1MiB"}
 Build = Callable[..., Any]
@@ -271,3 +272,19 @@ class TestAgreement:
         agreed_namespace(region, self.tiers, 5)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert sentence in caplog.text
+
+
+def test_manifests_describe_the_model_and_its_chunks(offloading_config: Build) -> None:
+    config = offloading_config(blocks_per_chunk=4)
+    described = description_of(config, "0123abcd")
+    assert (described.model, described.revision) == (config.model.name, "0123abcd")
+    assert (described.dtype, described.chunk_tokens) == (config.model.dtype, 128)
+    assert described.vllm
+
+
+def test_revision_for_people_is_the_commit_else_what_was_asked_for() -> None:
+    model = SimpleNamespace(revision="main", hf_config=SimpleNamespace(_commit_hash="0123abcd"))
+    assert fingerprint.revision_of(SimpleNamespace(model_config=model)) == "0123abcd"
+    model.hf_config._commit_hash = None
+    assert fingerprint.revision_of(SimpleNamespace(model_config=model)) == "main"
+    assert fingerprint.revision_of(None) == ""

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.vllm.copy_jobs import PolledJobs, ThreadedJobs
 from nixl_tiers.vllm.transfer import RowsSpec
 from nixl_tiers.vllm.worker import NixlTiersWorker, segments_of, worker_over
 
@@ -257,18 +259,21 @@ class Slow:
         self.started.append(("load", threading.current_thread().name))
         return self
 
+    def done(self) -> bool:
+        return self.go.is_set()
+
     def elapsed_s(self) -> float:
         assert self.go.wait(120)
         return 0.25
 
 
-def test_on_a_device_copies_start_at_submission_and_end_in_the_background() -> None:
+def test_on_a_device_copies_start_at_submission_and_are_polled() -> None:
     region = HostRegion.create(Geometry(1, 512), ROWS)
     slow = Slow()
     host = worker_over(region, caches_of([[512]]), 0)
-    worker = NixlTiersWorker(region, host._plan, slow, 0, on_device=True)
-    host._stores.stop(1)
-    host._loads.stop(1)
+    worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs())
+    assert host._jobs.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nixl_tiers-")]
     worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
     worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
     mine = threading.current_thread().name
@@ -276,12 +281,60 @@ def test_on_a_device_copies_start_at_submission_and_end_in_the_background() -> N
     assert worker.get_finished() == []
     assert not region.written([0], 1).any()
     slow.go.set()
-    worker.wait({1, 2, 99})
     results = worker.get_finished()
     assert sorted(result.job_id for result in results) == [1, 2]
     assert [result.transfer_time for result in results] == [0.25, 0.25], "the device's time, not the host's"
     assert region.written([0], 1).all()
     worker.shutdown()
+
+
+def test_a_store_that_runs_holds_up_no_load_on_a_device() -> None:
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    store, load = Slow(), Slow()
+    host = worker_over(region, caches_of([[512]]), 0)
+    swap = SimpleNamespace(store=store.store, load=load.load)
+    worker = NixlTiersWorker(region, host._plan, swap, 0, jobs=PolledJobs())
+    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+    worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
+    load.go.set()
+    assert [result.job_id for result in worker.get_finished()] == [2]
+    store.go.set()
+    assert [result.job_id for result in worker.get_finished()] == [1]
+    worker.shutdown()
+    host.shutdown()
+
+
+def test_a_copy_on_a_device_that_does_not_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    slow = Slow()
+    host = worker_over(region, caches_of([[512]]), 0)
+    worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs(overdue_s=0.0))
+    for job in (1, 2):
+        worker.submit_store(job, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+    for _ in range(3):
+        assert worker.get_finished() == []
+    (warned,) = [record.message for record in caplog.records if "has not ended" in record.message]
+    assert warned == (
+        "nixl_tiers: a store between GPU and host memory has not ended after 0 s (job 1, and 1 behind it): the GPU's "
+        "work before it has not ended, or the GPU hangs"
+    )
+    slow.go.set()
+    worker.shutdown()
+    host.shutdown()
+
+
+def test_a_worker_without_shutdown_is_collected_with_copies_on_its_device() -> None:
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    slow = Slow()
+    plan = worker_over(region, caches_of([[512]]), 0)._plan
+    worker = NixlTiersWorker(region, plan, slow, 0, jobs=PolledJobs())
+    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+    slow.go.set()
+    collected = weakref.ref(worker)
+    del worker
+    gc.collect()
+    assert collected() is None
+    assert region._closed
 
 
 class HalfBroken(Slow):
@@ -295,6 +348,9 @@ class HalfBroken(Slow):
 
 
 class Failing(Slow):
+    def done(self) -> bool:
+        raise OSError("does not end well")
+
     def elapsed_s(self) -> float:
         raise OSError("does not end well")
 
@@ -305,7 +361,7 @@ def test_a_failed_load_is_reported_after_all_started_copies_have_ended() -> None
     region = HostRegion.create(Geometry(1, 512), ROWS)
     swap = HalfBroken()
     host = worker_over(region, caches_of(pages), 0)
-    worker = NixlTiersWorker(region, host._plan, swap, 0, on_device=True)
+    worker = NixlTiersWorker(region, host._plan, swap, 0, jobs=PolledJobs())
     worker.submit_load(1, rows_of(0, 1, 2, counts=(1, 1, 1)), GPULoadStoreSpec([0, 1, 2], [1, 1, 1], [0, 0, 0]))
     worker.submit_load(2, rows_of(3, counts=(0, 0, 1)), GPULoadStoreSpec([3], [0, 0, 1], [0, 0, 0]))
     assert [direction for direction, _ in swap.started] == ["load"] * 3
@@ -331,7 +387,7 @@ def test_neither_submission_nor_a_load_waits_for_a_running_store() -> None:
     region = HostRegion.create(Geometry(1, 512), ROWS)
     blocking = Blocking()
     host = worker_over(region, caches_of([[512]]), 0)
-    worker = NixlTiersWorker(region, host._plan, blocking, 0, on_device=False)
+    worker = NixlTiersWorker(region, host._plan, blocking, 0, jobs=ThreadedJobs())
     worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
     worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
     worker.wait({2})
@@ -373,7 +429,7 @@ def test_shutdown_ends_running_copies_before_the_region_is_closed(rank: Rank) ->
 def test_a_worker_without_shutdown_is_collected_with_threads_and_region() -> None:
     rank = Rank([[512]])
     rank.store(rows_of(0, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
-    executors = [rank.worker._stores._thread, rank.worker._loads._thread]
+    executors = [executor._thread for executor in rank.worker._jobs._threads.values()]
     region, worker = rank.region, weakref.ref(rank.worker)
     del rank
     gc.collect()

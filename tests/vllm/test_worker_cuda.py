@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,17 +18,17 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import kernels
-from nixl_tiers.swap.autotune import Fixed
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm import worker as worker_module
+from nixl_tiers.vllm.copy_jobs import PolledJobs
 from nixl_tiers.vllm.transfer import RowsSpec
-from nixl_tiers.vllm.worker import NixlTiersWorker, prefault
+from nixl_tiers.vllm.worker import NixlTiersWorker, place_region
 from tests.swap.fake_gpu import FakeGpu
 
 BLOCKS, ROWS, PAGE, LAYERS, SUB_BLOCKS = 12, 6, 2048, 3, 2
 OUT_OF_MEMORY = 2
-STRATEGIES = ("copy_engine", "staged", "ring2")
+STRATEGIES = ("copy_engine", "staged")
 
 
 class Rank:
@@ -44,9 +46,9 @@ class Rank:
         geometry = Geometry(1, LAYERS * PAGE * SUB_BLOCKS, SUB_BLOCKS)
         self.region = HostRegion.create(geometry, ROWS)
         plan = CopyPlan([segments], geometry, 0, self.region.address, ROWS)
-        swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, choice=Fixed((strategy,)))
+        swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, strategies=(strategy,))
         self.region.at_close(swap.close)
-        self.worker = NixlTiersWorker(self.region, plan, swap, 0, on_device=True)
+        self.worker = NixlTiersWorker(self.region, plan, swap, 0, jobs=PolledJobs())
         self.worker.keep_failed_loads()
         self.jobs = 0
 
@@ -103,7 +105,7 @@ def test_a_store_and_a_load_round_trip_on_the_gpu(rank: Rank) -> None:
 @pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuCtxPushCurrent_v2", "the strategy's own"])
 def test_a_copy_that_does_not_start_is_marked_in_the_rows_only(rank: Rank, call: str) -> None:
-    strategy = rank.worker._swap._choice(True, 0, 1)  # type: ignore[attr-defined]
+    strategy = rank.worker._swap._strategies[0]  # type: ignore[attr-defined]
     own = {"copy_engine": "cuMemcpyBatchAsync"}.get(strategy, "cuLaunchKernel")
     assert rank.store([0, 1], [0], store_seq=1).success  # strategies are created on first use
     rank.fake.fail(own if call == "the strategy's own" else call, OUT_OF_MEMORY)
@@ -153,13 +155,43 @@ def test_the_numa_node_of_the_region_is_logged(
 ) -> None:
     """Many containers may not place memory, and nothing else would show why copies are slow."""
     asked = []
-    monkeypatch.setattr(worker_module, "prefer", lambda *how: asked.append(how) or accepted)
-    region = HostRegion.create(Geometry(1, 4096), 2)
-    with caplog.at_level(logging.INFO, "nixl_tiers"):
-        prefaulted = prefault(region, 0, 1)
-    assert prefaulted is not None
-    prefaulted.wait()
-    assert asked == [(region.address, region.nbytes, 1)]
+    monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how) or accepted)
+    with HostRegion.create(Geometry(1, 4096), 2) as region, caplog.at_level(logging.INFO, "nixl_tiers"):
+        place_region(region, 0, 1)
+        assert asked == [(region.address, region.nbytes, {1})]
     assert "allocated on NUMA node 1, the GPU's" in caplog.text
     assert ("the kernel refuses" in caplog.text) is not accepted
-    region.close()
+
+
+def test_pages_are_interleaved_over_the_nodes_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank asks for the same, however late the others say where their GPUs are."""
+    asked = []
+    monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how[2]) or True)
+    monkeypatch.setattr(worker_module, "NODES_S", 120.0)
+    with HostRegion.create(Geometry(3, 4096), 2) as region, caplog.at_level(logging.INFO, "nixl_tiers"):
+        ranks = [threading.Thread(target=place_region, args=(region, cell, (0, None, 2)[cell])) for cell in range(3)]
+        for rank in ranks[:2]:
+            rank.start()
+        time.sleep(0.1)
+        assert asked == [], "the third is missing"
+        ranks[2].start()
+        for rank in ranks:
+            rank.join(120)
+        assert asked == [{0, 2}] * 3
+    assert "allocated on NUMA nodes [0, 2] in turns, the GPUs'" in caplog.text
+
+
+def test_unknown_and_missing_nodes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how[2]) or True)
+    monkeypatch.setattr(worker_module, "NODES_S", 0.0)
+    with HostRegion.create(Geometry(3, 4096), 2) as region:
+        place_region(region, 0, None)
+        assert asked == [], "the kernel's default stays"
+        place_region(region, 1, 4)
+        assert asked == [{4}]
+        monkeypatch.setattr(region, "hugetlb", True)
+        place_region(region, 2, 1)
+        assert asked == [{4}], "the pages of a pool are allocated already"

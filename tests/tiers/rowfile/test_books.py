@@ -113,10 +113,12 @@ class Books(RuleBasedStateMachine):
     # --- what this engine does --------------------------------------------------------------------------------------
 
     def store(self, key: bytes) -> None:
-        temporary, descriptor = self.directory.create_temp()
+        temporary = self.directory.temp_file()
+        descriptor = temporary.open()
         os.ftruncate(descriptor, ROW)
         os.close(descriptor)
         self.directory.publish(temporary, RowPath.of(OURS, key), self.now_s)
+        temporary.close()
         self.files[OURS, key] = int(self.file(OURS, key).stat().st_mtime)
         self.core.add(key)
 

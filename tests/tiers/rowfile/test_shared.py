@@ -146,6 +146,7 @@ def test_kill_during_stores_leaves_only_whole_rows(tmp_path: Path) -> None:
                     mover.begin(Store, [Move(n, n, key_of(stored + n), tick=stored + n, seal=True) for n in rows])
                 stored += ROWS
                 time.sleep(rng.uniform(0, 0.05))  # anywhere in it: the assertions hold wherever it is
+                assert wait_until(lambda: any(tmp_path.rglob("*.row")))  # else no round might store any
                 mover.kill()
             for path in tmp_path.rglob("*.row"):
                 row = np.frombuffer(path.read_bytes(), np.uint8)

@@ -163,14 +163,15 @@ class TierDriver:
         return self.finish(self.begin_store(numbers))[0]
 
     def load(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Load into rows with other content. An OK row must be right, any other must be unchanged."""
+        """Load into rows with other content. An OK row must be right; one whose object was corrupt may hold anything,
+        any other must be unchanged."""
         for number in numbers:
             self.row(number)[:] = number % 251
         (outcomes,) = self.finish(self.tier.load(self.moves(numbers)))
         for number, outcome in zip(numbers, outcomes, strict=True):
             if outcome is Outcome.OK:
                 assert self.holds(number), f"wrong bytes for key {number}"
-            else:
+            elif outcome is not Outcome.CORRUPT:
                 assert (self.row(number) == number % 251).all(), f"{outcome!r}, but the row of key {number} has changed"
         return outcomes
 
@@ -187,6 +188,14 @@ class TierDriver:
         return wait_until(lambda: self.tier.used_bytes == rows * self.geometry.row_bytes)
 
 
+def client_of(server: FaultyS3) -> Any:
+    """The boto3 client that a tier has, and its threads use."""
+    control = S3Control(S3Config(type="s3", bucket="kv-cut", endpoint=server.endpoint, capacity=1 << 20))
+    assert wait_until(lambda: connects(control))
+    control.close()
+    return control.client
+
+
 @dataclass
 class Request:
     method: str
@@ -197,9 +206,10 @@ class Request:
 
 
 Fault = Callable[[Request], int | tuple[int, str] | bytes | None]
-"""Called before a request is served. Returns an HTTP status to answer with (and S3's error code), HANG_UP, bytes to
-send as the body, or None to serve it."""
+"""Called before a request is served. Returns an HTTP status to answer with (and S3's error code), HANG_UP, CUT_OFF,
+bytes to send as the body, or None to serve it."""
 HANG_UP = 0
+CUT_OFF = -1  # 503 with a part of its body
 LONG_AGO = "2024-01-01T00:00:00.000Z"
 
 
@@ -238,7 +248,10 @@ def faulty_s3() -> Iterator[FaultyS3]:
     class Handler(_Handler):
         s3 = state
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # connections that may wait to be accepted; by default 5, more are reset
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     state.port = server.server_port
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -278,6 +291,12 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if fault == HANG_UP:
                 self.close_connection = True
+            elif fault == CUT_OFF:
+                self.close_connection = True
+                self.send_response(503)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"100\r\n<Error>")
             elif isinstance(fault, (int, tuple)):
                 status, code = (fault, "SlowDown") if isinstance(fault, int) else fault
                 self._answer(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())

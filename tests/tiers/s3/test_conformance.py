@@ -1,4 +1,4 @@
-"""The object tier keeps the contract, on a forgiving server and on a real one."""
+"""The object tier keeps the contract, on a forgiving server, on a real one, and on that of `--endpoint`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import pytest
 
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
-from nixl_tiers.testing.servers import MotoServer, S3Server, SeaweedServer
+from nixl_tiers.testing.servers import S3Server
 from tests.tiers.media import Objects
 
-Use = Callable[[S3Server], None]
-BucketOf = Callable[[S3Server], str]
 
-
-class TestObjectStorageOnMoto(StorageTierTests):
+class TestObjectStorage(StorageTierTests):
     @pytest.fixture
-    def medium(self, moto: MotoServer, s3_credentials: Use, s3_bucket: BucketOf, s3_prefix: str) -> Medium:
-        s3_credentials(moto)
-        return Objects(moto, s3_bucket(moto), s3_prefix)
-
-
-class TestObjectStorageOnSeaweedfs(StorageTierTests):
-    @pytest.fixture
-    def medium(self, seaweedfs: SeaweedServer, s3_credentials: Use, s3_bucket: BucketOf, s3_prefix: str) -> Medium:
-        s3_credentials(seaweedfs)
-        return Objects(seaweedfs, s3_bucket(seaweedfs), s3_prefix)
+    def medium(
+        self,
+        s3_server: S3Server,
+        s3_credentials: Callable[[S3Server], None],
+        s3_bucket: Callable[[S3Server], str],
+        s3_prefix: str,
+    ) -> Medium:
+        s3_credentials(s3_server)
+        return Objects(s3_server, s3_bucket(s3_server), s3_prefix)

@@ -18,12 +18,13 @@ from cryptography.x509.oid import NameOID
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
-from nixl_tiers.tiers.s3 import control, data
+from nixl_tiers.tiers.s3 import concurrency, control, data
 from nixl_tiers.tiers.s3.credentials import Credentials
 from tests.tiers.s3.harness import (
     HANG_UP,
     NAMESPACE,
     OTHER_NAMESPACE,
+    TIMEOUT_S,
     FaultyS3,
     Request,
     TierDriver,
@@ -61,9 +62,12 @@ def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[
 
 
 class TestOpen:
-    def test_a_missing_bucket_is_refused_by_name(self, s3_server: S3Server) -> None:
+    def test_a_missing_bucket_is_refused_by_name(
+        self, s3_server: S3Server, s3_credentials: Callable[[S3Server], None]
+    ) -> None:
+        s3_credentials(s3_server)
         with TierDriver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver:
-            caught = driver.fails_to_open(TierRefused, r'^bucket: there is no bucket "no-such-bucket" at http://127')
+            caught = driver.fails_to_open(TierRefused, r'^bucket: there is no bucket "no-such-bucket" at https?://')
         assert "\n" not in str(caught)
 
     def test_a_server_that_is_down_comes_up_later(self) -> None:
@@ -377,11 +381,25 @@ class TestTransfers:
         assert (driver.row(1) == 77).all(), "an abandoned download wrote to the region"
         assert driver.load([1]) == [Outcome.OK]
 
+    def test_more_transfers_run_at_once_than_one_agent_has_connections(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(concurrency, "FIRST", 60)
+        monkeypatch.setattr(data, "DOWNLOAD_S", TIMEOUT_S)
+        with TierDriver(SMALL, 64, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+            driver.open()
+            driver.store(range(60))
+            faulty.hold = threading.Event()
+            batch = driver.tier.load(driver.moves(range(60)))
+            assert wait_until(lambda: faulty.concurrent == 60)
+            faulty.hold.set()
+            assert driver.finish(batch) == [[Outcome.OK] * 60]
+
     def test_concurrent_transfers_are_bounded(self, driver: TierDriver, faulty: FaultyS3) -> None:
         uploads = driver.begin_store(range(32))
         driver.finish(uploads)
         driver.finish(*(driver.tier.load(driver.moves(range(32))) for _ in range(4)))
-        assert 1 < faulty.max_concurrent <= data.MAX_UPLOADS + data.MAX_DOWNLOADS
+        assert 1 < faulty.max_concurrent <= 2 * driver.config.max_transfers
 
 
 class TestBudget:
@@ -493,7 +511,7 @@ class TestBudget:
         batch = driver.begin_store(range(24))
         driver.tier.give_up_waiting()
         gate.set()
-        assert driver.finish(batch)[0] == [Outcome.OK] * data.MAX_UPLOADS + [Outcome.FAILED] * (24 - data.MAX_UPLOADS)
+        assert driver.finish(batch)[0] == [Outcome.OK] * concurrency.FIRST + [Outcome.FAILED] * 8
 
     def test_a_reset_needs_no_listing(self, small: TierDriver, faulty: FaultyS3) -> None:
         small.store([1, 2])

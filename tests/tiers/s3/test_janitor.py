@@ -16,12 +16,23 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.base import GONE
+from nixl_tiers.tiers.s3 import janitor as janitor_module
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3 import usage
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor, JanitorIntervals
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
-from tests.tiers.s3.harness import FAST_JANITOR, NAMESPACE, OTHER_NAMESPACE, TierDriver, faulty_s3, key_of, wait_until
+from tests.tiers.s3.harness import (
+    CUT_OFF,
+    FAST_JANITOR,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    TierDriver,
+    client_of,
+    faulty_s3,
+    key_of,
+    wait_until,
+)
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -181,7 +192,7 @@ class TestBudget:
             done.set()
             thread.join()
         assert arrived >= 5 * CAPACITY_ROWS
-        assert max(samples) <= CAPACITY_ROWS + len(drivers) * WINDOW_ROWS
+        assert max(samples) <= CAPACITY_ROWS + (len(drivers) - 1) * WINDOW_ROWS
         assert wait_until(lambda: len(rows_in(s3_server, place)) <= CAPACITY_ROWS)
         assert sum(map(holds_lease, drivers)) == 1
 
@@ -303,6 +314,23 @@ class TestServersAndRights:
             assert driver.store([1, 2]) == [Outcome.NO_SPACE] * 2
             assert [name for name in server.objects if name.count("/") > 1] == []
             assert "does not support conditional writes" in driver.tier.denials["conditional writes"]
+
+    def test_answer_that_is_cut_off_is_no_unexpected_error(
+        self,
+        server_credentials: None,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda _: True)
+        monkeypatch.setattr(Janitor, "_publish", lambda _: None)
+        with faulty_s3() as server:
+            server.fault = lambda request: CUT_OFF if request.method == "GET" else None
+            client, quota = client_of(server), UploadQuota("me", CAPACITY_ROWS * ROW, ROW)
+            janitor = Janitor(lambda: client, "kv", "p", quota=quota, intervals=FAST_JANITOR, denials=Denials("here"))
+            janitor.start()
+            assert wait_until(lambda: server.count("GET") > 2)
+            janitor.close()
+        assert not [r for r in caplog.records if "unexpected" in r.getMessage()]
 
     def test_a_read_only_tier_writes_nothing(
         self, place: dict[str, Any], s3_server: S3Server, drivers: list[TierDriver]

@@ -22,23 +22,24 @@ from botocore.exceptions import EndpointConnectionError
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import GONE
-from nixl_tiers.tiers.s3 import tier as tier_module
-from nixl_tiers.tiers.s3.data import MAX_UPLOADS
+from nixl_tiers.tiers.s3 import lease as lease_module
+from nixl_tiers.tiers.s3 import ownership
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, PrefixLease, Record
 from nixl_tiers.tiers.s3.listing import ExpirySweep
 from tests.mover.harness import MoverProcess, has_exited
-from tests.tiers.s3.harness import FaultyS3, TierDriver, key_of, wait_until
+from tests.tiers.s3.harness import CUT_OFF, FaultyS3, TierDriver, client_of, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 CAPACITY_ROWS = 32
+MAX_UPLOADS = 16
 SHORT = LeaseTerms(lease_s=6.0, margin_s=2.0, renew_s=0.4, poll_s=0.1, retry_s=0.1)
 
 
 @pytest.fixture(autouse=True)
 def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "LEASE_TERMS", SHORT)
+    monkeypatch.setattr(ownership, "LEASE_TERMS", SHORT)
 
 
 @pytest.fixture
@@ -73,8 +74,8 @@ def disconnect_lease(driver: TierDriver) -> None:
     def client() -> Any:
         raise EndpointConnectionError(endpoint_url="disconnected")
 
-    assert driver.tier._lease is not None
-    driver.tier._lease.client = client
+    assert driver.tier._owner.lease is not None
+    driver.tier._owner.lease.client = client
 
 
 def owner_and_reader(make: Callable[..., TierDriver], rows: int) -> tuple[TierDriver, TierDriver]:
@@ -113,7 +114,7 @@ class TestTwoEngines:
         place: dict[str, Any],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(tier_module, "LEASE_TERMS", LeaseTerms(lease_s=600.0, margin_s=200.0, poll_s=0.1))
+        monkeypatch.setattr(ownership, "LEASE_TERMS", LeaseTerms(lease_s=600.0, margin_s=200.0, poll_s=0.1))
         owner, heir = make("one"), make("two")
         owner.open()
         assert stored(owner, 1)
@@ -175,7 +176,7 @@ class TestTwoEngines:
         quota.adopt = adopt_between_evictions  # type: ignore[method-assign]
         owner.tier.close()
         entries: list[Any] = []
-        assert wait_until(lambda: bool(entries.extend(heir.listed_rows()) or heir.tier._may_write))
+        assert wait_until(lambda: bool(entries.extend(heir.listed_rows()) or heir.tier._owner.may_write))
         assert {entry.key for entry in entries} == {key_of(0), key_of(1)}
         assert heir.settled(4)
 
@@ -205,10 +206,10 @@ class TestTwoEngines:
         disconnect_lease(owner)
         number = 2
         owned: set[int] = set()
-        while not heir.tier._may_write:
+        while not heir.tier._owner.may_write:
             if owner.store([number]) == [Outcome.OK]:
                 owned.add(number)
-            assert not (owner.tier._may_write and heir.tier._may_write)
+            assert not (owner.tier._owner.may_write and heir.tier._owner.may_write)
             number = 2 + (number - 1) % 8
             heir.listed_rows()
         assert owner.store([10]) == [Outcome.NO_SPACE]
@@ -223,11 +224,11 @@ class TestTwoEngines:
         owner.open()
         assert stored(owner, 1)
         heir.open()
-        assert owner.tier._lease is not None
-        connect = owner.tier._lease.client
+        assert owner.tier._owner.lease is not None
+        connect = owner.tier._owner.lease.client
         disconnect_lease(owner)
         assert stored(heir, 2)
-        owner.tier._lease.client = connect
+        owner.tier._owner.lease.client = connect
         assert wait_until(lambda: "belongs to engine two" in owner.tier.denials.get(KIND, ""))
         heir.delete(1)
         assert heir.settled(1)
@@ -242,13 +243,13 @@ class TestTwoEngines:
         owner = make("one")
         owner.open()
         assert stored(owner, 1)
-        assert owner.tier._lease is not None
-        connect = owner.tier._lease.client
-        owner.tier._lease.client = lambda: 1 // 0
-        assert wait_until(lambda: not owner.tier._may_write)
+        assert owner.tier._owner.lease is not None
+        connect = owner.tier._owner.lease.client
+        owner.tier._owner.lease.client = lambda: 1 // 0
+        assert wait_until(lambda: not owner.tier._owner.may_write)
         assert owner.store([2]) == [Outcome.NO_SPACE]
         assert wait_until(lambda: "cannot be renewed" in owner.tier.denials.get(KIND, ""))
-        owner.tier._lease.client = connect
+        owner.tier._owner.lease.client = connect
         assert stored(owner, 2)
         lines = [r.getMessage() for r in caplog.records if "unexpected error" in r.getMessage()]
         assert len(lines) == 1
@@ -258,8 +259,8 @@ class TestTwoEngines:
         before, after = make("one"), make("one")
         before.open()
         assert stored(before, 1)
-        assert before.tier._lease is not None
-        before.tier._lease.close(release=False)  # as when its process was killed
+        assert before.tier._owner.lease is not None
+        before.tier._owner.lease.close(release=False)  # as when its process was killed
         assert len(after.open()) == 1
         assert after.store([2]) == [Outcome.OK], "without waiting"
 
@@ -279,10 +280,38 @@ class TestWithoutALease:
         """It answers every PUT with status 200, and nothing of it is S3's."""
         client = Mock(**{"put_object.return_value": {"ResponseMetadata": {"HTTPStatusCode": 200}}})
         lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, SHORT)
-        lease.start(5.0)
+        lease.start(60.0)
         assert client.put_object.called
         assert lease.tenure() == 0
+        assert lease.denials.current()[KIND] == (
+            "here: answers have no ETag, so they are not S3's, perhaps a proxy's page: there is no lease of the "
+            'private prefix "p", and nothing is stored or deleted there'
+        )
         lease.close(release=False)
+
+    def test_lease_that_is_no_record_is_of_an_unknown_engine(self, s3_server: S3Server, place: dict[str, Any]) -> None:
+        client, bucket, prefix = s3_server.client(), place["bucket"], place["prefix"]
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{LEASE_NAME}", Body=b'{"engine": "torn')
+        lease = PrefixLease(lambda: client, bucket, prefix, "one", Denials("here"), time.time, SHORT)
+        lease.start(60.0)
+        sentence = lease.denials.current()[KIND]
+        assert (
+            f'belongs to an unknown engine ("{prefix}/.owner" is no record of one), so rows are only read' in sentence
+        )
+        assert wait_until(lambda: lease.tenure() > 0), "nobody renews it"
+        lease.close(release=True)
+
+    def test_answer_that_is_cut_off_is_no_unexpected_error(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(lease_module, "conditional_writes_work", lambda _: True)
+        faulty.fault = lambda request: CUT_OFF if request.method == "GET" else None
+        client = client_of(faulty)
+        lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, SHORT)
+        lease.start(60.0)
+        assert wait_until(lambda: faulty.count("GET") > 2)
+        lease.close(release=False)
+        assert not [r for r in caplog.records if "unexpected" in r.getMessage()]
 
     @pytest.mark.parametrize("ignored", [False, True])
     def test_server_without_conditional_writes_is_served_with_a_warning(
@@ -351,7 +380,7 @@ def test_killed_owners_rows_stay_and_the_capacity_is_kept(
     s3_credentials(moto)
     place = {"bucket": s3_bucket(moto), "prefix": s3_prefix}
     config = {"type": "tests.mover.stub_tiers:ShortLeaseConfig", "endpoint": moto.endpoint, **place}
-    tier = {**config, "capacity": CAPACITY_ROWS * ROW}
+    tier = {**config, "capacity": CAPACITY_ROWS * ROW, "max_transfers": MAX_UPLOADS}
     rng = random.Random(7)
     with ExitStack() as stack:
         live: set[int] = set()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,19 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
 from nixl_tiers.testing.servers import SECRET_KEY, MotoServer, S3Server, SeaweedServer
+from nixl_tiers.tiers.priority import STORE_NICE
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, wait_until
 
 GEOMETRY = Geometry(cells=2, cell_payload=128 << 10, sub_blocks=4)
+
+
+def nice_values(pid: int) -> dict[int, int]:
+    """By thread."""
+    values = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            values[int(task.name)] = int((task / "stat").read_text().rpartition(")")[2].split()[16])
+    return values
 
 
 def s3_tier(endpoint: str, bucket: str, **fields: Any) -> dict[str, object]:
@@ -41,6 +54,32 @@ def test_rows_survive_a_kill_of_their_mover(
             assert wait_until(lambda: _used_bytes(successor) == 25 * GEOMETRY.row_bytes)
             successor.stop()
             assert SECRET_KEY not in successor.log()
+
+
+def test_uploading_threads_have_low_priority_and_no_other(
+    seaweedfs: SeaweedServer,
+    s3_credentials: Callable[[S3Server], None],
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+) -> None:
+    s3_credentials(seaweedfs)
+    tier = s3_tier(seaweedfs.endpoint, s3_bucket(seaweedfs), prefix=s3_prefix)
+    with MoverProcess(tier, GEOMETRY, 8) as mover:
+        mover.open()
+        mover.listed_rows()
+        ours = os.getpriority(os.PRIO_PROCESS, 0)
+        low = min(ours + STORE_NICE, 19)
+        before = nice_values(mover.process.pid)
+        assert mover.load([99]) == [Outcome.MISSING]
+        assert set(nice_values(mover.process.pid).values()) == {ours}, "those that load, and the mover's own"
+        assert mover.store([1, 2, 3]) == [Outcome.OK] * 3
+        after = nice_values(mover.process.pid)
+        started = {thread: nice for thread, nice in after.items() if thread not in before}
+        assert list(started.values()).count(low) >= 3, "those that upload"
+        assert all(after[thread] == ours for thread in before if thread in after)
+        assert after[mover.process.pid] == ours
+        assert mover.load([1, 2, 3]) == [Outcome.OK] * 3
+        mover.stop()
 
 
 def test_a_tier_is_down_until_its_server_starts(s3_credentials: Callable[[S3Server], None]) -> None:

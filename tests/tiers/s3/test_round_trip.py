@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome, object_name
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.testing.servers import S3Server
+from nixl_tiers.tiers import moves as moves_module
 from nixl_tiers.tiers.base import Move
 from tests.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, key_of, wait_until
 
@@ -241,3 +243,17 @@ class TestDeletes:
             driver.store([1, 2])
             driver.delete(1, 2)
         assert _objects(s3_server, place) == {}
+
+
+def test_s3_tier_starts_no_upload_while_they_are_held(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "HOLD_S", 3600.0)
+    with TierDriver(SMALL, 4, **place) as driver:
+        driver.open()
+        assert driver.store([0]) == [Outcome.OK]
+        driver.region.stores_held_until_s = time.monotonic() + 3600.0
+        batch = driver.tier.store([Move(1, 1, key_of(1), seal=True)])
+        for _ in range(50):
+            assert driver.tier.poll() == []
+            time.sleep(0.002)
+        driver.region.stores_held_until_s = 0.0
+        assert driver.finish(batch) == [[Outcome.OK]]

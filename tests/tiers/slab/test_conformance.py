@@ -15,3 +15,9 @@ class TestFileStorage(StorageTierTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return SlabFiles(tmp_path)
+
+
+class TestStagedFileStorage(StorageTierTests):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Medium:
+        return SlabFiles(tmp_path, staging="on")

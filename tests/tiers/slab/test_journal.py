@@ -481,6 +481,31 @@ def test_empty_slots_are_unknown_after_an_io_error(folder: Folder, monkeypatch: 
     journal.close()
 
 
+def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrote(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The page cache took the record of a row, the disk did not: that the slot is empty, and erased, is back."""
+    file = folder.path / NAME
+    journal = opened(folder, 4)
+    journal.mark_complete()
+    journal.put(0, b"old", 1, NOW)
+    journal.mark_erased(1)
+    assert wait_until(lambda: {0, 1} <= records(file).keys())
+    raw = file.read_bytes()
+    journal.close()
+    file.write_bytes(raw)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing)  # the kernel reports the failed write-back to the next flush
+        journal = opened(folder, 4)
+        assert "has lost records" in caplog.text
+        assert journal.unknown_slots()[1]
+        assert journal.holds(0, b"old")  # its seal decides
+        journal.close()
+    journal = opened(folder, 4)
+    assert not journal.unknown_slots()[0]
+    journal.close()
+
+
 def test_slot_is_not_overwritten_while_not_even_the_header_can_be_written(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
 """The journal against a plain model: kills, clean closes and power failures at any moment, then it is opened again.
 
 The journal's thread is run step by step, so that a step is the same each time. Every write since the last flush is
-recorded; a power failure keeps, loses or tears any of them, sector by sector.
+recorded; a power failure keeps, loses or tears any of them, sector by sector. When the disk fails to take what the page
+cache holds, whole pages are again as they were flushed last, and only the next flush is an error.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nixl_tiers.chunk import PAGE
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file
@@ -44,6 +46,7 @@ class Disk:
         self.durable = b""
         self.writes: list[tuple[int, bytes]] = []  # since the last flush
         self.denies = ""  # "records" or "all": such writes are I/O errors
+        self.lost = False  # what had been written, which no flush has reported yet
 
     def lose_power(self, choose: Callable[[int], int]) -> bytes:
         """The file afterwards. `choose(n)`: a number below n."""
@@ -60,6 +63,17 @@ class Disk:
                 content.extend(bytes(max(0, offset + len(torn) - len(content))))
                 content[offset : offset + len(torn)] = torn
         return bytes(content)
+
+    def lose_pages(self, content: bytes, choose: Callable[[int], int]) -> bytes:
+        """The same file after the disk has not taken some of its dirty pages. `choose` as above."""
+        after = bytearray(content)
+        for at in range(0, len(content), PAGE):
+            dirty = any(offset < at + PAGE and at < offset + len(raw) for offset, raw in self.writes)
+            if dirty and choose(2) == 0:
+                size = min(PAGE, len(content) - at)
+                after[at : at + size] = self.durable[at : at + size].ljust(size, b"\0")
+                self.lost = True
+        return bytes(after)
 
 
 class RecordedFile(JournalFile):
@@ -107,6 +121,7 @@ class JournalModel(RuleBasedStateMachine):
         self.ticks: dict[int, int] = {}
         self.overwriting: dict[int, bytes] = {}
         self.right = True  # the file: all was written since the last power failure or I/O error
+        self.lost = False  # what was written since it was opened, or before
         self.interrupts: list[tuple[int, Callable[[], None]]] = []
         RecordedFile.disk = self.disk
         self.patches = pytest.MonkeyPatch()
@@ -131,6 +146,9 @@ class JournalModel(RuleBasedStateMachine):
 
     def _flushed(self, descriptor: int) -> None:
         self.disk.durable, self.disk.writes = (self.path / NAME).read_bytes(), []
+        lost, self.disk.lost = self.disk.lost, False
+        if lost:
+            raise OSError(5, "Input/output error")
 
     def _before_lock(self) -> None:
         if self.interrupts:
@@ -151,6 +169,7 @@ class JournalModel(RuleBasedStateMachine):
 
     def _open(self) -> None:
         """Open it, list it, and recover unknown slots from the bytes in them, as a shard does."""
+        self.lost = self.disk.lost
         self.journal = Journal(self.folder, SLOTS)
         listing = self.journal.list_rows()
         found: dict[int, bytes] = {}
@@ -213,7 +232,7 @@ class JournalModel(RuleBasedStateMachine):
         """Of all that may be made now."""
         for slot, key in self.overwriting.items():
             if self.journal.may_overwrite([slot]):
-                assert self.journal._failing or slot not in records(self.path / NAME)
+                assert self.lost or self.journal._failing or slot not in records(self.path / NAME)
                 self.bytes_before[slot] = self.bytes_in.get(slot, b"")
                 self.bytes_in[slot] = key
 
@@ -274,11 +293,35 @@ class JournalModel(RuleBasedStateMachine):
     def write(self) -> None:
         self.journal._rewrite_at_s = 0.0
         self.journal._turn(closing=False)
-        self.right = not self.journal._failing and (self.right or not self.disk.denies)
+        self._judge()
+
+    def _judge(self) -> None:
+        self.right = not self.journal._failing and not self.lost and (self.right or not self.disk.denies)
 
     @rule(what=st.sampled_from(["", "records", "all"]))
     def deny_writes(self, what: str) -> None:
         self.disk.denies = what
+
+    @rule(data=st.data())
+    def lose_what_was_written(self, data: st.DataObject) -> None:
+        """The disk fails to take some of it from the page cache, which reads it from the disk again."""
+        file = self.path / NAME
+        if file.exists():
+            file.write_bytes(self.disk.lose_pages(file.read_bytes(), lambda n: data.draw(st.integers(0, n - 1))))
+            self.lost |= self.disk.lost
+            self.right &= not self.lost
+
+    @rule(chosen=st.dictionaries(slots, keys, min_size=1), how=st.sampled_from(["closed", "killed"]), data=st.data())
+    def store_over_erased_slots_and_lose_it(self, chosen: dict[int, bytes], how: str, data: st.DataObject) -> None:
+        for slot in chosen:
+            self.erase(slot)
+        self.write()
+        if how == "closed":
+            self.open_again(how, data)
+            self.touch(set(chosen))
+        self.store(chosen, written=True)
+        self.lose_what_was_written(data)
+        self.open_again(how, data)
 
     @rule(
         chosen=st.dictionaries(slots, keys, min_size=1),
@@ -302,7 +345,7 @@ class JournalModel(RuleBasedStateMachine):
     def open_again(self, how: str, data: st.DataObject) -> None:
         if how in {"closed", "damaged"}:
             self.journal.close()
-            self.right = not self.journal._failing and (self.right or not self.disk.denies)
+            self._judge()
         else:
             os.close(self.journal._file._descriptor)
         self.disk.denies = ""

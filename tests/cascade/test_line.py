@@ -1,0 +1,235 @@
+"""Requests that wait for their turn, and prefetches: what comes up for them, and what gives way to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.types import Direction
+from nixl_tiers.chunk import Key, Outcome
+from tests.cascade.test_manager import HIT, MISS, PENDING, manager, put, run, scan
+
+FIRST = (0.0,)
+
+
+def chain(name: str, length: int = 4) -> list[Key]:
+    return [f"{name}{number}".encode() for number in range(length)]
+
+
+def stored(*chains: Sequence[Key], rows: int, **limits: float) -> TierManager:
+    """A core whose one tier holds these chains and whose host holds nothing."""
+    core = manager(rows, **limits)
+    keys = [key for each in chains for key in each]
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    return core
+
+
+def come_up(core: TierManager, outcome: Outcome = Outcome.OK) -> list[Key]:
+    """All promotions that are planned one after the other, carried out: their keys in order."""
+    keys = []
+    while jobs := core.events.plan(0.0):
+        keys += [move.key for job in jobs for move in job.moves if job.direction is Direction.LOAD]
+        run(core, jobs, outcome)
+    return keys
+
+
+def in_host(core: TierManager, keys: Sequence[Key]) -> int:
+    return sum(core.where(key, 0.0) == "cpu" for key in keys)
+
+
+def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=16)
+    core.anticipate("b", b, (1.0,))
+    core.anticipate("a", a, FIRST)
+    assert come_up(core) == [*a, *b], "in the order of their turns"
+    assert scan(core, a, "a") == [HIT] * 4
+    core.prepare_load(a, "a")
+    core.complete_load(a)
+    core.end_step()
+    assert scan(core, b, "b", now=1e6) == [HIT] * 4, "its time in the queue is no waiting"
+    assert not core._promotion.line.busy
+
+
+def test_request_waits_for_the_rest_of_what_is_coming_up() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.anticipate("a", a, FIRST)
+    jobs = core.events.plan(0.0)
+    assert scan(core, a, "a") == [PENDING] * 4
+    run(core, jobs)
+    core.end_step()
+    assert scan(core, a, "a", now=core.limits.wait_s) == [HIT] * 4
+
+
+def test_request_whose_turn_has_come_goes_before_the_line() -> None:
+    a, b = chain("a", 8), chain("b", 2)
+    core = stored(a, b, rows=32, ahead_s=4 * 4096 / 4e6)
+    core.anticipate("a", a, FIRST)
+    jobs = core.events.plan(0.0)
+    assert sum(len(job.moves) for job in jobs) == 4, "no more than the tier moves in ahead_s"
+    assert core.events.plan(0.0) == []
+    assert scan(core, b, "b") == [PENDING] * 2
+    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == b
+
+
+def test_line_holds_its_share_of_the_host_and_no_more() -> None:
+    a, b, c = chain("a"), chain("b"), chain("c")
+    core = stored(a, b, c, rows=12)
+    for number, keys in enumerate((a, b, c)):
+        core.anticipate(f"r{number}", keys, (number,))
+    assert come_up(core) == [*a, *b[:2]]
+    other = chain("other", 12)
+    put(core, other)
+    assert (in_host(core, a), in_host(core, b), in_host(core, other)) == (4, 2, 6), "and keeps them"
+    core.finish_request("r0")
+    assert come_up(core) == [*b[2:], *c[:2]]
+
+
+def test_last_in_line_gives_way_to_one_that_comes_before_it() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8)
+    core.anticipate("b", b, (2.0,))
+    assert come_up(core) == b
+    core.anticipate("a", a, (1.0,))
+    assert come_up(core) == a
+    put(core, chain("other", 8))
+    assert (in_host(core, a), in_host(core, b)) == (4, 0)
+    assert core.host.counters.unused == 4
+
+
+def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
+    a, b = chain("a"), chain("b", 8)
+    core = stored(a, b, rows=8)
+    core.anticipate("a", a, FIRST)
+    come_up(core)
+    assert scan(core, b, "b") == [PENDING] * 8
+    assert come_up(core) == b
+    core.end_step()
+    assert scan(core, b, "b") == [HIT] * 8
+    core.finish_request("b")
+    core.end_step()
+    assert scan(core, a, "a") == [PENDING] * 4, "it gets them at its turn"
+
+
+def test_chain_ends_at_its_first_hole() -> None:
+    a = chain("a")
+    core = stored(a[:2], a[3:], rows=8)
+    core.anticipate("a", a, FIRST)
+    assert come_up(core) == a[:2]
+
+
+def test_line_asks_only_the_tiers_that_a_request_may_load_from() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.set_allowed_tiers("a", [])
+    core.anticipate("a", a, FIRST)
+    assert come_up(core) == []
+    assert scan(core, a, "a") == [MISS]
+
+
+def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.anticipate("a", a, FIRST)
+    come_up(core, Outcome.CORRUPT)
+    assert scan(core, a, "a") == [MISS]
+    core.finish_request("a")
+    assert not any(row.request_pins for row in core.host.index.values())
+
+
+def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.anticipate("a", a, FIRST)
+    come_up(core)
+    core.finish_request("a")
+    assert not any(row.request_pins for row in core.host.index.values())
+    assert not core._promotion.busy
+
+
+def test_reset_empties_the_line() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.anticipate("a", a, FIRST)
+    core.events.plan(0.0)
+    core.reset(keep_tiers=True)
+    assert come_up(core) == []
+    assert scan(core, a, "a") == [PENDING] * 4
+
+
+def test_prefetch_brings_rows_up_and_leaves_them_unpinned() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.prefetch([a[0], b"nowhere", *a[1:]])
+    assert come_up(core) == a
+    assert not any(row.request_pins for row in core.host.index.values())
+    assert not core._promotion.busy
+    assert scan(core, a, "get") == [HIT] * 4
+
+
+def test_prefetch_of_more_than_the_share_brings_its_beginning() -> None:
+    a = chain("a", 20)
+    core = stored(a, rows=16)
+    core.prefetch(a)
+    assert come_up(core) == a[:8]
+    assert not core._promotion.busy
+
+
+def test_prefetch_goes_behind_every_request_in_line() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=16)
+    core.prefetch(b)
+    core.anticipate("a", a, (1e9,))
+    assert come_up(core) == [*a, *b]
+
+
+def test_rows_that_were_loaded_are_not_counted_as_promoted_in_vain() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8)
+    core.anticipate("a", a, FIRST)
+    come_up(core)
+    core.prefetch(b)
+    assert come_up(core) == [], "others hold the line's share"
+    assert [core.lookup(key, "a", place, 0.0) for place, key in enumerate(a)] == [Lookup.HIT] * 4
+    core.prepare_load(a, "a")
+    core.complete_load(a)
+    core.finish_request("a")
+    core.end_step()
+    assert come_up(core) == b
+    put(core, chain("other", 8))
+    assert in_host(core, [*a, *b]) == 0
+    assert core.host.counters.unused == 4
+
+
+def test_request_that_begins_without_a_look_up_leaves_the_line() -> None:
+    """The engine's own cache had all of its prompt when its turn came."""
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_requests=1)
+    core.anticipate("a", a, FIRST)
+    core.anticipate("b", b, (1.0,))
+    assert come_up(core) == a
+    core.end_step(began=["a"])
+    assert come_up(core) == b, "the next is no longer behind it"
+    put(core, chain("other", 4))
+    assert (in_host(core, a), in_host(core, b)) == (0, 4)
+
+
+def test_line_gives_way_although_promotions_wait_for_room() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_share=1.0)
+    core.prepare_store(chain("filling", 5), "filling")
+    core.anticipate("b", b, (1.0,))
+    come_up(core)
+    assert core._promotion._crowded
+    assert scan(core, a, "a")[0] is PENDING
+    assert a[0] in come_up(core)
+
+
+def test_line_without_anything_left_to_promote_is_not_busy() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.anticipate("a", [*a[:2], b"nowhere", *a[2:]], FIRST)
+    come_up(core)
+    assert not core._promotion.line.busy
+    assert scan(core, a[:2], "a") == [HIT] * 2

@@ -1,0 +1,439 @@
+"""Load or recompute: what of a chain is loaded, when a wait ends, and what that does to tiers and their breakers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers.cascade import pricing
+from nixl_tiers.cascade.breaker import BreakerState
+from nixl_tiers.cascade.chains import Chain, Group, Scan
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.prefill import PrefillEstimate
+from nixl_tiers.cascade.pricing import HOST, Costs, Run, TierPrice, choose
+from nixl_tiers.cascade.throughput import TransferEstimate
+from nixl_tiers.cascade.types import Direction, Job, TierSpec
+from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.policies import Prefer, Write
+from tests.support.core import expire, opened
+
+TOKENS = 16
+ROW_BYTES = 1000
+KEYS = [b"k%d" % number for number in range(8)]
+END = TOKENS * len(KEYS)
+FILE, S3 = 0, 1
+LIMITS = Limits(wait_s=10.0, pin_s=30.0, soft_deadline_min_s=5.0, moves_per_job=4, measure_s=10.0, measure_share=0.5)
+
+
+class Engine:
+    """A core over a file tier and an S3 tier, whose movers do what a test says. Computing a chunk takes
+    `chunk_s` seconds."""
+
+    def __init__(self, chunk_s: float | None = 0.1, prefer: Prefer = "latency", limits: Limits = LIMITS) -> None:
+        specs = [TierSpec("file", Write.THROUGH, True), TierSpec("s3", Write.THROUGH, False)]
+        prefill = PrefillEstimate(None if chunk_s is None else TOKENS / chunk_s)
+        self.core = TierManager(256, ROW_BYTES, specs, limits, prefill=prefill, prefer=prefer)
+        for tier in range(2):
+            opened(self.core, tier, 1000)
+        self.now = 0.0
+
+    def store(self, tier: int, keys: Sequence[Key], row_s: float | None, latency_s: float = 0.0) -> None:
+        """The tier holds these, and has loaded rows in `row_s` seconds each before, after `latency_s`."""
+        self.core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+        if row_s is not None:
+            self.speed(tier, row_s, latency_s)
+
+    def speed(self, tier: int, row_s: float, latency_s: float = 0.0) -> None:
+        for rows in (1, 10) * 20:
+            self.core.tiers[tier].loads.record(rows * ROW_BYTES, latency_s + rows * row_s, self.now)
+
+    def put(self, keys: Sequence[Key]) -> None:
+        """Host memory holds these."""
+        self.core.prepare_store(keys, "put")
+        self.core.complete_store(self.core.rows_being_filled(keys), ())
+        self.core.finish_request("put")
+
+    def scan(self, name: str = "r", *more: Group, start: int = 0, keys: Sequence[Key] = KEYS) -> Scan:
+        scan = self.core.scan(name, Chain((Group(keys, TOKENS), *more)), start, self.now)
+        self.core.end_step()
+        return scan
+
+    def queued(self, tier: int) -> list[Key]:
+        return [key for _, key in self.core.tiers[tier].to_load]
+
+    def plan(self) -> list[Job]:
+        expire(self.core, self.now)
+        return self.core.events.plan(self.now)
+
+    def end(self, job: Job) -> None:
+        self.core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
+
+    def load_all(self) -> None:
+        while jobs := self.plan():
+            for job in jobs:
+                self.end(job)
+
+
+def test_chain_that_loads_sooner_than_it_computes_is_loaded() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    assert engine.scan() == Scan(True, END)
+    engine.load_all()
+    assert engine.scan() == Scan(False, END)
+    assert engine.core.prepare_load(KEYS, "r")
+
+
+def test_chain_that_computes_sooner_than_it_loads_is_computed() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.5)
+    assert engine.scan() == Scan(False, 0)
+    assert engine.queued(FILE) == []
+    assert engine.core.tiers[FILE].counters.missed_slower == len(KEYS)
+
+
+def test_latency_counts_for_short_chains_only() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01, latency_s=0.4)
+    assert engine.scan("short", keys=KEYS[:2]) == Scan(False, 0)
+    assert engine.scan("long") == Scan(True, END)
+
+
+def test_rows_queued_ahead_count() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.05)
+    others = [b"other%d" % number for number in range(100)]
+    engine.store(FILE, [*KEYS, *others], row_s=None)
+    assert engine.scan("first") == Scan(True, END)
+    engine.core.finish_request("first")
+    engine.plan()
+    for number in range(10):
+        engine.scan(f"o{number}", keys=others[10 * number : 10 * number + 10])
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_what_a_fast_tier_has_is_loaded_and_what_only_a_slow_one_has_is_computed() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS[:4], row_s=0.01)
+    engine.store(S3, KEYS[4:], row_s=0.5)
+    assert engine.scan() == Scan(True, 4 * TOKENS)
+    assert (engine.queued(FILE), engine.queued(S3)) == (KEYS[:4], [])
+    assert engine.core.tiers[S3].counters.missed_slower == 4
+    assert engine.core.tiers[FILE].counters.missed_slower == 0
+
+
+def test_slow_tier_loads_while_a_fast_one_does() -> None:
+    """Each of the slow tier's rows takes longer than to compute it, but two of them come while the others do."""
+    engine = Engine()
+    engine.store(FILE, KEYS[:4], row_s=0.08)
+    engine.store(S3, KEYS[4:], row_s=0.15)
+    assert engine.scan() == Scan(True, 6 * TOKENS)
+    assert engine.queued(S3) == KEYS[4:6]
+
+
+def test_rows_in_host_memory_are_always_loaded() -> None:
+    engine = Engine()
+    engine.put(KEYS[:4])
+    engine.store(S3, KEYS[4:], row_s=5.0)
+    engine.core.copied(1, 5.0, 0.0)
+    assert engine.scan() == Scan(False, 4 * TOKENS)
+
+
+def test_copy_to_the_engine_counts() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    engine.core.copied(1, 0.2, 0.0)
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_choice_is_kept_while_the_request_waits() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS[:4], row_s=0.01)
+    engine.store(S3, KEYS[4:], row_s=0.5)
+    assert engine.scan() == Scan(True, 4 * TOKENS)
+    engine.speed(S3, row_s=0.001)
+    assert engine.scan() == Scan(True, 4 * TOKENS)
+    engine.load_all()
+    assert engine.scan() == Scan(False, 4 * TOKENS)
+    assert engine.queued(S3) == []
+
+
+def test_choice_is_kept_by_a_request_that_is_not_scheduled_at_once() -> None:
+    engine = Engine()
+    engine.store(S3, KEYS, row_s=0.5)
+    assert engine.scan() == Scan(False, 0)
+    engine.speed(S3, row_s=0.001)
+    assert engine.scan() == Scan(False, 0)
+    assert engine.scan("other") == Scan(True, END)
+
+
+def test_preempted_request_is_weighed_anew() -> None:
+    """What it computed is in host memory."""
+    engine = Engine()
+    engine.store(S3, KEYS, row_s=0.5)
+    assert engine.scan() == Scan(False, 0)
+    engine.put(KEYS)
+    engine.core.end_step(preempted=["r"])
+    assert engine.scan() == Scan(False, END)
+
+
+def test_hits_of_a_request_that_was_not_scheduled_for_long_are_kept_for_their_load() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    assert engine.scan() == Scan(True, END)
+    engine.load_all()
+    engine.now += LIMITS.pin_s - 1.0
+    chain = Chain((Group(KEYS, TOKENS),))
+    assert engine.core.scan("r", chain, 0, engine.now) == Scan(False, END)
+    engine.now += LIMITS.wait_s + 2.0  # its pins end within the step
+    expire(engine.core, engine.now)
+    engine.put([b"other%d" % number for number in range(256)])
+    assert engine.core.prepare_load(KEYS, "r")
+
+
+def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None:
+    engine = Engine(chunk_s=0.5)
+    engine.store(FILE, KEYS, row_s=0.1)
+    assert engine.scan() == Scan(True, END)
+    first, second = engine.plan()
+    engine.now = 0.4
+    engine.end(first)
+    assert engine.scan() == Scan(True, END)
+    engine.now = 0.8 + 1.9  # later than expected by less than computing the other half takes
+    assert engine.scan() == Scan(True, END)
+    engine.now = 0.8 + 2.1
+    assert engine.scan() == Scan(False, 4 * TOKENS)
+    assert engine.core.tiers[FILE].counters.missed_late == 4
+    assert len(engine.core.prepare_load(KEYS[:4], "r")) == 4
+    engine.end(second)
+
+
+def test_wait_ends_when_the_tier_turns_out_to_be_slower() -> None:
+    """The request's rows are not late yet, but others' show that they are going to be."""
+    engine = Engine(chunk_s=0.5)
+    engine.store(FILE, KEYS, row_s=0.1)
+    assert engine.scan() == Scan(True, END)
+    engine.speed(FILE, row_s=1.0)
+    engine.now = 0.2
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_wait_goes_on_while_little_is_left() -> None:
+    """The last row is late, and to compute it would take less than loading all did: but it is due at any moment."""
+    engine = Engine(chunk_s=0.2, limits=Limits(wait_s=10.0, moves_per_job=7))
+    engine.store(FILE, KEYS, row_s=0.1, latency_s=0.15)
+    assert engine.scan() == Scan(True, END)
+    engine.now = 0.9
+    engine.end(engine.plan()[0])
+    assert engine.scan() == Scan(True, END)
+
+
+def test_queued_rows_of_a_request_that_ended_its_wait_are_not_promoted() -> None:
+    engine = Engine(chunk_s=0.2)
+    engine.store(FILE, KEYS, row_s=0.1)
+    engine.scan()
+    assert engine.queued(FILE) == KEYS
+    engine.now = 5.0
+    assert engine.scan() == Scan(False, 0)
+    assert engine.plan() == []
+    assert engine.queued(FILE) == []
+
+
+def test_wait_that_ends_by_its_price_is_no_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(chunk_s=0.2)
+    engine.store(FILE, KEYS, row_s=0.1)
+    verdicts: list[bool] = []
+    loads = engine.core.tiers[FILE].breakers[Direction.LOAD]
+    monkeypatch.setattr(loads, "record", lambda good, now: verdicts.append(good))
+    assert engine.scan() == Scan(True, END)
+    jobs = engine.plan()
+    engine.now = 4.0  # the jobs are not late yet
+    assert engine.scan() == Scan(False, 0)
+    assert verdicts == []
+    for job in jobs:
+        engine.end(job)
+    assert False not in verdicts
+
+
+def test_tier_that_hangs_is_found_although_no_request_waits_for_it() -> None:
+    engine = Engine(chunk_s=0.2)
+    engine.store(FILE, KEYS, row_s=0.1)
+    for number in range(20):
+        engine.scan(f"r{number}", keys=KEYS[number % 8 :])
+        engine.plan()
+        engine.now += 4.0
+        engine.scan(f"r{number}", keys=KEYS[number % 8 :])
+        engine.core.finish_request(f"r{number}")
+        if engine.core.tiers[FILE].circuit is not BreakerState.CLOSED or engine.core.health.overdue(engine.now):
+            return
+    pytest.fail("the tier is still in use")
+
+
+def test_no_wait_is_longer_than_wait_s() -> None:
+    engine = Engine(chunk_s=1000.0)
+    engine.store(FILE, KEYS, row_s=0.1)
+    engine.scan()
+    engine.now = 9.9
+    assert engine.scan() == Scan(True, END)
+    engine.now = 10.1
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_load_that_takes_longer_than_wait_s_is_cut_there() -> None:
+    for chunk_s in (1000.0, None):
+        engine = Engine(chunk_s)
+        engine.store(FILE, KEYS, row_s=3.0)
+        assert engine.scan() == Scan(True, 3 * TOKENS)
+
+
+def test_without_a_prefill_estimate_all_is_loaded() -> None:
+    engine = Engine(chunk_s=None)
+    engine.store(FILE, KEYS[:4], row_s=0.01)
+    engine.store(S3, KEYS[4:], row_s=1.0)
+    assert engine.scan() == Scan(True, END)
+    engine.now = 9.9
+    assert engine.scan() == Scan(True, END)
+    engine.now = 10.1
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_tier_that_was_never_measured_is_tried_for_as_long_as_computing_takes() -> None:
+    engine = Engine(chunk_s=0.1)
+    engine.store(FILE, KEYS, row_s=None)
+    assert engine.scan() == Scan(True, END)
+    engine.now = 0.7
+    assert engine.scan() == Scan(True, END)
+    engine.now = 0.9
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_slow_tier_is_measured_again_and_no_request_waits_for_that() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.5)
+    assert engine.scan() == Scan(False, 0)
+    engine.now = 11.0
+    assert engine.scan("second") == Scan(False, 0)
+    assert engine.scan("third") == Scan(False, 0)
+    (job,) = engine.plan()
+    assert [move.key for move in job.moves] == KEYS[:2]
+    engine.now += 0.02
+    engine.end(job)
+    engine.core.finish_request("second")
+    assert engine.scan("fourth").end >= 2 * TOKENS, "the rows are there"
+    assert engine.core.host.make_room(256) != [], "nothing pins them"
+
+
+@pytest.mark.parametrize(("prefer", "end"), [("latency", 0), ("throughput", END)])
+def test_throughput_counts_the_requests_that_wait_while_one_computes(prefer: Prefer, end: int) -> None:
+    engine = Engine(prefer=prefer)
+    engine.store(FILE, KEYS, row_s=0.15)
+    for number in range(4):
+        engine.core.scan(f"other{number}", Chain((Group([b"x"], TOKENS),)), 0, 0.0)
+    assert engine.scan() == Scan(end > 0, end)
+
+
+def test_load_ends_where_the_windows_of_all_groups_exist() -> None:
+    engine = Engine()
+    own = [b"w%d" % number for number in range(8)]
+    window = Group(own, TOKENS, window=2)
+    engine.store(FILE, [*KEYS, *own[2:5], own[7]], row_s=0.01)
+    assert engine.scan("r", window) == Scan(True, 5 * TOKENS)
+    assert engine.queued(FILE) == KEYS[:5]
+
+
+def test_load_ends_where_all_full_groups_are() -> None:
+    engine = Engine()
+    coarse = Group([b"c%d" % number for number in range(4)], 2 * TOKENS)
+    engine.store(FILE, [*KEYS, *coarse.keys[:3]], row_s=0.01)
+    assert engine.scan("r", coarse) == Scan(True, 6 * TOKENS)
+    assert set(engine.queued(FILE)) == {*KEYS[:6], *coarse.keys[:3]}
+    engine.load_all()
+    assert engine.scan("r", coarse) == Scan(False, 6 * TOKENS)
+
+
+def test_store_without_an_engine_never_prices() -> None:
+    engine = Engine(chunk_s=0.0001)
+    engine.store(FILE, KEYS, row_s=1.0)
+    for engine.now in (0.0, 9.9):
+        assert engine.core.lookup(KEYS[0], "call", None, engine.now) is Lookup.PENDING
+        engine.core.end_step()
+
+
+def test_part_that_the_engine_has_is_neither_loaded_nor_computed() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    assert engine.scan(start=6 * TOKENS) == Scan(True, END)
+    assert engine.queued(FILE) == KEYS[6:]
+
+
+def test_request_that_may_not_use_a_tier_computes_what_only_that_has() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS[:4], row_s=0.01)
+    engine.store(S3, KEYS[4:], row_s=0.01)
+    engine.core.set_allowed_tiers("r", [FILE])
+    assert engine.scan() == Scan(True, 4 * TOKENS)
+
+
+SECONDS = st.floats(0.0, 2.0)
+PRICES = st.builds(TierPrice, SECONDS, st.floats(0.001, 1.0), st.integers(0, 20))
+
+
+@given(
+    runs=st.lists(st.builds(Run, st.integers(HOST, 1), st.integers(1, 6)), max_size=6),
+    prices=st.tuples(PRICES, PRICES),
+    token_s=st.floats(0.0, 0.1),
+    context_s=st.floats(0.0, 0.001),
+    most_s=st.floats(0.1, 20.0),
+)
+def test_choice_is_the_best_of_all_ends(
+    runs: list[Run], prices: tuple[TierPrice, TierPrice], token_s: float, context_s: float, most_s: float
+) -> None:
+    """Against all ends one by one."""
+    chain = pricing.Chain(0, TOKENS, 1)
+    sources = [run.source for run in runs for _ in range(run.steps)]
+    tokens = TOKENS * len(sources)
+
+    def compute_s(at: int) -> float:
+        return (tokens - at) * (token_s + context_s * (at + tokens) / 2)
+
+    def wait_s(steps: int) -> float:
+        return max(price.seconds(sources[:steps].count(tier)) for tier, price in enumerate(prices))
+
+    choice = choose(runs, chain, prices, Costs(compute_s, lambda rows: 0.0, most_s))
+    first = next((step for step, source in enumerate(sources) if source != HOST), len(sources))
+    ends = [steps for steps in range(first, len(sources) + 1) if steps == first or wait_s(steps) <= most_s]
+    best_s = min(wait_s(steps) + compute_s(TOKENS * steps) for steps in ends)
+    mine = choice.end // TOKENS
+    assert mine in ends
+    # What a tier has loaded before another begins to count is a whole number of rows: one row more or less.
+    slack_s = max(price.row_s for price in prices) + TOKENS * (token_s + context_s * tokens)
+    assert wait_s(mine) + compute_s(choice.end) <= best_s + slack_s + 1e-9
+
+
+def test_estimate_tells_latency_from_speed() -> None:
+    estimate = TransferEstimate()
+    for megabytes in (1, 4, 16, 2):
+        estimate.record(megabytes * 10**6, 0.05 + 0.01 * megabytes, now=0.0)
+    assert estimate.latency_s == pytest.approx(0.05)
+    assert estimate.seconds(100 * 10**6) == pytest.approx(1.05)
+
+
+def test_estimate_follows_a_tier_that_has_become_slower() -> None:
+    estimate = TransferEstimate()
+    for second in range(100):
+        estimate.record(10**6, 0.01, now=second)
+    for second in range(20):
+        estimate.record(10**6, 1.0, now=100 + second)
+    assert estimate.seconds(10**6) > 0.8
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 100.0)), min_size=1, max_size=30))
+def test_estimate_is_never_free_and_never_negative(transfers: list[tuple[int, float]]) -> None:
+    estimate = TransferEstimate()
+    for nbytes, seconds in transfers:
+        estimate.record(nbytes, seconds, now=0.0)
+    assert estimate.latency_s >= -1e-9
+    assert estimate.s_per_byte > 0

@@ -1,0 +1,116 @@
+"""`nixl-tiers doctor --gds DIR` on a fake CUDA driver and a fake cuFile that misbehave in every known way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.cli import BAD_INPUT, main
+from nixl_tiers.cli.gds import report
+from nixl_tiers.cli.gds.report import inspect
+from nixl_tiers.cli.gds.verdict import EXIT_CODES, Kind
+from tests.mover.harness import has_exited
+
+Behave = Callable[[str], None]
+Doctor = Callable[..., tuple[int, str]]
+
+VERDICTS = {
+    "no_vmm": "native: nvidia-fs, and its counters show every transfer",
+    "claims": "compatibility: cuFile says nvidia-fs, but of 13 reads and 13 writes cuFile's statistics count 0 and 0 "
+    "as direct, and 26 as POSIX",
+    "refuse": "unavailable: GPU memory: cuFileHandleRegister failed with error 5018 (",
+    "abort": "unavailable: GPU memory: the process died in cuFileBufRegister: SIGABRT",
+    "wrong": "unavailable: wrong bytes in memory after a read of 4096 bytes",
+    "short": "unavailable: GPU memory: cuFileRead of 1048576 bytes returned 524288",
+}
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
+    def run(directory: Path, *options: str) -> tuple[int, str]:
+        code = main(["doctor", "--gds", str(directory), *options])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("behaviour", VERDICTS)
+def test_verdict_follows_what_cufile_did(behaviour: str, cufile: Behave, doctor: Doctor, tmp_path: Path) -> None:
+    cufile(behaviour)
+    code, text = doctor(tmp_path)
+    assert text.splitlines()[-1].startswith(f"verdict: {VERDICTS[behaviour]}")
+    assert code == EXIT_CODES[Kind(VERDICTS[behaviour].partition(":")[0])]
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_open_that_spins_is_killed_and_reported(cufile: Behave, tmp_path: Path) -> None:
+    cufile("spin")
+    found = inspect(tmp_path)
+    assert str(found.verdict) == "unavailable: cuFileDriverOpen did not return within 10 s"
+    assert found.probes.driver is not None
+    assert has_exited(found.probes.driver.get("pid")), "the child was killed"
+    skipped = [check.name for check in found.checks if check.status == "not tried"]
+    assert skipped == ["host memory", "GPU, cuMemAlloc", "GPU, cuMemCreate", "NIXL GDS_MT"], "it hangs only once"
+
+
+def test_every_size_is_verified_for_every_kind_of_memory(cufile: Behave, doctor: Doctor, tmp_path: Path) -> None:
+    cufile("no_vmm")
+    found = json.loads(doctor(tmp_path, "--json")[1])
+    assert (found["verdict"], found["directory"]) == ("native", str(tmp_path))
+    checks = {check["name"]: check["details"] for check in found["checks"]}
+    for name in ("host memory", "GPU, cuMemAlloc", "GPU, cuMemCreate"):
+        assert checks[name]["sizes"] == [4096 << i for i in range(13)], name
+    assert [checks[f"GPU, {name}"]["registered"] for name in ("cuMemAlloc", "cuMemCreate")] == [True, False]
+    assert checks["GPU 0"]["name"] == "Fake H100"
+    assert found["steps"]["allocated"]["error"] == ""
+
+
+def test_without_a_gpu_only_host_memory_is_tried(
+    cufile: Behave, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cufile("native")
+    monkeypatch.setenv("FAKE_NO_GPU", "1")
+    code, text = doctor(tmp_path)
+    assert text.splitlines()[-1] == "verdict: compatibility: host memory only, as there is no GPU"
+    assert code == EXIT_CODES[Kind.COMPATIBILITY]
+
+
+def test_missing_libcufile_says_what_to_install(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report, "_LOADER_NAME", "libcufile-not-here.so.0")
+    code, text = doctor(tmp_path)
+    assert code == EXIT_CODES[Kind.UNAVAILABLE]
+    last = text.splitlines()[-1]
+    assert last.startswith("verdict: unavailable: libcufile cannot be loaded: ")
+    assert "install the package nvidia-cufile-cu12 (CUDA 12) or nvidia-cufile (CUDA 13)" in last
+
+
+def test_directory_that_cannot_be_used_is_wrong_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    assert main(["doctor", "--gds", str(missing)]) == BAD_INPUT
+    assert capsys.readouterr().err == f"nixl-tiers: --gds {missing}: No such file or directory\n"
+
+
+def test_gpu_that_does_not_exist_is_wrong_input(
+    cufile: Behave, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cufile("native")
+    assert main(["doctor", "--gds", str(tmp_path), "--gpu", "3"]) == BAD_INPUT
+    assert capsys.readouterr().err == "nixl-tiers: --gpu 3: this machine has no such GPU\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_works_without_the_dependencies_of_the_package(cufile: Behave, tmp_path: Path) -> None:
+    cufile("no_vmm")
+    packages = ("pydantic", "numpy", "msgspec", "boto3", "yaml", "typer", "rich")
+    missing = f"import sys, runpy; sys.modules |= dict.fromkeys({packages}); "
+    call = f"sys.argv[1:] = [{str(tmp_path)!r}, '--json']; runpy.run_module('nixl_tiers.cli.gds', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", missing + call], capture_output=True, text=True, check=False)
+    assert done.returncode in EXIT_CODES.values(), done.stderr
+    assert json.loads(done.stdout)["verdict"] in set(Kind)

@@ -1,0 +1,134 @@
+"""The verdict from made-up findings: native only where cuFile says so and counters moved with every transfer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers.cli.gds.children import Step
+from nixl_tiers.cli.gds.verdict import Kind, Probes, claimed_way, decide
+
+TRANSFERS = 13
+SAYS_NOTHING: dict[str, Any] = {
+    "nvidia_fs": None, "storage_flags": 0, "feature_flags": 15, "nvme_p2p_flags": 0, "allow_compat_mode": True,
+    "force_compat_mode": False, "use_pci_p2pdma": False,
+}  # fmt: skip
+SAYS_NVFS = {**SAYS_NOTHING, "nvidia_fs": "2.26"}
+SAYS_P2P = {**SAYS_NOTHING, "feature_flags": 31}
+
+
+def ok(**findings: Any) -> Step:
+    return Step((findings,), "", 0.1)
+
+
+def failed(sentence: str) -> Step:
+    return Step((), sentence, 0.1)
+
+
+def counts(nvfs: int = 0, p2p: int = 0, posix: int = 0, machine: int | None = None) -> dict[str, Any]:
+    cufile = {
+        f"{way}{direction}": number
+        for direction in ("reads", "writes")
+        for way, number in (("", nvfs + p2p + posix), ("nvfs_", nvfs), ("p2p_", p2p), ("posix_", posix))
+    }
+    return {"cufile": cufile, "nvidia_fs": None if machine is None else {"reads": machine, "writes": machine}}
+
+
+def moved(before: dict[str, Any] | None, after: dict[str, Any]) -> Step:
+    return ok(transfers=TRANSFERS, before=before, after=after)
+
+
+def probes(said: dict[str, Any], allocated: Step | None) -> Probes:
+    fine = ok(nixl="1.5.1")
+    return Probes(fine, ok(library="libcufile.so.0"), ok(driver=said), fine, allocated, fine, fine)
+
+
+@pytest.mark.parametrize(
+    ("said", "after"),
+    [
+        (SAYS_NVFS, counts(nvfs=TRANSFERS)),
+        (SAYS_P2P, counts(p2p=TRANSFERS)),
+        ({**SAYS_NOTHING, "nvme_p2p_flags": 1}, counts(p2p=TRANSFERS)),
+        (SAYS_NVFS, counts(nvfs=2 * TRANSFERS)),  # a large transfer may be counted in parts
+        (SAYS_NVFS, {**counts(machine=100 + TRANSFERS), "cufile": None}),  # cuFile before 1.15
+    ],
+)
+def test_native_needs_both_witnesses(said: dict[str, Any], after: dict[str, Any]) -> None:
+    before = {"cufile": None, "nvidia_fs": {"reads": 100, "writes": 100} if after["nvidia_fs"] else None}
+    assert decide(probes(said, moved(before, after))).kind is Kind.NATIVE
+
+
+@pytest.mark.parametrize(
+    ("said", "after", "reason"),
+    [
+        (SAYS_NOTHING, counts(nvfs=TRANSFERS), "cuFile finds neither nvidia-fs nor PCI P2PDMA"),
+        ({**SAYS_NVFS, "force_compat_mode": True}, counts(nvfs=TRANSFERS), "the configuration forces it"),
+        (SAYS_NVFS, counts(posix=TRANSFERS), "cuFile's statistics count 0 and 0 as direct, and 26 as POSIX"),
+        (SAYS_NVFS, counts(nvfs=6, posix=7), "cuFile's statistics count 6 and 6 as direct, and 14 as POSIX"),
+        (SAYS_NVFS, counts(nvfs=TRANSFERS, posix=1), "count 13 and 13 as direct, and 2 as POSIX"),
+        (SAYS_NVFS, {"cufile": None, "nvidia_fs": None}, "neither cuFile nor nvidia-fs counts"),
+        (SAYS_NVFS, {"cufile": None, "nvidia_fs": {"reads": None, "writes": None}}, "neither cuFile nor nvidia-fs"),
+        (SAYS_NVFS, {**counts(machine=5), "cufile": None}, "nvidia-fs counts 5 and 5, for the whole machine"),
+        (SAYS_P2P, {**counts(machine=99), "cufile": None}, "no statistics of its GPUs, and nothing else counts P2PDMA"),
+    ],
+)
+def test_one_witness_is_not_enough(said: dict[str, Any], after: dict[str, Any], reason: str) -> None:
+    verdict = decide(probes(said, moved(None, after)))
+    assert verdict.kind is Kind.COMPATIBILITY
+    assert reason in verdict.reason
+
+
+def test_what_was_counted_before_the_test_does_not_count() -> None:
+    same = counts(nvfs=1000)
+    assert decide(probes(SAYS_NVFS, moved(same, same))).kind is Kind.COMPATIBILITY
+
+
+@given(
+    st.sampled_from([SAYS_NOTHING, SAYS_NVFS, SAYS_P2P, {**SAYS_NVFS, "force_compat_mode": True}]),
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.integers(0, 30),
+)
+def test_native_never_comes_without_a_claim_and_all_transfers(
+    said: dict[str, Any], nvfs: int, p2p: int, posix: int
+) -> None:
+    verdict = decide(probes(said, moved(None, counts(nvfs, p2p, posix))))
+    entitled = claimed_way(ok(driver=said)) and nvfs + p2p >= TRANSFERS and not posix
+    assert (verdict.kind is Kind.NATIVE) == bool(entitled)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"library": failed("no such file")}, "libcufile cannot be loaded: no such file; install "),
+        ({"driver": failed("cuFileDriverOpen did not return within 10 s")}, "cuFileDriverOpen did not return"),
+        ({"allocated": failed("cuFileRead of 4096 bytes returned -1")}, "GPU memory: cuFileRead of 4096 bytes"),
+        ({"host": failed("wrong bytes in the file after a write of 4096 bytes")}, "wrong bytes in the file"),
+        ({"mapped": failed("wrong bytes in memory after a read of 8192 bytes")}, "wrong bytes in memory"),
+        ({"plugin": failed("NIXL is not installed")}, "NIXL is not installed (cuFile without NIXL: native: nvidia-fs"),
+        (
+            {"plugin": failed("it cannot be loaded"), "plugin_path": "/cuda/lib"},
+            "the plugin opens only with LD_LIBRARY_PATH=/cuda/lib (cuFile without NIXL: native",
+        ),
+    ],
+)
+def test_failure_of_a_step_is_unavailable(changed: dict[str, Any], reason: str) -> None:
+    verdict = decide(replace(probes(SAYS_NVFS, moved(None, counts(nvfs=TRANSFERS))), **changed))
+    assert verdict.kind is Kind.UNAVAILABLE
+    assert verdict.reason.startswith(reason)
+
+
+def test_memory_of_cumemcreate_may_fail_without_changing_the_verdict() -> None:
+    """Only direct loads would want it."""
+    found = replace(probes(SAYS_NVFS, moved(None, counts(nvfs=TRANSFERS))), mapped=failed("cuMemCreate failed"))
+    assert decide(found).kind is Kind.NATIVE
+
+
+def test_host_memory_alone_is_compatibility() -> None:
+    found = replace(probes(SAYS_NOTHING, None), mapped=None)
+    assert str(decide(found)) == "compatibility: host memory only, as there is no GPU"
+    assert decide(replace(found, host=failed("error 5027"))).kind is Kind.UNAVAILABLE

@@ -1,0 +1,362 @@
+"""`inspect`, `verify` and `purge` on directories: of closed tiers, and of tiers that are open meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main
+from nixl_tiers.cli.storage.base import Pace
+from nixl_tiers.cli.storage.rowfiles import RowFileStorage
+from nixl_tiers.manifest import Description
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers import manifest_keeper
+from tests.tiers.file_tiers import FileTier, load, make_tier, store
+
+LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
+NAMESPACE, OTHER = bytes(range(16)), bytes(range(16, 32))
+GEOMETRY = Geometry(1, 50_000)
+ROWS = 6
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, 16) as region:
+        yield region
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_keeper, "RETRY_S", 0.0)
+    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("nixl_tiers.cli.storage.slabs._PAUSE_S", 0.01)
+
+
+@contextmanager
+def opened(
+    layout: str,
+    path: Path,
+    region: HostRegion,
+    namespace: bytes = NAMESPACE,
+    *,
+    salt: str = "blue",
+    engine: int = 0,
+    **fields: Any,
+) -> Iterator[FileTier]:
+    """A tier with ROWS rows and a manifest, of this process unless another one is given as `engine`."""
+    path.mkdir(exist_ok=True)
+    tier = make_tier(layout, path, region, **fields)
+    tier.identify(f"{os.uname().nodename}/{engine or os.getpid()}/abcd")
+    tier.describe(Description(model="org/model", note="test rows").of(salt))
+    try:
+        tier.open(namespace, 0)
+        for batch in tier.list_rows():
+            time.sleep(0.0 if batch else 0.001)
+        assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
+        deadline = time.monotonic() + 60
+        while not list(path.rglob(f"{namespace.hex()}/about.json")):
+            assert time.monotonic() < deadline
+            tier.poll()
+            for _ in tier.maintain():
+                time.sleep(0.001)
+        yield tier
+    finally:
+        tier.close()
+
+
+def write(layout: str, path: Path, region: HostRegion, namespace: bytes = NAMESPACE, salt: str = "blue") -> Path:
+    """By an engine that has ended."""
+    with opened(layout, path, region, namespace, salt=salt, engine=1 << 30):
+        pass
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *given: object) -> tuple[int, Any]:
+    """The exit code, and what was printed as JSON, else the error."""
+    code = main([*map(str, given), "--json"])
+    output = capsys.readouterr()
+    return code, json.loads(output.out) if output.out else output.err
+
+
+def snapshot(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    files = {str(each): each.lstat() for each in sorted(path.rglob("*"))}
+    return {
+        name: (status.st_ino, status.st_mtime_ns, Path(name).read_bytes() if Path(name).is_file() else b"")
+        for name, status in files.items()
+    }
+
+
+@LAYOUTS
+def test_inspect_says_whose_how_big_and_who_holds_it(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(layout, tmp_path, region) as tier:
+        tier.poll()
+        code, shown = run(capsys, "inspect", tmp_path)
+        (found,) = shown["namespaces"]
+        assert (code, found["layout"], found["namespace"]) == (OK, layout, NAMESPACE.hex())
+        assert str(os.getpid()) in found["held_by"]
+    code, shown = run(capsys, "inspect", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (found["rows"], found["unknown_slots"], found["problem"]) == (ROWS, 0, None)
+    assert found["bytes"] >= ROWS * GEOMETRY.row_bytes
+    assert found["manifest"]["description"]["model"] == "org/model"
+    assert abs(found["last_used"] - time.time()) < 600
+    if layout == "slabs":
+        assert found["held_by"] is None
+    assert main(["inspect", str(tmp_path)]) == OK
+    text = capsys.readouterr().out
+    assert "org/model" in text
+    assert "test rows" in text
+    assert "blue" not in text
+
+
+@LAYOUTS
+def test_inspect_verify_and_a_dry_run_change_nothing(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(write(layout, tmp_path / "t", region))
+    for command in (["inspect"], ["verify"], ["purge", "--all"], ["purge", "--older-than", "1s"]):
+        assert run(capsys, command[0], tmp_path / "t", *command[1:])[0] == OK
+    assert snapshot(tmp_path / "t") == before
+
+
+@LAYOUTS
+def test_verify_finds_each_damaged_row_and_deletes_none(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, tmp_path, region)
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["damaged"]) == (OK, ROWS, [])
+    victim = next(iter(sorted(tmp_path.rglob("*.row" if layout == "files" else "slab-*.kv"))))
+    with victim.open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    code, shown = run(capsys, "verify", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (code, found["ok"], found["corrupt"], found["missing"]) == (FAILED, ROWS - 1, 1, 0)
+    assert "not those that were sealed" in found["damaged"][0]["reason"]
+    assert victim.exists()
+    assert main(["verify", str(tmp_path)]) == FAILED
+    assert "1 corrupt" in capsys.readouterr().out
+
+
+def test_verify_reports_rows_whose_slab_has_gone(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    slab = next(iter(tmp_path.rglob("slab-*.kv")))
+    os.truncate(slab, 2 * GEOMETRY.row_bytes)
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["missing"]) == (FAILED, 2, ROWS - 2)
+
+
+def test_rows_without_a_journal_are_verified_by_their_seals(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    next(iter(tmp_path.rglob("manifest.journal"))).unlink()
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
+    assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["unknown_slots"] >= ROWS
+
+
+def test_shard_without_a_description_is_reported(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    next(iter(tmp_path.rglob("namespace.json"))).write_text("{")
+    code, shown = run(capsys, "verify", tmp_path)
+    assert code == FAILED
+    assert "namespace.json is damaged" in shown["namespaces"][0]["problem"]
+    assert "namespace.json is damaged" in run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["problem"]
+
+
+@LAYOUTS
+def test_purge_deletes_what_is_chosen_and_proves_it(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, tmp_path, region)
+    write(layout, tmp_path, region, OTHER, salt="red")
+    assert run(capsys, "purge", tmp_path, "--salt", "green", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    code, shown = run(capsys, "purge", tmp_path, "--salt", "red", "--yes")
+    (report,) = shown["namespaces"]
+    assert (code, report["namespace"], report["rows"], report["left"]) == (OK, OTHER.hex(), ROWS, 0)
+    assert [each["namespace"] for each in run(capsys, "inspect", tmp_path)[1]["namespaces"]] == [NAMESPACE.hex()]
+    assert run(capsys, "verify", tmp_path)[0] == OK
+    code, shown = run(capsys, "purge", tmp_path, "--namespace", NAMESPACE.hex()[:10], "--yes")
+    assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
+    assert run(capsys, "inspect", tmp_path)[1]["namespaces"] == []
+    assert not list(tmp_path.rglob("*.row")) + list(tmp_path.rglob("*.kv"))
+
+
+def test_purge_refuses_slabs_that_an_engine_holds_and_deletes_free_parts(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened("slabs", tmp_path, region, replicas=2) as first:
+        with opened("slabs", tmp_path, region, OTHER, replicas=2):
+            pass
+        code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+        by_name = {report["namespace"]: report for report in shown["namespaces"]}
+        assert code == FAILED
+        assert by_name[OTHER.hex()]["left"] == 0
+        assert not by_name[OTHER.hex()]["refused"]
+        refusal = by_name[NAMESPACE.hex()]["refused"]
+        assert "is held by process" in refusal
+        assert str(os.getpid()) in refusal
+        assert not list(tmp_path.glob(f"part-*/{OTHER.hex()}"))
+        assert load(first, region, range(ROWS)) == [Outcome.OK] * ROWS
+
+
+def test_rows_purged_under_an_open_tier_are_misses(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened("files", tmp_path, region) as tier:
+        code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+        assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
+        assert load(tier, region, range(ROWS)) == [Outcome.MISSING] * ROWS
+        assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
+        assert load(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
+
+
+def test_old_row_files_are_purged_one_by_one(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("files", tmp_path, region)
+    for path in sorted(tmp_path.rglob("*.row"))[:2]:
+        os.utime(path, (time.time() - 7200,) * 2)
+    code, shown = run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")
+    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, 2, 0)
+    assert len(list(tmp_path.rglob("*.row"))) == ROWS - 2
+
+
+def test_rows_stored_after_a_purge_has_begun_stay(tmp_path: Path, region: HostRegion) -> None:
+    with opened("files", tmp_path, region) as tier:
+        storage = RowFileStorage(tmp_path)
+        (found,) = storage.namespaces(lambda _: None)
+        assert store(tier, region, range(ROWS, ROWS + 2)) == [Outcome.OK] * 2
+        storage.delete(found, None, lambda _: None)
+        assert storage.victims(found, None).rows == 0
+        assert len(list(tmp_path.rglob("*.row"))) == 2
+
+
+def test_old_slabs_are_purged_as_a_whole(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    shard = next(tmp_path.glob(f"part-0/{NAMESPACE.hex()}"))
+    os.utime(shard / "namespace.json", (time.time() - 7200,) * 2)
+    about = json.loads((shard / "about.json").read_text())
+    (shard / "about.json").write_text(json.dumps(about | {"last_used": int(time.time()) - 7200}))
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")[0] == OK
+    assert not shard.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["inspect"], "give a PATH"),
+        (["inspect", "{}/none"], "is no directory"),
+        (["verify", "{}"], "was never a file tier's path"),
+        (["purge", "{}"], "say what, by --namespace"),
+        (["purge", "{}", "--namespace", "ab"], "at least 8 hexadecimal digits"),
+        (["purge", "{}", "--older-than", "soon"], "--older-than: "),
+        (["inspect", "s3://no"], "s3://no: "),
+        (["inspect", "{}", "--endpoint", "http://127.0.0.1:1"], "--endpoint: is for s3"),
+    ],
+)
+def test_wrong_places_are_one_sentence(
+    given: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([text.format(tmp_path) for text in given]) == BAD_INPUT
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert sentence in output.err
+    assert output.err.count("\n") == 1
+
+
+@LAYOUTS
+def test_verify_is_right_while_an_engine_overwrites_rows(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real movers, a tier with room for a quarter of the rows: slots and files are replaced all the time."""
+    tiers = {
+        "tiers": [
+            {"type": "cpu", "capacity": "16MiB"},
+            {"type": "file", "path": str(tmp_path), "capacity": "4MiB", "layout": layout},
+        ]
+    }
+    chunk = 60_000
+    with nixl_tiers.open(tiers, chunk, "live", description="overwritten") as engine:
+        stop = threading.Event()
+
+        def overwrite() -> None:
+            number = 0
+            while not stop.is_set():
+                keys = [b"key-%d" % (number + i) for i in range(32)]
+                engine.put(keys, np.full((32, chunk), number % 251, np.uint8))
+                engine.flush(60.0)
+                number += 32
+
+        thread = threading.Thread(target=overwrite)
+        thread.start()
+        try:
+            checked = 0
+            deadline = time.monotonic() + 60
+            while checked < 100:
+                assert time.monotonic() < deadline
+                code, shown = run(capsys, "verify", tmp_path)
+                assert code == OK, shown
+                checked += sum(each["ok"] for each in shown["namespaces"])
+                assert run(capsys, "inspect", tmp_path)[0] == OK
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_commands_of_the_guide_are_right(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    write("slabs", tmp_path, region)
+    (tmp_path / "tiers.yaml").write_text(
+        f"tiers: [{{type: cpu, capacity: 1MiB}}, {{type: file, path: {tmp_path}, capacity: 1GiB}}]"
+    )
+    monkeypatch.chdir(tmp_path)
+    guide = Path(__file__).parents[2] / "docs/guide/storage.md"
+    commands = [line.split()[1:] for line in guide.read_text().splitlines() if line.startswith("nixl-tiers ")]
+    assert len(commands) == 7
+    for command in commands:
+        code = main([word.replace("/mnt/nvme/kv", str(tmp_path)) for word in command])
+        error = capsys.readouterr().err
+        assert (code, error) == (OK, "") or (code == BAD_INPUT and "does not answer" in error), command
+
+
+def test_pace_bounds_the_average_rate() -> None:
+    now, slept = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(1e6, lambda: now[0], sleep)
+    for _ in range(10):
+        pace.take(500_000)
+    assert now[0] == pytest.approx(4.5)
+    Pace(None, lambda: now[0], sleep).take(1 << 40)
+    assert sum(slept) == pytest.approx(4.5)

@@ -1,0 +1,139 @@
+"""Hash and copy in one pass: xxhash's digests, the same bytes, and nothing beyond them."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_digest
+
+from nixl_tiers.memory import hash_copy as module
+from nixl_tiers.memory.hash_copy import hash_copy
+
+SOURCE = Path(__file__).parents[2] / "csrc" / "hash_copy.c"
+PAST_END = 256  # bytes behind the target that must stay as they are
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """csrc/hash_copy.c as it is now, whatever is installed."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    path = tmp_path_factory.mktemp("hash_copy") / "hash_copy.so"
+    flags = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", str(path), str(SOURCE)], check=True)
+    opened = module._open(str(path))
+    assert opened is not None
+    return opened
+
+
+@pytest.fixture(params=["c", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    library = request.getfixturevalue("library") if request.param == "c" else None
+    monkeypatch.setattr(module, "_library", lambda: library)
+    return str(request.param)
+
+
+def aligned(nbytes: int, skew: int = 0) -> np.ndarray:
+    """Zeros that begin `skew` bytes behind a page."""
+    raw = np.zeros(nbytes + 4096 + skew, np.uint8)
+    first = -raw.ctypes.data % 4096 + skew
+    return raw[first : first + nbytes]
+
+
+def noise(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def check(nbytes: int, piece_bytes: int, to_skew: int = 0, from_skew: int = 0) -> None:
+    source, target = noise(nbytes + from_skew)[from_skew:], aligned(nbytes + PAST_END, to_skew)
+    digests = hash_copy(target[:nbytes], source, piece_bytes)
+    pieces = [source[at : at + piece_bytes] for at in range(0, nbytes, piece_bytes)]
+    assert digests == b"".join(xxh3_64_digest(piece.tobytes()) for piece in pieces)
+    assert np.array_equal(target[:nbytes], source)
+    assert not target[nbytes:].any()
+
+
+def test_compiled_function_is_used_where_it_was_built(library: ctypes.CDLL) -> None:
+    source, target = noise(1 << 20), aligned(1 << 20)
+    digests = np.empty(16, np.uint64)
+    arguments = target.ctypes.data, source.ctypes.data, 1 << 20, 1 << 16, digests.ctypes.data
+    done = library.nixl_tiers_hash_copy(*arguments)
+    assert done == (1 << 20 if "avx2" in Path("/proc/cpuinfo").read_text() else 0)
+
+
+LENGTHS = (
+    0,
+    1,
+    240,
+    241,
+    255,
+    256,
+    257,
+    1023,
+    1024,
+    1025,
+    1088,
+    65535,
+    65536,
+    65537,
+    65536 + 240,
+    65536 + 241,
+    600_000,
+)
+
+
+@pytest.mark.parametrize("nbytes", LENGTHS)
+def test_digests_and_bytes_at_every_kind_of_length(way: str, nbytes: int) -> None:
+    check(nbytes, 65536)
+
+
+@pytest.mark.parametrize("skew", [1, 8, 32])
+def test_unaligned_memory(way: str, skew: int) -> None:
+    check(300_000, 65536, to_skew=skew)
+    check(300_000, 65536, from_skew=skew)
+
+
+@settings(max_examples=60, deadline=None)
+@given(nbytes=st.integers(0, 300_000), piece_log2=st.sampled_from([10, 11, 16, 18, 40]))
+def test_any_length_and_piece(library: ctypes.CDLL, nbytes: int, piece_log2: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_library", lambda: library)
+        check(nbytes, 1 << piece_log2)
+
+
+def test_digests_are_those_of_the_copy_while_the_source_changes(way: str) -> None:
+    """A worker that writes to a row that is being stored must not give its new bytes the old ones' digest."""
+    nbytes, stop = 65536 * 9 + 300, threading.Event()
+    source, target = aligned(nbytes), aligned(nbytes)
+
+    def scribble() -> None:
+        value = 0
+        while not stop.is_set():
+            value = (value + 1) % 256
+            source[:] = value
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        for _ in range(100):
+            digests = hash_copy(target, source, 65536)
+            pieces = (target[at : at + 65536] for at in range(0, nbytes, 65536))
+            assert digests == b"".join(xxh3_64_digest(piece.tobytes()) for piece in pieces)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_library_of_another_build_is_not_used(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ABI", module.ABI + 1)
+    assert module._open(library._name) is None
+    assert module._open("/nonexistent.so") is None

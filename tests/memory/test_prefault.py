@@ -1,0 +1,91 @@
+"""Prefaulting by the ranks of one engine: each allocates its own share of the region's pages, at the same time."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.memory import prefault
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.policies import HugePages
+
+MiB = 1 << 20
+RANKS = 2
+ROWS = 8
+GEOMETRY = Geometry(RANKS, MiB - PAGE // 2)  # a row, with its seal, has 2 MiB
+PROCESS = Path(__file__).with_name("prefault_process.py")
+
+
+def resident(of: HostRegion) -> list[bool]:
+    """Of each page of the rows, whether any process has allocated it."""
+    pages = of.nbytes // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(of.address), ctypes.c_size_t(of.nbytes), found) == 0
+    return [bool(byte & 1) for byte in found]
+
+
+def start(region: HostRegion, rank: int, stack: ExitStack) -> subprocess.Popen[str]:
+    """A process that has allocated its own share."""
+    command = [sys.executable, str(PROCESS), str(region.fd), str(rank)]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=[region.fd])
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    assert answer(process) == "share"
+    return process
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def go_on(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return answer(process)
+
+
+def test_each_rank_allocates_its_own_share_first_and_waits_for_no_other() -> None:
+    with ExitStack() as stack, HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region:
+        half = region.nbytes // mmap.PAGESIZE // RANKS
+        assert not any(resident(region))
+        second = start(region, 1, stack)
+        assert resident(region) == [False] * half + [True] * half
+        first = start(region, 0, stack)
+        assert all(resident(region))
+        assert go_on(second) == "done"
+        first.kill()
+        assert not region.rows_view.any()
+
+
+def test_rank_allocates_the_share_of_one_that_died() -> None:
+    with ExitStack() as stack, HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region:
+        second = start(region, 1, stack)
+        assert go_on(second) == "done"
+        assert all(resident(region))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_every_part_is_populated_once_whatever_the_sizes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[tuple[int, int]] = []
+    monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
+    monkeypatch.setattr(
+        prefault.Prefault, "_populate_part", lambda _, address, size: parts.append((address, size)) or 0
+    )
+    with HostRegion.create(Geometry(3, 700_000), 5) as region:
+        assert region.prefault(1, cell=rank).wait(120)
+        begin = region.address + region.nbytes * rank // 3
+        assert parts[0][0] <= begin < parts[0][0] + parts[0][1]
+        end = region.address
+        for address, size in sorted(parts):
+            assert address == end
+            end += size
+        assert end == region.address + region.nbytes

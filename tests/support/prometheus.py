@@ -1,0 +1,64 @@
+"""A real Prometheus, where there is one: from Debian's package, installed or unpacked below .cache by `.ci/run`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+from nixl_tiers.testing.servers import free_ports
+from tests.support.waiting import until
+
+UNPACKED = Path(__file__).parents[2] / ".cache/prometheus/usr/bin"
+Series = dict[str, list[float]]
+
+
+def program(name: str) -> str | None:
+    """Path of `prometheus` or `promtool`."""
+    return shutil.which(name) or shutil.which(name, path=str(UNPACKED))
+
+
+class Prometheus:
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/api/v1/"
+
+    def ready(self) -> bool:
+        try:
+            return bool(self.series("up", 0, 1) is not None)
+        except (URLError, ConnectionError):
+            return False
+
+    def series(self, query: str, start: float, end: float) -> Series:
+        """Every second's values, by labels. A query that Prometheus refuses raises HTTPError."""
+        words = urlencode({"query": query, "start": start, "end": end, "step": 1})
+        with urlopen(f"{self._url}query_range?{words}", timeout=60) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        return {json.dumps(each["metric"]): [float(value) for _, value in each["values"]] for each in found}
+
+
+@contextmanager
+def prometheus(program: str, folder: Path, target: int) -> Iterator[Prometheus]:
+    """Scrapes 127.0.0.1:`target` every second. Data is kept in `folder`."""
+    (port,) = free_ports(1)
+    jobs = [{"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}]
+    settings = folder / "prometheus.yml"
+    settings.write_text(
+        json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs})
+    )
+    flags = (f"--config.file={settings}", f"--storage.tsdb.path={folder}", f"--web.listen-address=127.0.0.1:{port}")
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
+    try:
+        server = Prometheus(port)
+        until(server.ready, "Prometheus", 120)
+        yield server
+    finally:
+        process.kill()
+        process.wait()

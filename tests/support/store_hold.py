@@ -1,0 +1,97 @@
+"""Judges whether a core's stores keep out of the way of promotions, and are not held up for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Direction, Job, TierState
+from nixl_tiers.policies import Write
+
+
+@dataclass
+class _Tier:
+    held_since_s: float | None = None  # at the earliest
+    let_go_s: float = 0.0
+    rows_let_go: int = 0
+    waits_since_s: float | None = None
+
+
+class HoldJudge:
+    """Watches every plan of one core. Whether a promotion is under way is uncertain for loads of before a reset, and
+    for demotions that a request joins: such a load may hold stores up, and need not."""
+
+    def __init__(self, core: TierManager, require: Callable[[bool, str], None]) -> None:
+        self._core = core
+        self._require = require
+        self._tiers = [_Tier() for _ in core.tiers]
+        self._promotions: set[int] = set()  # jobs that were begun for requests
+        self._plan_stores = core._writeback.plan_stores
+        core._writeback.plan_stores = self._judged_plan  # type: ignore[method-assign]
+
+    def planned(self, jobs: list[Job], now: float) -> None:
+        """All jobs of one turn were planned, with credits for more."""
+        stores = {job.tier for job in jobs if job.direction is Direction.STORE}
+        for index, tier in zip(self._core.tiers, self._tiers, strict=True):
+            room = index.store_credits > 0 and index.rows_storing < self._core._state.store_window
+            could = index.writable and index.to_store and not index.dead and room and not self._core.events.unfinished
+            if not could or index.number in stores:
+                tier.waits_since_s = None
+                continue
+            if tier.waits_since_s is None:
+                tier.waits_since_s = now
+            self._require(now - tier.waits_since_s <= self._core.limits.store_hold_s, "a store is held up for too long")
+
+    def _judged_plan(self, tier: TierIndex, now: float) -> list[Job]:
+        self._promotions |= {
+            job.id for other in self._core.tiers for job in other.jobs.values() if _promotes(other, job)
+        }
+        watched, held, hold_s = self._tiers[tier.number], self._must_hold(tier), self._core.limits.store_hold_s
+        if not held:
+            watched.held_since_s = None
+        elif watched.held_since_s is None:
+            watched.held_since_s = now
+        jobs = self._plan_stores(tier, now)
+        rows = sum(len(job.moves) for job in jobs)
+        if rows and held and self._promoting:
+            assert watched.held_since_s is not None
+            self._require(now - watched.held_since_s >= hold_s, "a store begins beside a promotion")
+            if now - watched.let_go_s >= hold_s:
+                watched.let_go_s, watched.rows_let_go = now, 0
+            watched.rows_let_go += rows
+            self._require(watched.rows_let_go <= 2 * self._core._state.store_window, "stores begin beside promotions")
+        return jobs
+
+    @property
+    def _promoting(self) -> bool:
+        running = {job.id for index in self._core.tiers for job in index.jobs.values() if not job.abandoned}
+        return bool(self._promotions & running) or any(index.to_load for index in self._core.tiers)
+
+    def _must_hold(self, index: TierIndex) -> bool:
+        """Whether only promotions that are no more under way, and time, can let stores of this tier go."""
+        core = self._core
+        loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
+        dead = any(other.dead for other in core.tiers)
+        perhaps = self._promoting or loads or dead or core._promotion.busy
+        far_behind = index.rows_to_write > core.limits.hold_share * core.host.rows
+        return perhaps and not far_behind and not _short_above(core, index)
+
+
+def _promotes(index: TierIndex, job: Job) -> bool:
+    loads = job.direction is Direction.LOAD and not job.is_trial
+    return loads and any(index.staged.get(move.key) is not move.row and not move.row.invalidated for move in job.moves)
+
+
+def _short_above(core: TierManager, index: TierIndex) -> bool:
+    """Whether the tier above has less than half of its reserve."""
+    if index.spec.write is not Write.ON_EVICT:
+        return False
+    writers = [other for other in core.tiers[: index.number] if other.spec.write is not Write.OFF]
+    share = core.limits.reserve_share
+    if not writers:
+        return 2 * core.host.free < max(1, int(core.host.rows * share))
+    above = writers[-1]
+    reserve = max(1, min(int(above.slots.limit * share), core.host.rows))
+    return above.state is TierState.UP and above.readable and 2 * above.slots.free < reserve

@@ -1,0 +1,77 @@
+"""vLLM's own scheduler side of the offloading connector over a manager of ours, without an engine or a worker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+from nixl_tiers.vllm.manager import NixlTiersManager
+
+BLOCK: Final = 32  # tokens
+
+
+class ConnectorScheduler:
+    """One full-attention group of blocks of BLOCK tokens, a chunk each. The test is the engine and its workers."""
+
+    def __init__(self, manager: NixlTiersManager) -> None:
+        spec = SimpleNamespace(
+            config=SimpleNamespace(groups=(SimpleNamespace(group_id=0, tokens_per_block=BLOCK),)),
+            get_manager=lambda: manager,
+            blocks_per_chunk=1,
+            tokens_per_hash=BLOCK,
+            tokens_per_block=(BLOCK,),
+            offload_prompt_only=True,
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
+        )
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+            parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
+            speculative_config=None,
+        )
+        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention, is_eagle_group=False)])
+        self.scheduler: Any = OffloadingConnectorScheduler(spec, config, caches)
+
+    def request(self, name: str, hashes: list[bytes], params: dict[str, Any] | None = None) -> Any:
+        """A new request of as many blocks as `hashes`, and a token more, as it arrives."""
+        request = self.make(name, hashes, params)
+        self.scheduler.on_new_request(request)
+        return request
+
+    @staticmethod
+    def make(name: str, hashes: list[bytes], params: dict[str, Any] | None = None) -> Any:
+        tokens = len(hashes) * BLOCK + 1
+        return SimpleNamespace(
+            request_id=name,
+            kv_transfer_params=params,
+            kv_hints=None,
+            block_hashes=hashes,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
+            status=None,
+            is_finished=lambda: False,
+        )
+
+    def matched(self, request: Any, computed: int = 0) -> int | None:
+        """How many tokens beyond the first `computed` can be loaded."""
+        tokens: int | None = self.scheduler.get_num_new_matched_tokens(request, computed)[0]
+        return tokens
+
+    def store(self, request: Any) -> list[Any]:
+        """The request computes its whole prompt in a step: the specs of the rows that its stores go to."""
+        status = self.scheduler._req_status[request.request_id]
+        status.update_offload_keys()
+        status.update_block_id_groups(([*range(1, len(request.block_hashes) + 2)],))
+        output = SimpleNamespace(num_scheduled_tokens={request.request_id: request.num_tokens}, finished_req_ids=())
+        return [job.dst_spec for job in self.scheduler._build_store_jobs(output).values()]
+
+
+def keys_of(hashes: list[bytes]) -> list[OffloadKey]:
+    return [make_offload_key(each, 0) for each in hashes]

@@ -1,0 +1,88 @@
+"""One rank of an engine with two: `rank_process.py FD CELL [LIBRARY]`, on a real GPU or, with LIBRARY, on the fake one.
+
+Page-locks the whole region, prints whether it could, and carries out commands from standard input until it is closed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.swap import submit
+from nixl_tiers.swap.cuda import CudaSwap
+from nixl_tiers.swap.plan import CopyPlan, Segment
+
+BLOCKS, LAYERS, PAGE, ROWS = 8, 3, 4096, 16
+GEOMETRY: Final = Geometry(cells=2, cell_payload=LAYERS * PAGE)
+STORED: Final = {5: 1, 0: 14, 3: 7}  # block -> row
+
+
+def blocks_of(cell: int) -> NDArray[np.uint8]:
+    """uint8 (LAYERS, BLOCKS, PAGE): what a rank's KV cache holds at first."""
+    return np.random.default_rng(cell).integers(0, 256, (LAYERS, BLOCKS, PAGE), np.uint8)
+
+
+class Rank:
+    def __init__(self, region: HostRegion, cell: int, library: Path | None) -> None:
+        self.cell = cell
+        if library is None:
+            import torch
+
+            self._tensor = torch.from_numpy(blocks_of(cell)).cuda()
+            address, how = self._tensor.data_ptr(), {}
+        else:
+            from tests.swap.fake_gpu import FakeGpu
+
+            submitting = submit._open(str(library.with_name("swap_submit.so")))
+            submit._library = lambda: submitting  # type: ignore[assignment]
+            self._tensor = blocks_of(cell)
+            self._fake = FakeGpu(library)
+            self._fake.own_bytes(self._tensor.reshape(-1))
+            address = self._tensor.ctypes.data
+            how = {"driver": self._fake.driver, "compute_stream": lambda: 0, "strategies": ("copy_engine",)}
+        segments = [
+            Segment(address + layer * BLOCKS * PAGE, PAGE, PAGE, layer * PAGE, BLOCKS) for layer in range(LAYERS)
+        ]
+        self._plan = CopyPlan([segments], GEOMETRY, cell, region.address, region.rows)
+        self.swap = CudaSwap(self._plan, **how)  # type: ignore[arg-type]
+
+    def store(self) -> None:
+        self.swap.store(0, [*STORED], self._places()).wait()
+
+    def load(self) -> bool:
+        """Whether what was stored is loaded, over blocks that were overwritten; and nothing else."""
+        self._tensor[:] = 0
+        self.swap.load(0, [*STORED], self._places()).wait()
+        wanted = blocks_of(self.cell)
+        wanted[:, [block for block in range(BLOCKS) if block not in STORED]] = 0
+        found = self._tensor if isinstance(self._tensor, np.ndarray) else self._tensor.cpu().numpy()
+        return bool(np.array_equal(found, wanted))
+
+    def _places(self) -> NDArray[np.uint32]:
+        return self._plan.places([*STORED.values()], 0, len(STORED))
+
+
+def main() -> None:
+    fd, cell, *library = sys.argv[1:]
+    region = HostRegion.attach(int(fd))
+    region.prefault(cell=int(cell)).wait()
+    rank = Rank(region, int(cell), Path(library[0]) if library else None)
+    print("locked" if rank.swap.pinned else "not locked", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "store":
+            rank.store()
+            print("stored", flush=True)
+        else:
+            print("loaded" if rank.load() else "wrong", flush=True)
+    rank.swap.close()
+    region.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Choosing a copy strategy and checking it, on the fake driver, which moves real bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_tiers.swap import device_tables, kernels, self_check, submit
+from nixl_tiers.swap.cuda import CudaSwap
+from nixl_tiers.swap.driver import Device, Driver
+from nixl_tiers.swap.kernels import Kernels
+from nixl_tiers.swap.pinned import PinnedRegion
+from nixl_tiers.swap.self_check import choose
+from nixl_tiers.swap.strategies import BATCHES, NAMES
+from tests.swap.fake_gpu import FakeGpu, leftovers
+from tests.swap.scenario import CopyScenario, assert_same, scenario_of
+
+
+def scenario() -> CopyScenario:
+    return scenario_of(np.random.default_rng(1), [[2048] * 4, [16] * 2], blocks=40, rows=20, sub_blocks=3, gap=16)
+
+
+@contextmanager
+def parts(fake: FakeGpu, here: CopyScenario) -> Iterator[tuple[Device, PinnedRegion, Kernels | None]]:
+    with ExitStack() as undo:
+        device = Device(fake.driver, 0)
+        undo.callback(device.close)
+        loaded = kernels.load(device)
+        pinned = PinnedRegion(device, here.plan)
+        undo.callback(pinned.release)
+        yield device, pinned, loaded
+        undo.close()
+        assert [left for left in leftovers(fake) if "modules" not in left] == []
+
+
+@pytest.fixture
+def start(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
+    monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
+    monkeypatch.delenv(self_check.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(self_check, "SAMPLE_BYTES", 1 << 20)
+
+    def make(here: CopyScenario, version: int = 13000) -> FakeGpu:
+        fake = FakeGpu(fake_library, 1, version)
+        fake.own(here)
+        return fake
+
+    return make
+
+
+def test_the_strategy_is_checked_and_the_region_restored(start: Callable[..., FakeGpu]) -> None:
+    here = scenario()
+    fake = start(here)
+    region, memory = here.region.copy(), [tensor.copy() for tensor in here.memory]
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded) == ("staged", "staged")
+    assert fake.calls("cuLaunchKernel") == 4, "each group, both ways"
+    assert_same(here.region, region, "region")
+    for tensor, wanted in zip(here.memory, memory, strict=True):
+        assert_same(tensor, wanted, "the engine's memory")
+    fake.check()
+
+
+def test_a_strategy_that_copies_wrong_bytes_is_not_used(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here the kernels think that tiles are of half their size, so that they leave out the second half of each row."""
+    monkeypatch.setattr(device_tables, "first_parts", lambda parts: np.zeros(1, np.uint32))
+    here = scenario()
+    fake = start(here)
+    with caplog.at_level(logging.WARNING), parts(fake, here) as (device, pinned, loaded):
+        chosen = choose(device, here.plan, pinned, loaded)
+    assert chosen == ("copy_engine", "copy_engine")
+    assert "the copy strategy staged is not used: stores of 60 blocks by staged moved wrong bytes" in caplog.text
+
+
+def test_identical_groups_are_checked_once(start: Callable[..., FakeGpu]) -> None:
+    here = scenario_of(np.random.default_rng(1), [[2048] * 2] * 3, blocks=20, rows=10, sub_blocks=2)
+    fake = start(here)
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded) == ("staged",) * 3
+    assert fake.calls("cuLaunchKernel") == 2
+
+
+def test_large_pages_are_for_the_copy_engine(start: Callable[..., FakeGpu]) -> None:
+    here = scenario_of(np.random.default_rng(1), [[512 << 10], [4096] * 2], blocks=4, rows=4)
+    fake = start(here)
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded) == ("copy_engine", "staged")
+        assert choose(device, here.plan, pinned, None) == ("copy_engine", "copy_engine")
+
+
+def test_blackwell_copies_all_pages_staged_and_without_batches(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its driver was seen to hang on repeated batches."""
+    here = scenario_of(np.random.default_rng(1), [[512 << 10], [4096] * 2], blocks=4, rows=4)
+    fake = start(here)
+    monkeypatch.setattr(Driver, "capability", lambda *_: (10, 0))
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded) == ("staged", "staged")
+    assert fake.calls("cuMemcpyBatchAsync") == 0
+    assert fake.calls("cuMemcpyAsync") > 0
+
+
+@pytest.mark.parametrize(("setting", "capability", "batches"), [("off", (9, 0), False), ("on", (10, 0), True)])
+def test_the_environment_turns_batches_off_and_on(
+    start: Callable[..., FakeGpu],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    capability: tuple[int, int],
+    batches: bool,
+) -> None:
+    here = scenario()
+    fake = start(here)
+    monkeypatch.setattr(Driver, "capability", lambda *_: capability)
+    monkeypatch.setenv(BATCHES, setting)
+    with parts(fake, here) as (device, pinned, loaded):
+        choose(device, here.plan, pinned, loaded)
+    assert (fake.calls("cuMemcpyBatchAsync") > 0) is batches
+
+
+def test_an_unknown_setting_of_batches_is_refused_without_leaks(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = scenario()
+    fake = start(here)
+    monkeypatch.setenv(BATCHES, "never")
+    with pytest.raises(ValueError, match="NIXL_TIERS_SWAP_BATCHES is 'never'; it can be auto, on, off"):
+        CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
+    assert list(leftovers(fake)) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_environment_sets_the_strategy(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    here = scenario()
+    fake = start(here)
+    monkeypatch.setenv(self_check.ENVIRONMENT, name)
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded) == (name, name)
+
+
+def test_an_unknown_strategy_in_the_environment_is_refused_without_leaks(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = scenario()
+    fake = start(here)
+    monkeypatch.setenv(self_check.ENVIRONMENT, "fastest")
+    with pytest.raises(ValueError, match="NIXL_TIERS_SWAP is 'fastest'; it can be auto, copy_engine, staged"):
+        CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
+    assert list(leftovers(fake)) == []
+
+
+def test_an_installation_without_the_library_is_refused_without_leaks(
+    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = scenario()
+    fake = start(here)
+
+    def missing() -> None:
+        raise submit.NotBuilt(submit.NOT_BUILT)
+
+    monkeypatch.setattr(submit, "_library", missing)
+    assert not submit.built()
+    with pytest.raises(submit.NotBuilt, match="install a C compiler, then nixl_tiers again"):
+        CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
+    assert list(leftovers(fake)) == []
+
+
+def test_a_swap_checks_by_itself(start: Callable[..., FakeGpu]) -> None:
+    here = scenario()
+    fake = start(here)
+    swap = CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
+    blocks, places = here.transfer(np.random.default_rng(3))
+    expected = here.store(0, blocks, places)
+    swap.store(0, blocks, places).wait()
+    assert_same(here.region, expected, "region")
+    swap.close()
+    assert list(leftovers(fake)) == []
+
+
+def test_memory_that_is_not_pinned_is_checked_too(start: Callable[..., FakeGpu]) -> None:
+    here = scenario()
+    fake = start(here)
+    fake.fail("cuMemHostRegister_v2", 2)
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded) == ("staged", "staged")
+
+
+def test_without_gpu_memory_the_copy_engine_copies(
+    start: Callable[..., FakeGpu], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = scenario()
+    fake = start(here)
+    with parts(fake, here) as (device, pinned, loaded):
+        fake.fail("cuMemAlloc_v2", 2)
+        assert choose(device, here.plan, pinned, loaded) == ("copy_engine", "staged")
+    assert "staged could not be checked, the copy engine replaces it: cuMemAlloc_v2 failed" in caplog.text
+
+
+def test_the_doctor_sees_a_gpu(start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = pytest.importorskip("nixl_tiers.cli.checks.machine", exc_type=ImportError)
+    fake = start(scenario())
+    monkeypatch.setattr(machine, "open_driver", lambda: fake.driver)
+    monkeypatch.setattr(machine, "_driver_version", lambda: "")
+    assert [(found.name, found.text) for found in machine._gpus()] == [
+        ("driver", "CUDA 13.0, copies in batches"),
+        ("GPU 0", "Fake GPU at ffff:ff:00.0; kernels: here"),
+        ("copy strategy", "NIXL_TIERS_SWAP=auto"),
+    ]

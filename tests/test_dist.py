@@ -1,0 +1,237 @@
+"""What is released: an sdist that has the whole tree, a wheel built from it that works in an empty environment,
+versions from tags, and a changelog that tools can read.
+
+`make dist` builds into dist/ and runs these tests on it (NIXL_TIERS_DIST); else they build archives of their own."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import pytest
+from packaging.utils import parse_sdist_filename, parse_wheel_filename
+from packaging.version import Version
+
+ROOT: Final = Path(__file__).parents[1]
+LOCAL: Final = shutil.ignore_patterns(
+    "__pycache__", "*.so", "*.fatbin", "*.egg-info", "PKG-INFO", "setup.cfg", ".git", ".venv", ".cache", "build",
+    "dist", "_build", "*-out", "gds-report", ".hypothesis", ".*_cache",
+)  # fmt: skip
+# Of the tree that an sdist is made from, and that it adds.
+MADE: Final = {"PKG-INFO", "setup.cfg"}
+UNKNOWN: Final = Version("0.0")  # fallback_version in pyproject.toml
+# No package is looked for anywhere, and the tree of these tests is not imported by accident.
+ALONE: Final = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": "", "NVCC": "false"}
+ROUND_TRIP: Final = """
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import nixl_tiers
+
+home = Path(nixl_tiers.__file__).parent
+assert home.is_relative_to(sys.prefix), home
+keys, rows = [b"a", b"b"], np.arange(10_000).astype(np.uint8).reshape(2, 5000)
+config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": sys.argv[1], "capacity": "64MiB"}]}
+for first in (True, False):
+    with nixl_tiers.open(config, 5000, "n") as store:
+        assert store.wait_ready(300)
+        if first:
+            assert store.put(keys, rows) == 2
+            assert store.flush(300)
+        out = np.zeros_like(rows)
+        assert store.get(keys, out) == [True, True]
+        assert (out == rows).all()
+print(nixl_tiers.__version__)
+"""
+
+
+def run(*command: object, cwd: Path, **env: str) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=cwd, env={**os.environ, **ALONE, **env}, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, f"{words}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree without git and without what was built in it."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("tree") / "nixl_tiers", ignore=LOCAL)
+
+
+@pytest.fixture(scope="module")
+def sources(tree: Path) -> set[str]:
+    """The files of the tree, before anything is built."""
+    return {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def dist(tree: Path, sources: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one sdist, and one wheel that was built from that."""
+    if given := os.environ.get("NIXL_TIERS_DIST"):
+        return Path(given).resolve()
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ".", cwd=tree)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("empty"))
+
+
+def environment(home: Path) -> Path:
+    """The Python of a new virtual environment, which finds what nixl_tiers depends on where these tests find it: a .pth
+    file names directories, and those of an editable install among them are not followed."""
+    venv.create(home, with_pip=False)
+    (packages,) = home.glob("lib/python*/site-packages")
+    places = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(places))
+    return home / "bin" / "python"
+
+
+def test_sdist_has_the_whole_tree_and_nothing_else(dist: Path, sources: set[str]) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        found = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+    assert {name for name in found if ".egg-info/" not in name} - MADE == sources
+
+
+def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) -> None:
+    package = {name for name in sources if name.startswith("nixl_tiers/")}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        described = {name.partition(".dist-info/")[2] for name in archive.namelist()}
+    built = {name for name in found if name.endswith((".so", ".fatbin"))}
+    assert found - built == package | {"nixl_tiers/swap/csrc/swap.cu", "nixl_tiers/swap/csrc/swap.h"}
+    assert described >= {"licenses/LICENSE", "entry_points.txt", "METADATA"}
+    if shutil.which("cc") or shutil.which("gcc"):
+        libraries = {name for name in built if name.endswith(".so")}
+        folders = {"memory/_hash_copy", "swap/_swap_cpu", "swap/_swap_submit"}
+        assert libraries == {f"nixl_tiers/{name}.abi3.so" for name in folders}
+
+
+def test_one_wheel_serves_every_python(wheel: Path) -> None:
+    tags = parse_wheel_filename(wheel.name)[3]
+    assert {(tag.interpreter, tag.abi) for tag in tags} == {("cp311", "abi3")}
+
+
+def test_metadata_has_what_an_index_shows(dist: Path, wheel: Path) -> None:
+    version = parse_wheel_filename(wheel.name)[1]
+    (sdist,) = dist.glob("*.tar.gz")
+    assert parse_sdist_filename(sdist.name) == ("nixl-tiers", version)
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        fields = email.message_from_bytes(archive.read(name))
+    assert Version(fields["Version"]) == version
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert {"cu12", "cu13", "demo"} <= set(fields.get_all("Provides-Extra") or ())
+    if version != UNKNOWN and not version.is_devrelease and version.local is None:
+        changelog = (ROOT / "CHANGELOG.md").read_text()
+        assert re.search(rf"^## \[?{re.escape(str(version))}\]? - ", changelog, re.MULTILINE), (
+            "a release says what is new"
+        )
+
+
+def test_wheel_works_in_an_empty_environment(empty: Path, wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", empty, "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
+    kept = tmp_path / "kv"
+    kept.mkdir()
+    version = run(empty, "-c", ROUND_TRIP, kept, cwd=tmp_path).split()[-1]
+    assert Version(version) == parse_wheel_filename(wheel.name)[1]
+    assert "usage" in run(empty.parent / "nixl-tiers", "--help", cwd=tmp_path).lower()
+
+
+def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
+    """docker/Dockerfile without Docker: its steps, in an empty environment in place of the base image, and without a
+    package index. Not shown: the base image, and NIXL's wheel for CUDA 13, which is described as if it were there."""
+    lines = re.sub(r"\\\n\s*", "", (ROOT / "docker/Dockerfile").read_text()).splitlines()
+    steps = [line.split(" ", 1) for line in lines if line and not line.startswith("#")]
+    assert [name for name, _ in steps] == ["ARG", "FROM", "ARG", "ARG", "COPY", "RUN"], "the entry point is the base's"
+    arguments = dict(step.split("=", 1) for name, step in steps if name == "ARG")
+    assert re.fullmatch(r"vllm/vllm-openai:v\d+\.\d+\.\d+", arguments["BASE"])
+    source, target = steps[-2][1].split()
+    copied = shutil.copytree(tree / source, tmp_path / "context")
+    python = environment(tmp_path / "image")
+    command = steps[-1][1].replace(target, str(copied)).replace("python3", str(python))
+    assert command.count(str(copied)) == 2
+    (packages,) = (tmp_path / "image").glob("lib/python*/site-packages")
+    nixl = metadata.version("nixl")
+    described = packages / f"nixl_cu13-{nixl}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu13\nVersion: {nixl}\n")
+    given = {**arguments, "VERSION": "1.2.3"}
+    run("/bin/sh", "-ec", command, cwd=tmp_path, PIP_NO_BUILD_ISOLATION="0", **given)
+    assert not copied.exists()
+    assert run(python, "-c", "import nixl_tiers; print(nixl_tiers.__version__)", cwd=tmp_path).strip() == "1.2.3"
+    assert (python.parent / "nixl-tiers").exists()
+
+
+def test_tree_without_git_can_be_installed_editable(empty: Path, tree: Path, tmp_path: Path) -> None:
+    """As `make setup` does, without a compiler: what cannot be compiled is left out."""
+    flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", tmp_path / "site")
+    run(sys.executable, "-m", "pip", "install", *flags, "--editable", tree, cwd=tmp_path, CC="false")
+    assert list((tmp_path / "site").glob("__editable__*"))
+    where = "import site; site.addsitedir('site'); import nixl_tiers as n; print(n.__file__, n.__version__)"
+    file, version = run(empty, "-I", "-S", "-c", where, cwd=tmp_path).split()
+    assert Path(file) == tree / "nixl_tiers/__init__.py"
+    assert Version(version) == UNKNOWN
+
+
+def test_versions_come_from_tags(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=n", "-c", "user.email=n@example.com", "-c", "init.defaultBranch=main")
+        run("git", *who, *words, cwd=tmp_path)
+
+    def version() -> Version:
+        return Version(run(sys.executable, "-m", "setuptools_scm", cwd=tmp_path).split()[-1])
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    git("tag", "v1.2.3")
+    assert version() == Version("1.2.3")
+    git("commit", "-q", "--allow-empty", "-m", "next")
+    assert Version("1.2.3") < version() < Version("1.2.4")
+    assert version().local is not None
+
+
+def test_changelog_keeps_its_format() -> None:
+    """Keep a Changelog 1.1: what is not released first, then versions with dates, newest first; one section a kind."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert titles[0].strip("[]") == "Unreleased"
+    released = [
+        re.fullmatch(r"\[?(\d+\.\d+\.\d+\S*?)\]? - (\d{4}-\d\d-\d\d)( \[YANKED\])?", title) for title in titles[1:]
+    ]
+    assert None not in released
+    versions = [(Version(match[1]), match[2]) for match in released if match]
+    assert versions == sorted(versions, reverse=True)
+    for entry in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
+        kinds = re.findall(r"^### (.*)$", entry, re.MULTILINE)
+        assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+        assert len(kinds) == len(set(kinds))
+        for lines in re.split(r"^### .*$", entry, flags=re.MULTILINE)[1:]:
+            assert all(re.match(r"- \S|  \S|$", line) for line in lines.splitlines()), "a section is a list"

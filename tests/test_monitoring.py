@@ -1,0 +1,252 @@
+"""Dashboard and alerts: what they ask for exists, Grafana and Prometheus take them, and each shows something."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import runpy
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+import nixl_tiers
+from nixl_tiers.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits
+from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
+from tests.support.load import LoadGenerator
+from tests.support.metrics_page import ENGINE, StorePage, served
+from tests.support.prometheus import Prometheus, program, prometheus
+from tests.support.waiting import until_up
+from tests.test_docs import anchors
+
+ROOT: Final = Path(__file__).parents[1]
+GRAFANA: Final = ROOT / "docker/grafana"
+DASHBOARD: Final = GRAFANA / "dashboards/nixl-tiers.json"
+RULES: Final = ROOT / "docker/prometheus/nixl-tiers.rules.yml"
+GIVEN: Final = {*ENGINE, "instance", "job", "pid", "le"}
+"""Labels that vLLM and Prometheus add."""
+SIZE: Final = 64 << 10
+TIER: Final = "file"
+
+# What one engine over one faulty disk cannot bring about within seconds: added to the page (tier, number -> value).
+PLANTED: Final = {
+    ("cpu", "hit_tokens"): 1000.0,  # a store knows of no tokens
+    ("cpu", "waiting_requests"): 2.0,  # of a moment, that a scrape may miss
+    (TIER, "queued_loads"): 3.0,
+    (TIER, "loading"): 4.0,
+    ("cpu", "huge_page_bytes"): 1e6,
+    ("cpu", "prefill_tokens_per_s"): 5000.0,
+    (TIER, "saved_first_token_s"): 50.0,  # nor how long computing takes
+    (TIER, "saved_prefill_s"): 70.0,
+    (TIER, "lost_slower_s"): 100.0,
+    ("cpu", "unused"): 5.0,
+    (TIER, "denials"): 1.0,
+    (TIER, "quarantined"): 3.0,
+    (TIER, "loads_staged"): 1.0,
+    (TIER, "probes"): 100.0,
+    (TIER, "missed_evicted"): 1e6,
+    (TIER, "dropped_behind"): 1e6,
+    (TIER, "kills"): 1.0,
+    (TIER, "deaths"): 5.0,  # besides the one that is killed
+    (TIER, "used_bytes"): 1e12,
+    (TIER, "listed_rows"): 7.0,
+}
+PLANTED_SAMPLES: Final = {(TIER, "wait_vain"): [30.0] * 5, (TIER, "wait_loaded"): [0.5]}
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Whose it is, and the query."""
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for rule in rules():
+        yield rule["alert"], rule["expr"]
+
+
+def known() -> dict[str, tuple[str, set[str]]]:
+    """Name of a series at /metrics -> the metric's name, its labels."""
+    found = {PREFIX + INFO: (INFO, set(INFO_LABELS))}
+    for name, metric in METRICS.items():
+        ends = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+        found |= {f"{PREFIX}{name}{end}": (name, set(metric.labels)) for end in ends[metric.kind]}
+    return found
+
+
+def values_of(metric: str, label: str) -> set[str]:
+    """Values that a metric's label other than `tier` can have."""
+    place = [each for each in METRICS[metric].labels if each != "tier"].index(label)
+    return {series.values[place] for series in METRICS[metric].series.values()}
+
+
+@pytest.mark.parametrize(("whose", "query"), list(queries()))
+def test_metrics_and_labels_of_a_query_exist(whose: str, query: str) -> None:
+    metrics = known()
+    found = re.findall(rf"({PREFIX}\w+)(?:{{(.*?)}})?", query)
+    assert found
+    labels: set[str] = set()
+    for name, matchers in found:
+        assert name in metrics
+        metric, its_labels = metrics[name]
+        labels |= its_labels
+        for label, operator, value in re.findall(r'(\w+)(=~|!=|=|!~)"(.*?)"', matchers):
+            assert label in its_labels | GIVEN
+            if label not in {"tier", *GIVEN}:
+                assert set(value.split("|") if "~" in operator else [value]) <= values_of(metric, label)
+    grouped = re.findall(r"\b(?:by|on|group_left|without) \((.*?)\)", query)
+    assert {label.strip() for group in grouped for label in group.split(",") if label.strip()} <= labels | GIVEN
+
+
+def test_dashboard_shows_what_an_operator_asks_first() -> None:
+    expressions = " ".join(target["expr"] for panel in panels() for target in panel["targets"])
+    asked = {"hits_total", "misses_total", "hit_tokens_total", "wait_seconds_bucket", "read_bytes_total"}
+    asked |= {"written_bytes_total", "used_bytes", "capacity_bytes", "up", "breaker", "failures_total", "drops_total"}
+    assert set(re.findall(rf"{PREFIX}(\w+)", expressions)) >= asked
+
+
+def test_dashboard_is_that_of_its_generator() -> None:
+    """Else run `make format`."""
+    assert runpy.run_path(str(GRAFANA / "dashboard.py"))["text"]() == DASHBOARD.read_text()
+
+
+def test_dashboard_is_what_grafana_takes() -> None:
+    """Grafana's own classes, made from its schema, read all of it: what they do not know would be lost on the way."""
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="needs grafana-foundation-sdk")
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    plugins.register_default_plugins()
+    raw = json.loads(DASHBOARD.read_text())
+    read = json.loads(json.dumps(models.Dashboard.from_json(raw), cls=encoder.JSONEncoder))
+    assert list(lost(raw, read)) == []
+
+
+def lost(raw: Any, read: Any, path: str = "") -> Iterator[str]:
+    """What is in `raw` and not in `read`."""
+    if isinstance(raw, dict) and isinstance(read, dict):
+        for key, value in raw.items():
+            yield from lost(value, read[key], f"{path}/{key}") if key in read else [f"{path}/{key}"]
+    elif isinstance(raw, list) and isinstance(read, list) and len(raw) == len(read):
+        for place, (one, other) in enumerate(zip(raw, read, strict=True)):
+            yield from lost(one, other, f"{path}/{place}")
+    elif raw != read:
+        yield path
+
+
+def test_panels_fill_the_grid_and_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        grid = panel["gridPos"]
+        cells = {(grid["x"] + x, grid["y"] + y) for x in range(grid["w"]) for y in range(grid["h"])}
+        assert not cells & taken
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+
+
+def test_provisioning_is_where_compose_mounts_it() -> None:
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    assert source["type"] == "prometheus"
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/nixl-tiers.yaml").read_text())["providers"]
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    mounts = dict(volume.removesuffix(":ro").split(":") for volume in services["grafana"]["volumes"])
+    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    mounts = dict(volume.removesuffix(":ro").split(":") for volume in services["prometheus"]["volumes"])
+    settings = yaml.safe_load((ROOT / "docker/prometheus/prometheus.yml").read_text())
+    assert settings["rule_files"] == [mounts["./prometheus/nixl-tiers.rules.yml"]]
+    assert source["url"] == "http://prometheus:9090"
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_alert_has_a_runbook(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in {"warning", "info"}
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert anchor in anchors(ROOT / page)
+    section = (ROOT / page).read_text().partition(f"## {rule['alert']}\n")[2].partition("\n## ")[0]
+    assert "**Do**" in section
+    assert "$labels" in rule["annotations"]["summary"]
+
+
+def test_promtool_takes_the_rules() -> None:
+    tool = program("promtool")
+    if tool is None:
+        pytest.skip("needs promtool (Debian's package prometheus)")
+    done = subprocess.run([tool, "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules())} rules found" in done.stdout
+
+
+def seconds(query: str) -> str:
+    """A query of the dashboard or of an alert, with windows of seconds instead of minutes."""
+    return re.sub(r"\[\d+[smh]\]", "[8s]", query.replace("$__rate_interval", "8s").replace("$model", ".*"))
+
+
+def still_unchanged(server: Prometheus, start: float) -> list[str]:
+    """Queries of panels that show the same all the time, and alerts that never fired."""
+    alerts = {rule["alert"] for rule in rules()}
+    found = []
+    for whose, query in queries():
+        answer = server.series(seconds(query), start, time.time())
+        if whose in alerts:
+            changed = bool(answer)
+        else:
+            clean = [[value for value in values if not math.isnan(value)] for values in answer.values()]
+            # A quotient has no value before there is anything to divide by; what runs does not change.
+            fixed = "/" in query or f"{PREFIX}{INFO}" in query
+            changed = any(values and (fixed or min(values) != max(values)) for values in clean)
+        if not changed:
+            found.append(f"{whose}: {query}")
+    return found
+
+
+def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> None:
+    """On a real Prometheus: nothing at first, then load, faults of the medium, killed movers, and what is planted."""
+    found = program("prometheus")
+    if found is None:
+        pytest.skip("needs Prometheus (Debian's package prometheus)")
+    switch = tmp_path / "faults"
+    plan = FaultPlan(
+        (Rule(Fault.BIT_FLIP, Way.LOAD, chance=0.2), Rule(Fault.UNAVAILABLE, chance=0.5)), switch=str(switch)
+    )
+    file = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "8MiB"}
+    faulty = {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": file, "plan": plan.to_dict()}
+    config = {"tiers": [{"type": "cpu", "capacity": "4MiB"}, faulty], "wait_s": 5.0}
+    tiers = [TierTraits("cpu"), TierTraits(TIER, checked=True, disk=True)]
+    with nixl_tiers.open(config, SIZE, "n") as store:
+        until_up(store)
+        page = StorePage(tiers, store.coordinator.counters, store.coordinator.take_samples)
+        with served(page) as port, prometheus(found, tmp_path, port) as server:
+            start = time.time()
+            deadline = start + 240  # a slow machine needs many scrapes
+            time.sleep(3)  # a quiet time to compare with
+            firing = [rule["alert"] for rule in rules() if server.series(seconds(rule["expr"]), start, time.time())]
+            assert firing == []
+            with LoadGenerator(store, pause_s=0.02, prompts=40):
+                time.sleep(3)
+                switch.touch()
+                time.sleep(3)
+                page.planted |= PLANTED
+                page.planted_samples |= PLANTED_SAMPLES
+                for pid in store.coordinator.mover_pids:
+                    with suppress(ProcessLookupError):
+                        if pid is not None:
+                            os.kill(pid, signal.SIGKILL)
+                left = still_unchanged(server, start)
+                while left and time.time() < deadline:
+                    time.sleep(1)
+                    left = still_unchanged(server, start)
+            assert left == []

@@ -1,0 +1,76 @@
+"""Files that have become shorter, with `backend: gds_mt`: a short read is never a hit.
+
+cuFile compatibility mode, no GPU: says nothing about GPU-direct speed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.mover.protocol import Down, Opened
+from tests.mover.harness import LAYOUTS, NAMESPACE, MoverProcess, shard_dir
+from tests.support.no_gpu import NoGpu
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 24 << 20
+ROWS = 24
+
+
+def test_plugins_report_short_reads_as_they_did(run: Callable[..., Any]) -> None:
+    """GDS_MT as failed, plain GDS as done: why plain GDS is refused."""
+    cases = run("plugin_cases.py")
+    assert (cases.total, cases.failed, cases.skipped) == (2, 0, 0), cases.output
+
+
+@pytest.fixture
+def cufile(no_gpu: NoGpu, cufile_place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where movers have cuFile."""
+    for name, value in no_gpu.environment(cufile_place).items():
+        monkeypatch.setenv(name, value)
+    return cufile_place
+
+
+def stored(layout: str, path: Path) -> MoverProcess:
+    mover = MoverProcess({**LAYOUTS[layout](path, CAPACITY), "backend": "gds_mt"}, GEOMETRY, ROWS)
+    mover.open()
+    mover.listed_rows()
+    assert set(mover.store(range(ROWS))) == {Outcome.OK}
+    assert "libcufile.so.0" in Path(f"/proc/{mover.process.pid}/maps").read_text()
+    return mover
+
+
+def test_slab_cut_short_takes_the_tier_down_and_the_rest_is_served(cufile: Path) -> None:
+    with stored("slabs", cufile) as mover:
+        slab = shard_dir(cufile) / "slab-00000.kv"
+        os.truncate(slab, ROWS // 2 * GEOMETRY.row_bytes + 4096)
+        outcomes = mover.load(range(ROWS))
+        assert set(outcomes[: ROWS // 2]) == {Outcome.OK}
+        assert Outcome.OK not in outcomes[ROWS // 2 :]
+        down = mover.expect(lambda m: isinstance(m, Down))
+        assert isinstance(down, Down)
+        assert down.reason == f"{slab} has been cut short"
+        mover.expect(lambda m: isinstance(m, Opened))
+        mover.listed_rows()
+        outcomes = mover.load(range(ROWS))
+        assert set(outcomes[: ROWS // 2]) == {Outcome.OK}
+        assert Outcome.OK not in outcomes[ROWS // 2 :]
+        assert set(mover.store(range(ROWS))) == {Outcome.OK}
+        assert set(mover.load(range(ROWS))) == {Outcome.OK}
+
+
+def test_row_file_cut_short_is_corrupt_and_the_tier_stays_up(cufile: Path) -> None:
+    with stored("files", cufile) as mover:
+        cut, *_ = (cufile / NAMESPACE.hex()).rglob("*.row")
+        os.truncate(cut, GEOMETRY.row_bytes - 4096)
+        outcomes = mover.load(range(ROWS))
+        assert outcomes.count(Outcome.OK) == ROWS - 1
+        assert set(outcomes) == {Outcome.OK, Outcome.CORRUPT}
+        assert not cut.exists()
+        mover.stop()
+        assert mover.log().count(f"{cut} has {GEOMETRY.row_bytes - 4096} bytes and no row") == 1

@@ -1,0 +1,271 @@
+"""Staging in both layouts: what arrives, what waits, what is measured, and that buffers come back after failures."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.tiers import staging as module
+from nixl_tiers.tiers import staging_trial
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
+from nixl_tiers.tiers.staging_trial import Measured
+from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
+from tests.support.load import get, put
+from tests.tiers.file_tiers import GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
+
+
+@pytest.fixture(params=["slabs", "files"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives the region no huge pages, whatever this machine is set to."""
+    monkeypatch.setattr(module, "advice", lambda: "write `advise`")
+
+
+@pytest.fixture
+def short_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_trial, "WINDOW_BYTES", 4 * GEOMETRY.row_bytes)
+    monkeypatch.setattr(staging_trial, "WINDOW_S", 0.0)
+
+
+@pytest.fixture
+def tier(layout: str, tmp_path: Path, region: HostRegion) -> Iterator[FileTier]:
+    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    serve(tier)
+    yield tier
+    tier.close()
+
+
+def serve(tier: FileTier) -> None:
+    """Open it and list its rows: row files are written once those that are there are known."""
+    tier.open(NAMESPACE, 0)
+    for _ in tier.list_rows():
+        pass
+
+
+def in_use(tier: FileTier) -> int:
+    """Places of both buffers that are taken."""
+    buffers = [direction._buffer for direction in (tier._staging.loads, tier._staging.stores)]
+    return sum(len(buffer.rows) - len(buffer._free) for buffer in buffers if buffer is not None)
+
+
+def spans_outside(region: HostRegion, spans: Sequence[Span]) -> bool:
+    return all(not region.address <= address < region.address + region.nbytes for address, *_ in spans)
+
+
+def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Path, region: HostRegion) -> None:
+    assert tier.staged == (True, True)
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    staged = region.rows_view.copy()
+    sealer = Sealer(GEOMETRY, NAMESPACE, 0)
+    assert all(sealer.verify(staged[row], key_of(row)) is Verdict.OK for row in range(ROWS))
+    tier.close()
+    direct = make_tier(layout, tmp_path / "kv", region, staging="off")
+    serve(direct)
+    assert direct.staged == (False, False)
+    assert set(load(direct, region, range(ROWS))) == {Outcome.OK}
+    assert np.array_equal(region.rows_view, staged)
+    direct.close()
+
+
+def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("read", "write"):
+        begin = getattr(tier._agent, name)
+
+        def checked(spans: Sequence[Span], begin: Any = begin) -> Transfer:
+            assert spans_outside(region, spans)
+            return begin(spans)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(tier._agent, name, checked)
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert not in_use(tier)
+
+
+def test_sealed_rows_are_stored_unchanged(tier: FileTier, region: HostRegion) -> None:
+    """Rows that came from another tier are written as they are."""
+    sealer = Sealer(GEOMETRY, NAMESPACE, 0)
+    for row in range(ROWS):
+        region.rows_view[row] = payload(row, GEOMETRY)
+        sealer.seal(region.rows_view[row], key_of(row), present=1, sealed_at=1_900_000_000)
+    before = region.rows_view.copy()
+    moves = [Move(row, row, key_of(row)) for row in range(ROWS)]
+    assert set(outcomes(tier, tier.store(moves))[0]) == {Outcome.OK}
+    region.rows_view[:] = 0
+    assert set(outcomes(tier, tier.load(moves))[0]) == {Outcome.OK}
+    assert np.array_equal(region.rows_view, before)
+
+
+def test_failed_transfers_are_tried_alone_and_give_their_places_back(
+    tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    for name, action in (("read", load), ("write", store)):
+        with monkeypatch.context() as patch:
+            patch.setattr(tier._agent, name, lambda _: Transfer(None, None, TransferState.FAILED))
+            assert set(action(tier, region, range(ROWS))) == {Outcome.FAILED}
+        assert not in_use(tier)
+    assert wait_until(lambda: set(store(tier, region, range(ROWS))) == {Outcome.OK})
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+
+
+def test_corrupt_row_is_not_served(tier: FileTier, tmp_path: Path, region: HostRegion) -> None:
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    flipped = 0
+    for file in (*tmp_path.rglob("slab-*.kv"), *tmp_path.rglob("*.row")):
+        raw = bytearray(file.read_bytes())
+        at = raw.find(payload(3, GEOMETRY)[:64].tobytes())
+        if at >= 0:
+            raw[at + 20_000] ^= 1
+            flipped += 1
+            file.write_bytes(raw)
+    assert flipped == 1
+    ended = load(tier, region, range(ROWS))
+    assert ended.pop(3) is Outcome.CORRUPT
+    assert set(ended) == {Outcome.OK}
+    assert not in_use(tier)
+
+
+def test_units_wait_for_room_in_the_buffer(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
+    if layout == "slabs":
+        monkeypatch.setattr("nixl_tiers.tiers.slab.tier._UNIT_ROWS", 2)
+    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    serve(tier)
+    most = 0
+    take = module.Buffer.take
+
+    def counted(buffer: module.Buffer, rows: int) -> list[int]:
+        nonlocal most
+        places = take(buffer, rows)
+        most = max(most, len(buffer.rows) - len(buffer._free))
+        return places
+
+    monkeypatch.setattr(module.Buffer, "take", counted)
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    first = [Move(row, row, key_of(row)) for row in range(ROWS // 2)]
+    second = [Move(row, row, key_of(row), seal=True) for row in range(ROWS // 2, ROWS)]
+    region.rows_view[: ROWS // 2] = 0
+    both = outcomes(tier, tier.load(first), tier.store(second))  # neither direction takes the other's room
+    assert [set(part) for part in both] == [{Outcome.OK}, {Outcome.OK}]
+    assert set(load(tier, region, range(ROWS // 2))) == {Outcome.OK}
+    assert 2 <= most <= 3
+    assert not in_use(tier)
+    tier.close()
+
+
+@pytest.mark.usefixtures("small_pages", "short_trial")
+@pytest.mark.parametrize("pays", [True, False])
+def test_auto_tries_both_ways_then_takes_the_faster_and_remembers_it(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, *, pays: bool
+) -> None:
+    monkeypatch.setattr(staging_trial, "GAIN", 0.0 if pays else 1e9)
+    tier = make_tier(layout, tmp_path / "kv", region)
+    serve(tier)
+    ways: set[bool] = set()
+    begin = staging_trial.Trial.begin
+    monkeypatch.setattr(staging_trial.Trial, "begin", lambda *a: (ways.add(a[0].staged), begin(*a))[1])
+    assert tier.staged == (False, False)
+    for _ in range(3 * staging_trial.WINDOWS):
+        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+        assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert ways == {True, False}
+    assert tier.staged == (pays, pays)
+    assert not in_use(tier)
+    tier.close()
+    assert wait_until(lambda: len(staging_trial.all_remembered()) == 2)  # written on a thread
+    assert {measured.direction for measured in staging_trial.all_remembered()} == {"loads", "stores"}
+
+    again = make_tier(layout, tmp_path / "kv", region)
+    serve(again)
+    assert again.staged == (pays, pays)
+    assert set(store(again, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(again, region, range(ROWS))) == {Outcome.OK}
+    again.close()
+
+
+@pytest.mark.usefixtures("small_pages", "short_trial")
+def test_choice_is_logged(layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for words in ("staging: stores", "staging, as measured before: stores"):
+        tier = make_tier(layout, tmp_path / "kv", region)
+        serve(tier)
+        for _ in range(3 * staging_trial.WINDOWS):
+            assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+        assert f"{words} of rows of {GEOMETRY.row_bytes} bytes, {tmp_path}/kv: " in caplog.text
+        tier.close()
+        assert wait_until(lambda: len(staging_trial.all_remembered()) == 1)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_nothing_is_staged_where_the_region_has_huge_pages(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostRegion, "huge_bytes", property(lambda region: region.nbytes))
+    monkeypatch.setattr(module, "StagedRows", None)
+    tier = make_tier(layout, tmp_path / "kv", region)
+    for measured in (None, Measured("loads", "", 0, 1e9, 9e9)):
+        monkeypatch.setattr(module, "recall", lambda *_, measured=measured: measured)
+        serve(tier)
+        assert tier.staged == (False, False)
+        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+        assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+        tier.close()
+        tier = make_tier(layout, tmp_path / "kv", region)
+    tier.close()
+
+
+def test_without_memory_for_the_buffer_rows_are_moved_directly(
+    layout: str,
+    tmp_path: Path,
+    region: HostRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(module, "Buffer", refuse)
+    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    serve(tier)
+    assert tier.staged == (False, False)
+    assert caplog.text.count("no buffer for staging") == 2
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    tier.close()
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_gauges_show_what_is_staged(tmp_path: Path, staging: str) -> None:
+    file = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20, "staging": staging}
+    tiers = [{"type": "cpu", "capacity": 4 << 20}, file]
+    with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, 60_000, "n") as store:
+        put(store, [b"one"])
+        assert store.flush(120)
+        gauges = store.stats()["file"]
+        assert (gauges["loads_staged"], gauges["stores_staged"]) == ((1, 1) if staging == "on" else (0, 0))
+    with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, 60_000, "n") as store:
+        assert get(store, [b"one"]) == ([True], [])

@@ -1,0 +1,124 @@
+"""Promotion at arrival, with vLLM's own connector: what is read of a request in the queue, and what comes up for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.chunk import Key
+from nixl_tiers.vllm.connector import NixlTiersConnector
+from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler, keys_of
+from tests.support.waiting import until
+from tests.vllm.test_wishes import Rig, hashes_of
+
+
+class BlockPool:
+    """The engine's prefix cache: it has the blocks of these hashes."""
+
+    def __init__(self, *hashes: bytes) -> None:
+        self.hashes = hashes
+
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[object] | None:
+        return [object()] if block_hash in self.hashes and groups == [0] else None
+
+
+class Connector:
+    """NixlTiersConnector in a scheduler's process, over this side of vLLM's; the test says what is in the queue."""
+
+    def __init__(self, scheduler: ConnectorScheduler, *cached: bytes, by_priority: bool = False) -> None:
+        self.scheduler = scheduler
+        self.connector: Any = object.__new__(NixlTiersConnector)
+        self.connector.connector_scheduler = scheduler.scheduler
+        self.connector._by_priority = by_priority
+        self.connector._anticipates = True
+        self.connector._kv_cache_manager = SimpleNamespace(block_pool=BlockPool(*cached))
+
+    def arrives(self, name: str, hashes: list[bytes], params: dict[str, Any] | None = None, **fields: Any) -> Any:
+        request = self.scheduler.make(name, hashes, params)
+        vars(request).update({"priority": 0, "arrival_time": 0.0, **fields})
+        self.connector.on_new_request(request)
+        return request
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(connector, what of its requests is anticipated)."""
+    rig = Rig()
+    joined: list[tuple[str, list[Key], tuple[float, ...]]] = []
+
+    def anticipate(request: str, keys: Sequence[Key], rank: tuple[float, ...]) -> None:
+        joined.append((request, list(keys), rank))
+
+    monkeypatch.setattr(rig.coordinator, "anticipate", anticipate)
+    monkeypatch.setattr(rig.manager, "_has_storage", True)
+    yield rig.scheduler, joined
+    rig.manager.shutdown()
+
+
+def test_chain_of_a_request_in_the_queue(queue: Any) -> None:
+    scheduler, joined = queue
+    hashes = hashes_of(6)
+    connector = Connector(scheduler, *hashes[:2])
+    connector.arrives("usual", hashes)
+    connector.arrives("limited", hashes, {"max_load_tokens": 3 * BLOCK + 5})
+    connector.arrives("computes", hashes, {"nixl_tiers": {"load": "none"}})
+    connector.arrives("prompt logprobs", hashes, skip_reading_prefix_cache=True)
+    keys = keys_of(hashes)
+    assert joined == [
+        ("usual", keys[2:], (0.0,)),
+        ("limited", keys[2:5], (0.0,)),
+        ("prompt logprobs", [], (0.0,)),
+    ]
+
+
+def test_nothing_is_read_of_the_queue_where_nothing_can_come_up(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, _ = queue
+    monkeypatch.setattr("nixl_tiers.vllm.connector.chain_at_arrival", lambda *_: pytest.fail("read"))
+    connector = Connector(scheduler)
+    connector.arrives("computes", hashes_of(2), {"nixl_tiers": {"load": "none"}})
+    monkeypatch.setattr(scheduler.scheduler.manager, "_has_storage", False)
+    connector.arrives("r", hashes_of(2))
+    assert connector.connector._anticipates
+
+
+def test_order_of_turns_with_priorities(queue: Any) -> None:
+    scheduler, joined = queue
+    Connector(scheduler, by_priority=True).arrives("r", hashes_of(1), priority=-2, arrival_time=7.5)
+    assert joined[0][2] == (-2.0, 7.5)
+
+
+def test_vllm_that_keeps_its_queue_in_another_way_is_left_alone(queue: Any, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, joined = queue
+    connector = Connector(scheduler)
+    del scheduler.scheduler.config
+    scheduler.scheduler.config = SimpleNamespace(kv_group_configs=())
+    scheduler.scheduler.on_new_request = lambda request: None
+    for name in ("one", "two"):
+        connector.arrives(name, hashes_of(2))
+    assert joined == []
+    (message,) = caplog.messages
+    assert "this vLLM does not show its queue" in message
+
+
+def test_rows_come_up_while_their_request_waits_for_its_turn(tmp_path: Path) -> None:
+    rig = Rig({"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}, rows=8)
+    try:
+        assert rig.coordinator.wait_ready(300)
+        prompts = [hashes_of(4, number) for number in range(4)]
+        for number, prompt in enumerate(prompts):
+            rig.run(f"first {number}", prompt)
+            assert rig.coordinator.flush(300)
+        keys = keys_of(prompts[0])
+        assert rig.coordinator.locate(keys) == ["file"] * 4
+        request = Connector(rig.scheduler).arrives("again", prompts[0])
+        until(lambda: rig.coordinator.locate(keys) == ["cpu"] * 4, "the promotions")
+        assert rig.scheduler.matched(request) == 4 * BLOCK, "at its first look-up"
+        assert rig.coordinator.counters()["cpu"]["unused"] == 0
+    finally:
+        rig.manager.shutdown()

@@ -1,0 +1,258 @@
+"""What a request may ask of the tiers in its kv_transfer_params, as it arrives in vLLM's own connector."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.v1.kv_hints import KvHintsEnvelope
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
+
+from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.config import schema
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.testing.servers import MotoServer, S3Server
+from nixl_tiers.vllm.manager import NixlTiersManager
+from nixl_tiers.vllm.wishes import Scope, Wishes, WishReader
+from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
+from tests.support.waiting import until
+
+GEOMETRY = Geometry(cells=1, cell_payload=8192)
+STEP = ScheduleEndContext((), ())
+ALL = Wishes()
+FILE, S3 = 0, 1
+
+
+def wishes_of(own: Any, **params: Any) -> Wishes:
+    reader = WishReader(["file", "s3"], ["LOCAL", "REMOTE"])
+    return reader.read(ReqContext("r", kv_transfer_params={**params, "nixl_tiers": own}))
+
+
+@pytest.mark.parametrize(
+    ("own", "wishes"),
+    [
+        (None, ALL),
+        ({}, ALL),
+        ({"store": "all", "load": "all"}, ALL),
+        ({"store": "host"}, Wishes(store=Scope.HOST)),
+        ({"store": "none"}, Wishes(store=Scope.NONE)),
+        ({"load": "host"}, Wishes(tiers=frozenset())),
+        ({"load": "none"}, Wishes(loads=False)),
+        ({"load": ["s3"]}, Wishes(tiers=frozenset({S3}))),
+        ({"load": ["cpu", "file", "s3"]}, Wishes(tiers=frozenset({FILE, S3}))),
+        ({"load": []}, Wishes(tiers=frozenset())),
+        ({"store": "none", "load": "none"}, Wishes(store=Scope.NONE, loads=False)),
+    ],
+)
+def test_wishes_of_a_request(own: Any, wishes: Wishes, caplog: pytest.LogCaptureFixture) -> None:
+    assert wishes_of(own) == wishes
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("own", "wishes", "sentence"),
+    [
+        ("none", Wishes(store=Scope.NONE), 'is "none", not a table: nothing of such requests is stored'),
+        ([], Wishes(store=Scope.NONE), "is a list, not a table: nothing of such requests is stored"),
+        ({"stroe": "none"}, Wishes(store=Scope.NONE), 'has the unknown field "stroe": nothing of such requests is'),
+        ({"store": "None"}, Wishes(store=Scope.NONE), 'has store "None", not "all", "host" or "none": nothing of them'),
+        ({"store": None}, Wishes(store=Scope.NONE), "has store None, not"),
+        ({"store": ["all"]}, Wishes(store=Scope.NONE), "has store a list, not"),
+        ({"store": "x" * 99}, Wishes(store=Scope.NONE), "has store that value, not"),
+        ({"load": "nothing"}, ALL, 'has load "nothing", not "all", "host", "none" or a list of tiers: they load from'),
+        ({"load": {}}, ALL, "has load a dict, not"),
+        (
+            {"load": ["nvme", "s3", 3]},
+            Wishes(tiers=frozenset({S3})),
+            'has "nvme" in load, and the tiers are cpu, file, s3: nothing is loaded from it',
+        ),
+        ({"load": [["s3"]]}, Wishes(tiers=frozenset()), "has a list in load"),
+    ],
+)
+def test_wishes_that_cannot_be_understood(
+    own: Any, wishes: Wishes, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They store nothing, which they may have been meant to forbid, and load, since every hit has the right bytes."""
+    assert wishes_of(own) == wishes
+    (message,) = caplog.messages
+    assert message.startswith('nixl_tiers: "nixl_tiers" in kv_transfer_params of a request ' + sentence)
+
+
+def test_each_kind_of_wrong_wish_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reader = WishReader([], [])
+    for value in (1, 2, 3):
+        reader.read(ReqContext("r", kv_transfer_params={"nixl_tiers": {"store": value, "load": value}}))
+    assert len(caplog.messages) == 2
+
+
+def test_example_in_the_guide_is_understood(caplog: pytest.LogCaptureFixture) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guide/vllm.md").read_text()
+    bodies = re.findall(r"```bash\ncurl \S+/v1/completions .*? -d '(.*?)'\n```", guide, re.DOTALL)
+    requests = [CompletionRequest.model_validate_json(body) for body in bodies]
+    params = [request.kv_transfer_params for request in requests]
+    reader = WishReader(["file", "s3"], ["LOCAL", "REMOTE"])
+    wishes = [reader.read(ReqContext("r", kv_transfer_params=each)) for each in params]
+    assert wishes == [Wishes(store=Scope.HOST, tiers=frozenset({FILE}))]
+    assert caplog.messages == []
+
+
+def test_a_tier_must_be_allowed_by_both_parameters() -> None:
+    local = [{"locality": "LOCAL"}]
+    rig = Rig()
+    try:
+        for own, tiers in (({}, {FILE}), ({"load": ["s3"]}, set()), ({"load": ["file", "s3"]}, {FILE})):
+            rig.scheduler.request("r", [], {"kv_load_tiers": local, "nixl_tiers": own})
+            context = rig.scheduler.scheduler._req_status["r"].req_context
+            assert WishReader(["file", "s3"], ["LOCAL", "REMOTE"]).read(context).tiers == tiers
+    finally:
+        rig.manager.shutdown()
+
+
+def test_hints_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reader = WishReader([], [])
+    caplog.set_level(logging.INFO, "nixl_tiers")
+    for _ in range(3):
+        assert reader.read(ReqContext("r", kv_hints=KvHintsEnvelope("1", "m", []))) == ALL
+    assert reader.read(ReqContext("r")) == ALL
+    assert reader.hints == 3
+    assert caplog.messages == ["nixl_tiers: requests carry kv_hints, which are counted and not acted upon"]
+
+
+def test_hints_are_a_metric(rig: Rig) -> None:
+    rig.manager.on_new_request(ReqContext("r", kv_hints=KvHintsEnvelope("1", "m", [])))
+    assert rig.manager.get_stats().data["data"]["nixl_tiers:kv_hint_requests"] == {(): 1.0}
+
+
+class Rig:
+    """A manager in vLLM's connector, over host memory and these storage tiers; the test acts as the workers."""
+
+    def __init__(self, *storage: dict[str, Any], rows: int = 64) -> None:
+        config = schema.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, *storage]})
+        self.region = HostRegion.create(GEOMETRY, rows)
+        self.coordinator = Coordinator.open(config, Namespace.of({"test": "wishes"}), self.region, ready_s=60.0)
+        self.manager = NixlTiersManager(self.coordinator, config, (0,), None)
+        self.scheduler = ConnectorScheduler(self.manager)
+
+    def run(self, name: str, hashes: list[bytes], params: dict[str, Any] | None = None) -> int:
+        """A request that loads what it can, computes and stores the rest, and ends: how many tokens it loaded."""
+        request = self.scheduler.request(name, hashes, params)
+        tokens: int | None = None
+
+        def looked_up() -> bool:
+            nonlocal tokens
+            tokens = self.scheduler.matched(request)
+            self.manager.on_schedule_end(STEP)
+            return tokens is not None
+
+        until(looked_up, "the look-up")
+        context = self.scheduler.scheduler._req_status[name].req_context
+        if tokens:
+            keys = self.scheduler.scheduler._req_status[name].group_states[0].offload_keys[: tokens // BLOCK]
+            self.manager.prepare_load(keys, context)
+            self.manager.complete_load(keys, context)
+        for spec in self.scheduler.store(request):
+            self.region.mark(spec.rows, 0, spec.store_seq, True)
+        for job in self.scheduler.scheduler._jobs.values():
+            self.manager.complete_store(job.keys, context)
+        self.scheduler.scheduler._jobs.clear()
+        self.manager.on_request_finished(context)
+        self.manager.on_schedule_end(STEP)
+        return tokens or 0
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.manager.shutdown()
+
+
+def hashes_of(count: int, prompt: int = 0) -> list[bytes]:
+    return [bytes([prompt, number]) * 16 for number in range(count)]
+
+
+def test_a_request_that_loads_nothing_misses_what_host_memory_holds(rig: Rig) -> None:
+    prompt = hashes_of(4)
+    assert rig.run("first", prompt) == 0
+    assert rig.run("computes", prompt, {"nixl_tiers": {"load": "none"}}) == 0
+    assert rig.run("host", prompt, {"nixl_tiers": {"load": "host"}}) == 4 * BLOCK
+    assert rig.run("again", prompt) == 4 * BLOCK
+
+
+def test_a_request_that_stores_nothing_leaves_nothing_in_host_memory(rig: Rig) -> None:
+    prompt = hashes_of(4)
+    assert rig.run("first", prompt, {"nixl_tiers": {"store": "none"}}) == 0
+    assert rig.coordinator.counters()["cpu"]["used_bytes"] == 0
+    assert rig.run("again", prompt) == 0
+    assert rig.run("third", prompt) == 4 * BLOCK
+
+
+def test_vllms_limits_of_tokens_are_kept(rig: Rig) -> None:
+    prompt = hashes_of(8)
+    assert rig.run("first", prompt, {"max_offload_tokens": 5 * BLOCK + 1}) == 0
+    assert rig.run("all", prompt, {"max_offload_tokens": 0}) == 5 * BLOCK
+    assert rig.run("two", prompt, {"max_load_tokens": 2 * BLOCK + 3, "max_offload_tokens": 0}) == 2 * BLOCK
+    assert rig.run("none", prompt, {"max_load_tokens": 0, "max_offload_tokens": 0}) == 0
+    assert rig.run("nonsense", prompt, {"max_load_tokens": "2", "max_offload_tokens": -1}) == 5 * BLOCK
+    assert rig.run("last", prompt) == 8 * BLOCK
+
+
+@pytest.fixture
+def objects(
+    moto: MotoServer,
+    s3_bucket: Callable[[S3Server], str],
+    s3_prefix: str,
+    s3_credentials: Callable[[S3Server], None],
+) -> tuple[dict[str, Any], Callable[[], list[str]]]:
+    """An s3 tier, and the listing of its rows by name."""
+    s3_credentials(moto)
+    bucket = s3_bucket(moto)
+
+    def listing() -> list[str]:
+        pages = moto.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=s3_prefix)
+        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+    tier = {"type": "s3", "bucket": bucket, "prefix": s3_prefix, "endpoint": moto.endpoint, "capacity": "16MiB"}
+    return tier, listing
+
+
+def test_what_a_request_keeps_from_storage_is_on_no_medium(
+    tmp_path: Path, objects: tuple[dict[str, Any], Callable[[], list[str]]]
+) -> None:
+    tier, listing = objects
+    rig = Rig({"type": "file", "layout": "files", "path": str(tmp_path / "kv"), "capacity": "16MiB"}, tier)
+
+    def stored(hashes: list[bytes]) -> list[int]:
+        """How many of the prompt's chunks are on each medium, once every write has ended."""
+        assert rig.coordinator.flush(300)
+        files = [str(path) for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+        return [sum(each.hex() in name for each in hashes for name in names) for names in (files, listing())]
+
+    try:
+        usual, host, none, both = (hashes_of(4, prompt) for prompt in range(1, 5))
+        assert rig.coordinator.wait_ready(300)
+        rig.run("usual", usual)
+        rig.run("host", host, {"nixl_tiers": {"store": "host"}})
+        rig.run("none", none, {"nixl_tiers": {"store": "none"}})
+        rig.run("both", both[:2])
+        rig.run("both, deeper", both, {"nixl_tiers": {"store": "host"}})
+        assert stored(usual) == [4, 4]
+        assert stored(host) == [0, 0]
+        assert stored(none) == [0, 0]
+        assert stored(both) == [2, 2], "what another request stored stays, and what this one adds does not"
+        # Whoever may use it all and hits it in host memory would have stored it, had it not been there.
+        assert rig.run("no more", host, {"nixl_tiers": {"store": "none"}}) == 4 * BLOCK
+        assert stored(host) == [0, 0]
+        assert rig.run("lifted", host[:3]) == 3 * BLOCK
+        assert stored(host) == [3, 3]
+    finally:
+        rig.manager.shutdown()
