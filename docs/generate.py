@@ -1,18 +1,15 @@
 """Write what pages of `reference/` repeat from the code, each between two comments: `python docs/generate.py`.
 
 configuration.md    from the fields of the schema (`nixl_tiers/config/schema.py`)
-command-line.md     from the argument parser (`nixl_tiers/cli/__init__.py`)
+command-line.md     from the commands' options and docstrings (`nixl_tiers/cli/app.py`)
 python-api.md       from signatures and docstrings of what `nixl_tiers` exports
-metrics.md          from the help texts in `nixl_tiers/vllm/metrics.py`
+metrics.md          from the table in `nixl_tiers/metrics.py`
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
@@ -21,15 +18,18 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Final, Literal, get_args, get_origin
 
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import nixl_tiers
-from nixl_tiers.cli import arguments
+from nixl_tiers.cli.app import app
 from nixl_tiers.config import fields
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, unset
+from nixl_tiers.metrics import INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind
 
+WIDTH: Final = 100  # of help texts
 FOLDER: Final = Path(__file__).parent / "reference"
 BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
@@ -118,11 +118,14 @@ def _default(field: FieldInfo) -> str:
 
 
 def command_line() -> str:
-    os.environ["COLUMNS"] = "100"  # argparse wraps by it
-    parser = arguments()
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    helps = {name: command.format_help() for name, command in commands.choices.items()}
-    return "\n".join(f"### `{parser.prog} {name}`\n\n```text\n{text}```\n" for name, text in helps.items())
+    """Help texts without rich's boxes: alike on every terminal."""
+    group: Any = typer.main.get_command(app)
+    texts = []
+    for name, command in sorted(group.commands.items()):
+        command.rich_markup_mode = None
+        context = typer.Context(command, info_name=f"{app.info.name} {name}", terminal_width=WIDTH)
+        texts.append(f"### `{app.info.name} {name}`\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(texts)
 
 
 def python_api() -> str:
@@ -149,15 +152,26 @@ def _section(level: str, title: str, documented: Any) -> str:
     return text + f"{inspect.getdoc(documented)}\n"
 
 
-def _metrics(group: str) -> str:
-    """Read and not imported: that file needs vLLM."""
-    source = Path(nixl_tiers.__file__).with_name("vllm") / "metrics.py"
-    assigned = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.AnnAssign)]
-    texts: dict[str, str] = next(
-        ast.literal_eval(node.value) for node in assigned if node.value and ast.unparse(node.target) == group
-    )
-    suffix = "_total" if group == "COUNTERS" else ""
-    return _table(["metric", "meaning"], [(f"`nixl_tiers:{name}{suffix}`", text) for name, text in texts.items()])
+def metrics(kind: Kind) -> str:
+    """One row a metric, and one for each value of its labels beside `tier`, with the number in `stats()`."""
+    suffix = {Kind.COUNTER: "_total"}.get(kind, "")
+    rows: list[tuple[str, ...]] = []
+    for name, metric in METRICS.items():
+        if metric.kind is kind:
+            single = next(iter(metric.series)) if len(metric.series) == 1 else ""
+            shown = single if kind is not Kind.HISTOGRAM else ""
+            rows.append((f"`{PREFIX}{name}{suffix}`", _code(*metric.labels), _code(shown), metric.text))
+            for number, series in () if single else metric.series.items():
+                value = f'`{metric.labels[-1]}="{series.values[0]}"`'
+                rows.append(("", value, _code(number if kind is not Kind.HISTOGRAM else ""), series.meaning))
+    if kind is Kind.GAUGE:
+        rows.append((f"`{PREFIX}{INFO}`", _code(*INFO_LABELS), "", INFO_TEXT))
+    numbers = [] if kind is Kind.HISTOGRAM else ["in `stats()`"]
+    return _table(["metric", "labels", *numbers, "meaning"], [row if numbers else (*row[:2], row[3]) for row in rows])
+
+
+def _code(*names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names if name)
 
 
 BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
@@ -165,8 +179,9 @@ BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
     "tiers": tiers,
     "command_line": command_line,
     "python_api": python_api,
-    "counters": partial(_metrics, "COUNTERS"),
-    "gauges": partial(_metrics, "GAUGES"),
+    "counters": partial(metrics, Kind.COUNTER),
+    "histograms": partial(metrics, Kind.HISTOGRAM),
+    "gauges": partial(metrics, Kind.GAUGE),
 }
 
 if __name__ == "__main__":
