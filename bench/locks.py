@@ -25,8 +25,8 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.coordinator import LOCATE_BATCH
 from nixl_tiers.policies import Eviction, Write
+from nixl_tiers.scheduler_calls import LOCATE_BATCH
 
 ROWS: Final = 100_000
 TIER_ROWS: Final = 200_000  # as Python objects; more do not change these figures

@@ -1,47 +1,37 @@
-"""Coordinator: the cascade's core, its movers and the host region, behind calls that a scheduler makes without waiting.
+"""Coordinator: the cascade's core, its movers and the host region, from open to close.
 
-Every call of a scheduler takes the lock for microseconds and returns; bytes are moved by workers and movers. Only
-what surrounds the calls may wait: `open`, `start`, `wait_ready`, `flush` and `close`.
+What a scheduler calls never waits (`scheduler_calls.py`); bytes are moved by workers and movers. Only what surrounds
+those calls may wait, and stands here: `open`, `start`, `wait_ready`, `flush` and `close`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
-import numpy as np
-
-from nixl_tiers.cascade.chains import Chain, Scan
 from nixl_tiers.cascade.limits import PIN_MARGIN_S, Limits
-from nixl_tiers.cascade.line import Rank
-from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
+from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.prefill import PrefillEstimate
-from nixl_tiers.cascade.savings import Load
 from nixl_tiers.cascade.types import TierSpec
-from nixl_tiers.chunk import Key, Namespace, check_key
+from nixl_tiers.chunk import Namespace
 from nixl_tiers.clock import RunningClock
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.interrupts import Interrupts
 from nixl_tiers.lifetime import ForkedLock, finalize_once
 from nixl_tiers.manifest import Description
-from nixl_tiers.mover_link import DROPPED_PER_TURN, MoverLink
-from nixl_tiers.open_loads import OpenLoads
+from nixl_tiers.mover_link import MoverLink
 from nixl_tiers.prefill_cache import PrefillCache
-from nixl_tiers.store_results import bad_rows, ended_rows
+from nixl_tiers.scheduler_calls import SchedulerCalls
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from nixl_tiers.cascade.host import Row
     from nixl_tiers.memory.region import HostRegion
     from nixl_tiers.mover.supervisor import Supervisor
 
@@ -52,20 +42,15 @@ START_TIMEOUT_S: Final = 3.0
 CLOSE_TIMEOUT_S: Final = 10.0
 FINALIZER_TIMEOUT_S: Final = 1.0  # for a coordinator that was not closed: its process may be about to end
 POLL_S: Final = 0.25  # deadlines pass without a notification
-REMEMBER_EVERY: Final = 1024  # steps that computed prompts; sooner while there were few
-LOCATE_BATCH: Final = 64  # keys that are looked up while the lock is held
-COUNT_BATCH: Final = 512  # and whose misses are counted, which takes less
 
 
 class TierRefusedError(RuntimeError):
     """A storage tier can never work as configured; one sentence that begins with the name of its field."""
 
 
-class Coordinator:
-    """The non-blocking interface to the tiers. One for a scheduler; several threads may call it.
-
-    A step is: any number of lookup and prepare_load calls, then end_step. `changed` is notified when a mover has
-    reported something, for callers that may wait. The region belongs to the coordinator, and is closed with it.
+class Coordinator(SchedulerCalls):
+    """The tiers of one scheduler: its calls, and what surrounds them. `changed` is notified when a mover has reported
+    something, for callers that may wait. The region belongs to the coordinator, and is closed with it.
     """
 
     def __init__(
@@ -79,12 +64,6 @@ class Coordinator:
         description: Description | None = None,
     ) -> None:
         """`description`: of the rows, for the manifests beside them."""
-        self.region = region
-        self.closed = False
-        self.config = config
-        self._clock = clock or RunningClock()
-        self._names = config.names
-        geometry = region.geometry
         specs = [
             TierSpec(
                 name,
@@ -98,30 +77,24 @@ class Coordinator:
         limits = limits or replace(
             Limits(), wait_s=config.wait_s, pin_s=config.wait_s + PIN_MARGIN_S, check_timeout_s=config.probe_s
         )
-        self._core = TierManager(
+        core = TierManager(
             region.rows,
-            geometry.row_bytes,
+            region.geometry.row_bytes,
             specs,
             limits,
             config.cpu.eviction,
             prefill=PrefillEstimate(config.prefill_tokens_per_s),
             prefer=config.prefer,
         )
-        self._prefill_cache: PrefillCache | None = None
-        self._remember_at = 16  # steps that computed prompts
-        self._lock = threading.RLock()
-        self.changed = threading.Condition(self._lock)
-        self._link = MoverLink(
-            self._core,
-            config,
-            namespace,
-            region,
-            changed=self.changed,
-            clock=self._clock,
-            description=(description or Description()).of(config.salt),
+        lock = threading.RLock()
+        clock = clock or RunningClock()
+        description = (description or Description()).of(config.salt)
+        link = MoverLink(
+            core, config, namespace, region, changed=threading.Condition(lock), clock=clock, description=description
         )
-        self._tiers = self._link.tiers
-        self._open_loads = OpenLoads(region)
+        super().__init__(config, region, core, link, lock=lock, clock=clock)
+        self.closed = False
+        self._names = config.names
         self._pid = os.getpid()
         self._end = finalize_once(self, partial(_end, self._link.supervisor, region))
         _coordinators.add(self)
@@ -238,270 +211,10 @@ class Coordinator:
             log.info("nixl_tiers: at the last start %s computed %.0f tokens of prompts a second", cache.device, speed)
 
     @property
-    def namespace(self) -> Namespace:
-        return self._link.namespace
-
-    @property
     def mover_pids(self) -> list[int | None]:
         return self._link.supervisor.pids
 
-    # --- what a scheduler calls --------------------------------------------------------------------------------
-
-    def lookup(self, key: Key, request: str, position: int | None = None, first: int = 0) -> Lookup:
-        """Is `key` (the chunk that ends at token `position` of the request) a hit? PENDING ends within wait_s.
-
-        `first`: the first sub-block of the chunk that a load is going to read. Raises TypeError or ValueError for an
-        invalid key.
-        """
-        check_key(key)
-        with self._lock:
-            return self._core.lookup(key, request, position, self._clock(), first)
-
-    def scan(self, request: str, chain: Chain, start: int, first: int = 0) -> Scan:
-        """All look-ups of a request in this step at once, of its chain from token `start` on: what of it to load, and
-        whether the request waits for that, which ends within wait_s, or when to compute the rest is quicker.
-
-        The keys are the caller's to check (`check_key`).
-        """
-        with self._lock:
-            return self._core.scan(request, chain, start, self._clock(), first)
-
-    def copied(self, rows: int, seconds: float) -> None:
-        """A load of so many rows has taken so long, from prepare_load to the engine's report that it has ended."""
-        with self._lock:
-            self._core.copied(rows, seconds, self._clock())
-
-    def wait_for_listing(self, request: str) -> None:
-        """Have a request wait for unknown keys while a tier is being listed. Call it before the first look-up."""
-        with self._lock:
-            self._core.wait_for_listing(request)
-
-    def count_misses(self, keys: Sequence[Key], request: str) -> None:
-        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
-        for start in range(0, len(keys), COUNT_BATCH):
-            with self._lock:
-                self._core.count_misses(keys[start : start + COUNT_BATCH], request, self._clock())
-
-    def set_allowed_tiers(self, request: str, tiers: Iterable[int]) -> None:
-        """Have a new request load from these storage tiers only (numbered as configured, from 0), until it is
-        finished. Host memory is always a hit."""
-        with self._lock:
-            self._core.set_allowed_tiers(request, tiers)
-
-    def anticipate(self, request: str, keys: Sequence[Key], rank: Rank) -> None:
-        """A new request waits for its turn: have its chain promoted before it comes (TierManager.anticipate)."""
-        if not self._tiers:
-            return
-        with self._lock:
-            self._core.anticipate(request, keys, rank)
-        self._link.supervisor.wake()
-
-    def prefetch(self, keys: Sequence[Key]) -> None:
-        """Promote what storage tiers hold of `keys`, in the background. Raises as `lookup`."""
-        for key in keys:
-            check_key(key)
-        if not self._tiers:
-            return
-        with self._lock:
-            self._core.prefetch(keys)
-        self._link.supervisor.wake()
-
-    def keep_in_host(self, request: str) -> None:
-        """Have nothing that a new request stores written to storage tiers on its behalf, until it is finished. Another
-        request that stores or uses a chunk of it lifts that for the chunk."""
-        with self._lock:
-            self._core.keep_in_host(request)
-
-    def source(self, key: Key) -> str:
-        """ "cpu", or the storage tier that the bytes of this hit were promoted from."""
-        with self._lock:
-            return self._core.source(key)
-
-    def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
-        with self._lock:
-            self._core.end_step(began, preempted)
-            work = self._core.events.busy or bool(self._core.garbage)
-            if work and not self._tiers:
-                now = self._clock()
-                self._core.turn(now, now)
-        if work and self._tiers:
-            self._link.supervisor.wake()
-        elif work:
-            self._core.garbage.drop(DROPPED_PER_TURN)
-
-    def prepare_load(
-        self,
-        keys: Sequence[Key],
-        request: str,
-        *,
-        call: bool = False,
-        tokens: Sequence[int] = (),
-        end: int | None = None,
-    ) -> NDArray[np.int64]:
-        """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
-        the `call` of a thread, until end_call. `tokens`: of each key, and `end`: the token of the request before which
-        they end, for the metrics."""
-        with self._lock:
-            load = None if end is None else Load(max(0, end - sum(tokens)), end, self._clock())
-            rows = np.array(self._core.prepare_load(keys, request, call=call, tokens=tokens, load=load), np.int64)
-            self._open_loads.begin(len(keys), request if call else None)
-        return rows
-
-    def partial(self, keys: Sequence[Key]) -> dict[int, int]:
-        """Which rows of a prepared load lack sub-blocks: place in `keys` -> how many at the row's beginning."""
-        with self._lock:
-            return self._core.partial(keys) if self.region.geometry.sub_blocks > 1 else {}
-
-    def complete_load(self, keys: Collection[Key], request: str = "") -> None:
-        """Workers are done reading these rows. `request`: which loaded them, for the metrics."""
-        with self._lock:
-            self._core.complete_load(keys)
-            self._core.savings.load_ended(request, self._clock())
-            self._open_loads.end(len(keys))
-
-    def fail_load(self, keys: Collection[Key], request: str) -> None:
-        """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
-        with self._lock:
-            self._core.fail_load(keys, request)
-            self._core.savings.load_failed(request, self._clock())
-            self._open_loads.end(len(keys))
-
-    def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
-        """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
-
-        The caller owns them until complete_store; or, if `request` is the `call` of a thread, until end_call.
-        Raises TypeError or ValueError for an invalid key.
-        """
-        for key in keys:
-            check_key(key)
-        with self._lock:
-            if self._core.host.free < len(keys):
-                # After a reset vLLM may never complete the old store jobs, and no new one could end for them either:
-                # take back the rows of those that the workers have ended by their control words.
-                host = self._core.host
-                most = max(LOCATE_BATCH, len(keys))
-                host.release_unflushed(ended_rows(self.region, host.unflushed_stores(most)))
-            return self._core.prepare_store(keys, request, call=call)
-
-    def look_on(self) -> bool:
-        """Whether the last prepare_store found too little room only because it looks at a bounded number of pinned
-        rows, and there are others behind them: prepare_store finds them now."""
-        while True:
-            with self._lock:
-                if not self._core.host.searching:
-                    return False
-                if self._core.host.look_on():
-                    return True
-
-    def complete_store(self, keys: Collection[Key]) -> None:
-        """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""
-        with self._lock:
-            rows = self._core.rows_being_filled(keys)
-            self._core.complete_store(rows, *bad_rows(self.region, rows))
-            work = self._core.events.busy
-        if work:
-            self._link.supervisor.wake()
-
-    def end_call(self, call: str) -> None:
-        """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
-        hits if the region's control words say so. Does nothing for a call without rows."""
-        with self.changed:
-            rows = self._core.rows_being_filled_by_call(call)
-            self._core.end_call(call, *bad_rows(self.region, rows))
-            self._open_loads.end_call(call)
-            work = self._core.events.busy
-            self.changed.notify_all()
-        if work:
-            self._link.supervisor.wake()
-
-    def pin(self, keys: Sequence[Key], request: str) -> None:
-        """Keep the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
-        with self._lock:
-            self._core.pin(keys, request)
-
-    def observe_prefill(self, tokens: int, context: float, seconds: float) -> None:
-        """A step has computed `tokens` tokens of prompts, with `context` tokens up to each on average, in `seconds`."""
-        with self._lock:
-            prefill = self._core.prefill
-            prefill.observe(tokens, context, seconds)
-            if self._prefill_cache is None or prefill.seen < self._remember_at:
-                return
-            self._remember_at = prefill.seen + min(prefill.seen, REMEMBER_EVERY)
-            samples = prefill.samples()
-        # A file system may take its time, and this is the scheduler's thread.
-        threading.Thread(
-            target=self._prefill_cache.remember, args=(samples,), name="nixl_tiers prefill", daemon=True
-        ).start()
-
-    def touch(self, keys: Iterable[Key], request: str) -> None:
-        """vLLM used these chunks (in prefix order) from its own cache: mark them as used. Call it before deeper
-        keys."""
-        with self._lock:
-            self._core.touch(keys, request)
-
-    def finish_request(self, request: str) -> None:
-        with self._lock:
-            self._core.finish_request(request)
-
-    def take_evicted(self) -> list[Key]:
-        """Keys evicted from the host tier since the last call, without those that prepare_store returned."""
-        with self._lock:
-            return self._core.take_evicted()
-
-    def reset(self) -> None:
-        """The bytes may no longer match the weights: nothing stored so far is a hit any more."""
-        keep = self.config.on_reset == "keep"
-        with self._lock:
-            self._core.reset(keep, self._clock())
-            self._open_loads.reset()
-            if not keep:
-                # Epoch 0 stands for the weights as they were loaded; after a reset no other engine has the same ones.
-                self._link.reopen(replace(self.namespace, epoch=secrets.randbits(63) | 1))
-
-    def flushed(self) -> None:
-        """Workers have ended every job of before the last reset (reported by vLLM 0.33; on older versions it is found
-        out from the jobs that complete)."""
-        with self._lock:
-            self._core.flushed()
-
-    def where(self, key: Key) -> str | None:
-        """The first tier that holds `key` now. Starts no promotion. Raises as `lookup`."""
-        check_key(key)
-        with self._lock:
-            return self._core.where(key, self._clock())
-
-    def locate(self, keys: Sequence[Key]) -> list[str | None]:
-        """`where` for many keys."""
-        places: list[str | None] = []
-        for start in range(0, len(keys), LOCATE_BATCH):
-            with self._lock:
-                now = self._clock()
-                places += [self._core.where(key, now) for key in keys[start : start + LOCATE_BATCH]]
-        return places
-
-    def demote_all(self) -> None:
-        """Queue all rows that a tier with `write: on_evict` does not hold yet, because the process is about to exit."""
-        rows: list[Row] = []
-        slices = self._core.host.in_slices(LOCATE_BATCH)
-        part: list[Row] | None = []
-        while part is not None:
-            rows += part
-            with self._lock:
-                part = next(slices, None)
-        for start in range(0, len(rows), LOCATE_BATCH):
-            with self._lock:
-                self._core.demote(rows[start : start + LOCATE_BATCH])
-        self._link.supervisor.wake()
-
-    def backlog(self) -> int:
-        """Rows that are still to be written to some tier; 0 when all writes have ended, successfully or not."""
-        with self._lock:
-            return self._core.backlog()
-
-    def pressure(self) -> int:
-        """The same, without the rows that wait for a tier to be listed: a measure for back-pressure."""
-        with self._lock:
-            return self._core.pressure()
+    # --- what an operator reads -----------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, dict[str, float]]:
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges. What they are called as

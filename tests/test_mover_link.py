@@ -91,7 +91,7 @@ def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """Where vLLM does not say that they are flushed: else no new job could begin in a host full of them."""
-    monkeypatch.setattr("nixl_tiers.coordinator.LOCATE_BATCH", 1)
+    monkeypatch.setattr("nixl_tiers.scheduler_calls.LOCATE_BATCH", 1)
     monkeypatch.setattr("nixl_tiers.cascade.host.MAX_JUDGED", 0)
     coordinator._core._state.limits = replace(coordinator._core.limits, rows_per_slice=1)
     plan = coordinator.prepare_store([b"a", b"b", b"c", b"d"], "before")
@@ -108,7 +108,7 @@ def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
 def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    monkeypatch.setattr("nixl_tiers.coordinator.LOCATE_BATCH", 2)
+    monkeypatch.setattr("nixl_tiers.scheduler_calls.LOCATE_BATCH", 2)
     core = coordinator._core
     for keys in ([b"old", b"a"], [b"b", b"c"]):
         core.prepare_store(keys, "request")
