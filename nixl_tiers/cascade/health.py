@@ -217,7 +217,7 @@ class Health:
         if tier.spec.write is Write.OFF:
             return None
         for key, row in islice(reversed(self._state.host.index.items()), MAX_SAMPLED):
-            ready = row.state is RowState.READY and not row.sealing
+            ready = row.state is RowState.READY and not row.sealing and not row.host_only
             if ready and key not in tier and not tier.denylist.is_suspect(key):
                 return row
         return None

@@ -109,11 +109,12 @@ class Line:
                     break
                 if room <= 0:
                     room += freed
-                if not self._state.take():
+                if self._state.slice_used_up:
                     return
                 before = place.held
                 if not self._advance(place, now):
-                    break
+                    break  # which is no work that is left: nothing can be done before some load has ended
+                self._state.take()
                 room -= place.held - before
             if place.prefetch and self._has_ended(place):
                 place.request.release()

@@ -233,3 +233,16 @@ def test_line_without_anything_left_to_promote_is_not_busy() -> None:
     come_up(core)
     assert not core._promotion.line.busy
     assert scan(core, a[:2], "a") == [HIT] * 2
+
+
+def test_line_that_can_only_wait_leaves_no_work() -> None:
+    """The supervisor would go on at once with work that is left, and take a core."""
+    chains = [chain(name) for name in "abcdef"]
+    core = stored(*chains, rows=32, rows_per_slice=2, ahead_s=0.0)  # so that nothing is queued behind the first row
+    for place, keys in enumerate(chains):
+        core.anticipate(f"r{place}", keys, (float(place),))
+    turns = 0
+    while core.events.turn(0.0, 0.0) or core.events.unfinished:
+        turns += 1
+        assert turns < 100, "it never rests"
+    assert core.events.busy, "and there is something to promote when a load has ended"

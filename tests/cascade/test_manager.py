@@ -455,6 +455,19 @@ def test_host_only_row_that_is_still_being_filled_is_written_if_another_request_
     assert stored_keys(core) == {CHAIN[0]}
 
 
+def test_host_only_rows_are_no_probes_of_a_tier_whose_circuit_is_open() -> None:
+    core = manager()
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    breaker = core.tiers[0].breakers[Direction.STORE]
+    breaker.trip(0.0)
+    expire(core, 100.0)
+    assert breaker.wants_probe
+    assert core.events.plan(100.0) == []
+    put(core, CHAIN[2:3])
+    assert [move.key for job in core.events.plan(100.0) for move in job.moves] == [CHAIN[2]]
+
+
 def test_host_only_rows_are_evicted_without_a_write() -> None:
     core = TierManager(4, 4096, [TierSpec("file", Write.ON_EVICT, physical_slots=True)], Limits(reserve_share=0.5))
     opened(core, 0, 100)
