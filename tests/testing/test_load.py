@@ -72,15 +72,17 @@ def test_wrong_bytes_and_errors_are_detected(tamper: Any, field: str) -> None:
 
 
 def test_hanging_get_is_detected() -> None:
-    held = threading.Event()
+    asked, held = threading.Event(), threading.Event()
 
     def block(keys: list[bytes], out: np.ndarray, hits: list[bool]) -> list[bool]:
+        asked.set()
         held.wait()
         return hits
 
     with nixl_tiers.open(HOST, SIZE, "n") as store:
         tampered: Any = TamperedStore(store, block)
         load = LoadGenerator(tampered, threads=1).__enter__()
+        asked.wait()  # or it would be stopped before it asks for anything
         with pytest.raises(AssertionError, match="has not been answered"):
             load.stop(0.2)
         held.set()
