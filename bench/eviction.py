@@ -146,11 +146,11 @@ def look_up(core: TierManager, prompt: Prompt, clock: Clock) -> list[Key]:
 def serve(core: TierManager, prompt: Prompt, found: list[Key], clock: Clock) -> None:
     rest = prompt.keys[len(found) :]
     with clock.take("load", len(found)):
-        core.prepare_load(found, prompt.name)
-        core.complete_load(found)
+        core.copies.prepare_load(found, prompt.name)
+        core.copies.complete_load(found)
     with clock.take("store", len(rest)):
-        plan = core.prepare_store(rest, prompt.name)
-        core.complete_store(core.rows_being_filled(plan.keys), ())
+        plan = core.copies.prepare_store(rest, prompt.name)
+        core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
     with clock.take("end", len(prompt.keys)):
         core.finish_request(prompt.name)
         core.end_step()

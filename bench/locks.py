@@ -125,8 +125,8 @@ class Bench:
         keys = [key_of(first + number) for number in range(count)]
         for start in range(0, count, 1000):
             part = keys[start : start + 1000]
-            self.core.prepare_store(part, f"{name}-{start}")
-            self.core.complete_store(self.core.rows_being_filled(part), ())
+            self.core.copies.prepare_store(part, f"{name}-{start}")
+            self.core.copies.complete_store(self.core.copies.rows_being_filled(part), ())
             self.core.finish_request(f"{name}-{start}")
         return keys
 
@@ -195,10 +195,10 @@ def _pinned(holds: Holds, policy: Eviction) -> None:
     keys = bench.fill(ROWS)
     bench.settle()
     for start in range(0, ROWS // 2, 1000):  # the oldest are in use
-        bench.core.prepare_load(_hits(bench, keys[start : start + 1000], f"user-{start}"), f"user-{start}")
+        bench.core.copies.prepare_load(_hits(bench, keys[start : start + 1000], f"user-{start}"), f"user-{start}")
     for number in range(20):
         new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
-        bench.timed(f"make_room, pinned ({policy})", bench.core.prepare_store, new, f"new-{number}")
+        bench.timed(f"make_room, pinned ({policy})", bench.core.copies.prepare_store, new, f"new-{number}")
     _merge(holds, bench, f"make_room, pinned ({policy})")
 
 
@@ -215,7 +215,7 @@ def _pinned_by_waiting(holds: Holds, policy: Eviction) -> None:
     bench.core.end_step()
     for number in range(700):
         new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
-        bench.timed(f"make_room, waited for ({policy})", bench.core.prepare_store, new, f"new-{number}")
+        bench.timed(f"make_room, waited for ({policy})", bench.core.copies.prepare_store, new, f"new-{number}")
     _merge(holds, bench, f"make_room, waited for ({policy})")
 
 
@@ -230,7 +230,7 @@ def _evicting(holds: Holds) -> None:
     _hits(bench, list(evicting), "reader")
     for number in range(20):
         new = [key_of((1 << 41) + 16 * number + place) for place in range(16)]
-        bench.timed("make_room, evicting", bench.core.prepare_store, new, f"new-{number}")
+        bench.timed("make_room, evicting", bench.core.copies.prepare_store, new, f"new-{number}")
     _merge(holds, bench, "make_room, evicting")
 
 
@@ -247,7 +247,7 @@ def _reset(holds: Holds) -> None:
     keys = bench.fill(ROWS - 20_000)
     bench.settle()
     for start in range(0, 10_000, 1000):
-        bench.core.prepare_load(_hits(bench, keys[start : start + 1000], f"user-{start}"), f"user-{start}")
+        bench.core.copies.prepare_load(_hits(bench, keys[start : start + 1000], f"user-{start}"), f"user-{start}")
     for number in range(REQUESTS):
         chain = [*keys[20_000 + 40 * number : 20_000 + 40 * (number + 1)], key_of(number)]
         for position, key in enumerate(chain):
@@ -258,7 +258,7 @@ def _reset(holds: Holds) -> None:
     bench.drain("after a reset")
     del garbage
     new = [key_of((1 << 41) + place) for place in range(16)]
-    bench.timed("prepare_store after a reset", bench.core.prepare_store, new, "new")
+    bench.timed("prepare_store after a reset", bench.core.copies.prepare_store, new, "new")
     bench.timed("flushed", bench.core.flushed)
     bench.drain("flushed")
     _merge(holds, bench, "reset", "after a reset", "prepare_store after a reset", "flushed")

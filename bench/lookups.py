@@ -132,8 +132,8 @@ class Bench:
 
     def put(self, chunks: Sequence[bytes]) -> None:
         keys = [make_offload_key(each, 0) for each in chunks]
-        self.core.prepare_store(keys, "put")
-        self.core.complete_store(self.core.rows_being_filled(keys), ())
+        self.core.copies.prepare_store(keys, "put")
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(keys), ())
         self.core.finish_request("put")
 
     def some_cold(self, count: int) -> list[bytes]:

@@ -168,7 +168,7 @@ class VirtualEngine:
             if not scan.waits:
                 hits = scan.end // CHUNK_TOKENS
                 if hits:
-                    self.core.prepare_load(request.keys[:hits], request.name)
+                    self.core.copies.prepare_load(request.keys[:hits], request.name)
                 self.core.end_step()
                 return request, hits
         self.core.end_step()
@@ -177,15 +177,15 @@ class VirtualEngine:
     def _serve(self, request: Request, hits: int, arriving: deque[Request], queue: deque[Request]) -> None:
         if hits:
             self._pass(hits * self._machine.copy_s, arriving, queue)
-            self.core.complete_load(request.keys[:hits])
-            self.core.copied(hits, hits * self._machine.copy_s, self.now)
+            self.core.copies.complete_load(request.keys[:hits])
+            self.core.copies.copied(hits, hits * self._machine.copy_s, self.now)
         tokens = len(request.keys) * CHUNK_TOKENS + 1
         self._pass(self._machine.compute_s(hits * CHUNK_TOKENS, tokens), arriving, queue)
         self.result.first_s.append(self.now - request.arrival_s)
         self.result.loaded += hits
         if self._arm.tiers:
-            plan = self.core.prepare_store(request.keys[hits:], request.name)
-            self.core.complete_store(self.core.rows_being_filled(plan.keys), ())
+            plan = self.core.copies.prepare_store(request.keys[hits:], request.name)
+            self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), ())
             self.core.finish_request(request.name)
             self.core.end_step()
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from nixl_tiers.cascade.chains import Chain, Scan
+from nixl_tiers.cascade.copies import StorePlan
 from nixl_tiers.cascade.line import Rank
-from nixl_tiers.cascade.manager import Lookup, StorePlan, TierManager
+from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.savings import Load
 from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.config.schema import TiersConfig
@@ -57,6 +58,7 @@ class SchedulerCalls:
         self.region = region
         self.changed = link.changed
         self._core = core
+        self._copies = core.copies
         self._link = link
         self._tiers = link.tiers
         self._lock = lock
@@ -91,7 +93,7 @@ class SchedulerCalls:
     def copied(self, rows: int, seconds: float) -> None:
         """A load of so many rows has taken so long, from prepare_load to the engine's report that it has ended."""
         with self._lock:
-            self._core.copied(rows, seconds, self._clock())
+            self._copies.copied(rows, seconds, self._clock())
 
     def wait_for_listing(self, request: str) -> None:
         """Have a request wait for unknown keys while a tier is being listed. Call it before the first look-up."""
@@ -165,26 +167,26 @@ class SchedulerCalls:
         they end, for the metrics."""
         with self._lock:
             load = None if end is None else Load(max(0, end - sum(tokens)), end, self._clock())
-            rows = np.array(self._core.prepare_load(keys, request, call=call, tokens=tokens, load=load), np.int64)
+            rows = np.array(self._copies.prepare_load(keys, request, call=call, tokens=tokens, load=load), np.int64)
             self._open_loads.begin(len(keys), request if call else None)
         return rows
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
         """Which rows of a prepared load lack sub-blocks: place in `keys` -> how many at the row's beginning."""
         with self._lock:
-            return self._core.partial(keys) if self.region.geometry.sub_blocks > 1 else {}
+            return self._copies.partial(keys) if self.region.geometry.sub_blocks > 1 else {}
 
     def complete_load(self, keys: Collection[Key], request: str = "") -> None:
         """Workers are done reading these rows. `request`: which loaded them, for the metrics."""
         with self._lock:
-            self._core.complete_load(keys)
+            self._copies.complete_load(keys)
             self._core.savings.load_ended(request, self._clock())
             self._open_loads.end(len(keys))
 
     def fail_load(self, keys: Collection[Key], request: str) -> None:
         """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
         with self._lock:
-            self._core.fail_load(keys, request)
+            self._copies.fail_load(keys, request)
             self._core.savings.load_failed(request, self._clock())
             self._open_loads.end(len(keys))
 
@@ -203,7 +205,7 @@ class SchedulerCalls:
                 host = self._core.host
                 most = max(LOCATE_BATCH, len(keys))
                 host.release_unflushed(ended_rows(self.region, host.unflushed_stores(most)))
-            return self._core.prepare_store(keys, request, call=call)
+            return self._copies.prepare_store(keys, request, call=call)
 
     def look_on(self) -> bool:
         """Whether the last prepare_store found too little room only because it looks at a bounded number of pinned
@@ -218,8 +220,8 @@ class SchedulerCalls:
     def complete_store(self, keys: Collection[Key]) -> None:
         """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""
         with self._lock:
-            rows = self._core.rows_being_filled(keys)
-            self._core.complete_store(rows, *bad_rows(self.region, rows))
+            rows = self._copies.rows_being_filled(keys)
+            self._copies.complete_store(rows, *bad_rows(self.region, rows))
             work = self._core.events.busy
         if work:
             self._link.supervisor.wake()
@@ -228,8 +230,8 @@ class SchedulerCalls:
         """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
         hits if the region's control words say so. Does nothing for a call without rows."""
         with self.changed:
-            rows = self._core.rows_being_filled_by_call(call)
-            self._core.end_call(call, *bad_rows(self.region, rows))
+            rows = self._copies.rows_being_filled_by_call(call)
+            self._copies.end_call(call, *bad_rows(self.region, rows))
             self._open_loads.end_call(call)
             work = self._core.events.busy
             self.changed.notify_all()
@@ -259,7 +261,7 @@ class SchedulerCalls:
         """vLLM used these chunks (in prefix order) from its own cache: mark them as used. Call it before deeper
         keys."""
         with self._lock:
-            self._core.touch(keys, request)
+            self._copies.touch(keys, request)
 
     def finish_request(self, request: str) -> None:
         with self._lock:

@@ -111,11 +111,11 @@ def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
     monkeypatch.setattr("nixl_tiers.scheduler_calls.LOCATE_BATCH", 2)
     core = coordinator._core
     for keys in ([b"old", b"a"], [b"b", b"c"]):
-        core.prepare_store(keys, "request")
-        core.complete_store(core.rows_being_filled(keys), ())
+        core.copies.prepare_store(keys, "request")
+        core.copies.complete_store(core.copies.rows_being_filled(keys), ())
     core.end_step()
     core.host.invalidate(core.host.index[b"old"])
-    core.prepare_store([b"d"], "request")  # in the place that has become free
+    core.copies.prepare_store([b"d"], "request")  # in the place that has become free
     slices: list[list[bytes]] = []
     monkeypatch.setattr(core, "demote", lambda rows: slices.append([row.key for row in rows]))
     if changes:
@@ -126,7 +126,7 @@ def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
                 yield part
                 if b"a" in core.host.index:  # one goes and one comes
                     core.host.invalidate(core.host.index[b"a"])
-                    core.prepare_store([b"e"], "request")
+                    core.copies.prepare_store([b"e"], "request")
 
         monkeypatch.setattr(core.host, "in_slices", changing)
     coordinator.demote_all()

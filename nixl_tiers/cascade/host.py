@@ -272,6 +272,12 @@ class HostTier:
             self._unflushed = OrderedDict()
         self.reclaim_old(MAX_JUDGED)
 
+    def take_evicted(self) -> list[Key]:
+        """Keys of the rows that were evicted or invalidated since the last call."""
+        evicted = list(self.evicted)
+        self.evicted.clear()
+        return evicted
+
     def unflushed_stores(self, most: int) -> list[Row]:
         """Rows from before a reset that workers filled and may still write to. Looks at `most` rows, at others each
         time."""

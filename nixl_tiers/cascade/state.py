@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.garbage import Garbage
 from nixl_tiers.cascade.gone_keys import GoneKeys
 from nixl_tiers.cascade.host import HostTier, RowState
@@ -71,6 +72,13 @@ class CascadeState:
                     self._below[above.number] = tier
             if tier.spec.write is not Write.OFF:
                 above = tier
+
+    def counters_of(self, name: str) -> Counters:
+        """Of the storage tier of this name, or of the host."""
+        for tier in self.tiers:
+            if tier.spec.name == name:
+                return tier.counters
+        return self.host.counters
 
     def price_of(self, tier: TierIndex) -> TierPrice:
         """What loads from this tier cost now. While nothing was loaded from it, nothing: it is tried."""

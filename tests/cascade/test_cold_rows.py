@@ -43,8 +43,8 @@ def open_core(spec: TierSpec, slots: int = 10, held: int = 6) -> TierManager:
 
 
 def store(core: TierManager, *numbers: int) -> None:
-    plan = core.prepare_store([key(number) for number in numbers], f"store {numbers}")
-    core.complete_store(core.rows_being_filled(plan.keys), set())
+    plan = core.copies.prepare_store([key(number) for number in numbers], f"store {numbers}")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
     core.finish_request(f"store {numbers}")
     core.end_step()
     finish(core)
@@ -85,7 +85,7 @@ class TestAnyTier:
 
     def test_coldest_rows_are_evicted_first_and_deleted_by_key(self, spec: TierSpec) -> None:
         core = open_core(spec, slots=6)
-        core.touch([key(0)], "request")
+        core.copies.touch([key(0)], "request")
         store(core, 10, 11)
         tier = core.tiers[0]
         assert {name for _, name in dropped(tier)} == {key(1), key(2)}
@@ -116,12 +116,12 @@ class TestAnyTier:
     def test_reopened_tier_serves_stale_rows_until_they_are_listed_again(self, spec: TierSpec) -> None:
         core = open_core(spec, slots=8)
         store(core, 6)
-        core.touch([key(0)], "request")
+        core.copies.touch([key(0)], "request")
         core.events.lost(0, 0.0)
         assert core.where(key(3), 0.0) is None
         opened(core, 0, 8)
         assert core.where(key(3), 0.0) == spec.name
-        core.touch([key(3)], "request")
+        core.copies.touch([key(3)], "request")
         again = rows(range(7))
         list_table(core, again, newest=6)
         assert len(core.tiers[0].cold.take_retired()) == 1

@@ -37,8 +37,8 @@ class CountedCascade:
             self.core.events.listed(tier, [], last=True)
 
     def put(self, *keys: Key, failed: Sequence[Key] = (), incomplete: Sequence[Key] = ()) -> None:
-        plan = self.core.prepare_store(keys, "put")
-        self.core.complete_store(self.core.rows_being_filled(plan.keys), failed, incomplete)
+        plan = self.core.copies.prepare_store(keys, "put")
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), failed, incomplete)
         self.ends("put")
 
     def scan(self, key: Key) -> Lookup:
@@ -56,11 +56,11 @@ class CountedCascade:
                 self.core.events.existence_checked(probe.tier, probe.id, probe.keys, self.now)
         found = self.core.lookup(key, "get", 0, self.now) is Lookup.HIT
         if found:
-            self.core.prepare_load([key], "get", tokens=[16])
+            self.core.copies.prepare_load([key], "get", tokens=[16])
             if copied:
-                self.core.complete_load([key])
+                self.core.copies.complete_load([key])
             else:
-                self.core.fail_load([key], "get")
+                self.core.copies.fail_load([key], "get")
         self.ends("get")
         return found
 

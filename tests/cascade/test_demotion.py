@@ -24,8 +24,8 @@ def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierMan
 
 
 def put(core: TierManager, key: Key, now: float) -> None:
-    plan = core.prepare_store([key], key.decode())
-    core.complete_store(core.rows_being_filled(plan.keys), set())
+    plan = core.copies.prepare_store([key], key.decode())
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
     core.finish_request(key.decode())
     core.end_step()
 
@@ -106,8 +106,8 @@ def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
     jobs = core.events.plan(0.0)
     victim = next(iter(core.host.evicting))
     core.lookup(victim, "again", 0, 0.0)
-    core.prepare_load([victim], "again")
-    core.complete_load([victim])
+    core.copies.prepare_load([victim], "again")
+    core.copies.complete_load([victim])
     core.end_step()
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
@@ -192,8 +192,8 @@ class SlowTierBelow:
             self.most_pinned = max(self.most_pinned, pinned)
 
     def put(self, chunks: Sequence[Key]) -> int:
-        plan = self.core.prepare_store(chunks, "put")
-        self.core.complete_store(self.core.rows_being_filled(plan.keys), set())
+        plan = self.core.copies.prepare_store(chunks, "put")
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), set())
         self.core.finish_request("put")
         self.core.end_step()
         return len(plan.keys)

@@ -23,8 +23,8 @@ def cascade(slots: int = 100, rows: int = 4) -> TierManager:
 
 
 def put(core: TierManager, *keys: Key) -> None:
-    plan = core.prepare_store(keys, "put")
-    core.complete_store(core.rows_being_filled(plan.keys), ())
+    plan = core.copies.prepare_store(keys, "put")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
     core.finish_request("put")
     core.end_step()
 

@@ -68,8 +68,8 @@ def busy_core(write: Write) -> TierManager:
 
 
 def store(core: TierManager, keys: list[Key]) -> int:
-    plan = core.prepare_store(keys, "store")
-    core.complete_store(core.rows_being_filled(plan.keys), ())
+    plan = core.copies.prepare_store(keys, "store")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
     core.finish_request("store")
     core.end_step()
     return len(plan.keys)

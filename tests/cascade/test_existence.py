@@ -178,8 +178,8 @@ def test_checks_are_shared_and_bounded(core: CheckedCore) -> None:
 
 
 def test_hits_before_an_unknown_key_are_pinned_during_its_check(core: CheckedCore) -> None:
-    plan = core.core.prepare_store(CHAIN[:2], "w")
-    core.core.complete_store(core.core.rows_being_filled(plan.keys), set())
+    plan = core.core.copies.prepare_store(CHAIN[:2], "w")
+    core.core.copies.complete_store(core.core.copies.rows_being_filled(plan.keys), set())
     core.core.finish_request("w")
     assert core.scan("r", CHAIN[:4]) == [HIT, HIT, PENDING, MISS]
     (probe,) = core.asked()

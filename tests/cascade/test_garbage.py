@@ -24,8 +24,8 @@ def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
     before, walked_before = tracked(), walked()
     for number in range(ROWS // CHUNKS):
         keys = [b"%d %d" % (number, chunk) for chunk in range(CHUNKS)]
-        plan = core.prepare_store(keys, f"{number}")
-        core.complete_store(core.rows_being_filled(plan.keys), set())
+        plan = core.copies.prepare_store(keys, f"{number}")
+        core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
         core.finish_request(f"{number}")
         core.end_step()
         for job in core.events.plan(0.0):

@@ -44,8 +44,8 @@ def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
     core.anticipate("a", a, FIRST)
     assert come_up(core) == [*a, *b], "in the order of their turns"
     assert scan(core, a, "a") == [HIT] * 4
-    core.prepare_load(a, "a")
-    core.complete_load(a)
+    core.copies.prepare_load(a, "a")
+    core.copies.complete_load(a)
     core.end_step()
     assert scan(core, b, "b", now=1e6) == [HIT] * 4, "its time in the queue is no waiting"
     assert not core._promotion.line.busy
@@ -192,8 +192,8 @@ def test_rows_that_were_loaded_are_not_counted_as_promoted_in_vain() -> None:
     core.prefetch(b)
     assert come_up(core) == [], "others hold the line's share"
     assert [core.lookup(key, "a", place, 0.0) for place, key in enumerate(a)] == [Lookup.HIT] * 4
-    core.prepare_load(a, "a")
-    core.complete_load(a)
+    core.copies.prepare_load(a, "a")
+    core.copies.complete_load(a)
     core.finish_request("a")
     core.end_step()
     assert come_up(core) == b
@@ -218,7 +218,7 @@ def test_request_that_begins_without_a_look_up_leaves_the_line() -> None:
 def test_line_gives_way_although_promotions_wait_for_room() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8, line_share=1.0)
-    core.prepare_store(chain("filling", 5), "filling")
+    core.copies.prepare_store(chain("filling", 5), "filling")
     core.anticipate("b", b, (1.0,))
     come_up(core)
     assert core._promotion._crowded

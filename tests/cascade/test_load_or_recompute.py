@@ -53,8 +53,8 @@ class Engine:
 
     def put(self, keys: Sequence[Key]) -> None:
         """Host memory holds these."""
-        self.core.prepare_store(keys, "put")
-        self.core.complete_store(self.core.rows_being_filled(keys), ())
+        self.core.copies.prepare_store(keys, "put")
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(keys), ())
         self.core.finish_request("put")
 
     def scan(self, name: str = "r", *more: Group, start: int = 0, keys: Sequence[Key] = KEYS) -> Scan:
@@ -84,7 +84,7 @@ def test_chain_that_loads_sooner_than_it_computes_is_loaded() -> None:
     assert engine.scan() == Scan(True, END)
     engine.load_all()
     assert engine.scan() == Scan(False, END)
-    assert engine.core.prepare_load(KEYS, "r")
+    assert engine.core.copies.prepare_load(KEYS, "r")
 
 
 def test_chain_that_computes_sooner_than_it_loads_is_computed() -> None:
@@ -138,14 +138,14 @@ def test_rows_in_host_memory_are_always_loaded() -> None:
     engine = Engine()
     engine.put(KEYS[:4])
     engine.store(S3, KEYS[4:], row_s=5.0)
-    engine.core.copied(1, 5.0, 0.0)
+    engine.core.copies.copied(1, 5.0, 0.0)
     assert engine.scan() == Scan(False, 4 * TOKENS)
 
 
 def test_copy_to_the_engine_counts() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
-    engine.core.copied(1, 0.2, 0.0)
+    engine.core.copies.copied(1, 0.2, 0.0)
     assert engine.scan() == Scan(False, 0)
 
 
@@ -191,7 +191,7 @@ def test_hits_of_a_request_that_was_not_scheduled_for_long_are_kept_for_their_lo
     engine.now += LIMITS.wait_s + 2.0  # its pins end within the step
     expire(engine.core, engine.now)
     engine.put([b"other%d" % number for number in range(256)])
-    assert engine.core.prepare_load(KEYS, "r")
+    assert engine.core.copies.prepare_load(KEYS, "r")
 
 
 def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None:
@@ -207,7 +207,7 @@ def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None
     engine.now = 0.8 + 2.1
     assert engine.scan() == Scan(False, 4 * TOKENS)
     assert engine.core.tiers[FILE].counters.missed_late == 4
-    assert len(engine.core.prepare_load(KEYS[:4], "r")) == 4
+    assert len(engine.core.copies.prepare_load(KEYS[:4], "r")) == 4
     engine.end(second)
 
 

@@ -27,8 +27,8 @@ def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) ->
 
 
 def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
-    plan = core.prepare_store(keys, request)
-    core.complete_store(core.rows_being_filled(plan.keys), set())
+    plan = core.copies.prepare_store(keys, request)
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
     core.finish_request(request)
     core.end_step()
 
@@ -70,8 +70,8 @@ def test_used_prefix_outlives_a_newer_one() -> None:
     put(core, CHAIN[:3], "old")
     put(core, CHAIN[3:6], "new")
     assert scan(core, CHAIN[:3], "again") == [HIT] * 3
-    core.prepare_load(CHAIN[:3], "again")
-    core.complete_load(CHAIN[:3])
+    core.copies.prepare_load(CHAIN[:3], "again")
+    core.copies.complete_load(CHAIN[:3])
     core.end_step()
     put(core, CHAIN[6:8], "newer")
     assert [core.where(key, 0.0) is not None for key in CHAIN[:6]] == [True, True, True, True, False, False]
@@ -79,11 +79,11 @@ def test_used_prefix_outlives_a_newer_one() -> None:
 
 def test_full_host_accepts_a_prefix_of_a_store() -> None:
     core = manager(rows=4, tiers=())
-    first = core.prepare_store(CHAIN[:3], "a")
+    first = core.copies.prepare_store(CHAIN[:3], "a")
     assert len(first.keys) == 3
-    second = core.prepare_store(CHAIN[3:6], "b")
+    second = core.copies.prepare_store(CHAIN[3:6], "b")
     assert second.keys == CHAIN[3:4]
-    assert core.prepare_store(CHAIN[6:8], "c").keys == []
+    assert core.copies.prepare_store(CHAIN[6:8], "c").keys == []
 
 
 def test_first_scan_collects_and_later_scans_stop_at_the_first_pending_key() -> None:
@@ -125,7 +125,7 @@ def test_hit_is_not_evicted_before_its_step_ends() -> None:
     assert core.lookup(CHAIN[2], "other", 0, 0.0) is PENDING
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == [CHAIN[2]]
     assert core.where(CHAIN[0], 0.0) == "cpu"  # although it was the oldest
-    assert len(core.prepare_load(CHAIN[:1], "r")) == 1
+    assert len(core.copies.prepare_load(CHAIN[:1], "r")) == 1
 
 
 def test_promotions_do_not_evict_rows_pinned_by_their_request() -> None:
@@ -152,11 +152,11 @@ def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps
             if PENDING not in answers:
                 hits[name] = answers.count(HIT)
                 loaded += keys[: hits[name]]
-                core.prepare_load(keys[: hits[name]], name)
+                core.copies.prepare_load(keys[: hits[name]], name)
         core.end_step()
         run(core, core.events.plan(0.0))
         core.events.plan(0.0)
-        core.complete_load(loaded)
+        core.copies.complete_load(loaded)
     return hits
 
 
@@ -208,9 +208,9 @@ def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
     run(core, core.events.plan(0.0))
     core.end_step()
     assert scan(core, CHAIN[:1], "r") == [HIT]
-    core.prepare_load(CHAIN[:1], "r")
+    core.copies.prepare_load(CHAIN[:1], "r")
     assert core.source(CHAIN[0]) == "file"
-    core.complete_load(CHAIN[:1])
+    core.copies.complete_load(CHAIN[:1])
     assert core.source(CHAIN[0]) == "cpu"
     assert core.tiers[0].counters.hits == 1
 
@@ -255,8 +255,8 @@ def test_next_tier_seals_if_the_first_store_fails() -> None:
 
 def test_write_through_keeps_prefix_order() -> None:
     core = manager()
-    plan = core.prepare_store(CHAIN, "r")
-    core.complete_store(core.rows_being_filled(set(plan.keys)), set())
+    plan = core.copies.prepare_store(CHAIN, "r")
+    core.copies.complete_store(core.copies.rows_being_filled(set(plan.keys)), set())
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == CHAIN
 
 
@@ -339,10 +339,10 @@ def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
     core = manager(rows=6, tiers=())
     put(core, CHAIN[:4], "first")
     put(core, CHAIN[4:6], "other")
-    core.touch(CHAIN[:2], "again")  # hits in the engine's own memory
+    core.copies.touch(CHAIN[:2], "again")  # hits in the engine's own memory
     assert scan(core, CHAIN[2:4], "again") == [HIT, HIT]
-    core.prepare_load(CHAIN[2:4], "again")
-    core.complete_load(CHAIN[2:4])
+    core.copies.prepare_load(CHAIN[2:4], "again")
+    core.copies.complete_load(CHAIN[2:4])
     core.end_step()
     put(core, CHAIN[6:8], "new")
     assert [core.where(key, 0.0) is not None for key in CHAIN] == [True] * 4 + [False] * 2 + [True] * 2
@@ -368,8 +368,8 @@ def test_request_whose_load_failed_gets_no_more_hits() -> None:
     core = manager(tiers=())
     put(core, CHAIN[:3])
     assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
-    core.prepare_load(CHAIN[:2], "r")
-    core.fail_load({*CHAIN[:2]}, "r")
+    core.copies.prepare_load(CHAIN[:2], "r")
+    core.copies.fail_load({*CHAIN[:2]}, "r")
     core.end_step()
     assert scan(core, CHAIN[2:3], "r") == [MISS], "a request that was computed once is not tried again"
     assert scan(core, CHAIN[:1], "other") == [MISS]
@@ -385,9 +385,9 @@ def test_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
     put(core, CHAIN[:1])
     for request in ("bad", "good"):
         core.lookup(CHAIN[0], request, 0, 0.0)
-        core.prepare_load(CHAIN[:1], request)
-    core.fail_load(set(CHAIN[:1]), "bad")
-    core.complete_load(set(CHAIN[:1]))
+        core.copies.prepare_load(CHAIN[:1], request)
+    core.copies.fail_load(set(CHAIN[:1]), "bad")
+    core.copies.complete_load(set(CHAIN[:1]))
     core.end_step()
     core.reset(keep_tiers=False)
     assert core.host.used == 0
@@ -436,22 +436,22 @@ def test_use_by_another_request_lifts_host_only(use: str) -> None:
         if other == "private too":
             core.keep_in_host(other)
         if use == "store":
-            core.prepare_store(CHAIN[:1], other)
+            core.copies.prepare_store(CHAIN[:1], other)
         elif use == "touch":
-            core.touch(CHAIN[:1], other)
+            core.copies.touch(CHAIN[:1], other)
         else:
             assert scan(core, CHAIN[:1], other) == [HIT]
-            core.prepare_load(CHAIN[:1], other)
-            core.complete_load(CHAIN[:1])
+            core.copies.prepare_load(CHAIN[:1], other)
+            core.copies.complete_load(CHAIN[:1])
         assert stored_keys(core) == (set() if other == "private too" else {CHAIN[0]})
 
 
 def test_host_only_row_that_is_still_being_filled_is_written_if_another_request_stores_it() -> None:
     core = manager()
     core.keep_in_host("private")
-    plan = core.prepare_store(CHAIN[:2], "private")
-    assert core.prepare_store(CHAIN[:1], "other").keys == []
-    core.complete_store(core.rows_being_filled(plan.keys), set())
+    plan = core.copies.prepare_store(CHAIN[:2], "private")
+    assert core.copies.prepare_store(CHAIN[:1], "other").keys == []
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
     assert stored_keys(core) == {CHAIN[0]}
 
 
@@ -520,7 +520,7 @@ def pending_s(
 
 def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
     core = manager(wait_s=2.0)
-    core.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+    core.copies.prepare_store(CHAIN[:1], "writer")  # whose workers never end
     assert pending_s(core, CHAIN[:2], "reader") <= 2.5
 
 
@@ -541,13 +541,13 @@ def test_no_request_waits_beyond_its_deadline_for_a_tier_that_hangs() -> None:
 def test_reset_does_not_rearm_the_deadline(keep_tiers: bool) -> None:
     core = manager(wait_s=2.0)
     for half_second in range(6):
-        core.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+        core.copies.prepare_store(CHAIN[:1], "writer")  # whose workers never end
         late = half_second > 4
         assert scan(core, CHAIN[:1], "reader", now=half_second / 2) == [MISS if late else PENDING]
         core.end_step()
         core.reset(keep_tiers)
     core.finish_request("reader")
-    core.prepare_store(CHAIN[:1], "writer")
+    core.copies.prepare_store(CHAIN[:1], "writer")
     assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
 
 
@@ -557,8 +557,8 @@ def test_preempted_request_may_wait_again_after_a_load() -> None:
     run(core, core.events.plan(0.0))
     core.end_step()
     assert scan(core, CHAIN[:2], "r", now=1.0) == [HIT, HIT]
-    core.prepare_load(CHAIN[:2], "r")
-    core.complete_load(CHAIN[:2])
+    core.copies.prepare_load(CHAIN[:2], "r")
+    core.copies.complete_load(CHAIN[:2])
     core.end_step()
     late = 10 * core.limits.wait_s
     assert scan(core, CHAIN[2:4], "r", now=late) == [PENDING, PENDING]
@@ -576,8 +576,8 @@ def test_expired_request_waits_again_only_after_a_load() -> None:
     assert scan(core, chain, "r", now=late) == [HIT, MISS]
     core.end_step()
     assert scan(core, chain, "r", now=late + 1) == [HIT, MISS]
-    core.prepare_load([b"root"], "r")
-    core.complete_load([b"root"])
+    core.copies.prepare_load([b"root"], "r")
+    core.copies.complete_load([b"root"])
     core.end_step()
     core.tiers[0].to_store.clear()
     assert core.events.plan(late + 2) == [], "what it asked for before is no longer promoted"
@@ -591,8 +591,8 @@ def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
         chain = [b"%d-%d" % (number, place) for place in range(8)]
         put(core, chain[:3], f"ready-{number}")
         assert scan(core, chain[:3], f"load-{number}") == [HIT] * 3
-        core.prepare_load(chain[:3], f"load-{number}")
-        assert core.prepare_store(chain[3:], f"store-{number}").rows
+        core.copies.prepare_load(chain[:3], f"load-{number}")
+        assert core.copies.prepare_store(chain[3:], f"store-{number}").rows
         core.reset(keep_tiers=False)
         assert core.host.used == 8, "a row is given away before the engine can know that it is quiet"
     put(core, CHAIN[:1])
@@ -601,15 +601,15 @@ def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
 
 def test_end_of_a_call_does_not_release_rows_of_others() -> None:
     core = manager(tiers=())
-    by_workers = core.prepare_store(CHAIN[:2], "workers")
-    by_call = core.prepare_store(CHAIN[2:4], "before", call=True)
+    by_workers = core.copies.prepare_store(CHAIN[:2], "workers")
+    by_call = core.copies.prepare_store(CHAIN[2:4], "before", call=True)
     core.reset(keep_tiers=False)
-    core.prepare_store(CHAIN[2:3], "after", call=True)
-    core.end_call("after", set())
+    core.copies.prepare_store(CHAIN[2:3], "after", call=True)
+    core.copies.end_call("after", set())
     assert core.host.used == len(by_workers.rows) + len(by_call.rows) + 1
     put(core, CHAIN[4:5])  # ends the workers' jobs
     assert core.host.used == len(by_call.rows) + 2
-    core.end_call("before", set())
+    core.copies.end_call("before", set())
     assert core.host.used == 2
     assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]
 

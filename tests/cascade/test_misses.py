@@ -27,8 +27,8 @@ def cascade(*held: Key, rows: int = 8) -> TierManager:
 
 
 def put(core: TierManager, *keys: Key) -> None:
-    plan = core.prepare_store(keys, "put")
-    core.complete_store(core.rows_being_filled(plan.keys), ())
+    plan = core.copies.prepare_store(keys, "put")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
     core.finish_request("put")
     core.end_step()
 

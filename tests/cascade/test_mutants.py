@@ -12,6 +12,7 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 from nixl_tiers.cascade import manager
 from nixl_tiers.cascade.chains import Chains
 from nixl_tiers.cascade.cold_table import ColdTable, Steps
+from nixl_tiers.cascade.copies import Copies
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import HostTier, Row, RowState
@@ -53,26 +54,26 @@ class RowReusedAfterReset(TierManager):
         super().reset(keep_tiers, now)
 
 
-class CallsRowsFlushed(TierManager):
+class CallsRowsFlushed(Copies):
     """A call that ends after a reset releases the rows of all calls from before it, as workers' jobs do."""
 
     def end_call(self, name: str, failed: Collection[Key]) -> None:
         super().end_call(name, failed)
         for row in [row for rows in self._calls.values() for row in rows if row.invalidated]:
             row.call_refs = 0
-            self.host.reclaim(row)
+            self._host.reclaim(row)
 
 
-class CallEndsByKey(TierManager):
+class CallEndsByKey(Copies):
     """A call from before a reset ends the rows that have the same keys after it."""
 
     def end_call(self, name: str, failed: Collection[Key]) -> None:
         rows = self._calls.get(name, [])
-        rows[:] = [self.host.index.get(row.key, row) for row in rows]
+        rows[:] = [self._host.index.get(row.key, row) for row in rows]
         super().end_call(name, failed)
 
 
-class InterruptedCallIsAHit(TierManager):
+class InterruptedCallIsAHit(Copies):
     def end_call(self, name: str, failed: Collection[Key]) -> None:
         super().end_call(name, set())
 
@@ -116,7 +117,7 @@ class FailedLoadIsAHit(Promotion):
         super().load_ended(tier, move, Outcome.OK, now)
 
 
-class FailedCopyIsAHit(TierManager):
+class FailedCopyIsAHit(Copies):
     def complete_store(self, rows: Iterable[Row], failed: Iterable[Key]) -> None:
         super().complete_store(rows, set())
 
@@ -187,7 +188,7 @@ class ResetUncounted(TierManager):
             tier.counters.reset = 0
 
 
-class PinForgotten(TierManager):
+class PinForgotten(Copies):
     def complete_load(self, keys) -> None:  # type: ignore[no-untyped-def]
         super().complete_load(list(keys)[1:])
 
@@ -266,11 +267,11 @@ class ChecksAbsentKeysAgain(Events):
 
 class WaitsForLateChecks(TierManager):
     def lookup(self, key, name, position, now):  # type: ignore[no-untyped-def]
-        self._request(name).check_deadline_s = float("inf")
+        self._requests.get(name).check_deadline_s = float("inf")
         return super().lookup(key, name, position, now)
 
     def scan(self, name, chain, start, now):  # type: ignore[no-untyped-def]
-        self._request(name).check_deadline_s = float("inf")
+        self._requests.get(name).check_deadline_s = float("inf")
         return super().scan(name, chain, start, now)
 
 

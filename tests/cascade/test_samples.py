@@ -31,8 +31,8 @@ def scan(core: TierManager, now: float) -> list[Lookup]:
 
 def test_a_job_is_one_sample_of_its_tier() -> None:
     core = cascade()
-    plan = core.prepare_store(KEYS, "put")
-    core.complete_store(core.rows_being_filled(plan.keys), ())
+    plan = core.copies.prepare_store(KEYS, "put")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
     (job,) = core.events.plan(5.0)
     core.events.finished(0, job.id, [Outcome.OK, Outcome.OK, Outcome.FAILED], 5.5)
     assert core.take_samples() == {("file", "store_seconds"): [0.5], ("file", "store_bytes"): [2 * ROW_BYTES]}
@@ -41,8 +41,8 @@ def test_a_job_is_one_sample_of_its_tier() -> None:
 
 def test_a_job_without_any_row_moved_is_no_sample() -> None:
     core = cascade()
-    plan = core.prepare_store(KEYS, "put")
-    core.complete_store(core.rows_being_filled(plan.keys), ())
+    plan = core.copies.prepare_store(KEYS, "put")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
     (job,) = core.events.plan(5.0)
     core.events.finished(0, job.id, [Outcome.FAILED] * 3, 5.5)
     assert core.take_samples() == {}
@@ -54,7 +54,7 @@ def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
     (job,) = core.events.plan(2.0)
     core.events.finished(1, job.id, [Outcome.OK] * 3, 3.0)
     assert scan(core, 3.5) == [Lookup.HIT] * 3
-    core.prepare_load(KEYS, "request")
+    core.copies.prepare_load(KEYS, "request")
     core.finish_request("request")
     samples = core.take_samples()
     assert samples["s3", "wait_loaded"] == [2.5]

@@ -86,8 +86,8 @@ def test_end_of_a_long_prompt_is_worth_more_than_its_beginning() -> None:
 
 
 def stored(core: TierManager, *keys: bytes) -> None:
-    plan = core.prepare_store(keys, "writer")
-    core.complete_store(core.rows_being_filled(keys), ())
+    plan = core.copies.prepare_store(keys, "writer")
+    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
     assert plan.keys == list(keys)
 
 
@@ -96,7 +96,7 @@ def test_load_of_a_request_that_ended_or_of_before_a_reset_is_not_counted() -> N
         core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
         stored(core, b"a", b"b")
         assert [core.lookup(key, "r", None, 1.0) for key in (b"a", b"b")] == [Lookup.HIT, Lookup.HIT]
-        core.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
+        core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
         end(core)
         core.savings.load_ended("r", 2.0)
         assert core.host.counters.saved_prefill_s == 0
@@ -105,7 +105,7 @@ def test_load_of_a_request_that_ended_or_of_before_a_reset_is_not_counted() -> N
 def test_tokens_of_a_load_are_those_of_the_tier_that_they_came_from() -> None:
     core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
     stored(core, b"a", b"b")
-    core.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
+    core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
     core.savings.load_ended("r", 1.028)
     assert core.host.counters.saved_prefill_s == pytest.approx(0.128)
     assert core.host.counters.saved_first_token_s == pytest.approx(0.1)

@@ -60,8 +60,8 @@ def scan(core: TierManager, name: str, now: float = 0.0) -> list[Lookup]:
 
 def fill(core: TierManager, count: int) -> None:
     keys = [b"filled-%d" % number for number in range(count)]
-    core.prepare_store(keys, "filler")
-    core.complete_store(core.rows_being_filled(keys), ())
+    core.copies.prepare_store(keys, "filler")
+    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
     core.finish_request("filler")
 
 
@@ -223,15 +223,15 @@ def test_rows_of_before_a_reset_are_free_as_soon_as_they_are_needed() -> None:
     core = manager()
     fill(core, ROWS)
     core.reset(False, 0.0)
-    assert len(core.prepare_store(CHAIN, "new").rows) == len(CHAIN)
+    assert len(core.copies.prepare_store(CHAIN, "new").rows) == len(CHAIN)
 
 
 def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
     core = manager(rows=100)
     keys = [b"open-%d" % number for number in range(60)]
-    core.prepare_store(keys, "store")
+    core.copies.prepare_store(keys, "store")
     core.reset(False, 0.0)
-    assert len(core.prepare_store(CHAIN, "new").rows) == 40
+    assert len(core.copies.prepare_store(CHAIN, "new").rows) == 40
     core.flushed()
     turns(core)
     assert core.host.used == 40
@@ -302,13 +302,13 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) 
     rows = 6 * MAX_LOOKS
     core = TierManager(rows, 4096, [], policy=policy)
     keys = [b"row-%d" % number for number in range(rows)]
-    core.prepare_store(keys, "store")
-    core.complete_store(core.rows_being_filled(keys), ())
+    core.copies.prepare_store(keys, "store")
+    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
     held = keys[::-1][: rows - 10]  # those that are evicted first
     core.end_step()
-    core.prepare_load(held, "load")
+    core.copies.prepare_load(held, "load")
     with counted_looks() as looks:
-        core.prepare_store([b"new"], "new")
+        core.copies.prepare_store([b"new"], "new")
         assert looks.total() <= MAX_LOOKS + 4
         for _ in range(rows):
             if not core.events.busy:
@@ -317,7 +317,7 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) 
             expire(core, 0.0)
             assert looks.total() <= MAX_LOOKS + 4
     assert not core.events.busy, "it looks on for ever"
-    assert len(core.prepare_store([b"other"], "other").rows) == 1, "the rows behind the pinned ones were not found"
+    assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
 
 
 def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_their_write() -> None:
@@ -329,12 +329,12 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_thei
     fill(core, rows)
     core.end_step()
     for _ in range(rows):
-        core.complete_store((), ())  # selects victims ahead of need
+        core.copies.complete_store((), ())  # selects victims ahead of need
     assert len(core.host.evicting) == rows
     for key in list(core.host.evicting)[: rows - 10]:
         assert core.lookup(key, "reader", None, 0.0) is Lookup.HIT  # so they stay for this step
     with counted_looks() as looks:
-        core.prepare_store([b"new"], "new")
+        core.copies.prepare_store([b"new"], "new")
         assert looks.total() <= 2 * MAX_LOOKS
         for _ in range(rows):
             if not core.host.searching:
@@ -342,7 +342,7 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_thei
             looks.clear()
             core.host.look_on()
             assert looks.total() <= 2 * MAX_LOOKS
-    assert len(core.prepare_store([b"other"], "other").rows) == 1, "the rows behind the pinned ones were not found"
+    assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
 
 
 def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
@@ -352,7 +352,7 @@ def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
     pinned = [b"filled-%d" % number for number in range(rows)]
     for key in pinned:
         assert core.lookup(key, "reader", None, 0.0) is Lookup.HIT
-    core.prepare_load(pinned, "reader")
+    core.copies.prepare_load(pinned, "reader")
     core.end_step()
     for queue in (tier.to_store for tier in core.tiers):
         queue.clear()
@@ -360,7 +360,7 @@ def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
     for _ in range(20):
         assert not turns(core)  # there is an end to what is done at once
     assert Lookup.PENDING in scan(core, "waits")  # for the reader's rows
-    core.complete_load(pinned)
+    core.copies.complete_load(pinned)
     for _ in range(20):
         if turns(core):
             return

@@ -38,9 +38,9 @@ class Driver:
             self.core.events.listed(tier, [(0, key, 0) for key in listed], last=True)
 
     def put(self, *keys: Key) -> None:
-        plan = self.core.prepare_store(keys, "put")
+        plan = self.core.copies.prepare_store(keys, "put")
         assert len(plan.keys) == len(keys)
-        self.core.complete_store(self.core.rows_being_filled(plan.keys), ())
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), ())
         self.core.finish_request("put")
         self.core.end_step()
 

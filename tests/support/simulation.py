@@ -466,13 +466,13 @@ class Simulation:
         if job.stale:
             return
         if job.store:
-            rows = self.core.rows_being_filled(set(job.keys))
-            self.core.complete_store(rows, set() if good else {row.key for row in rows})
+            rows = self.core.copies.rows_being_filled(set(job.keys))
+            self.core.copies.complete_store(rows, set() if good else {row.key for row in rows})
         elif good:
-            self.core.complete_load(set(job.keys))
+            self.core.copies.complete_load(set(job.keys))
         else:
             self._load_failed.add(job.request)
-            self.core.fail_load(set(job.keys), job.request)
+            self.core.copies.fail_load(set(job.keys), job.request)
         self.tick()
 
     # --- threads without an engine -----------------------------------------------------------------------------
@@ -481,7 +481,7 @@ class Simulation:
         """A thread begins to put `chain`; `call_ends` ends it."""
         name = self._call()
         self.allowed.update(chain)
-        plan = self.core.prepare_store(chain, name, call=True)
+        plan = self.core.copies.prepare_store(chain, name, call=True)
         self._call_begins(StoreCall(name, True, plan.keys, plan.rows, self.epoch))
 
     def get(self, chain: Sequence[Key]) -> None:
@@ -501,7 +501,7 @@ class Simulation:
                 require(self.region[row] == Content(key, call.epoch), f"a call reads {self.region[row]} as {key!r}")
             elif place < filled:
                 self.region[row] = Content(key, call.epoch)
-        self.core.end_call(call.name, set() if good else set(call.keys))
+        self.core.copies.end_call(call.name, set() if good else set(call.keys))
         self.tick()
 
     def _call(self) -> str:
@@ -516,7 +516,7 @@ class Simulation:
             self.tick()
             return
         self._since.pop(name, None)
-        rows = self.core.prepare_load(found, name, call=True)
+        rows = self.core.copies.prepare_load(found, name, call=True)
         self._used(found, name)
         self.core.end_step()
         self._call_begins(StoreCall(name, False, found, rows, self.epoch))
@@ -944,7 +944,7 @@ class Simulation:
             for tier in range(len(self.movers)):
                 self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
             self.tick()
-            rows = self.core.prepare_load(hits, name)
+            rows = self.core.copies.prepare_load(hits, name)
             self._used(hits, name)
             self._since.pop(name, None)
             for row in rows:
@@ -952,7 +952,7 @@ class Simulation:
             self.workers.append(WorkerJob(False, hits, rows, self.epoch, name))
         self.core.end_step()
         own = [WINDOWED + key for key in prompt.chain] if prompt.scan is Scan.HYBRID else []
-        plan = self.core.prepare_store([key for key in [*prompt.chain, *own] if key not in hits], name)
+        plan = self.core.copies.prepare_store([key for key in [*prompt.chain, *own] if key not in hits], name)
         for row in plan.rows:
             self._check_row(row, writing=True)
             self.region[row] = GARBAGE
@@ -965,7 +965,7 @@ class Simulation:
         self.tick()
 
     def _used(self, keys: Sequence[Key], name: str) -> None:
-        tick = self.core._requests[name].tick
+        tick = self.core._requests.by_name[name].tick
         assert tick is not None
         for index, mover in zip(self.core.tiers, self.movers, strict=True):
             for key in keys if mover.physical else ():
