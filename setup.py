@@ -1,10 +1,10 @@
 """Declares what is compiled; everything else about the package stands in pyproject.toml.
 
-Four things, all optional. Three libraries, which ctypes loads: without a C compiler the wheel is built all the same,
-swap.host and memory.hash_copy use numpy, and GPUs are refused with a sentence. They contain nothing of Python, so one
-wheel, tagged with the stable ABI, serves every version. The GPU kernels, as one file for all
-architectures: without nvcc they are compiled at the first start on a GPU (swap.kernels), for which the sources go into
-the wheel.
+Five things, all optional. Four libraries, which ctypes loads: without a C compiler the wheel is built all the same,
+swap.host and memory.hash_copy use numpy, memory.row_lookup looks up key by key, and GPUs are refused with a sentence.
+They contain nothing of Python, so one wheel, tagged with the stable ABI, serves every version. The GPU kernels, as one
+file for all architectures: without nvcc they are compiled at the first start on a GPU (swap.kernels), for which the
+sources go into the wheel.
 """
 
 import hashlib
@@ -77,6 +77,13 @@ setup(
             "nixl_tiers.memory._hash_copy",
             sources=["csrc/hash_copy.c"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
+            optional=True,
+            py_limited_api=True,
+        ),
+        Extension(
+            "nixl_tiers.memory._row_lookup",
+            sources=["csrc/row_lookup.c"],
+            extra_compile_args=["-O2", "-std=c11", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,
         ),

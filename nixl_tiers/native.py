@@ -12,13 +12,13 @@ def location(module: str) -> str | None:
     return spec.origin if spec else None
 
 
-def opened(path: str | None, name: str, abi: int) -> ctypes.CDLL | None:
+def opened(path: str | None, name: str, abi: int, *, keeps_lock: bool = False) -> ctypes.CDLL | None:
     """The library at `path`, or None where there is none, it cannot be loaded, or its function `name` returns another
-    number than `abi`."""
+    number than `abi`. Other threads run during a call, unless it `keeps_lock`, the interpreter's."""
     if not path:
         return None
     try:
-        library = ctypes.CDLL(path)  # CDLL, not PyDLL: other threads run during a call
+        library = ctypes.PyDLL(path) if keeps_lock else ctypes.CDLL(path)
         return library if library[name]() == abi else None
     except (OSError, AttributeError):
         return None

@@ -18,13 +18,13 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nixl_tiers.chunk import Key
+from nixl_tiers.memory import row_lookup
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.memfd import SIZE_SEALS
 from nixl_tiers.memory.row_table_build import Rows, Source, fill
@@ -56,13 +56,7 @@ _PIECE: Final = 1 << 15  # rows that are looked at in one go, so that others are
 _FREED_AT_ONCE: Final = 4 << 20  # bytes: unmapping a large table in one go would take as long as building it
 _SLOT: Final = struct.Struct("<I")
 _entry_at: Final = ENTRY.unpack_from
-_FEW: Final = 32  # keys that are found sooner one by one
-_WORD_BYTES: Final = 8
-_TAIL_BYTES: Final = 4  # of a key, that many keys share: vLLM's number of the KV group
-_MOST_IN_A_BUCKET: Final = 8  # rows; the next ones are looked at one by one
-_FILTERS: Final = np.array(FILTER_BITS, np.uint64)
-_MASK: Final = np.uint64(FILTER_MASK)
-_SHIFT: Final = np.uint64(FILTER_WIDTH)
+_FEW: Final = 8  # keys that are found sooner one by one
 _NO_BUCKETS: Final = memoryview(array("Q", [REMOVED]))  # one bucket, whose filter has no key
 
 
@@ -96,7 +90,7 @@ class RowTable:
         self._cursor = 0  # how much of that order has been read,
         self._reached = 0  # and the tick of a row there
         self._slot_map: NDArray[np.uint8] | None = None
-        self._arrays: tuple[NDArray[np.uint64], NDArray[np.uint8], NDArray[np.uint32]] | None = None  # of has_many
+        self._table = row_lookup.Table.of(np.frombuffer(memory, np.uint8, 1).ctypes.data, layout, key_hash.seed)
 
     @classmethod
     def build(
@@ -179,48 +173,9 @@ class RowTable:
         return None if found is None else found[:2]
 
     def has_many(self, keys: Sequence[Key]) -> list[bool]:
-        """Of each key, whether it has a row: many together cost a quarter of what they cost one by one."""
-        length = len(keys[0]) if keys else 0
-        if len(keys) < _FEW or not self._left or length < _WORD_BYTES or len(set(map(len, keys))) > 1:
-            return [self.find(key) is not None for key in keys]
-        if self._arrays is None:
-            rows = rows_of(self._map, self._layout)
-            self._arrays = np.frombuffer(self._words, np.uint64), rows["record"], rows["slot"]
-        words, records, slots = self._arrays
-        if length >= records.shape[1]:
-            return [False] * len(keys)
-        hashes = np.fromiter(map(xxh3_64_intdigest, keys, repeat(self._seed)), np.uint64, len(keys))
-        buckets = hashes % np.uint64(self._buckets)
-        mine = words[buckets]
-        found = (mine & _FILTERS[hashes & _MASK]) == 0
-        (left,) = found.nonzero()
-        first = ((mine[left] >> _SHIFT).view(np.int64) - self._records) // self._row_bytes
-        last = ((words[1:][buckets[left]] >> _SHIFT).view(np.int64) - self._records) // self._row_bytes
-        there = (first >= 0) & (first < np.minimum(last, len(slots)))  # all are, unless another process damaged it
-        left, first, last = left[there], first[there], np.minimum(last[there], len(slots))
-        found[:] = False
-        wanted = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, length)
-        # A word of each row of the bucket first. Keys are hashes, of which all bytes but the last few differ.
-        at = max(0, length - _WORD_BYTES - _TAIL_BYTES)
-        wanted_words, words_of_rows = _word_of(wanted, at), _word_of(records, at + 1)
-        for _ in range(_MOST_IN_A_BUCKET):
-            same = words_of_rows[first] == wanted_words[left]
-            if same.any():
-                hits, rows_of_hits = left[same], first[same]
-                record = records[rows_of_hits]
-                good = (record[:, 0] == length) & (record[:, 1 : 1 + length] == wanted[hits]).all(axis=1)
-                good &= slots[rows_of_hits] != REMOVED
-                found[hits[good]] = True
-                same[same] = good
-            first += 1
-            more = (first < last) & ~same
-            left, first, last = left[more], first[more], last[more]
-            if len(left) < _FEW:
-                break
-        for place in left.tolist():
-            found[place] = self.find(keys[place]) is not None
-        answers: list[bool] = found.tolist()
-        return answers
+        """Of each key, whether it has a row: many together cost a tenth of what they cost one by one."""
+        found = row_lookup.has_many(self._table, keys) if self._left and len(keys) >= _FEW else None
+        return [self.find(key) is not None for key in keys] if found is None else found
 
     def remove(self, key: Key) -> tuple[int, int] | None:
         """As find, and the row is removed: the caller keeps its slot, or frees it."""
@@ -317,7 +272,7 @@ class RowTable:
         empty from then on."""
         self._left = 0
         self._layout = Layout(0, self._layout.record_bytes)
-        self._words, self._buckets, self._arrays = _NO_BUCKETS, 1, None
+        self._words, self._buckets = _NO_BUCKETS, 1
         self._coldest, self._cursor, self._slot_map = [], 0, None
         if not self._map.closed:
             with contextlib.suppress(OSError):
@@ -383,14 +338,8 @@ class RowTable:
 
     def unmap(self) -> None:
         """Give up the memory here only; other processes may have mapped it."""
-        self._arrays = None
+        self._left = 0  # nothing is looked up in it any more
         for view in self._views:
             view.release()
         self._views = []
         self._map.close()
-
-
-def _word_of(records: NDArray[np.uint8], at: int) -> NDArray[np.uint64]:
-    """uint64 (n,): bytes `at` to `at` + 8 of each of `records`, not copied."""
-    words: NDArray[np.uint64] = records[:, at : at + _WORD_BYTES].view(np.uint64)[:, 0]
-    return words

@@ -26,7 +26,7 @@ from nixl_tiers.memory import key_hash, row_table, row_table_build, row_table_fo
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.row_table import Rows, RowTable, RowTableError
-from tests.memory.descriptors import descriptors, is_open
+from tests.memory.descriptors import descriptors, image, is_open, memfd
 
 HASH = KeyHash(0x9E3779B97F4A7C15)
 
@@ -62,17 +62,6 @@ def claimed(table: RowTable, taken: bytearray, step: int = 1 << 20) -> int:
 def many(count: int) -> list[Row]:
     """Rows whose order of use is neither that of their slots nor that in which they are added."""
     return [Row(b"key %d" % n, n * 7 % count, n * 11 % count // 2) for n in range(count)]
-
-
-def image(fd: int) -> bytearray:
-    return bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
-
-
-def memfd(contents: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> int:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(fd, contents)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd
 
 
 # Keys of several lengths, of which some can be found across two neighbours of one bucket.
