@@ -45,8 +45,10 @@ class ColdRows:
 
     def has_many(self, keys: Sequence[Key]) -> list[bool]:
         """Of each key, whether it is here."""
-        found = [False] * len(keys)
-        for table in self.tables:
+        if not self.tables:
+            return [False] * len(keys)
+        found = self.tables[0].has_many(keys)
+        for table in self.tables[1:]:
             found = list(map(or_, found, table.has_many(keys)))
         return found
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from nixl_tiers.chunk import Key
 from nixl_tiers.zeroed import zeroed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TABLE_BITS: Final = 20
 _MASK: Final = (1 << TABLE_BITS) - 1
@@ -46,6 +52,12 @@ class GoneKeys:
         mixed = hash(key) ^ self._salt
         noted = self._table[mixed & _MASK]
         return noted & 0xFF if not (noted ^ mixed >> 12) & 0xFFFFFF00 else 0
+
+    def find_many(self, keys: Sequence[Key]) -> NDArray[np.int64]:
+        """int64 (n,): `find` of each key."""
+        mixed = np.fromiter(map(hash, keys), np.int64, len(keys)) ^ self._salt
+        noted = np.frombuffer(self._table, np.uint32)[mixed & _MASK].astype(np.int64)
+        return np.where((noted ^ mixed >> 12) & 0xFFFFFF00, 0, noted & 0xFF)
 
     def clear(self) -> None:
         """Forget all. O(1)."""

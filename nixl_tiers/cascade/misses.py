@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from operator import or_
 from typing import TYPE_CHECKING, Final
 
@@ -34,37 +35,50 @@ class Misses:
     def count(self, keys: Iterable[Key], request: Request, now: float) -> None:
         """`request` has to compute the chunks of `keys`, in prefix order from its first miss. What is there behind a
         miss is worth nothing: it has the reason of that miss. What was declined or came too late was counted then."""
-        gone, tiers = self._state.gone.find, self._state.tiers
-        keys = list(keys)
+        keys, tiers = list(keys), self._state.tiers
+        holds = [tier.has_many(keys) for tier in tiers]
         held = list(map(self._state.host.index.__contains__, keys))
-        for each in tiers:
-            held = list(map(or_, held, map(each.index.__contains__, keys)))
-            if each.cold.tables:
-                held = list(map(or_, held, each.cold.has_many(keys)))
+        for each in holds:
+            held = list(map(or_, held, each))
         listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
         unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
-        reasons: dict[Reason | int, int] = {}  # or the tag of a key that has left a tier
-        last: Reason | int | None = None
-        for key, is_held in zip(keys, held, strict=True):
-            if not is_held:
-                last = gone(key) or unknown
-            elif (found := self._held(key, request, now)) is not None:
-                last = found
-            elif request.expired:
-                last = None
-            if last is not None:
-                reasons[last] = reasons.get(last, 0) + 1
-        for reason, count in reasons.items():
-            tier, name = reason if isinstance(reason, tuple) else _of_tag(reason)
+        reasons: Iterable[Reason | int | None] = self._state.gone.find_many(keys).tolist()  # tags; 0 if not known
+        if True in held:
+            reasons = self._along(keys, list(reasons), held, holds, request, now)
+        for reason, count in Counter(reasons).items():
+            if reason is None:
+                continue
+            tier, name = reason if isinstance(reason, tuple) else _of_tag(reason) if reason else unknown
             if tier < len(tiers):
                 counters = self._state.host.counters if tier == HOST else tiers[tier].counters
                 setattr(counters, name, getattr(counters, name) + count)
 
-    def _held(self, key: Key, request: Request, now: float) -> Reason | None:
+    def _along(
+        self,
+        keys: Sequence[Key],
+        reasons: Sequence[Reason | int | None],
+        held: Sequence[bool],
+        holds: Sequence[Sequence[bool]],
+        request: Request,
+        now: float,
+    ) -> Iterator[Reason | int | None]:
+        """`reasons` of those that are not `held`, which go on to what is held behind them; None: to be counted as
+        nothing."""
+        last: Reason | int | None = None
+        for place, (key, reason, is_held) in enumerate(zip(keys, reasons, held, strict=True)):
+            if not is_held:
+                last = reason
+            elif (found := self._held(key, [each[place] for each in holds], request, now)) is not None:
+                last = found
+            elif request.expired:
+                last = None
+            yield last
+
+    def _held(self, key: Key, holds: Sequence[bool], request: Request, now: float) -> Reason | None:
         """Why a chunk that some tier holds is a miss; None if it could be loaded."""
         reason: Reason | None = None
-        for tier in self._state.tiers:
-            if key not in tier:
+        for tier, is_held in zip(self._state.tiers, holds, strict=True):
+            if not is_held:
                 continue
             if request.allowed is not None and tier.number not in request.allowed:
                 reason = reason or (tier.number, "missed_excluded")
@@ -76,7 +90,7 @@ class Misses:
                 reason = (tier.number, "missed_failed")
             elif not request.asked.get(key, True):
                 return HOST, "missed_no_room"
-            elif tier.can_load(key, now):
+            elif (entry := tier.index.get(key)) is None or entry.stored:
                 return None
         return (HOST, "missed_failed") if reason is None and request.load_failed else reason
 

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import or_
 from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
@@ -119,6 +120,11 @@ class TierIndex:
 
     def __contains__(self, key: Key) -> bool:
         return key in self.index or key in self.cold
+
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        """`in`, of each key."""
+        found = list(map(self.index.__contains__, keys))
+        return list(map(or_, found, self.cold.has_many(keys))) if self.cold.tables else found
 
     def can_load(self, key: Key, now: float) -> bool:
         """Whether the key's row can be loaded now. Called for each key of each prompt."""

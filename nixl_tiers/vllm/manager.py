@@ -377,8 +377,11 @@ class NixlTiersManager(OffloadingManager):
         missed = [key]
         if counted is None:
             positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-            group = get_offload_group_idx(key)
-            missed += [k for k, end in positions.items() if end > position and get_offload_group_idx(k) == group]
+            behind = [other for other, end in positions.items() if end > position]
+            if len(self._place) > 1:
+                group = get_offload_group_idx(key)
+                behind = [other for other in behind if get_offload_group_idx(other) == group]
+            missed += behind
         self._coordinator.count_misses(missed, request)
 
     def _touch_prefix(self, req_context: ReqContext, position: int | None) -> None:

@@ -129,6 +129,15 @@ def test_a_chunk_that_is_there_behind_a_miss_has_the_reason_of_that_miss() -> No
     assert missed(core) == {("cpu", "evicted"): 2}
 
 
+def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> None:
+    keys = [b"%d" % number for number in range(6)]
+    core = cascade(keys[2], keys[3], keys[5], rows=1)
+    put(core, keys[4])
+    put(core, b"another")
+    core.count_misses(keys, "get", 0.0)
+    assert missed(core) == {("cpu", "never_stored"): 4, ("cpu", "evicted"): 2}
+
+
 def test_after_a_reset_nothing_was_ever_stored() -> None:
     core = cascade(rows=1)
     put(core, ONE)
@@ -148,6 +157,18 @@ def test_a_key_that_has_left_is_remembered_with_its_tier_and_the_reason(tier: in
     assert not gone.find(TWO)
     gone.clear()
     assert not gone.find(ONE)
+
+
+def test_many_keys_are_found_as_each_of_them() -> None:
+    gone = GoneKeys()
+    for _ in range(2):
+        keys = [b"key %d" % number for number in range(300)]
+        for number, key in enumerate(keys[::3]):
+            gone.note(key, tag_of(number % 60 - 1, Gone.EXPIRED))
+        assert gone.find_many(keys).tolist() == [gone.find(key) for key in keys]
+        assert sum(gone.find_many(keys) != 0) == 100
+        gone.clear()
+    assert gone.find_many([]).tolist() == []
 
 
 def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> None:
