@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from operator import or_
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.cascade.gone_keys import HOST, Gone, tier_and_reason
@@ -36,15 +35,12 @@ class Misses:
         """`request` has to compute the chunks of `keys`, in prefix order from its first miss. What is there behind a
         miss is worth nothing: it has the reason of that miss. What was declined or came too late was counted then."""
         keys, tiers = list(keys), self._state.tiers
-        holds = [tier.has_many(keys) for tier in tiers]
-        held = list(map(self._state.host.index.__contains__, keys))
-        for each in holds:
-            held = list(map(or_, held, each))
+        holds = [list(map(self._state.host.index.__contains__, keys)), *(tier.has_many(keys) for tier in tiers)]
         listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
         unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
         reasons: Iterable[Reason | int | None] = self._state.gone.find_many(keys).tolist()  # tags; 0 if not known
-        if True in held:
-            reasons = self._along(keys, list(reasons), held, holds, request, now)
+        if any(True in each for each in holds):
+            reasons = self._along(zip(keys, reasons, zip(*holds, strict=True), strict=True), request, now)
         for reason, count in Counter(reasons).items():
             if reason is None:
                 continue
@@ -54,21 +50,15 @@ class Misses:
                 setattr(counters, name, getattr(counters, name) + count)
 
     def _along(
-        self,
-        keys: Sequence[Key],
-        reasons: Sequence[Reason | int | None],
-        held: Sequence[bool],
-        holds: Sequence[Sequence[bool]],
-        request: Request,
-        now: float,
+        self, chunks: Iterable[tuple[Key, Reason | int | None, Sequence[bool]]], request: Request, now: float
     ) -> Iterator[Reason | int | None]:
-        """`reasons` of those that are not `held`, which go on to what is held behind them; None: to be counted as
-        nothing."""
+        """The reasons of `chunks`: (key, its reason if nobody holds it, whether the host and each tier do). What is held
+        has the reason of what is before it, if it could be loaded; None: it is not to be counted."""
         last: Reason | int | None = None
-        for place, (key, reason, is_held) in enumerate(zip(keys, reasons, held, strict=True)):
-            if not is_held:
+        for key, reason, holds in chunks:
+            if True not in holds:
                 last = reason
-            elif (found := self._held(key, [each[place] for each in holds], request, now)) is not None:
+            elif (found := self._held(key, holds[1:], request, now)) is not None:
                 last = found
             elif request.expired:
                 last = None
