@@ -52,8 +52,8 @@ class Misses:
     def _along(
         self, chunks: Iterable[tuple[Key, Reason | int | None, Sequence[bool]]], request: Request, now: float
     ) -> Iterator[Reason | int | None]:
-        """The reasons of `chunks`: (key, its reason if nobody holds it, whether the host and each tier do). What is held
-        has the reason of what is before it, if it could be loaded; None: it is not to be counted."""
+        """The reasons of `chunks`: (key, its reason if nobody holds it, whether the host and each tier do). What is
+        held has the reason of what is before it, if it could be loaded; None: it is not to be counted."""
         last: Reason | int | None = None
         for key, reason, holds in chunks:
             if True not in holds:
