@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
+from typing import Final
 
 from nixl_tiers.chunk import Key
 from nixl_tiers.zeroed import zeroed
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 TABLE_BITS: Final = 20
 _MASK: Final = (1 << TABLE_BITS) - 1
@@ -53,11 +48,14 @@ class GoneKeys:
         noted = self._table[mixed & _MASK]
         return noted & 0xFF if not (noted ^ mixed >> 12) & 0xFFFFFF00 else 0
 
-    def find_many(self, keys: Sequence[Key]) -> NDArray[np.int64]:
-        """int64 (n,): `find` of each key."""
-        mixed = np.fromiter(map(hash, keys), np.int64, len(keys)) ^ self._salt
-        noted = np.frombuffer(self._table, np.uint32)[mixed & _MASK].astype(np.int64)
-        return np.where((noted ^ mixed >> 12) & 0xFFFFFF00, 0, noted & 0xFF)
+    def find_many(self, keys: Sequence[Key]) -> list[int]:
+        """`find` of each key."""
+        table, salt, found = self._table, self._salt, []
+        for hashed in map(hash, keys):
+            mixed = hashed ^ salt
+            noted = table[mixed & _MASK]  # 0 at most places
+            found.append(noted & 0xFF if noted and not (noted ^ mixed >> 12) & 0xFFFFFF00 else 0)
+        return found
 
     def clear(self) -> None:
         """Forget all. O(1)."""

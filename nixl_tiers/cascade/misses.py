@@ -38,7 +38,7 @@ class Misses:
         holds = [list(map(self._state.host.index.__contains__, keys)), *(tier.has_many(keys) for tier in tiers)]
         listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
         unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
-        reasons: Iterable[Reason | int | None] = self._state.gone.find_many(keys).tolist()  # tags; 0 if not known
+        reasons: Iterable[Reason | int | None] = self._state.gone.find_many(keys)  # tags; 0 if not known
         if any(True in each for each in holds):
             reasons = self._along(zip(keys, reasons, zip(*holds, strict=True), strict=True), request, now)
         for reason, count in Counter(reasons).items():

@@ -165,10 +165,9 @@ def test_many_keys_are_found_as_each_of_them() -> None:
         keys = [b"key %d" % number for number in range(300)]
         for number, key in enumerate(keys[::3]):
             gone.note(key, tag_of(number % 60 - 1, Gone.EXPIRED))
-        assert gone.find_many(keys).tolist() == [gone.find(key) for key in keys]
-        assert sum(gone.find_many(keys) != 0) == 100
+        assert gone.find_many(keys) == [gone.find(key) for key in keys]
+        assert sum(tag != 0 for tag in gone.find_many(keys)) == 100
         gone.clear()
-    assert gone.find_many([]).tolist() == []
 
 
 def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> None:
