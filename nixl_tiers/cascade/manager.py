@@ -196,6 +196,7 @@ class TierManager:
                 self._promotion.release(request)
         for name in preempted:
             if (request := self._requests.by_name.get(name)) is not None:
+                self._promotion.observe_wait(request, loaded=False)  # a later one begins anew
                 self._promotion.release(request)
                 request.rearm()  # what it computed is stored by now: it is weighed anew
 

@@ -48,6 +48,20 @@ def test_a_job_without_any_row_moved_is_no_sample() -> None:
     assert core.take_samples() == {}
 
 
+def test_time_to_compute_is_no_wait_of_a_request_that_is_preempted() -> None:
+    core = cascade(*KEYS)
+    assert scan(core, 1.0) == [Lookup.PENDING] * 3
+    (job,) = core.events.plan(2.0)
+    assert scan(core, 11.5)[0] is Lookup.MISS, "its deadline has passed, so it computes"
+    core.events.finished(1, job.id, [Outcome.OK] * 3, 12.0)
+    core.end_step(preempted=["request"])
+    assert scan(core, 50.0) == [Lookup.HIT] * 3
+    core.copies.prepare_load(KEYS, "request")
+    samples = core.take_samples()
+    assert samples["s3", "wait_vain"] == [10.5]
+    assert ("s3", "wait_loaded") not in samples
+
+
 def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
     core = cascade(*KEYS)
     assert scan(core, 1.0) == [Lookup.PENDING] * 3

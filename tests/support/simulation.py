@@ -286,6 +286,7 @@ class Simulation:
         """A running request loses its KV and is looked up again, unless workers still use its rows."""
         if all(job.request != name for job in self.workers):
             self.core.end_step(preempted=[name])
+            self._since.pop(name, None)
             self._run(name, self.running.pop(name))
 
     def abort(self, name: str) -> None:
