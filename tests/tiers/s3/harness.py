@@ -118,7 +118,7 @@ class TierDriver:
         """The entries of the mover's next round: a listing, or upkeep of a private prefix."""
         tier, entries = self.tier, list[Entry]()
         deadline = time.monotonic() + TIMEOUT_S
-        for batch in tier.maintain() if tier._listed and tier.maintain_s is not None else tier.list_rows():
+        for batch in tier.maintain() if tier._rows.listed and tier.maintain_s is not None else tier.list_rows():
             entries += batch
             if not batch:
                 assert time.monotonic() < deadline, "the listing does not end"

@@ -10,8 +10,7 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import GONE
-from nixl_tiers.tiers.s3 import control
-from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3 import control, transfers
 from nixl_tiers.tiers.s3.listing import FullListing
 from tests.tiers.s3.harness import (
     NAMESPACE,
@@ -81,7 +80,7 @@ class TestClockSkew:
                 monkeypatch.context() as wrong_clock,
                 TierDriver(SMALL, 8, **place, max_age=HOUR, shared=True) as wrong,
             ):
-                wrong_clock.setattr(tier_module, "time", ShiftedTime(ahead_s))
+                wrong_clock.setattr(transfers, "time", ShiftedTime(ahead_s))
                 wrong.open()
                 assert wait_until(lambda: wrong.store([2]) == [Outcome.OK])
                 assert wrong.load([1, 2]) == [Outcome.OK] * 2
@@ -91,7 +90,7 @@ class TestClockSkew:
         with TierDriver(SMALL, 8, **place, max_age=HOUR) as driver:
             driver.open()
             assert driver.store_sealed(1, int(time.time()) - 2 * HOUR) is Outcome.OK
-            monkeypatch.setattr(tier_module, "time", ShiftedTime(-2 * HOUR))
+            monkeypatch.setattr(transfers, "time", ShiftedTime(-2 * HOUR))
             assert driver.load([1]) == [Outcome.MISSING]
 
 
@@ -160,11 +159,11 @@ class TestOneListing:
                 faulty.objects[driver.name(number, (NAMESPACE, OTHER_NAMESPACE)[number % 2])] = old
             faulty.objects[driver.name(rows)] = bytes(ROW)
             faulty.modified[driver.name(rows)] = NOW
-            quota = driver.tier._quota
+            quota = driver.tier._rows.quota
             plain = quota.expire_unknown
 
             def expire_unknown(*args: Any) -> str | None:
-                listing = driver.tier._listing
+                listing = driver.tier._rows.listing
                 assert isinstance(listing, FullListing)
                 books.append(len(quota._changed or ()) + len(listing._gone) + len(driver.tier._control._delete_queue))
                 return plain(*args)

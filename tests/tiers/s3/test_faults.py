@@ -241,9 +241,9 @@ class TestCredentials:
             assert wait_until(lambda: driver.tier._control.credentials == renewed)
             behind = driver.begin_store([6, 7])
             assert [done.batch_id for done in driver.tier.poll()] == []
-            assert driver.tier._data.credentials is not None
-            assert driver.tier._data.credentials.session_token == "first-token", "it is not released while it works"
-            assert len(driver.tier._moves.stores.waiting) == 2, "nothing more starts with the old credentials"
+            assert driver.tier._transfers.data.credentials is not None
+            assert driver.tier._transfers.data.credentials.session_token == "first-token", "released while it works"
+            assert len(driver.tier._transfers.moves.stores.waiting) == 2, "nothing more starts with the old credentials"
             faulty.hold.set()
             assert driver.finish(in_flight, behind) == [[Outcome.OK] * 2] * 2
             assert driver.load(range(8)) == [Outcome.OK] * 8
@@ -368,16 +368,16 @@ class TestTransfers:
     ) -> None:
         driver.store([1, 2])
         monkeypatch.setattr(data, "DOWNLOAD_S", 0.3)
-        staging = len(driver.tier._data.free_staging)
+        staging = len(driver.tier._transfers.data.free_staging)
         faulty.hold = threading.Event()
         assert driver.load([1]) == [Outcome.FAILED]
         held, faulty.hold = faulty.hold, None
-        assert len(driver.tier._data.free_staging) == staging - 1
+        assert len(driver.tier._transfers.data.free_staging) == staging - 1
         assert driver.load([2]) == [Outcome.OK]
         driver.row(1)[:] = 77
         held.set()
         driver.finish()
-        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._data.free_staging) == staging)
+        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._transfers.data.free_staging) == staging)
         assert (driver.row(1) == 77).all(), "an abandoned download wrote to the region"
         assert driver.load([1]) == [Outcome.OK]
 

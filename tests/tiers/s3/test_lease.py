@@ -165,7 +165,7 @@ class TestTwoEngines:
         self, make: Callable[..., TierDriver]
     ) -> None:
         owner, heir = owner_and_reader(make, rows=4)
-        quota = heir.tier._quota
+        quota = heir.tier._rows.quota
         adopt = quota.adopt
 
         def adopt_between_evictions(listed: Any) -> None:

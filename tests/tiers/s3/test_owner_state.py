@@ -241,7 +241,7 @@ class Engine:
         self.tier = S3Tier(config, GEOMETRY, self.world.region)
         self.tier.identify(self.name)
         self.data = Data(bucket, self)
-        self.tier._data = self.data  # type: ignore[assignment]
+        self.tier._transfers.data = self.data  # type: ignore[assignment]
         credentials = Credentials("key", "secret")
         control = self.tier._control
         control.connect = lambda *_: credentials  # type: ignore[method-assign]
@@ -287,16 +287,16 @@ class Engine:
 
     @property
     def uploading(self) -> set[Key]:
-        return {move.key for move in self.tier._moves.unfinished()}
+        return {move.key for move in self.tier._transfers.moves.unfinished()}
 
     def poll(self) -> None:
-        self.tier._pace.hurry()
-        stored = {unit: [*unit.moves] for unit in self.tier._moves.stores.running}
+        self.tier._transfers.pace.hurry()
+        stored = {unit: [*unit.moves] for unit in self.tier._transfers.moves.stores.running}
         for _ in self.tier.poll():
             pass
         for moves in stored.values():
             for move in moves:
-                if move.key not in self.uploading and move.key in self.tier._quota:
+                if move.key not in self.uploading and move.key in self.tier._rows.quota:
                     self.core.add(move.key)
 
     def evict(self, key: Key) -> None:
@@ -315,7 +315,7 @@ class Engine:
 
     def note_listing(self) -> None:
         """Notice at once when a listing begins, with the lease or without, and when it ends."""
-        listing = self.tier._listing
+        listing = self.tier._rows.listing
         if isinstance(listing, FullListing) and listing is not self.listing:
             self.listing, self.listing_ended, self.listing_tenure = listing, False, self.tenure
             self.listed_from, self.late_now = self.world.bucket.step, 0
@@ -457,7 +457,7 @@ class OwnerMachine(RuleBasedStateMachine):
     def sweep(self, number: int) -> None:
         engine = self.engines[number]
         with self.acting(engine):
-            if engine.tier._listing is None:
+            if engine.tier._rows.listing is None:
                 engine.entries = engine.tier.maintain()
                 engine.take_entries()
 
