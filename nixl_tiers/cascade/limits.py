@@ -42,8 +42,10 @@ class Limits:
     ahead_s: float = 0.25  # promotions for them keep a request whose turn comes waiting no longer than about that
     reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need
     hot_rows: int = 1 << 16  # of a tier, as Python objects at most; with `lru`, and without victims that wait
-    measure_s: float = 10.0  # a tier whose rows are declined for its speed is measured again so often,
-    measure_share: float = 0.125  # with so much of a job's rows, for which no request waits
+    measure_s: float = 5.0  # a tier whose rows are declined for its speed is measured again so often,
+    measure_share: float = 0.125  # with so much of a job's rows, for which no request waits,
+    measure_time: float = 0.05  # and which take so much of its time, or one row seldom enough for that
+    measure_again_s: float = 1.0  # so soon, and twice as many, if a measurement contradicts those before
     moves_per_job: int = 64
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job

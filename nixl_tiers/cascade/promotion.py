@@ -21,6 +21,8 @@ from nixl_tiers.chunk import Key, Outcome
 
 PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
 FRONT: Final = 64  # keys of a queue that are looked at for whose they are
+BYTES_TO_LATENCY: Final = 2  # of a measurement's time: what the bytes take at least, in latencies
+MAX_DOUBLED: Final = 6
 MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it looks all of them up again
 
 
@@ -114,10 +116,14 @@ class Promotion:
         """Promote some of these rows, which were declined because the tier is slow, if its speed was not measured for a
         while: no request waits for them, and without it nobody would find out that the tier has become faster."""
         limits, last_s = self._state.limits, tier.loads.last_s
-        due = max(last_s or 0.0, tier.measured_s) + limits.measure_s
-        if now >= due and not tier.to_load:
+        doubts = tier.loads.contradictions
+        rows = self._rows_to_measure(tier) << min(doubts, MAX_DOUBLED)
+        rows = min(rows, self._state.rows_per_job)
+        expected_s = tier.loads.seconds(rows * self._state.row_bytes)
+        pause_s = limits.measure_again_s if doubts else max(limits.measure_s, expected_s / limits.measure_time)
+        if now >= max(last_s or 0.0, tier.measured_s) + pause_s and not tier.to_load:
             tier.measured_s = now
-            for key in keys[: max(1, int(self._state.rows_per_job * limits.measure_share))]:
+            for key in keys[:rows]:
                 tier.queue_load(None, key)
 
     def still_waits(self, request: Request, position: int | None, first: int, now: float) -> bool:
@@ -320,6 +326,17 @@ class Promotion:
             self._retries.popleft()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _rows_to_measure(self, tier: TierIndex) -> int:
+        """A share of a job's; more if their time would be the tier's latency and say nothing about its bandwidth; fewer
+        if they took too much of the tier's time."""
+        limits, loads = self._state.limits, tier.loads
+        row_s = loads.s_per_byte * self._state.row_bytes
+        rows = int(self._state.rows_per_job * limits.measure_share)
+        if row_s:
+            rows = max(rows, int(BYTES_TO_LATENCY * loads.latency_s / row_s))
+            rows = min(rows, int((limits.measure_s * limits.measure_time - loads.latency_s) / row_s))
+        return max(1, rows)
 
     def _count_late(self, request: Request) -> None:
         """What the request waited for has not come in time."""

@@ -13,6 +13,17 @@ MB: Final = 1e6
 FADE: Final = 0.9  # the weight of a transfer after the next one: the last ten or so count
 SAME_SIZE: Final = 0.1  # sizes that differ by less than this share say nothing about latency
 LEAST_SLOPE: Final = 0.2  # of the time: what is the bytes'
+CONTRADICTS: Final = 2.0  # times as long as others of its size, or a part of it: no noise, if the next ones agree
+ENOUGH: Final = 3  # contradictions in succession are a change
+# Much makes a transfer slower by accident, but nothing makes it that much quicker. And a tier that is believed to be slow
+# is hardly used any more, so that there are few to learn from.
+CLEARLY_FASTER: Final = 4.0  # two of these are enough
+ALONE: Final = 0.9  # of its time: what a transfer has for itself that does not run beside another
+MAX_ODD: Final = 16
+KEPT: Final = 0.3  # of the weight of transfers before the speed has changed
+
+_Transfer = tuple[float, float]  # MB and seconds
+_Odd = tuple[_Transfer, float]  # and how many times longer than expected it took
 
 
 class ThroughputEstimate:
@@ -49,36 +60,53 @@ class ThroughputEstimate:
 class TransferEstimate:
     """How long transfers of a tier take by their size: a latency, and a time for each byte.
 
-    A line through the last transfers by least squares. One is the bytes that were moved in the lifetime of a job, those
-    of other jobs included: many that run side by side are as many points on the line of one that moves all of them.
+    A line through the last transfers by least squares. Errors are relative to what was expected: otherwise one large
+    transfer would outweigh all small ones. One is the bytes that were moved in the lifetime of a job, those of other
+    jobs included: many that run side by side are as many points on the line of one that moves all of them.
+
+    A transfer that no such line explains, neither with a latency nor without, contradicts those before. By itself it is
+    noise, and counts as if it had taken twice or half as long as expected. As soon as several in succession contradict
+    in the same direction, the tier's speed has changed: then they count, and hardly any before them.
     """
 
-    __slots__ = ("_latency_s", "_s_per_byte", "_sums", "last_s")
+    __slots__ = ("_latency_s", "_odd", "_s_per_byte", "_slower", "_sums", "_witness_s", "_witnesses", "last_s")
 
     def __init__(self) -> None:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of weight, x, y, xx, xy: MB and seconds
         self._latency_s = self._s_per_byte = 0.0
+        self._odd: deque[_Odd] = deque(maxlen=MAX_ODD)  # that contradict, in succession
+        self._slower = False  # in which direction
+        self._witnesses = 0  # of them, those that did not run side by side: one stall delays all that do
+        self._witness_s = 0.0  # when the last of these ended
         self.last_s: float | None = None  # when the last transfer ended
 
     def record(self, nbytes: int, seconds: float, now: float) -> None:
-        """A transfer of `nbytes` has taken `seconds`."""
+        """A transfer of `nbytes` has taken `seconds`, and ended `now`."""
         x, y = nbytes / MB, max(seconds, 1e-6)
-        self.last_s = now
-        new = (1.0, x, y, x * x, x * y)
-        w, sx, sy, sxx, sxy = self._sums = tuple(  # type: ignore[assignment]
-            FADE * old + one for old, one in zip(self._sums, new, strict=True)
-        )
-        mean_x, mean_y = sx / w, sy / w
-        spread, whole = sxx / w - mean_x * mean_x, mean_y / mean_x
-        # Of sizes that are nearly the same, all of the time counts as the bytes'. Latency is never negative, and bytes
-        # always take a part of the time: a line through noise would make the largest transfers the cheapest.
-        slope = (sxy / w - mean_x * mean_y) / spread if spread > (SAME_SIZE * mean_x) ** 2 else whole
-        slope = min(whole, max(LEAST_SLOPE * whole, slope))
-        self._s_per_byte, self._latency_s = slope / MB, mean_y - slope * mean_x
+        known, self.last_s = self.known, now
+        if not known:
+            self._fit((x, y))
+            return
+        before_s, sums = self.seconds(nbytes), self._sums
+        self._fit((x, y), before_s)
+        change = y / self.seconds(nbytes)
+        if 1 / CONTRADICTS <= change <= CONTRADICTS:
+            self._odd.clear()
+            return
+        self._sums = sums
+        if self._contradicts(((x, y), y / before_s), now, slower=change > 1):
+            self._follow()
+        else:
+            self._fit((x, _near(y, before_s)), before_s)
 
     @property
     def known(self) -> bool:
         return self.last_s is not None
+
+    @property
+    def contradictions(self) -> int:
+        """How many of the last transfers contradicted those before, if it is not decided yet whether that was noise."""
+        return len(self._odd)
 
     @property
     def latency_s(self) -> float:
@@ -91,3 +119,54 @@ class TransferEstimate:
     def seconds(self, nbytes: int) -> float:
         """0 while unknown."""
         return self._latency_s + self._s_per_byte * nbytes
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _contradicts(self, odd: _Odd, now: float, *, slower: bool) -> bool:
+        """Note one that contradicts; whether there are enough."""
+        if slower is not self._slower or not self._odd:
+            self._odd.clear()
+            self._slower, self._witnesses, self._witness_s = slower, 0, float("-inf")
+        self._odd.append(odd)
+        if now - ALONE * odd[0][1] >= self._witness_s:
+            self._witnesses += 1
+            self._witness_s = now
+        clearly = not slower and all(CLEARLY_FASTER * change < 1 for _, change in self._odd)
+        return self._witnesses >= (ENOUGH - 1 if clearly else ENOUGH)
+
+    def _follow(self) -> None:
+        """The speed has changed, by as much as all that contradict agree upon. Those before count as if they had been
+        so much quicker, or slower, too: what a latency is to a byte they know better than a few transfers."""
+        changes = [change for _, change in self._odd]
+        times = min(changes) if self._slower else max(changes)
+        w, sx, sy, sxx, sxy = self._sums
+        kept, kept_y = KEPT / (times * times), KEPT / times
+        self._sums = kept * w, kept * sx, kept_y * sy, kept * sxx, kept_y * sxy
+        for (x, y), change in self._odd:
+            expected_s = times * y / change
+            self._fit((x, _near(y, expected_s)), expected_s)
+        self._odd.clear()
+
+    def _fit(self, transfer: _Transfer, expected_s: float | None = None) -> None:
+        """Add a transfer, and draw the line anew. `expected_s`: if it is not what is expected now."""
+        x, y = transfer
+        expected_s = expected_s or y
+        one = 1 / (expected_s * expected_s)
+        new = (one, one * x, one * y, one * x * x, one * x * y)
+        w, sx, sy, sxx, sxy = self._sums = tuple(  # type: ignore[assignment]
+            FADE * old + each for old, each in zip(self._sums, new, strict=True)
+        )
+        mean_x, mean_y = sx / w, sy / w
+        spread, whole = sxx / w - mean_x * mean_x, sxy / sxx
+        # Of sizes that are nearly the same, all of the time counts as the bytes'. Latency is never negative, and bytes
+        # always take a part of the time: a line through noise would make the largest transfers the cheapest.
+        slope = (sxy / w - mean_x * mean_y) / spread if spread > (SAME_SIZE * mean_x) ** 2 else whole
+        if slope >= whole:
+            self._s_per_byte, self._latency_s = whole / MB, 0.0
+        else:
+            slope = max(LEAST_SLOPE * whole, slope)
+            self._s_per_byte, self._latency_s = slope / MB, mean_y - slope * mean_x
+
+
+def _near(seconds: float, expected_s: float) -> float:
+    return min(CONTRADICTS * expected_s, max(expected_s / CONTRADICTS, seconds))

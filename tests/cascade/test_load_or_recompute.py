@@ -15,7 +15,6 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.pricing import HOST, Costs, Run, TierPrice, choose
-from nixl_tiers.cascade.throughput import TransferEstimate
 from nixl_tiers.cascade.types import Direction, Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Prefer, Write
@@ -26,7 +25,15 @@ ROW_BYTES = 1000
 KEYS = [b"k%d" % number for number in range(8)]
 END = TOKENS * len(KEYS)
 FILE, S3 = 0, 1
-LIMITS = Limits(wait_s=10.0, pin_s=30.0, soft_deadline_min_s=5.0, moves_per_job=4, measure_s=10.0, measure_share=0.5)
+LIMITS = Limits(
+    wait_s=10.0,
+    pin_s=30.0,
+    soft_deadline_min_s=5.0,
+    moves_per_job=4,
+    measure_s=10.0,
+    measure_share=0.5,
+    measure_time=0.1,
+)
 
 
 class Engine:
@@ -48,8 +55,12 @@ class Engine:
             self.speed(tier, row_s, latency_s)
 
     def speed(self, tier: int, row_s: float, latency_s: float = 0.0) -> None:
-        for rows in (1, 10) * 20:
-            self.core.tiers[tier].loads.record(rows * ROW_BYTES, latency_s + rows * row_s, self.now)
+        """The tier's last loads, one after the other, were like that."""
+        loads = [(rows * ROW_BYTES, latency_s + rows * row_s) for rows in (1, 10) * 20]
+        at = self.now - sum(seconds for _, seconds in loads)
+        for nbytes, seconds in loads:
+            at += seconds
+            self.core.tiers[tier].loads.record(nbytes, seconds, at)
 
     def put(self, keys: Sequence[Key]) -> None:
         """Host memory holds these."""
@@ -326,6 +337,82 @@ def test_slow_tier_is_measured_again_and_no_request_waits_for_that() -> None:
     assert engine.core.host.make_room(256) != [], "nothing pins them"
 
 
+class Medium:
+    """An engine whose file tier does its jobs one after the other, in virtual time: 16 rows of 1 MB a request, one
+    request every two seconds, which computes in 0.8 s."""
+
+    ROWS = 16
+
+    def __init__(self, bytes_per_s: float, latency_s: float = 0.005) -> None:
+        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+        prefill = PrefillEstimate(self.ROWS * TOKENS / 0.8)
+        self.core = TierManager(64, 10**6, [TierSpec("file", Write.THROUGH, True)], prefill=prefill)
+        opened(self.core, 0, 10000)
+        self.keys = [b"m%d" % number for number in range(8000)]
+        self.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(self.keys)], last=True)
+        self.now = self.free_s = self.busy_s = 0.0
+        self.asked = 0
+        self.jobs: list[tuple[float, Job]] = []
+
+    def request(self) -> bool:
+        """The next request, and what follows up to the one after it; whether it loads."""
+        self.asked += 1
+        first = self.ROWS * self.asked % len(self.keys)
+        chain, name = Chain((Group(self.keys[first : first + self.ROWS], TOKENS),)), f"m{self.asked}"
+        end_s = self.now + 2.0
+        scan = self.core.scan(name, chain, 0, self.now)
+        loads = scan.waits
+        self.core.end_step()
+        while self.now < end_s:
+            self.turn()
+            self.now += 0.02
+            if scan.waits:
+                scan = self.core.scan(name, chain, 0, self.now)
+                self.core.end_step()
+        self.core.finish_request(name)
+        return loads
+
+    def turn(self) -> None:
+        expire(self.core, self.now)
+        for job in self.core.events.plan(self.now):
+            seconds = len(job.moves) * 1e6 / self.bytes_per_s
+            self.free_s = max(self.free_s, self.now) + seconds
+            self.busy_s += seconds
+            self.jobs.append((self.free_s + self.latency_s, job))
+        while self.jobs and self.jobs[0][0] <= self.now:
+            at_s, job = self.jobs.pop(0)
+            self.core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), at_s)
+
+
+def test_tier_that_was_slow_for_long_and_has_become_fast_is_loaded_from_again() -> None:
+    medium = Medium(bytes_per_s=15e6)
+    answers = [medium.request() for _ in range(100)]
+    assert answers.count(True) <= 2, "loading takes longer than computing"
+    medium.bytes_per_s = 2e9
+    answers = [medium.request() for _ in range(20)]
+    assert answers.index(True) <= 6, "within 12 s"
+    assert all(answers[6:])
+
+
+def test_tier_that_was_fast_for_long_and_has_become_slow_is_not_waited_for() -> None:
+    medium = Medium(bytes_per_s=2e9)
+    assert all(medium.request() for _ in range(100))
+    medium.bytes_per_s = 15e6
+    answers = [medium.request() for _ in range(20)]
+    assert answers.index(False) <= 4, "within 8 s"
+    assert answers[5:].count(True) <= 1
+
+
+def test_measuring_a_slow_tier_takes_little_of_its_time() -> None:
+    for bytes_per_s, share in ((15e6, 0.025), (1e6, 0.05)):
+        medium = Medium(bytes_per_s)
+        for _ in range(30):
+            medium.request()
+        before_s, medium.busy_s = medium.now, 0.0
+        assert not any(medium.request() for _ in range(100))
+        assert 0 < medium.busy_s / (medium.now - before_s) <= share
+
+
 @pytest.mark.parametrize(("prefer", "end"), [("latency", 0), ("throughput", END)])
 def test_throughput_counts_the_requests_that_wait_while_one_computes(prefer: Prefer, end: int) -> None:
     engine = Engine(prefer=prefer)
@@ -411,29 +498,3 @@ def test_choice_is_the_best_of_all_ends(
     # What a tier has loaded before another begins to count is a whole number of rows: one row more or less.
     slack_s = max(price.row_s for price in prices) + TOKENS * (token_s + context_s * tokens)
     assert wait_s(mine) + compute_s(choice.end) <= best_s + slack_s + 1e-9
-
-
-def test_estimate_tells_latency_from_speed() -> None:
-    estimate = TransferEstimate()
-    for megabytes in (1, 4, 16, 2):
-        estimate.record(megabytes * 10**6, 0.05 + 0.01 * megabytes, now=0.0)
-    assert estimate.latency_s == pytest.approx(0.05)
-    assert estimate.seconds(100 * 10**6) == pytest.approx(1.05)
-
-
-def test_estimate_follows_a_tier_that_has_become_slower() -> None:
-    estimate = TransferEstimate()
-    for second in range(100):
-        estimate.record(10**6, 0.01, now=second)
-    for second in range(20):
-        estimate.record(10**6, 1.0, now=100 + second)
-    assert estimate.seconds(10**6) > 0.8
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 100.0)), min_size=1, max_size=30))
-def test_estimate_is_never_free_and_never_negative(transfers: list[tuple[int, float]]) -> None:
-    estimate = TransferEstimate()
-    for nbytes, seconds in transfers:
-        estimate.record(nbytes, seconds, now=0.0)
-    assert estimate.latency_s >= -1e-9
-    assert estimate.s_per_byte > 0
