@@ -15,8 +15,8 @@ SAME_SIZE: Final = 0.1  # sizes that differ by less than this share say nothing 
 LEAST_SLOPE: Final = 0.2  # of the time: what is the bytes'
 CONTRADICTS: Final = 2.0  # times as long as others of its size, or a part of it: no noise, if the next ones agree
 ENOUGH: Final = 3  # contradictions in succession are a change
-# Much makes a transfer slower by accident, but nothing makes it that much quicker. And a tier that is believed to be slow
-# is hardly used any more, so that there are few to learn from.
+# Much makes a transfer slower by accident, but nothing makes it that much quicker. And a tier that is believed to be
+# slow is hardly used any more, so that there are few to learn from.
 CLEARLY_FASTER: Final = 4.0  # two of these are enough
 ALONE: Final = 0.9  # of its time: what a transfer has for itself that does not run beside another
 MAX_ODD: Final = 16
