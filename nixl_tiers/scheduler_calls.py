@@ -243,6 +243,11 @@ class SchedulerCalls:
         with self._lock:
             self._core.pin(keys, request)
 
+    def limit_step(self, tokens: int) -> None:
+        """The engine computes no more tokens of a request in a step."""
+        with self._lock:
+            self._core.prefill.limit_step(tokens)
+
     def observe_prefill(self, tokens: int, context: float, seconds: float) -> None:
         """A step has computed `tokens` tokens of prompts, with `context` tokens up to each on average, in `seconds`."""
         with self._lock:

@@ -11,7 +11,8 @@ from typing import Final
 MIN_SAMPLES: Final = 3  # with fewer nothing is known: the first steps of an engine compile
 SAMPLES_PER_SHAPE: Final = 4
 MAX_SHAPES: Final = 20
-FIT_EVERY: Final = 32  # samples; more often while there are few
+FEW_TOKENS: Final = 16  # of fewer, what a step takes hardly depends on their context: one shape, and not many
+FIT_EVERY: Final = 16  # samples; while there are few, as soon as there are a quarter more
 ITERATIONS: Final = 3  # each goes on from the last fit
 NOISE: Final = 0.02  # relative: what is closer to the fit than this weighs no more
 HALF_LIFE: Final = 64  # samples after which an old one weighs half: clocks, neighbours and settings change
@@ -19,7 +20,7 @@ RIDGE: Final = 1e-4  # what samples of one shape cannot tell apart is time of th
 MOST: Final = 10**9  # tokens
 SHORTEST_S: Final = 1e-6  # no step
 LONGEST_S: Final = 3600.0
-STEP_TOKENS: Final = 2048  # of the largest step, until larger ones are seen
+STEP_TOKENS: Final = 2048  # of the largest step, where the engine does not say it, until larger ones are seen
 
 Sample = tuple[int, float, float]  # tokens, mean context, seconds
 Vector = tuple[float, float, float]
@@ -44,9 +45,11 @@ class PrefillEstimate:
     """
 
     def __init__(self, tokens_per_s: float | None = None, step_tokens: int = STEP_TOKENS) -> None:
-        """`tokens_per_s`: the speed, if it is set and not to be learned. `step_tokens`: the most tokens of a step."""
+        """`tokens_per_s`: the speed, if it is set and not to be learned. `step_tokens`: the most of a step, until
+        a larger one is seen."""
         self._fixed = tokens_per_s
         self._step_tokens = step_tokens
+        self._limited = False  # they are known
         self._seen: dict[tuple[int, int], deque[_Seen]] = {}  # by shape, the one with the latest sample last
         self._samples = 0  # ever
         self._fit_at = MIN_SAMPLES
@@ -54,14 +57,19 @@ class PrefillEstimate:
 
     def observe(self, tokens: int, context: float, seconds: float) -> None:
         """A step has computed `tokens` tokens of prompts in `seconds`, each with a context (the tokens of its request
-        up to it) of `context` tokens on average. Steps that only decode are no measure of prefill: leave them out.
+        up to it) of `context` tokens on average. Steps that only decode are no measure of prefill: leave them out. One
+        that computes the last token of a prompt whose others were loaded is: it shows what any step takes.
         """
         if self._fixed is not None or not _plausible(tokens, context, seconds):
             return
         self._add(tokens, context, seconds)
         if self._samples >= self._fit_at:
-            self._fit_at = self._samples + min(self._samples, FIT_EVERY)
+            self._fit_at = self._samples + min(max(self._samples // 4, 1), FIT_EVERY)
             self._refit()
+
+    def limit_step(self, tokens: int) -> None:
+        """The engine computes no more tokens of a prompt in a step, whatever steps of other processes did."""
+        self._step_tokens, self._limited = tokens, True
 
     def seconds(self, start: int, end: int) -> float | None:
         """To compute the tokens [start, end) of one request, with everything before `start` in the engine's memory, in
@@ -103,8 +111,9 @@ class PrefillEstimate:
 
     def _add(self, tokens: int, context: float, seconds: float) -> None:
         self._samples += 1
-        self._step_tokens = max(self._step_tokens, tokens)
-        shape = (tokens.bit_length(), int(context).bit_length())
+        if not self._limited:
+            self._step_tokens = max(self._step_tokens, tokens)
+        shape = (tokens.bit_length(), int(context).bit_length() if tokens >= FEW_TOKENS else 0)
         seen = self._seen.pop(shape, None)
         if seen is None:
             seen = deque(maxlen=SAMPLES_PER_SHAPE)
@@ -120,7 +129,7 @@ class PrefillEstimate:
         ages = [2.0 ** ((seen.number - self._samples) / HALF_LIFE) for seen in samples]
         rates = sorted(seen.seconds / seen.tokens for seen in samples)
         fit: Vector = (0.0, rates[len(rates) // 2], 0.0) if self._fit is None else self._fit
-        for _ in range(ITERATIONS if self._samples > FIT_EVERY else 2 * ITERATIONS):
+        for _ in range(ITERATIONS if self._samples > 2 * FIT_EVERY else 2 * ITERATIONS):
             expected = [max(_dot(seen.terms, fit), SHORTEST_S) for seen in samples]
             parts = [(x / e, y / e, z / e) for (x, y, z), e in zip((s.terms for s in samples), expected, strict=True)]
             # Scaled, so that the ridge means the same for each term.

@@ -106,16 +106,25 @@ def chunk_tokens(context: ReqContext) -> int:
 
 def scheduled_tokens(output: Any) -> list[tuple[int, int, bool]]:
     """Of each request that a vLLM SchedulerOutput schedules: tokens computed before, tokens to be computed now, whether
-    they are part of a prompt, and not one token decoded (with its speculated ones)."""
-    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    they are part of a prompt, and not one token decoded (with its speculated ones). Of a new request they always are,
+    be it only the last one, whose logits are needed although the whole prompt was loaded."""
+    computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    new = frozenset(computed)
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     speculated = output.scheduled_spec_decode_tokens
     return [
-        (computed[request], count, count > 1 + len(speculated.get(request, ())))
+        (computed[request], count, request in new or count > 1 + len(speculated.get(request, ())))
         for request, count in output.num_scheduled_tokens.items()
         if request in computed
     ]
+
+
+def step_tokens(scheduler_config: Any) -> int:
+    """The most tokens that vLLM computes of a prompt in one step."""
+    most = int(scheduler_config.max_num_batched_tokens)
+    long = int(getattr(scheduler_config, "long_prefill_token_threshold", 0) or 0)
+    return min(most, long) if long > 0 else most
 
 
 def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list[int] | None:
@@ -205,5 +214,6 @@ __all__ = [
     "position_of",
     "replicas",
     "scheduled_tokens",
+    "step_tokens",
     "version",
 ]

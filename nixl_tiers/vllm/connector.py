@@ -15,6 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.arrivals import chain_at_arrival
 from nixl_tiers.vllm.compat import UnsupportedVllm, scheduled_tokens
 from nixl_tiers.vllm.manager import NixlTiersManager
@@ -54,7 +55,7 @@ class NixlTiersConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
-            self._manager().times_are_published()
+            self._manager().times_are_published(compat.step_tokens(vllm_config.scheduler_config))
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._anticipates = True
         if self.connector_scheduler is not None and transfer.kv_load_failure_policy != "recompute":

@@ -113,8 +113,10 @@ class NixlTiersManager(OffloadingManager):
         self._meter = PrefillMeter(coordinator.observe_prefill)
         self._closed = False
 
-    def times_are_published(self) -> None:
-        """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each."""
+    def times_are_published(self, step_tokens: int) -> None:
+        """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each. No
+        step computes more than `step_tokens` tokens of a request."""
+        self._coordinator.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
 
     def scheduled(self, requests: Iterable[Scheduled]) -> int:

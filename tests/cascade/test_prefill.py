@@ -111,6 +111,61 @@ def test_a_run_of_short_prompts_does_not_make_it_forget_long_ones():
     assert estimate.seconds(0, 8000) == pytest.approx(true_seconds(CPU, 0, 8000), rel=0.25)
 
 
+def saved_share(machine, seed, noise, known):
+    """A service that starts with ten documents and is asked 60 more times, mostly again (with probability `known`), as
+    `bench.savings` asks it: the expected seconds saved, relative to what computing the same would have taken."""
+    draw, estimate = random.Random(seed), PrefillEstimate()
+    expected = without = 0.0
+
+    def take(tokens, context):
+        return step_seconds(machine, tokens, context) * draw.lognormvariate(0, noise)
+
+    for place in range(70):
+        tokens = 256 * draw.randint(2, 5)
+        if place < 10 or draw.random() >= known:  # the first steps compile
+            estimate.observe(tokens, tokens / 2, take(tokens, tokens / 2) * (4 if place == 0 else 1))
+            continue
+        last = take(1, tokens)
+        expected += estimate.seconds(0, tokens + 1) - estimate.seconds(tokens, tokens + 1)
+        without += step_seconds(machine, tokens, tokens / 2) - last
+        estimate.observe(1, tokens - 0.5, last)
+    return expected / without
+
+
+@pytest.mark.parametrize("machine", [GPU, (0.04, 9e-4, 1e-7)])
+@pytest.mark.parametrize("known", [0.6, 1.0])
+def test_seconds_saved_agree_with_computing_though_nearly_all_is_loaded(machine, known):
+    shares = [saved_share(machine, seed, 0.05, known) for seed in range(20)]
+    assert sum(abs(share - 1) < 0.15 for share in shares) >= 19, shares
+
+
+def test_few_samples_of_the_first_steps_are_not_what_it_goes_by_for_long():
+    estimate = PrefillEstimate()
+    for seconds in (9.0, 8.0, 7.0, 6.0, 5.0) + (1.0,) * 5:  # warm-up
+        estimate.observe(1000, 500, seconds)
+    assert estimate.seconds(0, 1000) == pytest.approx(1.0, rel=0.05)
+
+
+def test_loads_of_all_lengths_do_not_make_it_forget_what_computing_takes():
+    estimate, draw = learned(CPU, 7, count=20), random.Random(7)
+    known = len(estimate.samples())
+    for place in range(400):
+        context = 2.0 ** (place % 20)
+        estimate.observe(1, context, step_seconds(CPU, 1, context) * draw.lognormvariate(0, 0.05))
+    assert len(estimate.samples()) >= known
+    assert estimate.seconds(0, 8000) == pytest.approx(true_seconds(CPU, 0, 8000), rel=0.25)
+
+
+def test_prompt_takes_as_many_steps_as_the_engine_says():
+    samples = learned(CPU, 8).samples()
+    estimate, whole = PrefillEstimate(), PrefillEstimate(step_tokens=1 << 20)
+    estimate.limit_step(256)
+    estimate.restore(samples)  # of larger steps, as another process had them
+    whole.restore(samples)
+    more = estimate.seconds(0, 8192) - whole.seconds(0, 8192)
+    assert more == pytest.approx(31 * CPU[0], rel=0.5)
+
+
 SAMPLES = st.lists(
     st.tuples(st.integers(-1, 10**5), st.floats(-1, 1e6), st.floats(allow_nan=True, allow_infinity=True)), max_size=60
 )

@@ -39,6 +39,11 @@ class Engine:
         for end_s in ends:
             self._end(end_s)
 
+    def publish(self, number: int, seconds: list[float]) -> None:
+        """The step ends, and the first rank has published its time."""
+        self.published[number] = seconds[number]
+        self._end(self.now + seconds[number])
+
     def _end(self, end_s: float) -> None:
         self.now = end_s
         self.meter.end(end_s)
@@ -119,6 +124,29 @@ def test_published_time_is_paired_with_its_step_however_late_it_comes(engine: En
     assert engine.samples[0][1] == pytest.approx((512 * 256 + 3000.5) / 513)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_step_behind_a_load_of_the_whole_prompt_is_a_sample_of_what_any_step_takes(
+    engine: Engine, asynchronous: bool
+) -> None:
+    """The prompt is computed in two steps, decodes, is asked again and loaded but for its last token, decodes."""
+    meter, steps = engine.meter, [[(0, 2048, True)], [(2048, 512, True)], [(2560, 1, False)]]
+    meter.be_exact(engine.published.get)
+    steps += [[(2559, 1, True)], [(2560, 1, False)], [(2559, 1, True)] + [(999, 1, False)] * 2]
+    seconds = [2.0, 0.6, 0.1, 0.11, 0.12, 0.13]
+    running: list[int] = []
+    for number, requests in enumerate(steps):
+        if asynchronous and len(running) == 2:
+            engine.publish(running.pop(0), seconds)
+        meter.begin(engine.now)
+        assert meter.scheduled(requests) == number
+        running.append(number)
+        if not asynchronous:
+            engine.publish(running.pop(), seconds)
+    for number in running:
+        engine.publish(number, seconds)
+    assert engine.samples == [(2048, 1024.0, 2.0), (512, 2304.0, 0.6), (1, 2559.5, 0.11)]
+
+
 def test_steps_that_mostly_decode_are_no_measure(engine: Engine) -> None:
     engine.meter.be_exact(lambda step: 1.0)
     for requests in ([(3000, 1, False)] * 8, [(0, 40, True)] + [(3000, 1, False)] * 64, []):
@@ -139,12 +167,27 @@ def test_time_that_never_comes_is_forgotten(engine: Engine) -> None:
 
 def test_output_of_vllm_is_read_as_prompts_and_decodes() -> None:
     output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=64)],
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id="new", num_computed_tokens=64),
+            SimpleNamespace(req_id="loaded", num_computed_tokens=1023),
+        ],
         scheduled_cached_reqs=SimpleNamespace(req_ids=["long", "decodes", "speculates"], num_computed_tokens=[2, 9, 8]),
         scheduled_spec_decode_tokens={"speculates": [1, 2, 3]},
-        num_scheduled_tokens={"new": 100, "long": 2048, "decodes": 1, "speculates": 4},
+        num_scheduled_tokens={"new": 100, "loaded": 1, "long": 2048, "decodes": 1, "speculates": 4},
     )
-    assert compat.scheduled_tokens(output) == [(64, 100, True), (2, 2048, True), (9, 1, False), (8, 4, False)]
+    assert compat.scheduled_tokens(output) == [
+        (64, 100, True),
+        (1023, 1, True),
+        (2, 2048, True),
+        (9, 1, False),
+        (8, 4, False),
+    ]
+
+
+@pytest.mark.parametrize(("threshold", "most"), [(0, 4096), (512, 512), (8192, 4096)])
+def test_tokens_of_a_step_are_limited_as_vllm_limits_them(threshold: int, most: int) -> None:
+    config = SimpleNamespace(max_num_batched_tokens=4096, long_prefill_token_threshold=threshold)
+    assert compat.step_tokens(config) == most
 
 
 class Event:
