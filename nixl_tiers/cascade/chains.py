@@ -7,6 +7,7 @@ need only `Scan`. docs/internals/load-or-recompute.md.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -73,6 +74,7 @@ class _Found:
     keys: Sequence[Key] = ()
     rows: list[Row | None] = field(default_factory=list)
     tiers: list[int] = field(default_factory=list)  # HOST where `rows` has one
+    unready: list[int] = field(default_factory=list)  # places in `rows` of those that are not in host memory
 
 
 @dataclass(slots=True)
@@ -145,9 +147,11 @@ class Chains:
         at, stop, size = found.first, limit // group.chunk_tokens, FIRST_BATCH
         while at < stop:
             keys = group.keys[at : min(at + size, stop)]
-            rows, tiers = self._find_batch(look, keys)
+            before = len(found.rows)
+            rows, tiers, unready = self._find_batch(look, keys)
             found.rows += rows
             found.tiers += tiers
+            found.unready += [before + place for place in unready] if before else unready
             at += len(rows)
             if len(rows) < len(keys):
                 break
@@ -155,11 +159,11 @@ class Chains:
         found.keys = group.keys[found.first : at]
         return found
 
-    def _find_batch(self, look: _Look, keys: Sequence[Key]) -> tuple[list[Row | None], list[int]]:
-        """The same of some keys."""
+    def _find_batch(self, look: _Look, keys: Sequence[Key]) -> tuple[list[Row | None], list[int], list[int]]:
+        """The same of some keys: rows, tiers, and which are not in host memory."""
         request, host = look.request, self._host
         rows: list[Row | None] = list(map(host.index.get, keys))
-        absent = []
+        absent, coming = [], []
         stop = len(keys)
         for place, row in enumerate(rows):
             if row is None:
@@ -172,6 +176,9 @@ class Chains:
                 host.invalidate(row)  # an error has ended its load
                 rows[place] = None
                 absent.append(place)
+            else:
+                coming.append(place)
+        unready = sorted(absent + coming) if coming else absent
         tiers = [HOST] * stop
         if request.asked:  # where the host had no room for a row that was asked for, the chain ends
             refused = [place for place in absent if not request.asked.get(keys[place], True)]
@@ -190,13 +197,14 @@ class Chains:
                     left.append(place)
             absent = left
         stop = min([stop, *absent[:1]])
-        return rows[:stop], tiers[:stop]
+        return rows[:stop], tiers[:stop], unready[: bisect_left(unready, stop)]
 
     def _choose(self, look: _Look) -> tuple[int, float]:
         """Up to which token to load, and when that is expected to be in host memory."""
         state, prefill = self._state, self._state.prefill
         sources = self._sources(look)
         runs = [Run(source, len(list(run))) for source, run in groupby(sources)]
+        unmeasured = any(run.source >= 0 and not state.tiers[run.source].loads.known for run in runs)
         if len(runs) > MAX_RUNS:  # no prefix is scattered like that for long: the rest is taken as one
             rest = runs[MAX_RUNS - 1 :]
             runs[MAX_RUNS - 1 :] = [Run(max(run.source for run in rest), sum(run.steps for run in rest))]
@@ -222,7 +230,6 @@ class Chains:
         chosen = max(look.start, choice.end)
         if chosen < look.known:
             self._decline(look, chosen)
-        unmeasured = any(tier >= 0 and not state.tiers[tier].loads.known for tier in set(sources))
         return chosen, look.now if unmeasured else look.now + choice.wait_s
 
     def _sources(self, look: _Look) -> list[int]:
@@ -295,25 +302,23 @@ class Chains:
         for each in look.found:
             tokens = each.group.chunk_tokens
             stop = max(0, chosen // tokens - each.first)
-            place = tokens * each.first
-            for key, row, tier in zip(each.keys[:stop], each.rows, each.tiers, strict=False):
-                place += tokens
-                if row is not None and row.state is _READY:
-                    ready.append(row)
-                else:
-                    missing.append((place, key, tier))
+            rows, unready = each.rows[:stop], each.unready[: bisect_left(each.unready, stop)]
+            ready += [row for row in rows if row is not None and row.state is _READY]
+            ends = [tokens * (each.first + place + 1) for place in unready]
+            keys, tiers = map(each.keys.__getitem__, unready), map(each.tiers.__getitem__, unready)
+            missing += zip(ends, keys, tiers, strict=True)
         request.missing.clear()
         if missing and self._promotion.has_expired(request, look.now):
             missing.clear()
         if len(look.found) > 1:
             missing.sort()
+        request.missing.extend([(end, key) for end, key, _ in missing])
         asked = request.asked
-        for end, key, tier in missing:
-            if tier != HOST and key not in asked:
-                asked[key] = True
-                request.lowest = max(request.lowest, tier)
-                self._state.tiers[tier].queue_load(request, key)
-            request.missing.append((end, key))
+        fresh = {key: tier for _, key, tier in missing if tier != HOST and key not in asked}
+        asked.update(dict.fromkeys(fresh, True))
+        for number in set(fresh.values()):
+            request.lowest = max(request.lowest, number)
+            self._state.tiers[number].queue_loads(request, [key for key, tier in fresh.items() if tier == number])
         if missing:
             self._promotion.wait(request, look.now)
         if not (missing and request.waiting):  # a pin ends if the request is not scheduled for long, even in this step
@@ -351,16 +356,15 @@ class Chains:
         """Up to which token all rows are in host memory."""
         end = chosen
         for each in look.found:
-            for place, row in enumerate(each.rows, each.first):
-                if row is None or row.state is not _READY:
-                    end = min(end, place * each.group.chunk_tokens)
-                    break
+            if each.unready:
+                end = min(end, (each.first + each.unready[0]) * each.group.chunk_tokens)
         return max(look.start, end - end % look.step_tokens)
 
     def _places(self, look: _Look) -> list[tuple[int, int]]:
         """The tiers that the request waits for, and its last row's place in the queue of each."""
-        used = {tier for each in look.found for tier in each.tiers if tier != HOST}
-        loading = {row.source for each in look.found for row in each.rows if row is not None and row.state is _LOADING}
+        used = set().union(*(each.tiers for each in look.found))
+        coming = [each.rows[place] for each in look.found for place in each.unready]
+        loading = {row.source for row in coming if row is not None and row.state is _LOADING}
         return [
             (tier.number, tier.queued if tier.number in used else tier.queued - len(tier.to_load))
             for tier in self._state.tiers

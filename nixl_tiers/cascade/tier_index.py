@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from operator import or_
 from typing import Final
 
@@ -152,6 +152,11 @@ class TierIndex:
         """Queue a row to be promoted; None: for no request."""
         self.to_load.append((request, key))
         self.queued += 1
+
+    def queue_loads(self, request: Request, keys: Sequence[Key]) -> None:
+        """The same of many rows."""
+        self.to_load.extend(zip(repeat(request), keys))
+        self.queued += len(keys)
 
     def rows_before(self, queued: int) -> int:
         """How many rows are queued or being loaded of those before the place `queued` of its queue of all times."""
