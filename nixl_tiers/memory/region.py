@@ -1,8 +1,7 @@
 """The host region: one memfd that every process of a node maps, holding the rows and their control words.
 
-Layout: a header page (identity, sizes, what pages there are, the times of the last steps), one fingerprint record per
-cell and one for all, one control word per (row, cell), and from a 2 MiB boundary on the rows. The memory has no name in
-any file system: it is freed with the last process that maps it.
+The memory has no name in any file system: it is freed with the last process that maps it. What lies where:
+region_layout.py.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ import os
 import secrets
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import NAMESPACE_BYTES, PAGE, Geometry, align
+from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
 from nixl_tiers.memory.huge_pages import (
@@ -35,31 +32,20 @@ from nixl_tiers.memory.huge_pages import (
     is_hugetlb,
     transparent_bytes,
 )
-from nixl_tiers.memory.memfd import CHECK, SIZE_SEALS, header_of, memfd
+from nixl_tiers.memory.memfd import SIZE_SEALS, memfd
 from nixl_tiers.memory.prefault import Prefault
+from nixl_tiers.memory.rank_records import RankRecords
+from nixl_tiers.memory.region_layout import HELD_UNTIL_AT, HUGE_BYTES_AT, STEPS_AT, Layout, RegionError, checked, header
 from nixl_tiers.policies import HugePages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MAGIC: Final = b"nixlregn"
-_VERSION: Final = 1
-# magic, version, cells, cell_payload, sub_blocks, rows, whether transparent huge pages are wanted, identity
-_HEADER: Final = struct.Struct("<8sQQQQQ?16s")
-_HUGE_BYTES_AT: Final = PAGE - 16  # of the header page: how many bytes lie in huge pages, and whether that is known
-_HUGE_BYTES: Final = struct.Struct("<Q?")
-_HELD_UNTIL_AT: Final = PAGE - 24  # of the header page: until when movers start no stores, a float64
+_HUGE_BYTES: Final = struct.Struct("<Q?")  # how many, and whether that is known
 
-# Of the header page: the times of the last steps, each at step % STEPS_KEPT.
-_STEPS_AT: Final = 1024
-STEPS_KEPT: Final = 64
+STEPS_KEPT: Final = 64  # of the last steps, each at step % STEPS_KEPT
 _STEP: Final = np.dtype([("step", "<i8"), ("seconds", "<f8")])  # step + 1; 0: none yet
 
-_RECORD_BYTES: Final = 512  # of one fingerprint: check word, length of the note, digest, note; and a NUMA node
-_RECORD: Final = struct.Struct("<H16s")
-_NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the node's number + 2
-_NODE_AT: Final = _RECORD_BYTES - _NODE.size
-MAX_NOTE_BYTES: Final = 400
 _OFF: Final = "`huge_pages` is off"
 
 WRITTEN: Final = 1
@@ -75,22 +61,7 @@ MAX_MISSING: Final = (1 << _STORE_SEQ_AT - _MISSING_AT) - 1
 _log = logging.getLogger(__name__)
 
 
-class RegionError(RuntimeError):
-    """The host region cannot be created or attached as asked. One sentence that says why."""
-
-
 _regions: weakref.WeakSet[HostRegion] = weakref.WeakSet()
-
-
-class _Layout:
-    """Where the parts are, in bytes from the start: a function of geometry and rows, so that it can be checked."""
-
-    def __init__(self, geometry: Geometry, rows: int, *, hugetlb: bool) -> None:
-        self.records = PAGE
-        self.control = self.records + align((geometry.cells + 2) * _RECORD_BYTES)
-        self.rows = align(self.control + rows * geometry.cells * 8, HUGE_PAGE_BYTES)
-        end = self.rows + rows * geometry.row_bytes
-        self.total = align(end, HUGE_PAGE_BYTES) if hugetlb else end
 
 
 class HostRegion:
@@ -103,13 +74,14 @@ class HostRegion:
     address     of row 0 in this process
     nbytes      of all rows
     rows_view   uint8 (rows, row_bytes), writable
+    ranks       what the ranks of the engine let each other know
     hugetlb     whether it lies in a pool of huge pages, and so has all its pages
     """
 
     def __init__(self, fd: int, geometry: Geometry, rows: int, identity: bytes, *, transparent: bool) -> None:
         """Map `fd`. Not for callers: use create or attach, which check it."""
         self.hugetlb = is_hugetlb(fd)
-        layout = _Layout(geometry, rows, hugetlb=self.hugetlb)
+        layout = Layout(geometry, rows, hugetlb=self.hugetlb)
         self.geometry = geometry
         self.rows = rows
         self.fd = fd
@@ -125,9 +97,9 @@ class HostRegion:
         self._control: NDArray[np.uint64] = np.frombuffer(
             self._map, np.uint64, rows * geometry.cells, layout.control
         ).reshape(rows, geometry.cells)
-        self._held_until_s: NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, _HELD_UNTIL_AT)
-        self._steps: NDArray[np.void] = np.frombuffer(self._map, _STEP, STEPS_KEPT, _STEPS_AT)
-        self._records = layout.records
+        self._held_until_s: NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, HELD_UNTIL_AT)
+        self._steps: NDArray[np.void] = np.frombuffer(self._map, _STEP, STEPS_KEPT, STEPS_AT)
+        self.ranks = RankRecords(self._map, fd, layout.records, geometry.cells)
         self._rows_at = layout.rows
         self.address = int(self.rows_view.ctypes.data)
         self._at_close: list[Callable[[], object]] = []
@@ -152,7 +124,7 @@ class HostRegion:
         if rows < 1:
             raise RegionError(f"a region needs at least one row, not {rows}")
         if huge_pages is HugePages.HUGETLB:
-            size = _Layout(geometry, rows, hugetlb=True).total
+            size = Layout(geometry, rows, hugetlb=True).total
             problem = shortage(size, hugetlb_rooms())
             try:
                 if problem is None:
@@ -160,7 +132,7 @@ class HostRegion:
             except OSError as error:
                 problem = f"{error.strerror} while {size >> 21} pages of 2 MiB were taken"
             _log.warning("huge_pages: hugetlb is not possible, other pages are used: %s", problem)
-        size = _Layout(geometry, rows, hugetlb=False).total
+        size = Layout(geometry, rows, hugetlb=False).total
         problem = shortage(size, rooms_of_this_process() if bounds is None else bounds)
         if problem:
             raise RegionError(problem)
@@ -175,11 +147,10 @@ class HostRegion:
         """The region in this memfd, which has its size; closed if that raises OSError."""
         try:
             identity = secrets.token_bytes(16)
-            sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows)
-            header = _HEADER.pack(_MAGIC, _VERSION, *sizes, transparent, identity)
             first = HUGE_PAGE_BYTES if is_hugetlb(fd) else PAGE
             with mmap.mmap(fd, first) as page:  # hugetlbfs has no write()
-                page[: len(header) + CHECK.size] = header + CHECK.pack(xxh3_64_intdigest(header))
+                start = header(geometry, rows, identity, transparent=transparent)
+                page[: len(start)] = start
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
             return cls(fd, geometry, rows, identity, transparent=transparent)
         except OSError:
@@ -195,7 +166,7 @@ class HostRegion:
         """
         try:
             os.set_inheritable(fd, False)
-            geometry, rows, transparent, identity = _checked(fd)
+            geometry, rows, transparent, identity = checked(fd)
             return cls(fd, geometry, rows, identity, transparent=transparent)
         except (OSError, RegionError) as error:
             with contextlib.suppress(OSError):
@@ -267,49 +238,6 @@ class HostRegion:
         seconds = float(entry["seconds"][0])
         return seconds if entry["step"][0] == step + 1 else None
 
-    def publish(self, cell: int, digest: bytes, note: str = "") -> None:
-        """Publish the fingerprint of this cell's rank (16 bytes) to the scheduler, with a note cut to 400 bytes."""
-        self._write_record(self._record(cell), digest, note)
-
-    def published(self) -> list[tuple[bytes, str] | None]:
-        """(fingerprint, note) of each cell, None where its rank has not published yet."""
-        return [self._read_record(self._record(cell)) for cell in range(self.geometry.cells)]
-
-    def publish_node(self, cell: int, node: int | None) -> None:
-        """Publish the NUMA node of this rank's GPU to the other ranks; None: not known."""
-        _NODE.pack_into(self._map, self._record(cell) + _NODE_AT, 1 if node is None else node + 2)
-
-    def wait_for_nodes(self, timeout_s: float) -> set[int]:
-        """The NUMA nodes of all ranks' GPUs, as far as they are known; after `timeout_s` those of some."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            at = (self._record(cell) + _NODE_AT for cell in range(self.geometry.cells))
-            words = [_NODE.unpack_from(self._map, place)[0] for place in at]
-            if all(words) or time.monotonic() >= deadline:
-                return {word - 2 for word in words if word >= 2}
-            time.sleep(0.005)
-
-    def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
-        """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its
-        result, and one of them takes over if that rank dies. RegionError if this takes longer than `timeout_s`."""
-        at = self._records + self.geometry.cells * _RECORD_BYTES
-        deadline = time.monotonic() + timeout_s
-        while (found := self._read_record(at)) is None:
-            # A POSIX lock, because the kernel takes it from a process that dies. Its byte is never written to.
-            try:
-                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise RegionError(f"another rank did not publish it within {timeout_s:g} s") from None
-                time.sleep(0.01)
-                continue
-            try:
-                if self._read_record(at) is None:
-                    self._write_record(at, *find())
-            finally:
-                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1)
-        return found
-
     @property
     def stores_held_until_s(self) -> float:
         """Until when movers are to start no stores (`time.monotonic`, the same in all processes of a machine); 0: they
@@ -320,16 +248,6 @@ class HostRegion:
     @stores_held_until_s.setter
     def stores_held_until_s(self, until_s: float) -> None:
         self._held_until_s[0] = until_s
-
-    def publish_revision(self, revision: str) -> None:
-        """Publish the model's revision to the scheduler, whose process is not told it."""
-        self._write_record(self._revision, bytes(NAMESPACE_BYTES), revision)
-
-    @property
-    def revision(self) -> str:
-        """What a rank has published; empty: nothing."""
-        found = self._read_record(self._revision)
-        return "" if found is None else found[1]
 
     def prefault(self, threads: int = 4, cell: int = 0) -> Prefault:
         """Allocate and map all rows' pages now, in the background. Each rank begins with its own share of them; the
@@ -344,7 +262,7 @@ class HostRegion:
         """How much of the region lies in pages of 2 MiB; None until a process has prefaulted it, and when it is
         closed."""
         try:
-            nbytes, known = _HUGE_BYTES.unpack_from(self._map, _HUGE_BYTES_AT)
+            nbytes, known = _HUGE_BYTES.unpack_from(self._map, HUGE_BYTES_AT)
         except ValueError:  # unmapped
             return None
         return nbytes if known else None
@@ -353,7 +271,7 @@ class HostRegion:
         size = len(self._map)
         start = self.address - self._rows_at
         huge_bytes = size if self.hugetlb else transparent_bytes(start, size)
-        _HUGE_BYTES.pack_into(self._map, _HUGE_BYTES_AT, huge_bytes, True)
+        _HUGE_BYTES.pack_into(self._map, HUGE_BYTES_AT, huge_bytes, True)
         _log.info("the host region: %s", found(size, huge_bytes, advice() if self._transparent else _OFF))
 
     def _advise(self, advice: int) -> None:
@@ -401,33 +319,6 @@ class HostRegion:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _record(self, cell: int) -> int:
-        if not 0 <= cell < self.geometry.cells:
-            raise ValueError(f"cell {cell} is not one of the {self.geometry.cells} of a row")
-        return self._records + cell * _RECORD_BYTES
-
-    @property
-    def _revision(self) -> int:
-        return self._records + (self.geometry.cells + 1) * _RECORD_BYTES
-
-    def _write_record(self, at: int, digest: bytes, note: str) -> None:
-        if len(digest) != NAMESPACE_BYTES:
-            raise ValueError(f"a fingerprint has {NAMESPACE_BYTES} bytes, this one has {len(digest)}")
-        text = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
-        record = _RECORD.pack(len(text), digest) + text
-        # The check word last: a half-written record does not pass for one.
-        self._map[at + 8 : at + 8 + len(record)] = record
-        self._map[at : at + 8] = CHECK.pack(xxh3_64_intdigest(record))
-
-    def _read_record(self, at: int) -> tuple[bytes, str] | None:
-        raw = self._map[at : at + _RECORD_BYTES]
-        (check,) = CHECK.unpack_from(raw)
-        length, digest = _RECORD.unpack_from(raw, CHECK.size)
-        note = raw[CHECK.size + _RECORD.size :][:length]
-        if not check or check != xxh3_64_intdigest(raw[CHECK.size : CHECK.size + _RECORD.size] + note):
-            return None
-        return digest, note.decode(errors="replace")
-
 
 def _memfd(size: int) -> int:
     try:
@@ -440,25 +331,6 @@ def _memfd(size: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _checked(fd: int) -> tuple[Geometry, int, bool, bytes]:
-    """Geometry, rows, whether it asks for transparent huge pages, and identity of the region behind `fd`. RegionError
-    names what is wrong with it."""
-    try:
-        fields = header_of(fd, _HEADER, _MAGIC, _VERSION, "region")
-        _, _, cells, cell_payload, sub_blocks, rows, transparent, identity = fields
-    except ValueError as error:
-        raise RegionError(str(error)) from error
-    try:
-        geometry = Geometry(cells, cell_payload, sub_blocks)
-    except ValueError as error:
-        raise RegionError(f"the region behind descriptor {fd} has an impossible geometry: {error}") from error
-    size = os.fstat(fd).st_size
-    expected = _Layout(geometry, rows, hugetlb=is_hugetlb(fd)).total
-    if rows < 1 or size != expected:
-        raise RegionError(f"the region behind descriptor {fd} has {size} bytes where its header needs {expected}")
-    return geometry, rows, transparent, identity
 
 
 def _leave_to_parent() -> None:

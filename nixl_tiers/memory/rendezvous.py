@@ -20,7 +20,8 @@ import weakref
 from typing import Final
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.policies import HugePages
 
 ADDRESS_PREFIX: Final = "nixl-tiers-"

@@ -18,7 +18,8 @@ from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, StorageConfig, TiersConfig, Write
 from nixl_tiers.config.source import without_vllm
 from nixl_tiers.manifest import Description
-from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
 from nixl_tiers.vllm import compat, live, metrics
 from nixl_tiers.vllm.compat import (
@@ -88,8 +89,8 @@ class NixlTiersSpec(OffloadingSpec):
             digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config, weights=weights)
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             if rank == 0:
-                region.publish_revision(revision_of(vllm_config))
-            region.publish(rank, digest, note)
+                region.ranks.publish_revision(revision_of(vllm_config))
+            region.ranks.publish(rank, digest, note)
         except BaseException:
             region.close()
             raise
@@ -97,7 +98,7 @@ class NixlTiersSpec(OffloadingSpec):
 
     def _of_one_rank(self, region: HostRegion, find: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
         try:
-            return region.shared_by_ranks(find, WEIGHTS_S)
+            return region.ranks.shared_by_ranks(find, WEIGHTS_S)
         except RegionError as error:
             raise RegionError(f"the weights' identity: {error}; with model_id set, no weight file is read") from None
 
@@ -110,7 +111,7 @@ class NixlTiersSpec(OffloadingSpec):
         region = self._rendezvous()
         try:
             namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S)
-            description = description_of(self.config, region.revision)
+            description = description_of(self.config, region.ranks.revision)
             coordinator = Coordinator.open(
                 self.tiers, namespace, region, device=compat.device_name(), description=description
             )
@@ -267,7 +268,7 @@ def description_of(config: OffloadingConfig, revision: str) -> Description:
 def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -> Namespace:
     """The namespace that all workers publish. ValueError if they differ, do not join in time, or refuse storage."""
     deadline = time.monotonic() + timeout_s
-    while None in (published := region.published()):
+    while None in (published := region.ranks.published()):
         if time.monotonic() > deadline:
             missing = [rank for rank, mine in enumerate(published) if mine is None]
             raise ValueError(f"workers {missing} did not join within {timeout_s:.0f} s; all must be on this node")

@@ -99,8 +99,8 @@ def place_region(region: HostRegion, cell: int, node: int | None) -> None:
     their nodes, since every row holds a part of every rank. `node`: of this rank's GPU, None if not known."""
     if region.hugetlb:  # its pages are where they are
         return
-    region.publish_node(cell, node)
-    nodes = region.wait_for_nodes(NODES_S)
+    region.ranks.publish_node(cell, node)
+    nodes = region.ranks.wait_for_nodes(NODES_S)
     if nodes:
         accepted = place(region.address, region.nbytes, nodes)
         log.info(

@@ -10,7 +10,7 @@ import sys
 import time
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.memory.region import RegionError
+from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
 
 

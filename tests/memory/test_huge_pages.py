@@ -15,7 +15,8 @@ from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory import huge_pages, region
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, found, hugetlb_rooms, transparent_bytes
-from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.region_layout import Layout, RegionError
 from nixl_tiers.policies import HugePages
 from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting, tree
 
@@ -275,7 +276,7 @@ def test_a_sentence_says_how_much_is_huge_and_what_to_do_about_the_rest() -> Non
 
 
 def test_rows_are_at_the_same_place_with_and_without() -> None:
-    small, huge = (region._Layout(GEOMETRY, ROWS, hugetlb=hugetlb) for hugetlb in (False, True))
+    small, huge = (Layout(GEOMETRY, ROWS, hugetlb=hugetlb) for hugetlb in (False, True))
     assert (small.rows, huge.total % HUGE_PAGE_BYTES) == (huge.rows, 0)
     assert 0 <= huge.total - small.total < HUGE_PAGE_BYTES
     assert small.total % PAGE == 0

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_64_intdigest
 
 import nixl_tiers
 from nixl_tiers.chunk import PAGE, Geometry
-from nixl_tiers.memory import prefault, region
+from nixl_tiers.memory import prefault
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
-from nixl_tiers.memory.region import MAX_MISSING, STEPS_KEPT, HostRegion, RegionError
+from nixl_tiers.memory.region import MAX_MISSING, STEPS_KEPT, HostRegion
+from nixl_tiers.memory.region_layout import HEADER, RegionError
 from tests.memory.descriptors import descriptors, is_open
 
 GEOMETRY = Geometry(cells=3, cell_payload=PAGE + 512, sub_blocks=4)
@@ -75,10 +77,10 @@ def test_an_attached_region_reads_what_another_wrote(made: HostRegion) -> None:
         assert other.address != made.address
         made.rows_view[3] = 42
         made.mark([3], 0, 9, ok=True)
-        made.publish(1, b"f" * 16, "why")
+        made.ranks.publish(1, b"f" * 16, "why")
         assert (other.rows_view[3] == 42).all()
         assert not other.rows_view[[0, 1, 2, 4]].any()
-        assert other.published() == [None, (b"f" * 16, "why"), None]
+        assert other.ranks.published() == [None, (b"f" * 16, "why"), None]
         other.mark([3], 1, 9, ok=True)
         other.mark([3], 2, 9, ok=True)
         assert made.written([3], 9).tolist() == [True]
@@ -103,9 +105,9 @@ def test_a_child_attaches_by_number(made: HostRegion) -> None:
 
 def header_with(made: HostRegion, **changes: int) -> bytes:
     names = ("magic", "version", "cells", "cell_payload", "sub_blocks", "rows", "transparent", "identity")
-    fields = dict(zip(names, region._HEADER.unpack_from(image(made)), strict=True)) | changes
-    header = region._HEADER.pack(*fields.values())
-    return header + CHECK.pack(region.xxh3_64_intdigest(header)) + image(made)[len(header) + 8 :]
+    fields = dict(zip(names, HEADER.unpack_from(image(made)), strict=True)) | changes
+    header = HEADER.pack(*fields.values())
+    return header + CHECK.pack(xxh3_64_intdigest(header)) + image(made)[len(header) + 8 :]
 
 
 def test_a_foreign_unsealed_or_wrongly_sized_descriptor_is_refused(made: HostRegion, tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_region_larger_than_the_memory_is_refused() -> None:
 
 
 def test_the_systems_limits_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "rooms_of_this_process", lambda: [Room("the test", 1)])
+    monkeypatch.setattr("nixl_tiers.memory.region.rooms_of_this_process", lambda: [Room("the test", 1)])
     with pytest.raises(RegionError, match="the test has"):
         HostRegion.create(GEOMETRY, ROWS)
 
@@ -252,44 +254,44 @@ def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:
 
 def test_control_words_are_not_the_rows(made: HostRegion) -> None:
     made.rows_view[:] = 255
-    made.publish(2, b"\xff" * 16, "x" * 400)
+    made.ranks.publish(2, b"\xff" * 16, "x" * 400)
     assert not made.written(np.arange(ROWS), (1 << 40) - 1).any()
     made.mark(np.arange(ROWS), 2, 5, ok=False)
     assert (made.rows_view == 255).all()
-    assert made.published() == [None, None, (b"\xff" * 16, "x" * 400)]
+    assert made.ranks.published() == [None, None, (b"\xff" * 16, "x" * 400)]
 
 
 def test_fingerprints_may_be_republished_and_notes_are_cut_at_a_character(made: HostRegion) -> None:
-    assert made.published() == [None] * 3
-    made.publish(0, bytes(16))
-    made.publish(2, b"2" * 16, "ä" * 399)
-    assert made.published() == [(bytes(16), ""), None, (b"2" * 16, "ä" * 200)]
-    made.publish(2, b"3" * 16, "short")
-    made.publish(1, b"1" * 16, "a" + "ä" * 200)
-    assert made.published() == [(bytes(16), ""), (b"1" * 16, "a" + "ä" * 199), (b"3" * 16, "short")]
+    assert made.ranks.published() == [None] * 3
+    made.ranks.publish(0, bytes(16))
+    made.ranks.publish(2, b"2" * 16, "ä" * 399)
+    assert made.ranks.published() == [(bytes(16), ""), None, (b"2" * 16, "ä" * 200)]
+    made.ranks.publish(2, b"3" * 16, "short")
+    made.ranks.publish(1, b"1" * 16, "a" + "ä" * 200)
+    assert made.ranks.published() == [(bytes(16), ""), (b"1" * 16, "a" + "ä" * 199), (b"3" * 16, "short")]
     with pytest.raises(ValueError, match="16 bytes"):
-        made.publish(0, b"short")
+        made.ranks.publish(0, b"short")
     for cell in (-1, 3):
         with pytest.raises(ValueError, match="not one of the 3"):
-            made.publish(cell, bytes(16))
+            made.ranks.publish(cell, bytes(16))
 
 
 def test_the_revision_is_kept_apart_from_the_fingerprints(made: HostRegion) -> None:
-    assert made.revision == ""
-    made.publish_revision("0123abcd")
-    assert made.revision == "0123abcd"
-    assert made.published() == [None] * 3
+    assert made.ranks.revision == ""
+    made.ranks.publish_revision("0123abcd")
+    assert made.ranks.revision == "0123abcd"
+    assert made.ranks.published() == [None] * 3
 
 
 def test_a_half_written_fingerprint_is_not_read(made: HostRegion) -> None:
-    made.publish(1, b"a" * 16, "a note")
+    made.ranks.publish(1, b"a" * 16, "a note")
     at = PAGE + 512
     for offset in (0, 8, 10, 25, 30):
         byte = made._map[at + offset]
         made._map[at + offset] = byte ^ 0x55
-        assert made.published()[1] is None, offset
+        assert made.ranks.published()[1] is None, offset
         made._map[at + offset] = byte
-    assert made.published()[1] == (b"a" * 16, "a note")
+    assert made.ranks.published()[1] == (b"a" * 16, "a note")
 
 
 RANK = """
@@ -303,7 +305,7 @@ def find():
     return b"c" * 16, "of the child"
 
 with HostRegion.attach(int(sys.argv[1])) as region:
-    print(region.shared_by_ranks(find, 600)[1], flush=True)
+    print(region.ranks.shared_by_ranks(find, 600)[1], flush=True)
 """
 
 
@@ -323,8 +325,8 @@ def other_rank(made: HostRegion, how: str) -> Iterator[subprocess.Popen[str]]:
 def test_one_rank_computes_the_shared_value_for_all(made: HostRegion) -> None:
     with other_rank(made, "reads") as child:
         assert child.communicate(timeout=120)[0].split("\n")[:2] == ["reading", "of the child"]
-    assert made.shared_by_ranks(lambda: pytest.fail("read twice"), 60) == (b"c" * 16, "of the child")
-    assert made.published() == [None] * 3
+    assert made.ranks.shared_by_ranks(lambda: pytest.fail("read twice"), 60) == (b"c" * 16, "of the child")
+    assert made.ranks.published() == [None] * 3
 
 
 def test_another_rank_takes_over_from_a_dead_one(made: HostRegion) -> None:
@@ -332,10 +334,10 @@ def test_another_rank_takes_over_from_a_dead_one(made: HostRegion) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "reading\n"
         with pytest.raises(RegionError, match=r"another rank did not publish it within 0.1 s"):
-            made.shared_by_ranks(lambda: pytest.fail("read twice"), 0.1)
+            made.ranks.shared_by_ranks(lambda: pytest.fail("read twice"), 0.1)
     with pytest.raises(ZeroDivisionError):
-        made.shared_by_ranks(lambda: (bytes(1 // 0), ""), 60)
-    assert made.shared_by_ranks(lambda: (b"p" * 16, "ours"), 60) == (b"p" * 16, "ours")
+        made.ranks.shared_by_ranks(lambda: (bytes(1 // 0), ""), 60)
+    assert made.ranks.shared_by_ranks(lambda: (b"p" * 16, "ours"), 60) == (b"p" * 16, "ours")
 
 
 def resident_bytes(of: HostRegion) -> int:

@@ -22,7 +22,8 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory import region as region_module
 from nixl_tiers.memory import rendezvous as rendezvous_module
 from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.memory.region import HostRegion, RegionError
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import address_of, rendezvous
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=4)

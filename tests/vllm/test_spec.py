@@ -242,21 +242,21 @@ class TestAgreement:
             yield region
 
     def test_equal_fingerprints_are_a_namespace(self, region: HostRegion) -> None:
-        region.publish(0, b"a" * 16)
-        region.publish(1, b"a" * 16)
+        region.ranks.publish(0, b"a" * 16)
+        region.ranks.publish(1, b"a" * 16)
         namespace = agreed_namespace(region, self.with_storage, 5)
-        region.publish(0, b"b" * 16)
-        region.publish(1, b"b" * 16)
+        region.ranks.publish(0, b"b" * 16)
+        region.ranks.publish(1, b"b" * 16)
         assert agreed_namespace(region, self.with_storage, 5).digest != namespace.digest
 
     def test_different_fingerprints_are_refused(self, region: HostRegion) -> None:
-        region.publish(0, b"a" * 16)
-        region.publish(1, b"b" * 16)
+        region.ranks.publish(0, b"a" * 16)
+        region.ranks.publish(1, b"b" * 16)
         with pytest.raises(ValueError, match="do not run the same model"):
             agreed_namespace(region, self.tiers, 5)
 
     def test_a_missing_worker_is_named(self, region: HostRegion) -> None:
-        region.publish(0, b"a" * 16)
+        region.ranks.publish(0, b"a" * 16)
         with pytest.raises(ValueError, match=r"workers \[1\] did not join"):
             agreed_namespace(region, self.tiers, 0.05)
 
@@ -264,8 +264,8 @@ class TestAgreement:
         self, region: HostRegion, caplog: pytest.LogCaptureFixture
     ) -> None:
         sentence = "storage tiers are refused unless model_id is set, because the weights are random"
-        region.publish(0, b"a" * 16, sentence)
-        region.publish(1, b"a" * 16, sentence)
+        region.ranks.publish(0, b"a" * 16, sentence)
+        region.ranks.publish(1, b"a" * 16, sentence)
         with pytest.raises(ValueError, match="storage tiers are refused unless model_id is set"):
             agreed_namespace(region, self.with_storage, 5)
         caplog.clear()

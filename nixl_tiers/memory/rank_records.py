@@ -1,0 +1,119 @@
+"""RankRecords: what the ranks of an engine let each other and the scheduler know, in the host region.
+
+Each rank has a record of its own: the fingerprint of its layout and weights, and the NUMA node of its GPU. One is for
+all: what only one of them has to find out. One is the model's revision.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from typing import Final
+
+from xxhash import xxh3_64_intdigest
+
+from nixl_tiers.chunk import NAMESPACE_BYTES
+from nixl_tiers.memory.memfd import CHECK
+from nixl_tiers.memory.region_layout import RECORD_BYTES, RegionError
+
+# Of a record: check word, length of the note, digest, note; and a NUMA node.
+_RECORD: Final = struct.Struct("<H16s")
+_NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the node's number + 2
+_NODE_AT: Final = RECORD_BYTES - _NODE.size
+MAX_NOTE_BYTES: Final = 400
+
+
+class RankRecords:
+    """Of one region. A record is read whole or not at all."""
+
+    def __init__(self, region: mmap.mmap, fd: int, at: int, cells: int) -> None:
+        """`at`: of the first record in the region, which `fd` stands for. One record a cell, and two more."""
+        self._map = region
+        self._fd = fd
+        self._at = at
+        self._cells = cells
+
+    def publish(self, cell: int, digest: bytes, note: str = "") -> None:
+        """Publish the fingerprint of this cell's rank (16 bytes) to the scheduler, with a note cut to 400 bytes."""
+        self._write_record(self._record(cell), digest, note)
+
+    def published(self) -> list[tuple[bytes, str] | None]:
+        """(fingerprint, note) of each cell, None where its rank has not published yet."""
+        return [self._read_record(self._record(cell)) for cell in range(self._cells)]
+
+    def publish_node(self, cell: int, node: int | None) -> None:
+        """Publish the NUMA node of this rank's GPU to the other ranks; None: not known."""
+        _NODE.pack_into(self._map, self._record(cell) + _NODE_AT, 1 if node is None else node + 2)
+
+    def wait_for_nodes(self, timeout_s: float) -> set[int]:
+        """The NUMA nodes of all ranks' GPUs, as far as they are known; after `timeout_s` those of some."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            at = (self._record(cell) + _NODE_AT for cell in range(self._cells))
+            words = [_NODE.unpack_from(self._map, place)[0] for place in at]
+            if all(words) or time.monotonic() >= deadline:
+                return {word - 2 for word in words if word >= 2}
+            time.sleep(0.005)
+
+    def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
+        """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its
+        result, and one of them takes over if that rank dies. RegionError if this takes longer than `timeout_s`."""
+        at = self._at + self._cells * RECORD_BYTES
+        deadline = time.monotonic() + timeout_s
+        while (found := self._read_record(at)) is None:
+            # A POSIX lock, because the kernel takes it from a process that dies. Its byte is never written to.
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RegionError(f"another rank did not publish it within {timeout_s:g} s") from None
+                time.sleep(0.01)
+                continue
+            try:
+                if self._read_record(at) is None:
+                    self._write_record(at, *find())
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+        return found
+
+    def publish_revision(self, revision: str) -> None:
+        """Publish the model's revision to the scheduler, whose process is not told it."""
+        self._write_record(self._revision, bytes(NAMESPACE_BYTES), revision)
+
+    @property
+    def revision(self) -> str:
+        """What a rank has published; empty: nothing."""
+        found = self._read_record(self._revision)
+        return "" if found is None else found[1]
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _record(self, cell: int) -> int:
+        if not 0 <= cell < self._cells:
+            raise ValueError(f"cell {cell} is not one of the {self._cells} of a row")
+        return self._at + cell * RECORD_BYTES
+
+    @property
+    def _revision(self) -> int:
+        return self._at + (self._cells + 1) * RECORD_BYTES
+
+    def _write_record(self, at: int, digest: bytes, note: str) -> None:
+        if len(digest) != NAMESPACE_BYTES:
+            raise ValueError(f"a fingerprint has {NAMESPACE_BYTES} bytes, this one has {len(digest)}")
+        text = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
+        record = _RECORD.pack(len(text), digest) + text
+        # The check word last: a half-written record does not pass for one.
+        self._map[at + 8 : at + 8 + len(record)] = record
+        self._map[at : at + 8] = CHECK.pack(xxh3_64_intdigest(record))
+
+    def _read_record(self, at: int) -> tuple[bytes, str] | None:
+        raw = self._map[at : at + RECORD_BYTES]
+        (check,) = CHECK.unpack_from(raw)
+        length, digest = _RECORD.unpack_from(raw, CHECK.size)
+        note = raw[CHECK.size + _RECORD.size :][:length]
+        if not check or check != xxh3_64_intdigest(raw[CHECK.size : CHECK.size + _RECORD.size] + note):
+            return None
+        return digest, note.decode(errors="replace")
