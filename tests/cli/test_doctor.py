@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +198,21 @@ def test_capacity_beyond_the_file_system_is_a_warning(tmp_path: Path) -> None:
     found = named(directory.examine(file_tier(tmp_path, capacity="1EiB", write="off"), "token"))
     assert found["file system"].status is Status.WARNING
     assert found["file system"].change
+
+
+def test_capacity_beyond_what_others_leave_is_a_warning_with_the_room_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 GiB, 30 GiB free, 10 GiB in the tier, 5 GiB for `min_free`: 35 GiB for the tier."""
+    with (tmp_path / "slab").open("wb") as file:
+        file.truncate(10 << 30)
+    disk = SimpleNamespace(f_blocks=100, f_frsize=1 << 30, f_bavail=30)
+    monkeypatch.setattr(directory, "os", SimpleNamespace(**{**vars(os), "statvfs": lambda _: disk}))
+    monkeypatch.setattr(directory, "file_systems", lambda: {directory.device_of(tmp_path): "ext4"})
+    for capacity, status in (("35GiB", Status.OK), ("36GiB", Status.WARNING)):
+        found = next(directory._file_system(file_tier(tmp_path, capacity=capacity, min_free="5GiB"), tmp_path))
+        assert found.status is status
+    assert "a capacity of 35 GiB" in found.change
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

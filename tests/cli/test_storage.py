@@ -270,7 +270,7 @@ def test_old_slabs_are_purged_as_a_whole(
     ("given", "sentence"),
     [
         (["inspect"], "give a PATH"),
-        (["inspect", "{}/none"], "is no directory"),
+        (["inspect", "{}/none"], "does not exist: an engine makes it"),
         (["verify", "{}"], "was never a file tier's path"),
         (["purge", "{}"], "say what, by --namespace"),
         (["purge", "{}", "--namespace", "ab"], "at least 8 hexadecimal digits"),

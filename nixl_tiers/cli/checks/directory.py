@@ -59,7 +59,7 @@ def examine(config: FileConfig, token: str) -> Iterator[Finding]:
             "for a trial stop the engine, or name another path on this disk",
         )
         return
-    used = _used_bytes(config.path)
+    used, _ = _used_bytes(config.path)
     if used + bytes_needed(ROWS) > config.capacity:
         yield not_tried(NAME, f"{format_size(used)} of {format_size(config.capacity)} are used, too much for a trial")
         return
@@ -100,23 +100,27 @@ def _file_system(config: FileConfig, parent: Path) -> Iterator[Finding]:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     kind = file_systems().get(device_of(parent), "unknown")
     least = min_free_bytes(config.min_free, size)
+    made = "" if config.path == parent else f"; {config.path} is made at the start"
     text = f"{kind}, {format_size(size)}, {format_size(free)} free"
-    if config.path != parent:
-        text += f"; {config.path} is made at the start"
+    # What the tier can take there while others keep what they have.
+    used, known = _used_bytes(config.path)
+    room = max(0, (min(size, used + free) if known else size) - least)
     facts = {"file_system": kind, "size_bytes": size, "free_bytes": free, "min_free_bytes": least}
     if kind == "overlay":
         change = "mount a disk there: rows on a container's own layer end with the container, and are slower"
-        yield warning("file system", text, change, **facts)
-    elif size and config.capacity > size - least:
-        change = f"a capacity of {format_size(max(0, size - least))}, or less `min_free`: the tier stops to grow there"
-        yield warning(
-            "file system", f"{text}, less than the capacity of {format_size(config.capacity)}", change, **facts
-        )
+        yield warning("file system", text + made, change, **facts)
     elif size and free < least:
-        change = f"free space: `min_free` keeps {format_size(least)}, so nothing more is stored"
-        yield warning("file system", text, change, **facts)
+        change = f"free space: `min_free` keeps {format_size(least)}, so the tier does not grow"
+        yield warning("file system", text + made, change, **facts)
+    elif size and config.capacity > room:
+        change = (
+            f"a capacity of {format_size(room)}, free space, or a smaller `min_free` (it keeps {format_size(least)}): "
+            "the tier stops growing there"
+        )
+        text += f", too little for the capacity of {format_size(config.capacity)}"
+        yield warning("file system", text + made, change, **facts)
     else:
-        yield ok("file system", text, **facts)
+        yield ok("file system", text + made, **facts)
 
 
 def _other_layout(config: FileConfig) -> str:
@@ -133,8 +137,8 @@ def _staging(config: FileConfig) -> Iterator[Finding]:
     yield from (ok(f"staging of {measured.direction}", str(measured)) for measured in known)
 
 
-def _used_bytes(path: Path) -> int:
-    """What is below a path, as far as it is found in a few seconds."""
+def _used_bytes(path: Path) -> tuple[int, bool]:
+    """What is below a path as far as it is found in a few seconds, and whether that is all."""
     total, until_s = 0, time.monotonic() + _WALK_S
     for folder, _, names in os.walk(path):
         for name in names:
@@ -143,8 +147,8 @@ def _used_bytes(path: Path) -> int:
             except OSError:
                 continue
         if time.monotonic() > until_s:
-            break
-    return total
+            return total, False
+    return total, True
 
 
 def _trial(config: FileConfig, parent: Path, token: str) -> Iterator[Finding]:

@@ -59,6 +59,8 @@ def _directory(path: Path) -> Storage:
     from nixl_tiers.cli.storage.slabs import SlabStorage
     from nixl_tiers.tiers.disk import INCOMING, SLAB_LOCK
 
+    if not os.path.lexists(path):
+        raise InputError(f"{path} does not exist: an engine makes it when it starts")
     if not path.is_dir():
         raise InputError(f"{path} is no directory that can be read")
     if os.path.lexists(path / SLAB_LOCK):
