@@ -139,6 +139,14 @@ def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list
     return [tier for tier, place in enumerate(places) if wish.allows(Medium.STORAGE, place)]
 
 
+def declare_histogram(stats: OffloadingConnectorStats, name: str, labels: tuple[str, ...]) -> None:
+    """Let a histogram have this series without a sample. vLLM has no call for it, but takes an empty list."""
+    stats.observe_histogram(name, 0.0, labels)
+    for by_name in stats.data.values():  # one has the types of metrics, one their values
+        if isinstance(by_name.get(name), dict):
+            by_name[name][labels].clear()
+
+
 def device_name() -> str:
     """What computes in this engine: the name of its GPU, or its processor with the number of cores that it may use."""
     from vllm.platforms import current_platform
@@ -206,6 +214,7 @@ __all__ = [
     "block_hash_seed",
     "check",
     "chunk_tokens",
+    "declare_histogram",
     "device_name",
     "full_version",
     "get_offload_group_idx",

@@ -14,6 +14,7 @@ from nixl_tiers.vllm.compat import (
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
+    declare_histogram,
 )
 from nixl_tiers.vllm.live import Level
 
@@ -103,6 +104,8 @@ class Reporter:
             stats.set_gauge(PREFIX + INFO, 1, self._info)
             self._info = None
         for tier, numbers in totals.items():
+            if tier not in self._last:
+                self._declare_histograms(stats, tier)
             last = self._last.get(tier, {})
             if numbers != last:
                 self._report_tier(stats, tier, numbers, last)
@@ -113,6 +116,12 @@ class Reporter:
                 for sample in observed:
                     stats.observe_histogram(PREFIX + name, sample, labels)
         return None if stats.is_empty() else stats
+
+    def _declare_histograms(self, stats: OffloadingConnectorStats, tier: str) -> None:
+        """Prometheus sees no increase in a series that begins with its first sample: so they all begin without one."""
+        for (its, _), (name, metric, labels) in self._series.items():
+            if its == tier and metric.kind is Kind.HISTOGRAM:
+                declare_histogram(stats, PREFIX + name, labels)
 
     def _report_tier(
         self, stats: OffloadingConnectorStats, tier: str, numbers: Mapping[str, float], last: Mapping[str, float]
