@@ -133,6 +133,13 @@ def test_its_health_is_that_the_bucket_is_there(compose: dict[str, Any], running
     assert not healthy(here.replace("kv-cache", "no-such-bucket"))
 
 
+def test_server_of_the_guide_is_started_as_that_of_compose(compose: dict[str, Any]) -> None:
+    guide = (COMPOSE.parents[1] / "docs/guide/shared-bucket.md").read_text()
+    (words,) = re.findall(r"^weed (.*)$", guide, re.MULTILINE)
+    known = [*compose["services"]["seaweedfs"]["command"], "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    assert [word for word in words.split() if word not in known] == ['-dir="$HOME/kv-s3"']
+
+
 def _weed() -> str:
     path = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(path) if path.exists() else shutil.which("weed")

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from nixl_tiers.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
@@ -79,6 +86,47 @@ def test_code_named_beside_a_file_is_defined_there(page: Path) -> None:
         known = {symbol for pair in defined for symbol in pair}
         missing += [f"{name}: {symbol}" for symbol in re.findall(r"\w+", symbols) if symbol not in known]
     assert missing == []
+
+
+def shell_words(page: Path, program: str) -> Iterator[list[str]]:
+    """The words after `program`, wherever a page has it as a command: in a block, after a prompt, or in a sentence."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^ *```(?:bash|console)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    sentences = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", sentences)]
+    for line in lines:
+        if line.startswith(f"{program} "):
+            with suppress(ValueError):  # a quotation that goes on in the next line
+                yield shlex.split(re.sub(r"<[^>]*>", "X", line.removeprefix(program)), comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_named_in_a_page_exist_with_their_options(page: Path) -> None:
+    commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    for name, *words in shell_words(page, "nixl-tiers"):
+        if name in {"COMMAND", "..."}:
+            continue
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        options = {word.partition("=")[0] for word in takewhile(lambda word: word != "--", words) if word[:2] == "--"}
+        assert options <= known, (name, words)
+
+
+def test_commands_are_found() -> None:
+    found = {" ".join(words) for page in PAGES for words in shell_words(page, "nixl-tiers")}
+    assert {"report http://localhost:8000", "doctor --gds /mnt/nvme", "demo --s3 moto"} <= found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_targets_and_modules_named_in_a_page_exist(page: Path) -> None:
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in shell_words(page, "make"):
+        assert {word for word in words if re.fullmatch(r"[a-z][\w-]*", word)} <= targets, words
+    for python in ("python", "$PY", ".venv/bin/python"):
+        for words in shell_words(page, python):
+            if words[0] == "-m" and words[1].partition(".")[0] in FOLDERS:
+                place = ROOT / words[1].replace(".", "/")
+                assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), words
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import runpy
@@ -21,16 +20,14 @@ import yaml
 import nixl_tiers
 from nixl_tiers.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
+from tests.support.dashboard import DASHBOARD, ROOT, RULES, firing, panels, queries, rules, still_unchanged
 from tests.support.load import LoadGenerator
 from tests.support.metrics_page import ENGINE, StorePage, served
-from tests.support.prometheus import Prometheus, program, prometheus
+from tests.support.prometheus import program, prometheus
 from tests.support.waiting import until_up
 from tests.test_docs import anchors
 
-ROOT: Final = Path(__file__).parents[1]
 GRAFANA: Final = ROOT / "docker/grafana"
-DASHBOARD: Final = GRAFANA / "dashboards/nixl-tiers.json"
-RULES: Final = ROOT / "docker/prometheus/nixl-tiers.rules.yml"
 GIVEN: Final = {*ENGINE, "instance", "job", "pid", "le"}
 """Labels that vLLM and Prometheus add."""
 SIZE: Final = 64 << 10
@@ -60,23 +57,6 @@ PLANTED: Final = {
     (TIER, "listed_rows"): 7.0,
 }
 PLANTED_SAMPLES: Final = {(TIER, "wait_vain"): [30.0] * 5, (TIER, "wait_loaded"): [0.5]}
-
-
-def panels() -> list[dict[str, Any]]:
-    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
-
-
-def rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-
-
-def queries() -> Iterator[tuple[str, str]]:
-    """Whose it is, and the query."""
-    for panel in panels():
-        for target in panel["targets"]:
-            yield panel["title"], target["expr"]
-    for rule in rules():
-        yield rule["alert"], rule["expr"]
 
 
 def known() -> dict[str, tuple[str, set[str]]]:
@@ -190,29 +170,6 @@ def test_promtool_takes_the_rules() -> None:
     assert f"{len(rules())} rules found" in done.stdout
 
 
-def seconds(query: str) -> str:
-    """A query of the dashboard or of an alert, with windows of seconds instead of minutes."""
-    return re.sub(r"\[\d+[smh]\]", "[8s]", query.replace("$__rate_interval", "8s").replace("$model", ".*"))
-
-
-def still_unchanged(server: Prometheus, start: float) -> list[str]:
-    """Queries of panels that show the same all the time, and alerts that never fired."""
-    alerts = {rule["alert"] for rule in rules()}
-    found = []
-    for whose, query in queries():
-        answer = server.series(seconds(query), start, time.time())
-        if whose in alerts:
-            changed = bool(answer)
-        else:
-            clean = [[value for value in values if not math.isnan(value)] for values in answer.values()]
-            # A quotient has no value before there is anything to divide by; what runs does not change.
-            fixed = "/" in query or f"{PREFIX}{INFO}" in query
-            changed = any(values and (fixed or min(values) != max(values)) for values in clean)
-        if not changed:
-            found.append(f"{whose}: {query}")
-    return found
-
-
 def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> None:
     """On a real Prometheus: nothing at first, then load, faults of the medium, killed movers, and what is planted."""
     found = program("prometheus")
@@ -233,8 +190,7 @@ def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> N
             start = time.time()
             deadline = start + 240  # a slow machine needs many scrapes
             time.sleep(3)  # a quiet time to compare with
-            firing = [rule["alert"] for rule in rules() if server.series(seconds(rule["expr"]), start, time.time())]
-            assert firing == []
+            assert firing(server, start) == []
             with LoadGenerator(store, pause_s=0.02, prompts=40):
                 time.sleep(3)
                 switch.touch()

@@ -55,8 +55,9 @@ SETTLE_S: Final = 120.0
 BUCKET: Final = "nixl-tiers-demo"
 BUCKET_VARIABLE: Final = "NIXL_TIERS_S3_BUCKET"
 NEXT: Final = """
-Next, on your own machine: write a configuration, `nixl-tiers config FILE` explains it and prints the line that starts
-vLLM with it, `nixl-tiers doctor FILE` tries every tier of it. Step by step: docs/guide/first-run.md"""
+Next, with a configuration of your own: docs/guide/first-run.md, step by step, on this machine too. `nixl-tiers config
+FILE` explains one and prints the line that starts vLLM with it, `nixl-tiers doctor FILE` tries every tier of it
+({directory} is where this command is)."""
 
 
 class Interrupted(BaseException):
@@ -189,7 +190,7 @@ class Demo:
         self._verify(kv_bytes_per_token)
         print("\n" + table(self._runs, self._prompt_tokens))
         print(f"\nThe same tokens every time, and each hit from the expected tier: {self._out / 'demo.json'}, ttft.png")
-        print(NEXT)
+        print(NEXT.format(directory=Path(sys.executable).parent))
         return 0
 
     def _build_model(self) -> Path:

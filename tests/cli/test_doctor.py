@@ -312,6 +312,15 @@ def test_denied_right_is_named(
     assert found[NAME].status is Status.NOT_TRIED
 
 
+def test_request_that_fails_is_not_taken_for_a_missing_right(proxied: tuple[S3Config, FaultProxy]) -> None:
+    config, proxy = proxied
+    fault = replace(DENIED, status=500, code="InternalError", methods=frozenset({"PUT"}), target=SCRATCH)
+    proxy.inject(fault)
+    found = named(bucket.examine(config, "token"))["put"]
+    assert (found.status, found.text) == (Status.BROKEN, "fails (InternalError)")
+    assert "s3:PutObject" not in found.change
+
+
 def test_delete_that_is_denied_in_an_answer_of_success_is_an_error() -> None:
     """AWS denies the delete of an object so."""
 

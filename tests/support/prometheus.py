@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +15,14 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
+import yaml
+
 from nixl_tiers.testing.servers import free_ports
 from tests.support.waiting import until
 
-UNPACKED = Path(__file__).parents[2] / ".cache/prometheus/usr/bin"
+ROOT = Path(__file__).parents[2]
+UNPACKED = ROOT / ".cache/prometheus/usr/bin"
+GUIDE = ROOT / "docs/guide/alerts.md"
 Series = dict[str, list[float]]
 
 
@@ -26,7 +32,8 @@ def program(name: str) -> str | None:
 
 
 class Prometheus:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
         self._url = f"http://127.0.0.1:{port}/api/v1/"
 
     def ready(self) -> bool:
@@ -34,6 +41,15 @@ class Prometheus:
             return bool(self.series("up", 0, 1) is not None)
         except (URLError, ConnectionError):
             return False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It scrapes nothing meanwhile."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def series(self, query: str, start: float, end: float) -> Series:
         """Every second's values, by labels. A query that Prometheus refuses raises HTTPError."""
@@ -45,20 +61,28 @@ class Prometheus:
 
 @contextmanager
 def prometheus(program: str, folder: Path, target: int) -> Iterator[Prometheus]:
-    """Scrapes 127.0.0.1:`target` every second. Data is kept in `folder`."""
+    """Scrapes 127.0.0.1:`target` every second, as the guide says. Data is kept in `folder`."""
     (port,) = free_ports(1)
-    jobs = [{"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}]
+    job = {**documented_job(), "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
     settings = folder / "prometheus.yml"
     settings.write_text(
-        json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs})
+        json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [job]})
     )
     flags = (f"--config.file={settings}", f"--storage.tsdb.path={folder}", f"--web.listen-address=127.0.0.1:{port}")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
     try:
-        server = Prometheus(port)
+        server = Prometheus(port, process)
         until(server.ready, "Prometheus", 120)
         yield server
     finally:
         process.kill()
         process.wait()
+
+
+def documented_job() -> dict[str, Any]:
+    """The scrape job in the guide that every version of Prometheus takes."""
+    (text,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", GUIDE.read_text(), re.DOTALL)
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    assert isinstance(job, dict)
+    return job

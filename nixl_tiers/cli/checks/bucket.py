@@ -53,7 +53,10 @@ class Right:
     """What does not work without it."""
 
     def denied(self, config: S3Config, code: str) -> Finding:
+        """`code`: of the server's answer. Only a denial is a right that is missing."""
         resource = f"arn:aws:s3:::{config.bucket}" + (f"/{config.prefix}/*" if self.below else "")
+        if code not in _DENIED:
+            return broken(self.name, f"fails ({code})", f"see the server's own log: without it {self.lacking}")
         return broken(self.name, f"denied ({code})", f"allow {self.action} on {resource}: without it {self.lacking}")
 
 
@@ -197,7 +200,7 @@ def _writing(client: Any, config: S3Config, token: str, *, connected: bool) -> I
     missing.append(delete)
     yield DELETE.denied(config, delete) if delete else ok("delete", "allowed")
     if any(missing) or not connected:
-        yield not_tried(NAME, "a right that it needs is missing")
+        yield not_tried(NAME, "a request that it needs is denied or fails")
         return
     scratch = f"{config.prefix}/{SCRATCH_PREFIX}{token}"
     yield write_read_verify(config.model_copy(update={"prefix": scratch, "shared": False, "sse": None}), ROWS)
