@@ -250,8 +250,11 @@ class Chains:
         return self._state.copies.seconds(rows * self._state.row_bytes) if rows else 0.0
 
     def _crowd(self) -> int:
-        """How many requests wait while one computes, itself included, as far as they count."""
-        return len(self._requests) if self._state.prefer == "throughput" else 1
+        """How many requests wait while one computes, itself included, as far as they count: those in line for the
+        engine, or all that are alive. Those that wait for storage lose nothing."""
+        if self._state.prefer == "throughput":
+            return len(self._requests)
+        return 1 + self._promotion.line.requests
 
     def _fits(self, look: _Look, windows: Sequence[Group]) -> pricing.Fits:
         """Up to a token, the last one at which all windowed groups have their rows."""

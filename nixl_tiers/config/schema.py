@@ -106,8 +106,9 @@ class TiersConfig(Model):
     )
     prefer: Prefer = Field(
         "latency",
-        description="what counts when loading chunks is weighed against computing them: `latency`: when the request's "
-        "own first token comes; `throughput`: also that all other requests wait while one computes",
+        description="what counts when loading chunks is weighed against computing them: `latency`: when first tokens "
+        "come, the request's own and those of requests in line behind it; `throughput`: also that requests which "
+        "generate are held up while one computes",
     )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
 import pytest
 
-from bench.queueing import ROW_BYTES, Arm, Machine, Medium, Request, Result, VirtualEngine
+from bench.queueing import CHUNK_TOKENS, ROW_BYTES, Arm, Machine, Medium, Request, Result, VirtualEngine
 from nixl_tiers.cascade.limits import Limits
 
 HOST = 64
@@ -50,3 +52,24 @@ def test_any_share_of_the_host_ends_well(share: float) -> None:
     result = serve(AHEAD, limits=Limits(line_share=share))
     assert result.loaded == 10 * HOST
     assert result.unused <= 0.05 * result.promoted
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+@pytest.mark.parametrize("slower", [0.25, 0.5, 1.0, 1.3, 2.0, 4.0])
+def test_requests_at_once_share_the_engine_and_the_tier(chunks: int, slower: float) -> None:
+    """Loading a chunk takes so many times as long as computing it. Some are loaded while others are computed: that is
+    no slower than to do the same with all, and where both take about as long much quicker."""
+    prefill_s = Machine(HOST, ()).prefill_s
+    s3 = Medium("s3", 0.005, ROW_BYTES / (slower * CHUNK_TOKENS * prefill_s), 10_000)
+    machine = Machine(1000, (s3,), context_s=0.0)
+    mean_s = {}
+    for arm in (Arm("off", tiers=False), ALWAYS, Arm("ours")):
+        before = [Request(f"b{n}", 2.0 * n, [b"b%d-%d" % (n, place) for place in range(chunks)]) for n in range(3)]
+        crowd = [Request(f"c{n}", 20.0, [b"c%d-%d" % (n, place) for place in range(chunks)]) for n in range(8)]
+        engine = VirtualEngine(machine, arm)
+        engine.hold([key for each in before + crowd for key in each.keys])
+        mean_s[arm.name] = mean(engine.run(before + crowd).first_s[len(before) :])
+    better_s = min(mean_s["off"], mean_s["always"])
+    assert mean_s["ours"] < 1.1 * better_s
+    if slower in (1.0, 1.3):
+        assert mean_s["ours"] < 0.75 * better_s

@@ -422,6 +422,31 @@ def test_throughput_counts_the_requests_that_wait_while_one_computes(prefer: Pre
     assert engine.scan() == Scan(end > 0, end)
 
 
+def test_requests_in_line_for_the_engine_are_counted_while_one_computes() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.15)
+    assert engine.scan("alone") == Scan(False, 0)
+    engine.core.anticipate("next", [b"next"], (0.0,))
+    assert engine.scan("first") == Scan(True, END)
+
+
+def test_requests_that_wait_for_storage_lose_nothing_while_another_computes() -> None:
+    engine = Engine()
+    engine.store(FILE, [*KEYS, b"x"], row_s=0.02)
+    for number in range(4):
+        assert engine.scan(f"other{number}", keys=[b"x"]).waits
+    engine.plan()
+    engine.speed(FILE, row_s=0.15)
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_prefetch_is_no_request_that_waits() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.15)
+    engine.core.prefetch([b"x"])
+    assert engine.scan() == Scan(False, 0)
+
+
 def test_load_ends_where_the_windows_of_all_groups_exist() -> None:
     engine = Engine()
     own = [b"w%d" % number for number in range(8)]
