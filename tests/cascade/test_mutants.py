@@ -418,6 +418,10 @@ MUTANTS = [
 _OFTEN = ("request", "traffic", "come_back", "worker_finishes", "mover_works", "deliver", "end_step")
 FOCUS: dict[type, tuple[str, ...]] = {
     DeadlineRearmedByARetry: ("medium_stalls", "time_passes", "running_request_is_preempted", "mover_dies"),
+    ChecksBadRowsAgain: ("traffic_hits_corrupt_row", "another_engine_stores", "medium_rots"),
+    HitsAreNotKept: ("another_engine_stores", "time_passes"),
+    HostOnlyRowIsWritten: ("catch_up",),
+    LateIsWaitedFor: ("medium_stalls", "mover_hangs", "time_passes"),
     MissesWhileListing: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),
 }
 
