@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import itertools
 import os
 import tempfile
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     # Imported at run time only if a server is used: a GPU machine that runs `-m gpu` may have only torch.
     from nixl_tiers.testing.servers import MotoServer, RunningServer, S3Server, SeaweedServer
 
-with contextlib.suppress(ImportError):  # not installed where only `-m gpu` runs
-    from hypothesis import settings
-
-    # A machine may be many times slower than expected: no example has a wall-clock limit.
-    settings.register_profile("no deadline", deadline=None)
-    settings.load_profile("no deadline")
+if importlib.util.find_spec("hypothesis"):  # not installed where only `-m gpu` runs
+    pytest_plugins = ["tests.support.replay"]
 
 # pytest explains failed assertions of the conformance suite, as it does those of tests.
 pytest.register_assert_rewrite("nixl_tiers.testing.conformance", "nixl_tiers.testing.medium")

@@ -1,0 +1,28 @@
+"""A plugin of pytest: property tests draw new examples in each run, and what one of them finds can be replayed."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import pytest
+from hypothesis import settings
+
+# Also where hypothesis sees that it is in a CI, and would draw the same examples each time. A machine may be many times
+# slower than expected: no example has a wall-clock limit. One failure is shrunk and printed, which is what is read.
+settings.register_profile(
+    "replayable", settings.get_profile("default"), deadline=None, print_blob=True, report_multiple_bugs=False
+)
+settings.load_profile("replayable")
+
+_BLOB: Final = re.compile(r"@reproduce_failure\('[\d.]+', b'[^']*'\)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Repeats in one line what replays a failure: of a long log only the end may be kept."""
+    reports = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, ())]
+    lines = [f"{report.nodeid}: {blob}" for report in reports for blob in _BLOB.findall(report.longreprtext)]
+    if lines:
+        terminalreporter.section("replay a failure: decorate the property test or state machine")
+        for line in dict.fromkeys(lines):
+            terminalreporter.write_line(line)
