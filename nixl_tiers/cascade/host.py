@@ -199,7 +199,7 @@ class HostTier:
 
     def touch(self, key: Key, tick: int) -> None:
         row = self.index[key]
-        row.tick = tick
+        row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
         if row.evicting:
             self.cancel_eviction(row, tick)
         else:

@@ -244,6 +244,17 @@ def test_lru_evicts_the_oldest_request_first() -> None:
     assert policy.evict(9, nothing_pinned) == [*first[::-1], *second[::-1], *third[::-1]]
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_lru_use_by_an_earlier_request_makes_no_key_older(pinned: bool) -> None:
+    lru = LeafFirstLru()
+    lru.add(b"shared", 7)
+    lru.add(b"of one request", 5)
+    if pinned:
+        assert lru.evict(1, lambda key: True) == []
+    lru.touch(b"shared", 3)
+    assert lru.evict(1, lambda key: False) == [b"of one request"]
+
+
 def test_lru_evicts_unpinned_keys_before_newer_ones() -> None:
     policy = LeafFirstLru()
     old, new = chain("old", 3), chain("new", 3)

@@ -37,9 +37,9 @@ class Batches:
         batch[key] = None
 
     def move(self, key: Key, number: int) -> bool:
-        """Put a key at the end of batch `number`, unless it is in that batch; False if it is unknown."""
+        """Put a key at the end of batch `number`, unless it is in that or a later one; False if it is unknown."""
         before = self._number_of.get(key)
-        if before is not None and before != number:
+        if before is not None and before < number:
             self.remove(key)
             self.add(key, number)
         return before is not None

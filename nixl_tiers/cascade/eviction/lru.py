@@ -37,8 +37,7 @@ class LeafFirstLru:
 
     def touch(self, key: Key, tick: int) -> None:
         if not self._keys.move(key, tick):
-            del self._aside[key]
-            self._keys.add(key, tick)
+            self._keys.add(key, max(tick, self._aside.pop(key)))
 
     def remove(self, key: Key) -> None:
         if key in self._keys:
