@@ -15,6 +15,7 @@ FEW_TOKENS: Final = 16  # of fewer, what a step takes hardly depends on their co
 FIT_EVERY: Final = 16  # samples; while there are few, as soon as there are a quarter more
 ITERATIONS: Final = 3  # each goes on from the last fit
 NOISE: Final = 0.02  # relative: what is closer to the fit than this weighs no more
+FAR: Final = 3.0  # times as long as expected, or as short: something else than the step was measured
 HALF_LIFE: Final = 64  # samples after which an old one weighs half: clocks, neighbours and settings change
 RIDGE: Final = 1e-4  # what samples of one shape cannot tell apart is time of the tokens
 MOST: Final = 10**9  # tokens
@@ -139,6 +140,17 @@ class PrefillEstimate:
             weights = [age / max(NOISE, abs(side - 1)) for age, side in zip(ages, sides, strict=True)]
             x, y, z = _solve_not_negative(_normal_equations(weights, rows, sides))
             fit = x / a, y / b, z / c
+        # On a machine that others use too, slow steps are farther off than fast ones: those errors are least at the
+        # median, and sums of many steps go by the mean.
+        expected = [_dot(seen.terms, fit) for seen in samples]
+        usual = [
+            (a, s.seconds, e)
+            for a, s, e in zip(ages, samples, expected, strict=True)
+            if e < FAR * s.seconds < FAR * FAR * e
+        ]
+        if mean_s := sum(age * e for age, _, e in usual):
+            scale = sum(age * seconds for age, seconds, _ in usual) / mean_s
+            fit = fit[0] * scale, fit[1] * scale, fit[2] * scale
         self._fit = fit
 
 
