@@ -221,9 +221,12 @@ class FullListing(Listing):
         self._page = None
         for run in self._runs.values():
             run.end()
+        groups = {kind: Group(KeySet(run.leaves), run.newest_s) for kind, run in self._runs.items()}
         if self._differences_only:
             self._leave_out_known()
-        self._quota.adopt({kind: Group(KeySet(run.leaves), run.newest_s) for kind, run in self._runs.items()})
+        else:  # the few that were stored since the open, before the first page was requested
+            self._gone.update(self._quota.missing_in(groups[self._served].keys))
+        self._quota.adopt(groups)
         self._differences.extend((False, key) for key in self._gone)
         order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")  # with NaN last
         self._order = order[: len(order) - self._known]

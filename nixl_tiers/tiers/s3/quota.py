@@ -188,6 +188,15 @@ class PrefixQuota:
             self._group_bytes = sum(kind[1] * len(group.keys) for kind, group in groups.items())
             self._complete = True
 
+    def missing_in(self, listed: KeySet) -> list[Key]:
+        """Rows held that a whole listing has not found: others have deleted them, before it began."""
+        with self._lock:
+            return [
+                place[1:]
+                for place in self._rows.keys.after(b"", len(self._rows.keys))
+                if place[1:] not in listed and self._is_settled(self._name(place[1:]))
+            ]
+
     def compare(
         self, after: Place, upto: Place | None, listed: Sequence[Place], *, adopt: bool
     ) -> tuple[list[Place], list[Place], Place | None]:

@@ -145,6 +145,18 @@ def test_empty_page_is_not_the_end_of_the_listing() -> None:
     assert b"k" in quota
 
 
+def test_row_stored_and_deleted_by_another_engine_before_the_first_page_is_reported() -> None:
+    """The core has it since it was stored, and no later listing would find that it is gone."""
+    quota, bucket = new_quota(), FakeBucket(page_rows=2)
+    for key in (b"gone", b"here"):
+        assert quota.reserve(key, upload=True)
+        quota.upload_ended(key)
+    bucket.put(b"here")
+    (batch,) = [batch for batch in run(full(quota, whole=False), bucket) if any(entry.slot == GONE for entry in batch)]
+    assert [entry.key for entry in batch if entry.slot == GONE] == [b"gone"]
+    assert (b"gone" in quota, b"here" in quota) == (False, True)
+
+
 def relisting(quota: PrefixQuota, pause_s: float = 0.0) -> Relisting:
     return Relisting(quota, NAMES, SERVED, max_age_s=None, pause_s=pause_s)
 
