@@ -19,6 +19,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import Layout, RegionError
 from nixl_tiers.policies import HugePages
 from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting, tree
+from tests.support.waiting import until_up
 
 GEOMETRY = Geometry(cells=1, cell_payload=1 << 20)
 ROWS = 9
@@ -126,14 +127,17 @@ def test_rows_go_to_files_and_back_through_a_pool(tmp_path: Path) -> None:
         "tiers": [
             {"type": "cpu", "capacity": "8MiB", "huge_pages": "hugetlb"},
             {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"},
-        ]
+        ],
+        "wait_s": 120.0,  # on a busy machine a load is late, and then no hit
     }
     keys = [bytes((i,)) for i in range(24)]
     rows = np.random.default_rng(0).integers(0, 256, (24, 1 << 20), np.uint8)
     with setting(NR_HUGEPAGES, "8"), nixl_tiers.open(config, 1 << 20, "test") as store:
         assert free_pages() < 8
+        until_up(store)
         for key, row in zip(keys, rows, strict=True):
             assert store.put([key], row[None]) == 1
+        assert store.flush(120)
         out = np.zeros_like(rows)
         assert store.get(keys, out) == [True] * len(keys)
         assert np.array_equal(out, rows)
