@@ -16,6 +16,7 @@ import numpy as np
 
 from nixl_tiers.chunk import Geometry, Outcome, object_name
 from nixl_tiers.config.schema import S3Config
+from nixl_tiers.manifest import MANIFEST_NAME
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
@@ -227,7 +228,7 @@ class FaultyS3:
     modified: dict[str, str] = field(default_factory=dict)  # Last-Modified in listings, instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
     requests: list[Request] = field(default_factory=list)
-    max_objects: int = 0
+    max_objects: int = 0  # but for manifests, which no capacity counts
     max_concurrent: int = 0
     concurrent: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -335,7 +336,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _put(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         with self.s3.lock:
             self.s3.objects[name] = body
-            self.s3.max_objects = max(self.s3.max_objects, len(self.s3.objects))
+            rows = sum(not each.endswith(f"/{MANIFEST_NAME}") for each in self.s3.objects)
+            self.s3.max_objects = max(self.s3.max_objects, rows)
         self._answer(200)
 
     def _get(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
