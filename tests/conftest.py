@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -62,7 +62,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[MotoServer]:
+def shared_aws_models() -> Iterator[None]:
+    """Each boto3 session reads and parses the description of S3 for itself, which is most of what opening a tier costs:
+    here they share what was read."""
+    from botocore import session
+
+    create, read = session.create_loader, dict[tuple[Any, ...], Any]()
+
+    def create_sharing(*args: Any, **fields: Any) -> Any:
+        loader = create(*args, **fields)
+        loader._cache = read
+        return loader
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "create_loader", create_sharing)
+        yield
+
+
+@pytest.fixture(scope="session")
+def moto(shared_aws_models: None) -> Iterator[MotoServer]:
     from nixl_tiers.testing.servers import moto_server
 
     with moto_server() as server:
@@ -70,7 +88,7 @@ def moto() -> Iterator[MotoServer]:
 
 
 @pytest.fixture(scope="session")
-def seaweedfs() -> Iterator[SeaweedServer]:
+def seaweedfs(shared_aws_models: None) -> Iterator[SeaweedServer]:
     from nixl_tiers.testing.servers import seaweedfs_server
 
     with seaweedfs_server() as server:

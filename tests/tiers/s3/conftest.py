@@ -25,7 +25,7 @@ def place(
 
 
 @pytest.fixture
-def server_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def server_credentials(shared_aws_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Credentials that the servers on this machine accept, and no search for others."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
