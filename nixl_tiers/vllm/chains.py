@@ -27,6 +27,7 @@ class RequestChain:
     scan: Scan | None = None  # of this step
     first: int = 0  # position of this step's first look-up
     waiting: Answers | None = None
+    asked: OffloadKey | None = None  # the first look-up of the last step, if the request waits since then
 
     def start(self, position: int) -> int:
         """The first token that this step looks up, by the end of its first chunk."""
@@ -59,6 +60,13 @@ class RequestChains:
             mine = self._chains[context.req_id] = RequestChain(chain, len(positions), group)
         mine.first = position
         return mine if position % mine.chain.groups[0].chunk_tokens == 0 else None
+
+    def again(self, key: OffloadKey, context: ReqContext) -> RequestChain | None:
+        """The chain of a request that waits, if it looks up in this step what it has looked up in the last one."""
+        mine = self._chains.get(context.req_id)
+        if mine is None or mine.asked != key or mine.count != len(getattr(context, "_offload_key_positions", ())):
+            return None
+        return mine
 
     def note_look_up(self, key: OffloadKey, context: ReqContext) -> tuple[int, int | None] | None:
         """Learn from a look-up that the chain's answers do not cover. Returns the position of `key` and the window of
@@ -94,6 +102,9 @@ class RequestChains:
 
     def ended(self, request: str) -> None:
         self._chains.pop(request, None)
+
+    def clear(self) -> None:
+        self._chains.clear()
 
     def get(self, request: str) -> RequestChain | None:
         return self._chains.get(request)

@@ -172,7 +172,8 @@ class NixlTiersManager(OffloadingManager):
         if answer is None:
             answer = self._look_up_alone(key, req_context, answers)
         if answer is LookupResult.MISS:
-            self._count_misses(key, req_context)
+            if req_context.req_id not in self._waiting:
+                self._count_misses(key, req_context)
         elif self._events is not None and answer is LookupResult.HIT:
             self._events.present(key)
         return answer
@@ -255,6 +256,7 @@ class NixlTiersManager(OffloadingManager):
         self._gate.end_step(context)
         for request in context.preempted_req_ids:
             self._meter.positions.forget(request)
+            self._chains.ended(request)
         self._meter.begin(time.monotonic())
         self._begun.update(context.new_req_ids)
         if self._pause_s and not context.new_req_ids and self._can_only_wait():
@@ -276,6 +278,7 @@ class NixlTiersManager(OffloadingManager):
         self._failed.clear()
         self._coordinator.reset()
         self._meter.reset()
+        self._chains.clear()
         if self._events is not None:
             self._events.reset()
 
@@ -305,25 +308,31 @@ class NixlTiersManager(OffloadingManager):
 
     def _begin_look_ups(self, key: OffloadKey, context: ReqContext) -> Answers:
         """A request's first look-up of this step: its whole chain is resolved at once."""
-        name, position = context.req_id, position_of(key, context)
-        self._gate.looked_up(context, position)
-        if position is not None:
-            self._meter.positions.hit(name, position - compat.chunk_tokens(context))
-        if name not in self._touched:
-            self._touch_prefix(context, position)
+        name = context.req_id
+        mine = self._chains.again(key, context)
+        if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
+            position: int | None = mine.first
+            self._gate.looked_up(context, position)
+        else:
+            position = position_of(key, context)
+            self._gate.looked_up(context, position)
+            if position is not None:
+                self._meter.positions.hit(name, position - compat.chunk_tokens(context))
+            if name not in self._touched:
+                self._touch_prefix(context, position)
+            mine = None if name in self._load_none else self._chains.of(key, context, position)
         answers: Answers = {}
-        mine = None if name in self._load_none else self._chains.of(key, context, position)
         if mine is not None and position is not None:
             start = mine.start(position)
             mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
             if not mine.scan.waits:
-                mine.waiting = None
+                mine.waiting = mine.asked = None
                 answers = answers_of(mine.chain, start, mine.scan)
             else:
                 self._waiting.add(name)
                 # The engine's own hit may have grown meanwhile, so that another key comes first.
-                if mine.waiting is None or mine.waiting.get(key) is not LookupResult.HIT_PENDING:
-                    mine.waiting = answers_of(mine.chain, start, mine.scan)
+                if mine.waiting is None or mine.asked != key:
+                    mine.waiting, mine.asked = answers_of(mine.chain, start, mine.scan), key
                 answers = mine.waiting
         self._answers[name] = answers
         return answers
@@ -372,8 +381,7 @@ class NixlTiersManager(OffloadingManager):
         those of the same group; each once a request, however often vLLM looks it up."""
         request = req_context.req_id
         counted, position = self._missed.get(request), position_of(key, req_context)
-        waits = request in self._waiting or request in self._load_none
-        if position is None or waits or (counted is not None and position >= counted):
+        if position is None or request in self._load_none or (counted is not None and position >= counted):
             return
         self._missed[request] = position
         missed = [key]
