@@ -40,6 +40,7 @@ class Promotion:
         self._writeback = writeback
         self.line = Line(state)
         self._waiting: dict[str, Request] = {}  # requests that wait, or for which rows were promoted and pinned
+        self._overdue: set[str] = set()  # those of them that have waited too long, and only keep what has come
         self._loading_for: dict[int, list[Request]] = {}  # by Row.order, of rows in state LOADING
         self._retries: deque[tuple[Row, list[Request]]] = deque()  # rows that failed, and who waited for them
         self._host_full_since_s: float | None = None  # when promotions began to wait for a write-back
@@ -101,16 +102,14 @@ class Promotion:
     def has_expired(self, request: Request, now: float) -> bool:
         """Whether the request's deadline has passed. What is pinned for it stays so: it may load that."""
         if not request.expired and request.deadline_s is not None and now > request.deadline_s:
-            request.expired = True
-            self._count_late(request)
+            self._end_wait(request)
             self._blame_slow_tiers(request, now)
         return request.expired
 
     def give_up_waiting(self, request: Request) -> None:
         """To compute what the request still waits for is quicker than to wait on: it loads what has come. What is
         queued for it is not promoted any more. No tier is to blame, so no breaker records it."""
-        request.expired = True
-        self._count_late(request)
+        self._end_wait(request)
 
     def measure(self, tier: TierIndex, keys: Sequence[Key], now: float) -> None:
         """Promote some of these rows, which were declined because the tier is slow, if its speed was not measured for a
@@ -162,6 +161,7 @@ class Promotion:
         """The request waits no longer: unpin its rows, forget what it asked for."""
         request.release()
         self._waiting.pop(request.name, None)
+        self._overdue.discard(request.name)
 
     def observe_wait(self, request: Request, *, loaded: bool) -> tuple[str, float] | None:
         """The request's wait, if there was one, has ended: `loaded`, or it computes all. Returns the lowest tier that
@@ -184,12 +184,13 @@ class Promotion:
 
     @property
     def waiting_count(self) -> int:
-        return sum(request.waiting for request in self._waiting.values())
+        """How many requests wait. O(1): it is asked at each step, whatever the length of the queue."""
+        return len(self._waiting) - len(self._overdue)
 
     def reset(self, garbage: Garbage) -> None:
         """Requests go on, keep their deadlines, and wait for nothing (`Request.belongs_to`)."""
-        garbage.add(self._retries, self._waiting)
-        self._retries, self._waiting = deque(), {}
+        garbage.add(self._retries, self._waiting, self._overdue)
+        self._retries, self._waiting, self._overdue = deque(), {}, set()
         self.line.clear()
 
     def expire(self, now: float) -> None:
@@ -337,6 +338,13 @@ class Promotion:
             rows = max(rows, int(BYTES_TO_LATENCY * loads.latency_s / row_s))
             rows = min(rows, int((limits.measure_s * limits.measure_time - loads.latency_s) / row_s))
         return max(1, rows)
+
+    def _end_wait(self, request: Request) -> None:
+        """It keeps what has come, and gets nothing more."""
+        request.expired = True
+        if request.name in self._waiting:
+            self._overdue.add(request.name)
+        self._count_late(request)
 
     def _count_late(self, request: Request) -> None:
         """What the request waited for has not come in time."""

@@ -246,3 +246,21 @@ def test_line_that_can_only_wait_leaves_no_work() -> None:
         turns += 1
         assert turns < 100, "it never rests"
     assert core.events.busy, "and there is something to promote when a load has ended"
+
+
+def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> None:
+    """The rows of that one become free as soon as it has loaded them: to wait for that is quicker than to compute."""
+    a, b = chain("a", 5), chain("b")
+    core = stored(a, b, rows=4)
+    assert scan(core, a, "a")[0] is PENDING
+    assert come_up(core) == a[:4]
+    core.end_step()
+    assert scan(core, a, "a") == [HIT] * 4 + [MISS], "for the last one there was no room"
+    assert scan(core, b, "b")[0] is PENDING
+    assert come_up(core) == []
+    core.copies.prepare_load(a[:4], "a")
+    core.copies.complete_load(a[:4])
+    core.finish_request("a")
+    core.end_step()
+    assert scan(core, b, "b")[0] is PENDING
+    assert come_up(core) == b

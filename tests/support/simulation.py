@@ -733,6 +733,11 @@ class Simulation:
                 require(patient or waited_s <= self.limits.wait_s, "requests wait for a job after its soft deadline")
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
+        promotion = core._promotion
+        waiting = sum(request.waiting for request in promotion._waiting.values())
+        require(
+            promotion.waiting_count == waiting, f"{waiting} requests wait, and {promotion.waiting_count} are counted"
+        )
         for shared in core.checks.tiers.values():
             require(len(shared.open) <= self.limits.max_checks, "too many open checks")
             require(shared.absent_count <= self.limits.absent_keys, "the negative cache is too large")
