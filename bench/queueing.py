@@ -155,6 +155,7 @@ class VirtualEngine:
         while arriving and arriving[0].arrival_s <= self.now:
             request = arriving.popleft()
             queue.append(request)
+            self.core.queue(request.name)
             if self._arm.ahead:
                 self.core.anticipate(request.name, request.keys, (0.0,))
 
@@ -163,6 +164,7 @@ class VirtualEngine:
         the other until it has one to run."""
         for request in itertools.islice(queue, LOOKED_UP):
             if not (self._arm.tiers and request.keys):
+                self.core.end_step([request.name])
                 return request, 0
             scan = self.core.scan(request.name, Chain((Group(request.keys, CHUNK_TOKENS),)), 0, self.now)
             if not scan.waits:

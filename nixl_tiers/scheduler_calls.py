@@ -112,6 +112,11 @@ class SchedulerCalls:
         with self._lock:
             self._core.set_allowed_tiers(request, tiers)
 
+    def queue(self, request: str) -> None:
+        """A new request waits for its turn (TierManager.queue)."""
+        with self._lock:
+            self._core.queue(request)
+
     def anticipate(self, request: str, keys: Sequence[Key], rank: Rank) -> None:
         """A new request waits for its turn: have its chain promoted before it comes (TierManager.anticipate)."""
         if not self._tiers:

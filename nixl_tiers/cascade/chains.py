@@ -8,7 +8,7 @@ need only `Scan`. docs/internals/load-or-recompute.md.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import lcm
@@ -19,6 +19,7 @@ from nixl_tiers.cascade.existence import ExistenceChecks
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.pricing import HOST, Run
 from nixl_tiers.cascade.promotion import Promotion
+from nixl_tiers.cascade.request_index import RequestIndex
 from nixl_tiers.cascade.requests import Request, Wait
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.chunk import Key
@@ -93,10 +94,10 @@ class _Look:
 
 
 class Chains:
-    """Scans of chains on behalf of requests (`TierManager.scan`). `requests`: all that are alive."""
+    """Scans of chains on behalf of requests (`TierManager.scan`)."""
 
     def __init__(
-        self, state: CascadeState, checks: ExistenceChecks, promotion: Promotion, requests: Collection[str]
+        self, state: CascadeState, checks: ExistenceChecks, promotion: Promotion, requests: RequestIndex
     ) -> None:
         self._state = state
         self._host = state.host
@@ -250,11 +251,11 @@ class Chains:
         return self._state.copies.seconds(rows * self._state.row_bytes) if rows else 0.0
 
     def _crowd(self) -> int:
-        """How many requests wait while one computes, itself included, as far as they count: those in line for the
-        engine, or all that are alive. Those that wait for storage lose nothing."""
+        """How many requests wait while one computes, itself included, as far as they count: those whose turn is
+        still to come, or all that are alive. Those that wait for storage lose nothing."""
         if self._state.prefer == "throughput":
-            return len(self._requests)
-        return 1 + self._promotion.line.requests
+            return len(self._requests.by_name)
+        return 1 + len(self._requests.queued)
 
     def _fits(self, look: _Look, windows: Sequence[Group]) -> pricing.Fits:
         """Up to a token, the last one at which all windowed groups have their rows."""

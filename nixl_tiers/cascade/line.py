@@ -54,7 +54,6 @@ class Line:
         self._holding: list[Place] = []  # those that hold rows, in the same order
         self._of: dict[str, Place] = {}
         self._joined = 0
-        self._prefetches = 0  # of the places
         self._share = int(state.host.rows * state.limits.line_share)  # rows that all of them may hold
 
     @property
@@ -63,24 +62,17 @@ class Line:
         first = self._places[: self._state.limits.line_requests]
         return any(place.at < len(place.keys) or place.prefetch for place in first)
 
-    @property
-    def requests(self) -> int:
-        """How many requests wait for their turn. O(1)."""
-        return len(self._places) - self._prefetches
-
     def join(self, request: Request, keys: Sequence[Key], rank: Rank) -> None:
         """A new request waits for its turn; the lower its `rank`, the sooner that comes."""
         self._joined += 1
         place = self._of[request.name] = Place(request, keys, rank, self._joined)
         request.in_line = True
-        self._prefetches += place.prefetch
         insort(self._places, place)
 
     def leave(self, request: Request) -> None:
         """Its turn has come, or it has ended. What it holds stays pinned."""
         request.in_line = False
         place = self._of.pop(request.name)
-        self._prefetches -= place.prefetch
         del self._places[bisect_left(self._places, place)]
         if place.held:
             del self._holding[bisect_left(self._holding, place)]
@@ -90,7 +82,6 @@ class Line:
         for place in self._places:
             place.request.in_line = False
         self._places, self._holding, self._of = [], [], {}
-        self._prefetches = 0
 
     def feed(self, now: float) -> list[TierIndex]:
         """Queue what may be promoted now for the requests that are next, as much as the slice has room for. Returns the

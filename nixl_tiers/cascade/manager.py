@@ -88,7 +88,7 @@ class TierManager:
         self.savings = Savings(self.prefill, self._state.counters_of)
         self._requests = RequestIndex(self.host, self._promotion, self.savings)
         self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
-        self._chains = Chains(self._state, self.checks, self._promotion, self._requests.by_name)
+        self._chains = Chains(self._state, self.checks, self._promotion, self._requests)
         self._prefetches = 0
 
     # --- requests ----------------------------------------------------------------------------------------------
@@ -145,6 +145,12 @@ class TierManager:
             return Scan(False, start)
         return self._chains.scan(request, chain, start, first, now)
 
+    def queue(self, name: str) -> None:
+        """A new request waits for its turn: its first look-up, or that it begins (`end_step`). It waits, too, while
+        another one computes."""
+        if self.tiers:
+            self._requests.queued.add(name)
+
     def anticipate(self, name: str, keys: Sequence[Key], rank: Rank) -> None:
         """A new request waits for its turn: its first look-up, which comes the sooner, the lower its `rank` is. Until
         then its chain is promoted in the background, up to the first key that no tier holds, behind what is promoted
@@ -190,6 +196,7 @@ class TierManager:
         self.host.step += 1
         self.checks.end_step()
         for name in began:
+            self._requests.queued.discard(name)
             request = self._requests.by_name.get(name)
             if request is not None and request.in_line:  # without a look-up: the engine's own cache had all of it
                 self._promotion.line.leave(request)

@@ -21,6 +21,7 @@ class RequestIndex:
         self._savings = savings
         self.by_name: dict[str, Request] = {}
         self.allowed: dict[str, frozenset[int]] = {}  # requests that may not load from every storage tier
+        self.queued: set[str] = set()  # requests that wait for their turn
         self.host_only: set[str] = set()  # requests on whose behalf nothing is written to storage tiers
 
     def get(self, name: str) -> Request:
@@ -32,6 +33,7 @@ class RequestIndex:
 
     def looked_up(self, name: str, now: float) -> Request:
         """The request, whose turn has come if it was in line."""
+        self.queued.discard(name)
         request = self.get(name)
         if request.in_line:
             self._promotion.turn_comes(request, now)
@@ -43,6 +45,7 @@ class RequestIndex:
         """The request has ended: unpin its rows."""
         self.allowed.pop(name, None)
         self.host_only.discard(name)
+        self.queued.discard(name)
         self._savings.forget(name)
         request = self.by_name.pop(name, None)
         if request is not None:

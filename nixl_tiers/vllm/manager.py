@@ -127,6 +127,7 @@ class NixlTiersManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = req_context.req_id
         self._requests.add(request)
+        self._coordinator.queue(request)
         wishes = self._wishes.read(req_context)
         if wishes.tiers is not None:
             self._coordinator.set_allowed_tiers(request, wishes.tiers)

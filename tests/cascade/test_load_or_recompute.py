@@ -422,12 +422,15 @@ def test_throughput_counts_the_requests_that_wait_while_one_computes(prefer: Pre
     assert engine.scan() == Scan(end > 0, end)
 
 
-def test_requests_in_line_for_the_engine_are_counted_while_one_computes() -> None:
+def test_requests_whose_turn_is_still_to_come_are_counted_while_one_computes() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.15)
     assert engine.scan("alone") == Scan(False, 0)
-    engine.core.anticipate("next", [b"next"], (0.0,))
+    engine.core.queue("next")
     assert engine.scan("first") == Scan(True, END)
+    engine.core.finish_request("first")
+    engine.core.end_step(began=["next"])
+    assert engine.scan("second") == Scan(False, 0)
 
 
 def test_requests_that_wait_for_storage_lose_nothing_while_another_computes() -> None:
