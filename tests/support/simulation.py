@@ -266,6 +266,7 @@ class Simulation:
         self._requests += 1
         name = f"request-{self._requests}"
         self.allowed.update(chain)
+        self.core.queue(name)
         self.core.anticipate(name, chain, (rank,))
         self.queued[name] = Prompt(list(chain), Scan.PREFIX, stays=False)
         self.tick()
@@ -768,6 +769,7 @@ class Simulation:
             for key, tick in mover.used.items():
                 recorded = mover.ticks.get((mover.epoch, self.entry_slot(index, key)), 0) >= tick
                 require(recorded or key in index.recent_uses, "a use is never recorded")
+        require(not self.core._requests.queued, "a request waits for its turn for ever")
         require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
         require(not any(s.dead or s.trials_running or s.quarantined for s in self.core.tiers), "a dead job never ends")
         self._recover()

@@ -71,6 +71,14 @@ def keys_of(count: int, group: int = 0, first: int = 0) -> list[bytes]:
     return [make_offload_key(bytes([first + number]) * 32, group) for number in range(count)]
 
 
+def test_a_new_request_waits_for_its_turn(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own connector announces it too."""
+    queued: list[str] = []
+    monkeypatch.setattr(rig.manager._coordinator, "queue", queued.append)
+    rig.request("r")
+    assert queued == ["r"]
+
+
 def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig) -> None:
     one, two = keys_of(2)
     context = rig.request("r", one, two)
@@ -262,6 +270,8 @@ class ScriptedCoordinator:
         return self.where
 
     def observe_prefill(self, tokens: int, context: float, seconds: float) -> None: ...
+
+    def queue(self, request: str) -> None: ...
 
     def set_allowed_tiers(self, request: str, tiers: Collection[int]) -> None:
         self.restricted[request] = {*tiers}
