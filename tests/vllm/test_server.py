@@ -7,8 +7,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -17,20 +17,42 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
+from tests.support.dashboard import still_unchanged
 from tests.support.leaks import command_line, process_tree
+from tests.support.prometheus import Prometheus, program, prometheus
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+HOST_ROWS = 8  # about 2.8 MiB each: little more than one prompt
 IDLE_S = 5.0
+WINDOW_S = 60  # of Prometheus' rates
+# What no request and no fault of this test can bring about: what such a query asks for. tests/test_monitoring.py does.
+NOT_SHOWN = {
+    "existence_checks_total": "a shared prefix",
+    "huge_page_bytes": "a machine that has huge pages",
+    "staged": "`staging`, which is off",
+    "denials": "rights that are missing",
+    "unused_chunks_total": "promotions that nobody uses",
+    "failures_total": "moves that fail",
+    "mover_kills_total": "a mover that hangs",
+    "quarantined_chunks": "a mover that cannot be ended",
+    "prefill_tokens_per_s": "another speed than the one that is set",
+    "waiting_requests": "a moment, that a scrape may miss",
+    "queued_chunks": "a moment",
+    "moving_chunks": "a moment",
+    "used_bytes) / max by (instance, engine, tier)": "a tier over its budget",
+    'misses_total{reason="evicted"}[30m]': "a storage tier that is full",
+    "> sum by (instance) (increase(nixl_tiers:saved": "loads that are slower than computing",
+}
 IDLE_SHARE = 0.05  # of one core, for all processes of the server together
 
 
 @contextmanager
-def serve(tmp_path: Path, *more: str) -> Iterator[VllmServer]:
+def serve(tmp_path: Path, *more: str, host: str = "128MiB") -> Iterator[VllmServer]:
     model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
     tiers = [
-        {"type": "cpu", "capacity": "128MiB"},
+        {"type": "cpu", "capacity": host},
         # What this user has measured before about staging would be lines in the log.
         {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB", "staging": "off"},
     ]
@@ -51,7 +73,7 @@ def serve(tmp_path: Path, *more: str) -> Iterator[VllmServer]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[VllmServer]:
-    with serve(tmp_path) as server:
+    with serve(tmp_path, host=f"{HOST_ROWS * 3}MiB") as server:
         yield server
 
 
@@ -72,8 +94,7 @@ def processor_s(pids: Iterable[int]) -> float:
 
 def file_tier_fails_while_idle(server: VllmServer, tmp_path: Path) -> None:
     """No request is sent: the engine does not step. Its file tier's mover dies, and cannot open the tier again."""
-    assert server._process is not None
-    movers = [pid for pid, line in process_tree(server._process.pid).items() if "nixl_tiers/mover" in line]
+    movers = movers_of(server)
     (tmp_path / "kv").rename(tmp_path / "gone")
     (tmp_path / "kv").write_text("no directory")
     for mover in movers:
@@ -111,8 +132,92 @@ def test_several_api_servers_show_each_gauge_once_and_as_it_is_now(two_api_serve
     file_tier_fails_while_idle(server, tmp_path)
 
 
-def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: VllmServer, tmp_path: Path) -> None:
-    prompt = [(17 * i) % 3000 + 100 for i in range(600)]
+def prompt_of(seed: int) -> list[int]:
+    """600 tokens, 4 whole blocks."""
+    return [(seed * i) % 3000 + 100 for i in range(600)]
+
+
+def movers_of(server: VllmServer) -> list[int]:
+    assert server._process is not None
+    return [pid for pid, line in process_tree(server._process.pid).items() if "nixl_tiers/mover" in line]
+
+
+def load_and_faults(server: VllmServer, tmp_path: Path) -> None:
+    """Hits from the file tier, rows that are corrupt there, and movers that are killed."""
+
+    def total(name: str, **labels: str) -> float:
+        server.poke()
+        return server.metrics().total(f"nixl_tiers:{name}", **labels)
+
+    def ask(seed: int) -> None:
+        """And then forget it: the engine at once, the host when the next one needs the room."""
+        until(server.reset_prefix_cache, "no block to be in use", timeout_s=300)
+        server.ask(prompt_of(seed), 2)
+        until(lambda: not total("queued_chunks") + total("moving_chunks"), "quiet", timeout_s=300)
+
+    for seed in (19, 23, 17):
+        ask(seed)
+    until(lambda: total("hits_total", tier="file"), "a hit from the file tier", timeout_s=300)
+    for slab in (tmp_path / "kv").rglob("slab-*"):
+        size = slab.stat().st_size
+        with slab.open("r+b") as file:
+            for at in range(0, size, 1 << 20):
+                file.seek(at)
+                file.write(b"damaged")
+    ask(19)
+    until(lambda: total("removed_chunks_total", reason="corrupt"), "rows that are corrupt", timeout_s=300)
+    for _ in range(2):
+        before = movers_of(server)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda old=before: set(movers_of(server)) - set(old), "another mover", timeout_s=300)  # type: ignore[misc]
+        until(lambda: total("up", tier="file"), "it to be up", timeout_s=300)
+
+
+def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(
+    server: VllmServer, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    start = time.time()
+    with watched_by_prometheus(server, tmp_path) as watcher:
+        counts_hits(server, tmp_path)
+        everyone = idles_without_cpu(server, watcher)
+        load_and_faults(server, tmp_path)
+        file_tier_fails_while_idle(server, tmp_path)
+        with subtests.test("what a Prometheus has seen"):
+            if watcher is None:
+                pytest.skip("needs Prometheus (Debian's package prometheus)")
+            for seed in (29, 31):  # of which the tier takes nothing. Counters come with the engine's steps
+                server.ask(prompt_of(seed), 2)
+            shows_load_and_faults(watcher, start)
+    exits_on_sigterm(server, everyone)
+
+
+@contextmanager
+def watched_by_prometheus(server: VllmServer, tmp_path: Path) -> Iterator[Prometheus | None]:
+    """A real one, which scrapes the server, where there is one."""
+    found = program("prometheus")
+    if found is None:
+        yield None
+        return
+    (tmp_path / "prometheus").mkdir()
+    with prometheus(found, tmp_path / "prometheus", server._port) as watcher:
+        yield watcher
+
+
+def shows_load_and_faults(watcher: Prometheus, start: float) -> None:
+    """Each query of the dashboard and each alert that this load and these faults can change has changed."""
+
+    def missing() -> list[str]:
+        unchanged = still_unchanged(watcher, start, WINDOW_S)
+        return [query for query in unchanged if not any(asked in query for asked in NOT_SHOWN)]
+
+    with suppress(AssertionError):
+        until(lambda: not missing(), "every query", timeout_s=30)
+    assert missing() == []
+
+
+def counts_hits(server: VllmServer, tmp_path: Path) -> None:
+    prompt = prompt_of(17)
     cold = server.ask(prompt, 4)
     assert server.reset_prefix_cache()
     warm = server.ask(prompt, 4)
@@ -127,7 +232,7 @@ def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: Vll
     assert page.total("nixl_tiers:misses_total", reason="never_stored") == 4
     assert page.total("nixl_tiers:store_seconds_count", tier="file") > 0
     assert page.total("nixl_tiers:up", tier="file") == 1
-    assert page.total("nixl_tiers:capacity_bytes", tier="cpu") == 128 << 20
+    assert page.total("nixl_tiers:capacity_bytes", tier="cpu") == (HOST_ROWS * 3) << 20
     assert page.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 512
 
     log = server._log.read_text()
@@ -137,19 +242,26 @@ def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(server: Vll
     assert f"the file tier ({tmp_path / 'kv'}, 256 MiB) is up, 0 rows found" in log
     assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
 
+
+def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[int, str]:
+    """Returns its processes."""
     assert server._process is not None
     everyone = process_tree(server._process.pid)
     assert any("nixl_tiers/mover" in line for line in everyone.values())
     # vLLM's processes spin for a while after the last step, and pages are still being supplied: wait for the quiet.
     deadline = time.monotonic() + 300
     share = 1.0
-    while share >= IDLE_SHARE and time.monotonic() < deadline:
-        before = processor_s(everyone)
-        time.sleep(IDLE_S)
-        share = (processor_s(everyone) - before) / IDLE_S
+    with watcher.paused() if watcher is not None else nullcontext():
+        while share >= IDLE_SHARE and time.monotonic() < deadline:
+            before = processor_s(everyone)
+            time.sleep(IDLE_S)
+            share = (processor_s(everyone) - before) / IDLE_S
     assert share < IDLE_SHARE
+    return everyone
 
-    file_tier_fails_while_idle(server, tmp_path)
+
+def exits_on_sigterm(server: VllmServer, everyone: Mapping[int, str]) -> None:
+    assert server._process is not None
     server._process.terminate()
     assert server._process.wait(300) is not None
     deadline = time.monotonic() + 120
