@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ import yaml
 from nixl_tiers.config import schema
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
 from nixl_tiers.config.warnings import warnings_of
+from nixl_tiers.testing import vllm_cpu
 
 ROOT: Final = Path(__file__).parents[1]
 GUIDE: Final = ROOT / "docs/guide"
@@ -58,6 +60,13 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
 def test_examples_are_found() -> None:
     assert len(list(examples(PAGES[0].read_text()))) == 6
     assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 17
+
+
+def test_server_without_a_gpu_is_that_of_the_demo() -> None:
+    page = (GUIDE / "first-run.md").read_text()
+    assert f'MODEL="$PWD/{vllm_cpu.cache_directory().name}/model/{vllm_cpu.MODEL}"' in page
+    (words,) = re.findall(r'serve\(\) { python (.*) "\$@"; }', page)
+    assert shlex.split(words) == vllm_cpu.serve_command(Path("$MODEL"))[1:]
 
 
 def test_defaults_in_the_readme_are_those_of_the_schema() -> None:
