@@ -112,6 +112,6 @@ def _print(found: list[Namespace]) -> None:
         ),
     )
     print(
-        f"{len(found)} namespaces, {sum(each.rows for each in found)} rows, "
+        f"{len(found)} namespace{'' if len(found) == 1 else 's'}, {sum(each.rows for each in found)} rows, "
         f"{format_size(sum(each.nbytes for each in found))}"
     )

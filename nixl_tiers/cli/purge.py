@@ -145,7 +145,8 @@ def _print(reports: list[dict[str, Any]], *, yes: bool) -> None:
         ),
     )
     if not yes:
-        print("Nothing was deleted: --yes does it.")
+        can = any(not report["refused"] for report in reports)
+        print("Nothing was deleted: --yes does it." if can else "Nothing was deleted, nor would it be with --yes.")
 
 
 def _result(report: dict[str, Any], *, yes: bool) -> str:

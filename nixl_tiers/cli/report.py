@@ -70,10 +70,16 @@ class Report:
     def sentence(self) -> str:
         total = self.total
         lost_s = total.lost_slower_s + total.lost_vain_s
-        said = (
-            f"since start: {total.tokens:,.0f} tokens and {_seconds(total.saved_prefill_s)} of prefill saved, "
-            f"first tokens {_seconds(total.saved_first_token_s)} earlier, {_seconds(lost_s)} lost"
-        )
+        if total.tokens and not total.saved_prefill_s:
+            said = (
+                f"since start: {total.tokens:,.0f} tokens saved (seconds count from when a few prompts were computed: "
+                f"only then it is known how fast that is), {_seconds(lost_s)} lost"
+            )
+        else:
+            said = (
+                f"since start: {total.tokens:,.0f} tokens and {_seconds(total.saved_prefill_s)} of prefill saved, "
+                f"first tokens {_seconds(total.saved_first_token_s)} earlier, {_seconds(lost_s)} lost"
+            )
         if not self.misses:
             return said + ", no misses"
         ((reason, tier), count), missed = self.misses.most_common(1)[0], self.misses.total()

@@ -218,6 +218,8 @@ def test_purge_refuses_slabs_that_an_engine_holds_and_deletes_free_parts(
         assert "is held by process" in refusal
         assert str(os.getpid()) in refusal
         assert not list(tmp_path.glob(f"part-*/{OTHER.hex()}"))
+        assert main(["purge", str(tmp_path), "--all"]) == FAILED
+        assert "nor would it be with --yes" in capsys.readouterr().out
         assert load(first, region, range(ROWS)) == [Outcome.OK] * ROWS
 
 
