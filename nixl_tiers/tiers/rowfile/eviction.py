@@ -42,6 +42,11 @@ class Evictor:
         self._log_once = log_once
         self._candidates: deque[tuple[int, RowPath]] = deque()
 
+    def drop_candidates(self) -> None:
+        """A scan may have found rows that are colder: of a namespace that it had not read, restored from elsewhere, or
+        stored by a clock that is behind."""
+        self._candidates.clear()
+
     def make_room(self, rescan: Callable[[], None]) -> None:
         """Delete the least recently used rows, of whichever namespace, until the requested room is there."""
         while excess_bytes := self._quota.excess_bytes():
@@ -60,7 +65,8 @@ class Evictor:
     def _select_victims(self, excess_bytes: int) -> list[tuple[int, RowPath]]:
         """The least recently used rows, of at least so many bytes if there are enough: (modification time, path).
 
-        Some thousands are sorted at a time. Any row beside those was used later than they were, and stays so.
+        Some thousands are sorted at a time. Any row beside those was used later than they were, and stays so until a
+        scan finds others.
         """
         victims = list[tuple[int, RowPath]]()
         for refill in (False, True):

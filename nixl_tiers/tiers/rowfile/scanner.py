@@ -103,6 +103,7 @@ class DirScanner:
             self._seen = seen
             overhead_bytes += sum(overhead for overhead, _ in seen.values())
             self._quota.end_scan(number, added_bytes, set().union(*(dirs for _, dirs in seen.values())), overhead_bytes)
+        self._evictor.drop_candidates()
         if number > 1:
             self.cpu_s = time.thread_time() - began_s
 

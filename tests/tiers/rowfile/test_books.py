@@ -239,6 +239,19 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
+def test_row_that_is_found_later_and_is_colder_is_evicted_first() -> None:
+    """The evictor still has candidates from before, which are all warmer."""
+    books = Books()
+    books.begin(seed=0)
+    books.other_engine_stores(OURS, KEYS[0], age_s=100)
+    books.other_engine_stores(OURS, KEYS[1], age_s=50)
+    books.coldest_rows_are_evicted(1)
+    books.other_engine_stores(OTHER, KEYS[2], age_s=2000)
+    books.coldest_rows_are_evicted(1)
+    assert set(books.files) == {(OURS, KEYS[1])}
+    books.teardown()
+
+
 def row_status() -> os.stat_result:
     with tempfile.NamedTemporaryFile() as file:
         file.truncate(ROW)
