@@ -135,6 +135,8 @@ def test_lease_thread_of_an_s3_tier_goes_on_after_an_unexpected_error(
             return store.flush(60) and store.stats()["s3"]["rows"] > 0
 
         until(stores, "a row in the bucket")
+        # A mover's log comes by another pipe than its reports, and may come later.
+        until(lambda: "unexpected error (ZeroDivisionError)" in caplog.text, "the error in the log")
     messages = [message for message in caplog.messages if "unexpected error (ZeroDivisionError)" in message]
     assert len(messages) == 1
     assert f"the {thread} of the " in messages[0]
