@@ -7,10 +7,11 @@ engine computes one prompt at a time, the first in the queue that does not wait 
 Each tier has one mover with a latency and a bandwidth, and does its jobs one after the other. What a prompt costs to
 compute is known to the core (a speed and a term for its length), so that nothing here depends on learning it.
 
-Arms: `off`: no tiers; `always`: what is stored is always loaded; `priced`: load or recompute; `ahead`: that, and
-promotion at arrival; `through`: that, with `prefer: throughput`. Figures: mean and 99th percentile of the time to first
-token, the share of promoted rows that was evicted unused. Needs no vLLM; some minutes. Writes
-bench-out/queueing.json.
+Arms: `off`: no tiers; `always`: what is stored is always loaded; `alone`: load or recompute, each request weighed
+alone; `queue`: what computing costs those in the queue is counted (with vLLM's own connector); `ahead`: each weighed
+alone, and promotion at arrival; `ours`: both (the default, with NixlTiersConnector); `through`: that, with
+`prefer: throughput`. Figures: mean and 99th percentile of the time to first token, the share of promoted rows that was
+evicted unused. Needs no vLLM; some minutes. Writes bench-out/queueing.json.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Arm:
     name: str
     tiers: bool = True
     priced: bool = True
+    queue: bool = True
     ahead: bool = True
     prefer: Prefer = "latency"
 
@@ -78,8 +80,10 @@ class Arm:
 ARMS: Final = (
     Arm("off", tiers=False),
     Arm("always", priced=False, ahead=False),
-    Arm("priced", ahead=False),
-    Arm("ahead"),
+    Arm("alone", queue=False, ahead=False),
+    Arm("queue", ahead=False),
+    Arm("ahead", queue=False),
+    Arm("ours"),
     Arm("through", prefer="throughput"),
 )
 
@@ -155,7 +159,8 @@ class VirtualEngine:
         while arriving and arriving[0].arrival_s <= self.now:
             request = arriving.popleft()
             queue.append(request)
-            self.core.queue(request.name)
+            if self._arm.queue:
+                self.core.queue(request.name)
             if self._arm.ahead:
                 self.core.anticipate(request.name, request.keys, (0.0,))
 
