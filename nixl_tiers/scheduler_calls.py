@@ -18,6 +18,7 @@ from nixl_tiers.cascade.chains import Chain, Scan
 from nixl_tiers.cascade.copies import StorePlan
 from nixl_tiers.cascade.line import Rank
 from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.prefill import MIN_SAMPLES
 from nixl_tiers.cascade.savings import Load
 from nixl_tiers.chunk import Key, Namespace, check_key
 from nixl_tiers.config.schema import TiersConfig
@@ -65,7 +66,8 @@ class SchedulerCalls:
         self._clock = clock
         self._open_loads = OpenLoads(region)
         self._prefill_cache: PrefillCache | None = None
-        self._remember_at = 16  # steps that computed prompts
+        # Steps that computed prompts: as soon as a speed is known, since vLLM kills an engine that is to end at once.
+        self._remember_at = MIN_SAMPLES
 
     @property
     def namespace(self) -> Namespace:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.cascade.prefill import MIN_SAMPLES
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
 from nixl_tiers.coordinator import Coordinator
@@ -54,14 +55,15 @@ def test_speed_is_known_after_a_restart_of_the_same_model_on_the_same_device(sta
 
 
 def test_engine_that_is_killed_has_kept_its_speed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written while it runs, and not by the thread that reports steps."""
+    """Written while it runs, as soon as a speed is known, since vLLM kills the engine of a server that gets a SIGTERM;
+    and not by the thread that reports steps."""
     threads: list[str] = []
     remember = PrefillCache.remember
     monkeypatch.setattr(
         PrefillCache, "remember", lambda *a: (threads.append(threading.current_thread().name), remember(*a))[1]
     )
     killed = start()
-    learn(killed, 20)
+    learn(killed, MIN_SAMPLES)
     until(lambda: PrefillCache(ONE, "GPU").recall(), "the samples are kept")
     assert threads
     assert threading.current_thread().name not in threads
