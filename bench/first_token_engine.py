@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nixl_tiers.testing import vllm_cpu
@@ -14,11 +15,14 @@ class FirstTokenEngine:
 
     VERBS: tuple[str, ...] = ("ask",)
 
-    def __init__(self, transfer: Mapping[str, Any] | None, tokens: int, ready_s: float) -> None:
+    def __init__(
+        self, transfer: Mapping[str, Any] | None, tokens: int, ready_s: float, model: Path | None = None
+    ) -> None:
         """`transfer`: the fields of KVTransferConfig, None without tiers; `tokens`: of the longest prompt and step;
-        `ready_s`: how long to wait for the tiers."""
-        model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
-        self.llm = vllm_cpu.in_process_llm(model, transfer, max_model_len=tokens, max_num_batched_tokens=tokens)
+        `ready_s`: how long to wait for the tiers; `model`: its folder, that of `vllm_cpu` by default."""
+        model = model or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+        limits = {"max_model_len": tokens, "max_num_batched_tokens": tokens, "skip_tokenizer_init": True}
+        self.llm = vllm_cpu.in_process_llm(model, transfer, **limits)
         self.store: Any = None
         self.ready_s = ready_s
         self._asked = 0

@@ -1,7 +1,7 @@
 """Do the seconds that `nixl-tiers report` says agree with an experiment? Real vLLM, the same requests with tiers and
 without.
 
-    python -m bench.savings [--requests 50] [--concurrency 1] [--tokens 1280] [--out DIR]
+    python -m bench.savings [--requests 50] [--concurrency 1] [--tokens 1280] [--model DIR] [--out DIR]
 
 Two engines take turns, request by request, and only one is busy at a time: `off`, without a connector, and `on`, with
 NixlTiersConnector, a cpu tier that holds a third of the documents, and a file tier. Both are first asked each document,
@@ -35,7 +35,6 @@ from nixl_tiers.testing import vllm_cpu
 
 AGREE: Final = 0.15
 DOCUMENTS: Final = 10
-KV_BYTES_PER_TOKEN: Final = 30 * 2 * 3 * 64 * 2  # of SmolLM2-135M in bf16
 READY_S: Final = 120.0
 
 
@@ -44,9 +43,9 @@ class Engine(FirstTokenEngine):
 
     VERBS = ("ask", "numbers")
 
-    def __init__(self, tiers: list[dict[str, Any]]) -> None:
+    def __init__(self, model: Path, tiers: list[dict[str, Any]]) -> None:
         transfer = vllm_cpu.recomputing_transfer(tiers, prefill_tokens_per_s=None) if tiers else None
-        super().__init__(transfer, 4096, READY_S)
+        super().__init__(transfer, 4096, READY_S, model)
 
     def numbers(self) -> dict[str, dict[str, float]]:
         return {} if self.store is None else dict(self.store.stats())
@@ -56,21 +55,29 @@ def saved_s(numbers: dict[str, dict[str, float]]) -> float:
     return sum(t["saved_first_token_s"] - t["lost_slower_s"] - t["lost_vain_s"] for t in numbers.values())
 
 
-def compare(requests: int, concurrency: int, tokens: int, scratch: Path) -> dict[str, Any]:
+def kv_bytes_per_token(model: Path) -> int:
+    """In bf16."""
+    config = json.loads((model / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(head)
+
+
+def compare(model: Path, requests: int, concurrency: int, tokens: int, scratch: Path) -> dict[str, Any]:
     draw = random.Random(7)
+    words = json.loads((model / "config.json").read_text())["vocab_size"]
 
     def new_document(place: int) -> list[int]:
-        return [draw.randrange(1000, 40000) for _ in range(tokens * (2 + place % 4) // 5)]
+        return [draw.randrange(1, words) for _ in range(tokens * (2 + place % 4) // 5)]
 
     documents = [new_document(place) for place in range(DOCUMENTS)]
-    host = sum(map(len, documents)) * KV_BYTES_PER_TOKEN // 3
+    host = sum(map(len, documents)) * kv_bytes_per_token(model) // 3
     tiers = [
         {"type": "cpu", "capacity": host},
         {"type": "file", "path": str(scratch / "tier"), "capacity": "4GiB"},
     ]
     arms = {
-        "off": EngineProcess("bench.savings", "engine", "[]", log=scratch / "off.log"),
-        "on": EngineProcess("bench.savings", "engine", json.dumps(tiers), log=scratch / "on.log"),
+        "off": EngineProcess("bench.savings", "engine", str(model), "[]", log=scratch / "off.log"),
+        "on": EngineProcess("bench.savings", "engine", str(model), json.dumps(tiers), log=scratch / "on.log"),
     }
     try:
         for engine in arms.values():
@@ -125,11 +132,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1280, help="of the longest document")
+    parser.add_argument("--model", type=Path, help="a Llama's folder; by default the tests' small model")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.out) as scratch:
-        found = compare(given.requests, given.concurrency, given.tokens, Path(scratch))
+        model = given.model or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+        found = compare(model, given.requests, given.concurrency, given.tokens, Path(scratch))
     (given.out / f"savings-{given.concurrency}.json").write_text(json.dumps(found, indent=1))
     off = found["report_s"] / found["experiment_s"] - 1
     print(
@@ -147,7 +156,7 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:
         stream = claim_stdout()
-        child = Engine(json.loads(sys.argv[2]))
+        child = Engine(Path(sys.argv[2]), json.loads(sys.argv[3]))
         answer_requests(stream, "ready", child.carry_out)
     else:
         sys.exit(main())
