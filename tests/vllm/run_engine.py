@@ -8,11 +8,14 @@ Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, ask
 engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"];
 ["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
 bytes into the engine's blocks and fail; ["hold", n] has copies of loads wait until n more steps computed nothing, and
-counts steps from then on; ["steps"] how many there were, by whether they computed something and whether they paused.
+counts steps from then on; ["steps"] how many there were, by whether they computed something and whether they paused;
+["queue"] has steps that compute wait until what requests in the queue are to load is in host memory, and ["turns"] says
+of each of these requests where its chunks were at its arrival and when its turn came, and whether it then waited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -57,11 +60,11 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         return until(Path(arguments[0]).exists, arguments[0], timeout_s=500)
     if verb == "break":
         return break_loads(*arguments)
-    if verb == "hold":
-        core.test_steps = Steps(core, *arguments)
+    if verb in ("hold", "queue"):
+        core.of_test = Steps(core, *arguments) if verb == "hold" else Queue(core)
         return None
-    if verb == "steps":
-        return core.test_steps.counts
+    if verb in ("steps", "turns"):
+        return core.of_test.seen()
     if verb == "flush":
         assert store_of(core).flush(300)
         return None
@@ -103,6 +106,9 @@ class Steps:
         self._schedule, self._load, self._wait = core.scheduler.schedule, swap.load, changed.wait
         core.scheduler.schedule, swap.load, changed.wait = self.schedule, self.load, self.wait
 
+    def seen(self) -> dict[str, int]:
+        return self.counts
+
     def schedule(self, *arguments: Any) -> Any:
         pauses = self._pauses
         output = self._schedule(*arguments)
@@ -121,6 +127,48 @@ class Steps:
     def wait(self, timeout_s: float) -> bool:
         self._pauses += 1
         return self._wait(timeout_s)
+
+
+class Queue:
+    """Requests that are in vLLM's queue while another computes: it goes on once they have all chunks in host memory, or
+    when that takes long."""
+
+    def __init__(self, core: Any) -> None:
+        self.turns: dict[str, dict[str, Any]] = {}
+        self._keys: dict[str, list[Any]] = {}
+        manager = core.scheduler.connector.connector_scheduler.manager
+        self._coordinator, executor = manager._coordinator, core.model_executor
+        self._anticipate, self._scan = manager.anticipate, self._coordinator.scan
+        self._execute = executor.execute_model
+        manager.anticipate, self._coordinator.scan = self.anticipate, self.scan
+        executor.execute_model = self.execute
+
+    def seen(self) -> list[dict[str, Any]]:
+        return list(self.turns.values())
+
+    def anticipate(self, request: str, keys: Any, rank: Any) -> None:
+        if keys:
+            self._keys[request] = list(keys)
+            self.turns[request] = {"arrival": self._coordinator.locate(keys), "computed": 0}
+        self._anticipate(request, keys, rank)
+
+    def execute(self, output: Any, *arguments: Any, **named: Any) -> Any:
+        queued = [request for request, turn in self.turns.items() if "turn" not in turn]
+        for request in queued:
+            turn, keys = self.turns[request], self._keys[request]
+            turn["computed"] += output.total_num_scheduled_tokens
+            if turn["computed"] > output.total_num_scheduled_tokens:
+                continue
+            with contextlib.suppress(AssertionError):  # the test sees that it is not there
+                until(lambda keys=keys: set(self._coordinator.locate(keys)) == {"cpu"}, "promotions", timeout_s=100)
+        return self._execute(output, *arguments, **named)
+
+    def scan(self, request: str, *arguments: Any) -> Any:
+        found = self._scan(request, *arguments)
+        turn = self.turns.get(request, {})
+        if turn and "turn" not in turn:
+            turn.update(turn=self._coordinator.locate(self._keys[request]), waits=found.waits)
+        return found
 
 
 def break_loads(times: int) -> None:

@@ -53,7 +53,8 @@ def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
 def test_one_prompt_through_every_tier(
     engine: Engine, prompts: list[list[int]], moto: MotoServer, tmp_path: Path
 ) -> None:
-    """Cold, GPU, host memory; file in a new engine; S3 in one without the files. bf16, one request at a time."""
+    """Cold, GPU, host memory; file in a new engine, while it waits for its turn; S3 in one without the files. bf16, one
+    request at a time."""
     prompt = prompts[0]
     whole = len(prompt) // BLOCK * BLOCK
     ask = ["generate", [prompt], 16]
@@ -78,8 +79,13 @@ def test_one_prompt_through_every_tier(
     payload = stats["cpu"]["bytes_written"]
     assert first["file"]["bytes_written"] == first["s3"]["bytes_written"] == payload
 
-    file, stats = engine(tiers, ask, ["stats"], env=moto.env)
-    assert file[0] == cpu[0]
+    # A prompt before it, of less than a block: while that computes, the other waits for its turn.
+    queue = [["queue"], ["generate", [prompts[1][: BLOCK // 2], prompt], 16], ["turns"], ["stats"]]
+    transfer = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
+    _, file, (turn,), stats = engine(tiers, *queue, env=moto.env, transfer=transfer, max_num_seqs=1)
+    assert turn.pop("computed") >= BLOCK // 2
+    assert turn == {"arrival": ["file"] * chunks, "turn": ["cpu"] * chunks, "waits": False}
+    assert file[1] == cpu[0]
     assert (stats["file"]["hits"], stats["file"]["bytes_read"]) == (chunks, payload)
     assert (stats["s3"]["hits"], stats["cpu"]["bytes_written"]) == (0, 0)
 
