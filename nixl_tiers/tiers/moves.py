@@ -150,6 +150,10 @@ class MoveQueue:
                 if not unit.begin(self._run(unit)):
                     self._ended(unit)
 
+    def split_first(self) -> None:
+        """Have the moves of the unit that waits first start one by one."""
+        self.waiting.extendleft(reversed(self.waiting.popleft().split()))
+
     def poll(self) -> int:
         """Go on with units that need not wait any more; returns how many steps that were."""
         steps = 0

@@ -70,9 +70,9 @@ class DirectRows:
             self.moved()
         return verdict
 
-    def moved(self) -> None:
-        """One row has arrived. Called for stores; `verify` knows it of loads."""
-        self.moved_bytes += self._region.geometry.row_bytes
+    def moved(self, rows: int = 1) -> None:
+        """So many have arrived. Called for stores; `verify` knows it of loads."""
+        self.moved_bytes += rows * self._region.geometry.row_bytes
 
     def _verify(self, sealer: Sealer, move: Move, row: NDArray[np.uint8]) -> Verdict:
         return sealer.verify(row, move.key)

@@ -151,8 +151,8 @@ def test_units_wait_for_room_in_the_buffer(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
-    if layout == "slabs":
-        monkeypatch.setattr("nixl_tiers.tiers.slab.tier._UNIT_ROWS", 2)
+    for name in ("slab", "rowfile"):
+        monkeypatch.setattr(f"nixl_tiers.tiers.{name}.tier._UNIT_ROWS", 2)
     tier = make_tier(layout, tmp_path / "kv", region, staging="on")
     serve(tier)
     most = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,9 +22,14 @@ from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
 
 _WORKERS: Final = 4
+_TRIES: Final = 4  # to put a row into its directory
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _worker_of(path: RowPath) -> int:
+    return zlib.crc32(path.key) % _WORKERS
 
 
 class TempFile:
@@ -76,7 +81,14 @@ class RowDirectory:
 
     def submit(self, path: RowPath, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call this on a worker thread; calls for the same row run in the order in which they were submitted."""
-        return self._workers[zlib.crc32(path.key) % _WORKERS].submit(call, *args, **kwargs)
+        return self._workers[_worker_of(path)].submit(call, *args, **kwargs)
+
+    def by_worker(self, paths: Iterable[RowPath]) -> list[list[int]]:
+        """The places of rows that can be handed to `submit` together: the same thread does what concerns them."""
+        places: dict[int, list[int]] = {}
+        for place, path in enumerate(paths):
+            places.setdefault(_worker_of(path), []).append(place)
+        return [*places.values()]
 
     def absolute(self, path: RowPath) -> Path:
         return self.path.joinpath(path.namespace, path.fanout, path.name)
@@ -188,14 +200,17 @@ class RowDirectory:
     def publish(self, temporary: TempFile, path: RowPath, sealed_at: int) -> None:
         """Rename a written file to the row's name, atomically replacing an older file. `sealed_at`: Unix seconds.
         Raises OSError."""
-        try:
-            status = self._rename(temporary, path)
-        except FileNotFoundError:
+        for left in reversed(range(_TRIES)):
+            try:
+                status = self._rename(temporary, path)
+                break
+            except FileNotFoundError:  # not made yet, or removed since by a process that found it empty
+                if not left:
+                    raise
             made = int(temporary.base.make(path.namespace))
             with temporary.base.folder(path.namespace) as home:
                 made += home.make(path.fanout)
             self._quota.add_directories(made)
-            status = self._rename(temporary, path)
         begins = age_from(sealed_at, status) if status is not None else 0
         self._quota.record(path, status, begins, stored=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,16 @@ class NewFile:
 
     registration: Registration
     temporary: TempFile
+
+
+@dataclass
+class Written:
+    """A new file, after its transfer: it is to be the row of `path` if that was `good`, else deleted."""
+
+    file: NewFile
+    path: RowPath
+    good: bool
+    sealed_at: int  # Unix seconds
 
 
 @dataclass
@@ -66,6 +76,10 @@ class RowFileIo:
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
+    def create_all(self, count: int) -> list[NewFile | Outcome]:
+        """`create` for so many rows."""
+        return [self.create() for _ in range(count)]
+
     def create(self) -> NewFile | Outcome:
         """A file to write a row into, allocated. Its room is reserved; released if this fails."""
         temporary: TempFile | None = None
@@ -87,12 +101,17 @@ class RowFileIo:
                 self._discard(temporary)
             return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
 
-    def end_store(self, file: NewFile, path: RowPath, good: bool, sealed_at: int) -> Outcome:
+    def end_stores(self, rows: Sequence[Written]) -> list[Outcome]:
+        """`end_store` for each of these."""
+        return [self.end_store(row) for row in rows]
+
+    def end_store(self, row: Written) -> Outcome:
         """Publish a written row, or delete its file if the transfer failed."""
+        file = row.file
         self._agent.deregister(file.registration)
         try:
-            if good:
-                self._directory.publish(file.temporary, path, sealed_at)
+            if row.good:
+                self._directory.publish(file.temporary, row.path, row.sealed_at)
                 file.temporary.close()
                 self._quota.release()
                 return Outcome.OK

@@ -196,12 +196,13 @@ class DirQuota:
 
     # --- room for new rows ------------------------------------------------------------------------------------------
 
-    def reserve(self, waiting: int) -> Reservation:
-        """Room for one of `waiting` rows that are about to be written. GRANTED counts it until `release`."""
+    def reserve(self, waiting: int, rows: int = 1) -> Reservation:
+        """Room for `rows` of `waiting` rows that are about to be written: for all of them or for none. GRANTED counts
+        each until `release`."""
         with self.lock:
             if not self._scans_ended:
                 return Reservation.WAIT
-            need = self._row_bytes
+            need = rows * self._row_bytes
             if self._unscanned_bytes + need > self._max_unscanned_bytes:
                 self.scan_all = True
                 self._request_scan()
@@ -209,13 +210,13 @@ class DirQuota:
             if self._lacking(need) <= 0:
                 self._reserved_bytes += need
                 self._unscanned_bytes += need
-                self._added_bytes += NAME_BYTES
+                self._added_bytes += rows * NAME_BYTES
                 return Reservation.GRANTED
             if self._lacking(need - self._pending_delete_bytes) <= 0:
                 return Reservation.WAIT
             if time.monotonic() < self._full_until_s:
                 return Reservation.REFUSED
-            self._requested_bytes = waiting * need
+            self._requested_bytes = max(waiting, rows) * self._row_bytes
             self.lock.notify_all()
             return Reservation.WAIT
 

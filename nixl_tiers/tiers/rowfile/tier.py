@@ -52,7 +52,7 @@ from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finishe
 from nixl_tiers.tiers.nixl_agent import Registration, Span
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.io import NewFile, RowFile, RowFileIo
+from nixl_tiers.tiers.rowfile.io import NewFile, RowFile, RowFileIo, Written
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota, Reservation, RowPath, age_from
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
@@ -68,6 +68,8 @@ _RELIST_SHARE: Final = (
 )
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 64)
+_UNIT_ROWS: Final = 8  # that are stored together, within these bytes
+_UNIT_BYTES: Final = 1 << 20
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,9 +107,16 @@ class RowFileTier(StorageTier):
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         least, most = _RUNNING_ROWS
         self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
+        unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // self._row_bytes))
         self._moves = MovePipeline(
             MoveQueue(limit=self._most, run=self._run_load, on_end=self._load_ended),
-            MoveQueue(limit=self._most, admit=self._admit_store, run=self._run_store, on_end=self._store_ended),
+            MoveQueue(
+                limit=self._most // unit_rows,
+                admit=self._admit_store,
+                run=self._run_store,
+                on_end=self._store_ended,
+                unit_rows=unit_rows,
+            ),
             may_start=lambda: self._open is None or not self._open.health.problem,
             held_until_s=lambda: region.stores_held_until_s,
         )
@@ -378,28 +387,57 @@ class RowFileTier(StorageTier):
     # --- moving rows ------------------------------------------------------------------------------------------------
 
     def _admit_store(self, unit: Unit) -> bool:
-        reservation = self._quota.reserve(min(len(self._moves.stores.waiting), self._most))
+        """A unit has room for all of its rows, or its rows are admitted one by one."""
+        stores, rows = self._moves.stores, len(unit.moves)
+        waiting = sum(len(each.moves) for each in itertools.islice(stores.waiting, self._most))
+        reservation = self._quota.reserve(min(waiting, self._most), rows)
+        if reservation is Reservation.REFUSED and rows > 1:
+            stores.split_first()
+            return False
         if reservation is Reservation.REFUSED:
             unit.end_all(Outcome.NO_SPACE)
         return reservation is not Reservation.WAIT
 
     def _run_store(self, unit: Unit) -> Steps[None]:
-        """Seal the row, write it to a new file, give the file its name."""
-        served, (move,) = self._served, unit.moves
-        path = RowPath.of(served.name, move.key)
-        with (yield from self._staging.stores.rows(unit.moves)) as rows:
-            # The later of two clocks: the row must not seem older than it is by either.
-            rows.prepare(served.sealer, move, max(self._clock(), self._directory.server_time.now_s()))
-            sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
-            file = yield from finished(self._directory.submit(path, self._files.create))
-            if isinstance(file, Outcome):
-                unit.end_all(file)
+        """Seal the rows, write each to a new file, give the files their names. Rows are handed to threads together:
+        for small ones, that costs more than what the threads do."""
+        served, moves = self._served, [*unit.moves]
+        with (yield from self._staging.stores.rows(moves)) as rows:
+            # The later of two clocks: a row must not seem older than it is by either.
+            now_s = max(self._clock(), self._directory.server_time.now_s())
+            for move in moves:
+                rows.prepare(served.sealer, move, now_s)
+            paths = [RowPath.of(served.name, move.key) for move in moves]
+            made = yield from finished(self._directory.submit(paths[0], self._files.create_all, len(moves)))
+            new = [
+                (move, path, file)
+                for move, path, file in zip(moves, paths, made, strict=True)
+                if isinstance(file, NewFile)
+            ]
+            failed = {move: file for move, file in zip(moves, made, strict=True) if isinstance(file, Outcome)}
+            unit.end_each(failed.get)
+            if not new:
                 return
-            good = yield from transferred(self._agent.write([self._span(move, rows, file)]))
+            good = yield from transferred(self._agent.write([self._span(move, rows, file) for move, _, file in new]))
             if good:
-                rows.moved()
-        ending = self._directory.submit(path, self._files.end_store, file, path, good, sealed_at)
-        unit.end_all((yield from finished(ending)))
+                rows.moved(len(new))
+        yield from self._end_stores(unit, new, good)
+
+    def _end_stores(self, unit: Unit, new: Sequence[tuple[Move, RowPath, NewFile]], good: bool) -> Steps[None]:
+        sealed_at = self._served.sealer.sealed_at
+        written = [Written(file, path, good, sealed_at(self._region.rows_view[m.row])) for m, path, file in new]
+        groups = self._directory.by_worker(row.path for row in written)
+        endings = [
+            self._directory.submit(written[group[0]].path, self._files.end_stores, [written[place] for place in group])
+            for group in groups
+        ]
+        outcomes: dict[Move, Outcome] = {}
+        for group, ending in zip(groups, endings, strict=True):
+            ended = yield from finished(ending)
+            outcomes |= {new[place][0]: outcome for place, outcome in zip(group, ended, strict=True)}
+        if not good and len(new) > 1:  # one bad file fails a whole transfer: each row is tried again alone
+            outcomes = {move: outcome for move, outcome in outcomes.items() if outcome is not Outcome.FAILED}
+        unit.end_each(outcomes.get)
 
     def _run_load(self, unit: Unit) -> Steps[None]:
         """Open the row's file, read it, verify the row."""
