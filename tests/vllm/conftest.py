@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from nixl_tiers.testing import vllm_cpu
 from tests.support.models import save_random
+from tests.vllm.fork_server import ForkServer
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +87,49 @@ def weights_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def run_script(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Runs a script of this directory that takes two JSON files, PLAN and RESULT; returns the result.
+
+    `new_process`: not in a fork of the fork server. Raises with the script's last words.
+    """
+    root = str(Path(__file__).parents[2])
+
+    def run(
+        name: str, plan: Any, env: dict[str, str] | None = None, timeout_s: float = 600.0, *, new_process: bool = False
+    ) -> Any:
+        script, place = Path(__file__).with_name(name), tmp_path_factory.mktemp("script")
+        plan_file, result_file, log = place / "plan.json", place / "result.json", place / "stderr"
+        plan_file.write_text(json.dumps(plan))
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": paths, **(env or {})}
+        arguments = [str(plan_file), str(result_file)]
+        if new_process:
+            command = [sys.executable, str(script), *arguments]
+            with log.open("wb") as stderr:
+                status = subprocess.run(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, timeout=timeout_s, check=False
+                ).returncode
+        else:
+            status = fork_server.run(script, arguments, environment, log, timeout_s)
+        assert status == 0, f"{status}: {log.read_text(errors='replace')[-4000:]}"
+        return json.loads(result_file.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Runs an engine from its start to its end (see run_engine.py); returns what each step gave.
 
     `path`: the model, by default the one that vllm_cpu builds. `transfer`: fields of KVTransferConfig to replace.
-    Raises with the engine's last words.
+    `env`, `new_process`: see run_script.
     """
-    runner = Path(__file__).with_name("run_engine.py")
-    root = str(runner.parents[2])
 
     def run(
         tiers: dict[str, Any] | None,
@@ -101,6 +137,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
         env: dict[str, str] | None = None,
         path: Path | None = None,
         transfer: dict[str, Any] | None = None,
+        new_process: bool = False,
         **settings: Any,
     ) -> list[Any]:
         model = path or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
@@ -111,20 +148,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
             "settings": {"max_model_len": 2048, **settings},
             "steps": steps,
         }
-        place = tmp_path_factory.mktemp("engine")
-        plan_file, result_file = place / "plan.json", place / "result.json"
-        plan_file.write_text(json.dumps(plan))
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        ended = subprocess.run(
-            [sys.executable, str(runner), str(plan_file), str(result_file)],
-            env={**os.environ, "PYTHONPATH": paths, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr[-4000:]
-        result: list[Any] = json.loads(result_file.read_text())
+        result: list[Any] = run_script("run_engine.py", plan, env, new_process=new_process)
         return result
 
     return run

@@ -6,11 +6,9 @@ and the load of a run again, though not the times at which copies end.
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,11 +49,52 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_random(kind, place / name, **tiny, **fields) for name, (kind, fields) in MODELS.items()}
 
 
+@pytest.fixture
+def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
+    def run(model: str, blocks: int, requests: int, seed: int, *, storm: int = 50) -> None:
+        rng = random.Random(seed)
+        tiers = [
+            {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
+            {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"},
+        ]
+        options = {
+            "offload_prompt_only": rng.random() < 0.5,
+            "on_reset": rng.choice(["new_epoch", "new_epoch", "keep"]),
+        }
+        plan = {
+            "model": str(models[model]),
+            "transfer": vllm_cpu.kv_transfer(tiers, blocks_per_chunk=blocks, **options),
+            "settings": {
+                "max_model_len": 512,
+                "block_size": 32,
+                "num_gpu_blocks_override": {"full": 28, "windowed": 48}[model],
+                "max_num_batched_tokens": 128,
+                "max_num_seqs": 8,
+            },
+            "seed": seed,
+            "requests": requests,
+            "storm": storm,
+            "aborts": 0.02,
+            "resets": 0.02 if blocks == 1 else 0.015,  # in doubt, no chunks of several blocks are stored
+        }
+        print(f"STRESS_SEED={SEED}: {model}, chunks of {blocks}, {options}, host of {tiers[0]['capacity']}")
+        # One core: this model's sums are so small that threads would only wait for each other.
+        env = {"VLLM_CPU_OMP_THREADS_BIND": str(vllm_cpu.cores()[-1])}
+        result = run_script("stress.py", plan, env, 12 * requests, new_process=True)
+        print(result)
+        assert result["wrong"] == []
+        assert result["lost"] == 0
+        missing = [name for name in ("finished", "hits", "aborts", "resets", "preempted") if not result[name]]
+        assert not missing, "a load without these shows nothing"
+
+    return run
+
+
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("number", range(2))
-def test_answers_equal_those_without_tiers(number: int, models: dict[str, Path], tmp_path: Path) -> None:
+def test_answers_equal_those_without_tiers(number: int, run_cell: Callable[..., None]) -> None:
     model, blocks = random.Random(SEED).sample(CELLS, 2)[number]
-    run_cell(models[model], blocks, 150, SEED + number, tmp_path)
+    run_cell(model, blocks, 150, SEED + number)
 
 
 @pytest.mark.stress
@@ -63,53 +102,6 @@ def test_answers_equal_those_without_tiers(number: int, models: dict[str, Path],
 @pytest.mark.parametrize(("model", "blocks"), CELLS)
 @pytest.mark.parametrize("number", range(2))
 def test_all_answers_equal_those_without_tiers(
-    number: int, model: str, blocks: int, models: dict[str, Path], tmp_path: Path
+    number: int, model: str, blocks: int, run_cell: Callable[..., None]
 ) -> None:
-    run_cell(models[model], blocks, 500, SEED + number, tmp_path, storm=1000)
-
-
-def run_cell(model: Path, blocks: int, requests: int, seed: int, place: Path, *, storm: int = 50) -> None:
-    rng = random.Random(seed)
-    tiers = [
-        {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
-        {"type": "file", "path": str(place / "kv"), "capacity": "64MiB"},
-    ]
-    options = {"offload_prompt_only": rng.random() < 0.5, "on_reset": rng.choice(["new_epoch", "new_epoch", "keep"])}
-    plan = {
-        "model": str(model),
-        "transfer": vllm_cpu.kv_transfer(tiers, blocks_per_chunk=blocks, **options),
-        "settings": {
-            "max_model_len": 512,
-            "block_size": 32,
-            "num_gpu_blocks_override": {"full": 28, "windowed": 48}[model.name],
-            "max_num_batched_tokens": 128,
-            "max_num_seqs": 8,
-        },
-        "seed": seed,
-        "requests": requests,
-        "storm": storm,
-        "aborts": 0.02,
-        "resets": 0.02 if blocks == 1 else 0.015,  # in doubt, no chunks of several blocks are stored
-    }
-    print(f"STRESS_SEED={SEED}: {model.name}, chunks of {blocks}, {options}, host of {tiers[0]['capacity']}")
-    (place / "plan.json").write_text(json.dumps(plan))
-    runner = Path(__file__).with_name("stress.py")
-    root = str(runner.parents[2])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    # One core: this model's sums are so small that threads would only wait for each other.
-    env = {**os.environ, "PYTHONPATH": paths, "VLLM_CPU_OMP_THREADS_BIND": str(vllm_cpu.cores()[-1])}
-    ended = subprocess.run(
-        [sys.executable, str(runner), str(place / "plan.json"), str(place / "result.json")],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=12 * requests,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    result = json.loads((place / "result.json").read_text())
-    print(result)
-    assert result["wrong"] == []
-    assert result["lost"] == 0
-    missing = [name for name in ("finished", "hits", "aborts", "resets", "preempted") if not result[name]]
-    assert not missing, "a load without these shows nothing"
+    run_cell(model, blocks, 500, SEED + number, storm=1000)
