@@ -62,6 +62,7 @@ class Books(RuleBasedStateMachine):
         )
         self.now_s = int(time.time())
         self.files: dict[tuple[str, bytes], int] = {}
+        self.newest: dict[tuple[str, bytes], int] = {}  # a later file of this name, also after a delete, is not older
         self.core: set[bytes] = set()
         self.meanwhile: list[Callable[[bytes], None]] = []  # done to a row of the directory that is read
         self.changed: set[bytes] = set()
@@ -89,7 +90,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(namespace=NAMESPACES, key=KEY, age_s=st.integers(0, 3000))
     def other_engine_stores(self, namespace: str, key: bytes, age_s: int) -> None:
-        file, written_s = self.file(namespace, key), max(self.now_s - age_s, self.files.get((namespace, key), 0))
+        file, written_s = self.file(namespace, key), max(self.now_s - age_s, self.newest.get((namespace, key), 0))
         file.parent.mkdir(0o700, parents=True, exist_ok=True)
         file.parent.chmod(0o700)
         file.parent.parent.chmod(0o700)
@@ -97,7 +98,7 @@ class Books(RuleBasedStateMachine):
         temporary.write_bytes(bytes(ROW))
         os.utime(temporary, (written_s,) * 2)
         temporary.rename(file)
-        self.files[namespace, key] = written_s
+        self.files[namespace, key] = self.newest[namespace, key] = written_s
 
     @rule(namespace=NAMESPACES, key=KEY)
     def other_engine_deletes(self, namespace: str, key: bytes) -> None:
@@ -119,7 +120,7 @@ class Books(RuleBasedStateMachine):
         os.close(descriptor)
         self.directory.publish(temporary, RowPath.of(OURS, key), self.now_s)
         temporary.close()
-        self.files[OURS, key] = int(self.file(OURS, key).stat().st_mtime)
+        self.files[OURS, key] = self.newest[OURS, key] = int(self.file(OURS, key).stat().st_mtime)
         self.core.add(key)
 
     def delete(self, key: bytes) -> None:
