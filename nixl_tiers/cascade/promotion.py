@@ -207,6 +207,8 @@ class Promotion:
     def feed_line(self, now: float) -> list[TierIndex]:
         """Queue promotions for requests that wait for their turn, as far as those whose turn has come leave room, to
         the tiers that it returns."""
+        if self._crowded and not any(tier.to_load for tier in self._state.tiers):
+            self._crowded = False  # nobody waits for room any more
         return self.line.feed(now) if self.line.busy and not self._crowded else []
 
     def plan(self, tier: TierIndex, now: float) -> list[Job]:

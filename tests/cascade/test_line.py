@@ -220,7 +220,7 @@ def test_line_gives_way_although_promotions_wait_for_room() -> None:
     core = stored(a, b, rows=8, line_share=1.0)
     core.copies.prepare_store(chain("filling", 5), "filling")
     core.anticipate("b", b, (1.0,))
-    come_up(core)
+    run(core, core.events.plan(0.0))
     assert core._promotion._crowded
     assert scan(core, a, "a")[0] is PENDING
     assert a[0] in come_up(core)
@@ -264,3 +264,15 @@ def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> Non
     core.end_step()
     assert scan(core, b, "b")[0] is PENDING
     assert come_up(core) == b
+
+
+def test_prefetch_that_found_no_room_ends_and_unpins_its_rows() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_share=0.5)
+    core.copies.prepare_store(chain("filling", 5), "filling")
+    core.prefetch(a)
+    assert come_up(core) == a[:3]
+    assert not any(row.request_pins for row in core.host.index.values())
+    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 5)), ())
+    core.prefetch(b)
+    assert come_up(core) == b, "and the line goes on"
