@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Final
 
@@ -55,12 +56,21 @@ class Evictor:
                 self._quota.refuse_room()
                 return
             evictions = [self._directory.submit(path, self._evict, path, mtime_ns) for mtime_ns, path in victims]
-            ends = {eviction.result() for eviction in evictions}
+            ended = [(path, eviction.result()) for (_, path), eviction in zip(victims, evictions, strict=True)]
+            self._put_back(path for path, end in ended if end is _Eviction.USED)
+            ends = {end for _, end in ended}
             if _Eviction.MISSING in ends:
                 rescan()  # another process makes room too: what is there now?
             elif ends == {_Eviction.FAILED}:
                 self._quota.refuse_room()
                 return
+
+    def _put_back(self, used: Iterable[RowPath]) -> None:
+        """These were used later than it seemed, and may still be colder than the candidates that are left."""
+        for path in used:
+            row = self._quota.get(path)
+            if row is not None and self._candidates and row.mtime_ns <= self._candidates[-1][0]:
+                insort(self._candidates, (row.mtime_ns, path))
 
     def _select_victims(self, excess_bytes: int) -> list[tuple[int, RowPath]]:
         """The least recently used rows, of at least so many bytes if there are enough: (modification time, path).

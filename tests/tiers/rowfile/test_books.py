@@ -253,6 +253,19 @@ def test_row_that_is_found_later_and_is_colder_is_evicted_first() -> None:
     books.teardown()
 
 
+def test_row_that_was_used_since_and_is_still_the_coldest_is_evicted() -> None:
+    books = Books()
+    books.begin(seed=0)
+    books.other_engine_stores(OURS, KEYS[0], age_s=100)
+    books.other_engine_stores(OURS, KEYS[1], age_s=50)
+    books.other_engine_stores(OURS, KEYS[2], age_s=10)
+    books.scan()
+    books.other_engine_stores(OURS, KEYS[0], age_s=80)
+    books.coldest_rows_are_evicted(1)
+    assert set(books.files) == {(OURS, KEYS[1]), (OURS, KEYS[2])}
+    books.teardown()
+
+
 def row_status() -> os.stat_result:
     with tempfile.NamedTemporaryFile() as file:
         file.truncate(ROW)
