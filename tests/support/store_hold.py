@@ -27,12 +27,14 @@ class HoldJudge:
         self._core = core
         self._require = require
         self._tiers = [_Tier() for _ in core.tiers]
-        self._promotions: set[int] = set()  # jobs that were begun for requests
+        self._seen: set[int] = set()  # jobs
+        self._promotions: set[int] = set()  # those of them that were begun for requests
         self._plan_stores = core._writeback.plan_stores
         core._writeback.plan_stores = self._judged_plan  # type: ignore[method-assign]
 
     def planned(self, jobs: list[Job], now: float) -> None:
         """All jobs of one turn were planned, with credits for more."""
+        self._look_at_jobs()
         stores = {job.tier for job in jobs if job.direction is Direction.STORE}
         for index, tier in zip(self._core.tiers, self._tiers, strict=True):
             room = index.store_credits > 0 and index.rows_storing < self._core._state.store_window
@@ -45,9 +47,7 @@ class HoldJudge:
             self._require(now - tier.waits_since_s <= self._core.limits.store_hold_s, "a store is held up for too long")
 
     def _judged_plan(self, tier: TierIndex, now: float) -> list[Job]:
-        self._promotions |= {
-            job.id for other in self._core.tiers for job in other.jobs.values() if _promotes(other, job)
-        }
+        self._look_at_jobs()
         watched, held, hold_s = self._tiers[tier.number], self._must_hold(tier), self._core.limits.store_hold_s
         if not held:
             watched.held_since_s = None
@@ -63,6 +63,12 @@ class HoldJudge:
             watched.rows_let_go += rows
             self._require(watched.rows_let_go <= 2 * self._core._state.store_window, "stores begin beside promotions")
         return jobs
+
+    def _look_at_jobs(self) -> None:
+        """A load that began as a demotion is none for a request, also if it is not to be written below any more."""
+        new = [(tier, job) for tier in self._core.tiers for job in tier.jobs.values() if job.id not in self._seen]
+        self._seen |= {job.id for _, job in new}
+        self._promotions |= {job.id for tier, job in new if _promotes(tier, job)}
 
     @property
     def _promoting(self) -> bool:
