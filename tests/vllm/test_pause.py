@@ -87,7 +87,7 @@ def leave_in_s3(server: VllmServer) -> tuple[int, ...]:
 
     until(lambda: now("breaker") == 0, "S3 to be in use", TIMEOUT_S)
     answer = server.ask(PROMPT, 4)
-    until(lambda: now("rows") >= CHUNKS, "S3 to hold the prompt", TIMEOUT_S)
+    until(lambda: now("chunks") >= CHUNKS, "S3 to hold the prompt", TIMEOUT_S)
     for filler in FILLERS:
         server.ask(filler, 1)
     assert server.reset_prefix_cache()
