@@ -170,6 +170,13 @@ def test_promtool_takes_the_rules() -> None:
     assert f"{len(rules())} rules found" in done.stdout
 
 
+def kill_movers(store: nixl_tiers.TieredStore) -> None:
+    for pid in store.coordinator.mover_pids:
+        with suppress(ProcessLookupError):
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> None:
     """On a real Prometheus: nothing at first, then load, faults of the medium, killed movers, and what is planted."""
     found = program("prometheus")
@@ -197,12 +204,10 @@ def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> N
                 time.sleep(3)
                 page.planted |= PLANTED
                 page.planted_samples |= PLANTED_SAMPLES
-                for pid in store.coordinator.mover_pids:
-                    with suppress(ProcessLookupError):
-                        if pid is not None:
-                            os.kill(pid, signal.SIGKILL)
+                kill_movers(store)
                 left = still_unchanged(server, start)
                 while left and time.time() < deadline:
                     time.sleep(1)
+                    kill_movers(store)  # again: a tier that is up again at once is down between two scrapes
                     left = still_unchanged(server, start)
             assert left == []

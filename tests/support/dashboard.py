@@ -50,9 +50,9 @@ def firing(server: Prometheus, start: float, window_s: int = 8) -> list[str]:
 
 
 def shows_change(values: list[float], *, fixed: bool) -> bool:
-    """`fixed`: one value is enough. A quantile changes by having one: it is NaN while there are no samples."""
+    """`fixed`: one value is enough."""
     numbers = [value for value in values if not math.isnan(value)]
-    return bool(numbers) and (fixed or min(numbers) != max(numbers) or len(numbers) < len(values))
+    return bool(numbers) and (fixed or min(numbers) != max(numbers))
 
 
 def still_unchanged(server: Prometheus, start: float, window_s: int = 8) -> list[str]:
@@ -64,8 +64,9 @@ def still_unchanged(server: Prometheus, start: float, window_s: int = 8) -> list
         if whose in alerts:
             changed = bool(answer)
         else:
-            # A quotient has no value before there is anything to divide by; what runs does not change.
-            fixed = "/" in query or f"{PREFIX}{INFO}" in query
+            # A quotient has no value before there is anything to divide by, and a quantile of a rate none without an
+            # increase; what runs does not change.
+            fixed = "/" in query or "histogram_quantile(" in query or f"{PREFIX}{INFO}" in query
             changed = any(shows_change(values, fixed=fixed) for values in answer.values())
         if not changed:
             found.append(f"{whose}: {query}")
