@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,18 @@ class Prometheus:
             yield
         finally:
             self._process.send_signal(signal.SIGCONT)
+
+    def scrape(self) -> None:
+        """Return when it has what the target shows now."""
+        now = time.time()
+
+        def scraped_s() -> float:
+            return max(
+                (at for values in self.series("timestamp(up)", time.time(), time.time()).values() for at in values),
+                default=0,
+            )
+
+        until(lambda: scraped_s() > now, "a scrape", 120)
 
     def series(self, query: str, start: float, end: float) -> Series:
         """Every second's values, by labels. A query that Prometheus refuses raises HTTPError."""
