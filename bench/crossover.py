@@ -240,6 +240,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.quick:
         given.speeds, given.lengths, given.rounds = [20, 100, 0], [500, 1500], 3
+    given.out = given.out.resolve()  # a tier wants an absolute path
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.out) as scratch:
         found = run(given, Path(scratch))

@@ -135,6 +135,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a Llama's folder; by default the tests' small model")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     given = parser.parse_args()
+    given.out = given.out.resolve()  # a tier wants an absolute path
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.out) as scratch:
         model = given.model or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
