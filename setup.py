@@ -76,6 +76,8 @@ setup(
         Extension(
             "nixl_tiers.memory._hash_copy",
             sources=["csrc/hash_copy.c"],
+            depends=["csrc/xxh3.h"],
+            include_dirs=["csrc"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,
@@ -83,6 +85,8 @@ setup(
         Extension(
             "nixl_tiers.memory._row_lookup",
             sources=["csrc/row_lookup.c"],
+            depends=["csrc/xxh3.h"],
+            include_dirs=["csrc"],
             extra_compile_args=["-O2", "-std=c11", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,

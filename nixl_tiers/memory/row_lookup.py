@@ -20,13 +20,7 @@ _NUMBERS: Final = ("words", "buckets", "rows", "records", "row_bytes", "record_b
 class Table(ctypes.Structure):
     """As in csrc/row_lookup.c."""
 
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_uint64)
-            for name in ["words", "buckets", "rows", "records", "row_bytes", "record_bytes", "seed"]
-        ),
-    )
+    _fields_ = (("memory", ctypes.c_void_p), *((name, ctypes.c_uint64) for name in _NUMBERS))
 
     @classmethod
     def of(cls, address: int, layout: Layout, seed: int) -> Table:
