@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 import threading
 from pathlib import Path
 
@@ -16,21 +14,14 @@ from xxhash import xxh3_64_digest
 
 from nixl_tiers.memory import hash_copy as module
 from nixl_tiers.memory.hash_copy import hash_copy
+from tests.support.compiled import shared_library
 
-SOURCE = Path(__file__).parents[2] / "csrc" / "hash_copy.c"
 PAST_END = 256  # bytes behind the target that must stay as they are
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """csrc/hash_copy.c as it is now, whatever is installed."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    path = tmp_path_factory.mktemp("hash_copy") / "hash_copy.so"
-    flags = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", str(path), str(SOURCE)], check=True)
-    opened = module._open(str(path))
+    opened = module._open(shared_library("hash_copy", tmp_path_factory.mktemp("hash_copy"), "-O3"))
     assert opened is not None
     return opened
 

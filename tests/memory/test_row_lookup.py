@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,22 +14,15 @@ from nixl_tiers.memory import row_lookup as module
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable
 from tests.memory.descriptors import image, memfd
+from tests.support.compiled import shared_library
 
-SOURCE = Path(__file__).parents[2] / "csrc" / "row_lookup.c"
 HASH = KeyHash(0x9E3779B97F4A7C15)
 KNOWN = range(17, MAX_KEY_BYTES + 1)  # lengths whose hash it knows
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """csrc/row_lookup.c as it is now, whatever is installed."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    path = tmp_path_factory.mktemp("row_lookup") / "row_lookup.so"
-    flags = ["-O2", "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", str(path), str(SOURCE)], check=True)
-    opened = module._open(str(path))
+    opened = module._open(shared_library("row_lookup", tmp_path_factory.mktemp("row_lookup"), "-O2"))
     assert opened is not None
     return opened
 
