@@ -9,9 +9,9 @@ import pytest
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.types import Direction, TierSpec
-from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.chunk import Outcome
 from nixl_tiers.policies import Write
-from tests.support.core import opened
+from tests.support.core import opened, put
 
 
 def cascade(slots: int = 100, rows: int = 4) -> TierManager:
@@ -22,13 +22,6 @@ def cascade(slots: int = 100, rows: int = 4) -> TierManager:
     return core
 
 
-def put(core: TierManager, *keys: Key) -> None:
-    plan = core.copies.prepare_store(keys, "put")
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
-    core.finish_request("put")
-    core.end_step()
-
-
 def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
     for job in core.events.plan(0.0):
         core.events.finished(0, job.id, [outcome] * len(job.moves), 0.0)
@@ -36,7 +29,7 @@ def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
 
 def no_room() -> TierManager:
     core = cascade(slots=1, rows=16)
-    put(core, b"one", b"two")  # two stores at once
+    put(core, [b"one", b"two"])  # two stores at once
     core.events.plan(0.0)
     return core
 
@@ -44,13 +37,13 @@ def no_room() -> TierManager:
 def behind() -> TierManager:
     core = cascade()
     for number in range(5):  # four wait to be written, and no mover takes them
-        put(core, b"%d" % number)
+        put(core, [b"%d" % number])
     return core
 
 
 def evicted() -> TierManager:
     core = cascade()
-    put(core, b"one")
+    put(core, [b"one"])
     core._state.make_room(4)  # before it was written
     settle(core)
     return core
@@ -58,14 +51,14 @@ def evicted() -> TierManager:
 
 def refused() -> TierManager:
     core = cascade()
-    put(core, b"one")
+    put(core, [b"one"])
     core.events.down(0, 0.0)
     return core
 
 
 def failed() -> TierManager:
     core = cascade()
-    put(core, b"one")
+    put(core, [b"one"])
     settle(core, Outcome.FAILED)
     return core
 
@@ -73,7 +66,7 @@ def failed() -> TierManager:
 def suspected() -> TierManager:
     core = cascade()
     core.tiers[0].denylist.suspect([b"one"], 0.0)
-    put(core, b"one")
+    put(core, [b"one"])
     settle(core)
     return core
 
@@ -81,7 +74,7 @@ def suspected() -> TierManager:
 def circuit_open() -> TierManager:
     core = cascade()
     core.tiers[0].breakers[Direction.STORE].trip(0.0)
-    put(core, b"one")
+    put(core, [b"one"])
     return core
 
 
@@ -104,6 +97,6 @@ def test_a_drop_is_counted_once_and_by_its_reason(drop: Callable[[], TierManager
 
 def test_a_chunk_without_room_in_the_host_is_counted_there() -> None:
     core = cascade()
-    put(core, *(b"%d" % number for number in range(6)))
+    put(core, [b"%d" % number for number in range(6)])
     counters = core.counters()["cpu"].counters
     assert counters.dropped_no_room == counters.dropped == 2

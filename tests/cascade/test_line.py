@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction
 from nixl_tiers.chunk import Key, Outcome
-from tests.cascade.test_manager import HIT, MISS, PENDING, manager, put, run, scan
+from tests.cascade.test_manager import HIT, MISS, PENDING, manager, run, scan
+from tests.support.core import put
 
 FIRST = (0.0,)
 

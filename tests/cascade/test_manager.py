@@ -11,7 +11,7 @@ from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction, Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-from tests.support.core import expire, opened
+from tests.support.core import expire, opened, put
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
@@ -24,13 +24,6 @@ def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) ->
         opened(core, tier, 100)
         core.events.listed(tier, [], last=True)
     return core
-
-
-def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
-    plan = core.copies.prepare_store(keys, request)
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
-    core.finish_request(request)
-    core.end_step()
 
 
 def run(core: TierManager, jobs: Sequence[Job], outcome: Outcome = Outcome.OK) -> None:

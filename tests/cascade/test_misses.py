@@ -13,7 +13,7 @@ from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-from tests.support.core import opened
+from tests.support.core import opened, put
 
 ONE, TWO = b"one", b"two"
 
@@ -24,13 +24,6 @@ def cascade(*held: Key, rows: int = 8) -> TierManager:
     opened(core, 0, 4)
     core.events.listed(0, [(0, key, 0) for key in held], last=True)
     return core
-
-
-def put(core: TierManager, *keys: Key) -> None:
-    plan = core.copies.prepare_store(keys, "put")
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
-    core.finish_request("put")
-    core.end_step()
 
 
 def missed(core: TierManager) -> dict[tuple[str, str], int]:
@@ -55,8 +48,8 @@ def test_a_new_chunk_was_never_stored() -> None:
 
 def test_a_chunk_that_the_host_evicted_is_counted_there() -> None:
     core = cascade(rows=1)
-    put(core, ONE)
-    put(core, TWO)
+    put(core, [ONE])
+    put(core, [TWO])
     assert miss(core, ONE) == {("cpu", "evicted"): 1}
 
 
@@ -121,8 +114,8 @@ def test_a_chunk_that_comes_too_late() -> None:
 
 def test_a_chunk_that_is_there_behind_a_miss_has_the_reason_of_that_miss() -> None:
     core = cascade(TWO, rows=1)
-    put(core, ONE)
-    put(core, b"another")
+    put(core, [ONE])
+    put(core, [b"another"])
     answer = core.lookup(ONE, "get", 0, 0.0)
     assert answer is Lookup.MISS
     core.count_misses([ONE, TWO], "get", 0.0)
@@ -132,16 +125,16 @@ def test_a_chunk_that_is_there_behind_a_miss_has_the_reason_of_that_miss() -> No
 def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> None:
     keys = [b"%d" % number for number in range(6)]
     core = cascade(keys[2], keys[3], keys[5], rows=1)
-    put(core, keys[4])
-    put(core, b"another")
+    put(core, [keys[4]])
+    put(core, [b"another"])
     core.count_misses(keys, "get", 0.0)
     assert missed(core) == {("cpu", "never_stored"): 4, ("cpu", "evicted"): 2}
 
 
 def test_after_a_reset_nothing_was_ever_stored() -> None:
     core = cascade(rows=1)
-    put(core, ONE)
-    put(core, TWO)
+    put(core, [ONE])
+    put(core, [TWO])
     core.reset(keep_tiers=True)
     core.flushed()
     assert miss(core, ONE) == {("cpu", "never_stored"): 1}

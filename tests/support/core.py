@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nixl_tiers.cascade.cold_table import take_all
 from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.chunk import Key
 
 
 def opened(core: TierManager, tier: int, slots: int) -> None:
     """A mover serves this tier."""
     take_all(core.events.opened(tier, slots))
+
+
+def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
+    """A request stores these chunks, its workers have written them, and it has ended."""
+    plan = core.copies.prepare_store(keys, request)
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
+    core.finish_request(request)
+    core.end_step()
 
 
 def expire(core: TierManager, now: float) -> None:
