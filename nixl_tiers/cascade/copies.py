@@ -111,10 +111,9 @@ class Copies:
         request = self._requests.by_name.get(name)
         if request is not None:
             request.load_failed = True
-        for key in keys:
-            row = self._host.index.get(key)
-            if row is None or not row.worker_refs:
-                continue
+        rows = (self._host.index.get(key) for key in keys)
+        read = [row for row in rows if row is not None and row.worker_refs]
+        for row in sorted(read, key=lambda row: row.order):  # `keys` may be a set
             row.worker_refs -= 1
             row.source = CPU
             self._flushed_before(row.generation)

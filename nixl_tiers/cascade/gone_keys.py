@@ -30,7 +30,8 @@ class GoneKeys:
 
     A table of fingerprints, one place a key: a newer key takes the place of an older one, so that of the keys that left
     before the last n, a share of 1 - exp(-n / 2^20) is forgotten. A key that never was there is taken for another with
-    odds of 1 in 2^24.
+    odds of 1 in 2^24. Which key takes whose place goes by Python's hash of bytes, another one in each process: nothing
+    but the counters of misses may go by this table.
     """
 
     def __init__(self) -> None:

@@ -201,7 +201,7 @@ class TierManager:
             if request is not None and request.in_line:  # without a look-up: the engine's own cache had all of it
                 self._promotion.line.leave(request)
                 self._promotion.release(request)
-        for name in preempted:
+        for name in sorted(preempted):  # a set, in vLLM
             if (request := self._requests.by_name.get(name)) is not None:
                 self._promotion.observe_wait(request, loaded=False)  # a later one begins anew
                 self._promotion.release(request)

@@ -72,7 +72,7 @@ class TierIndex:
     recent_uses: RecentUses = field(default_factory=RecentUses)  # of rows in physical slots, for the journal
     newest_listed: int = 0  # the highest tick that the medium listed: all uses in this process are later
     last_refused: Key | None = None  # the last key asked for while its circuit was not closed
-    evicting: set[Key] = field(default_factory=set)  # victims, hits until their eviction is finished
+    evicting: dict[Key, None] = field(default_factory=dict)  # victims, the first selected first; hits until they leave
     to_cancel: int = 0  # of `evicting`: victims from before a reset
     send_credits: int = UNLIMITED  # how many more messages its mover takes now
     rows_storing: int = 0
@@ -253,13 +253,13 @@ class TierIndex:
         keys = self._take_coldest(count)
         for key in keys:
             self.index[key].evicting = True
-        self.evicting.update(keys)
+        self.evicting.update(dict.fromkeys(keys))
         return keys
 
     def cancel_eviction(self, key: Key, tick: int) -> None:
         """A victim was used again, or cannot be written below: the policy gets it back."""
         if key in self.evicting:
-            self.evicting.remove(key)
+            del self.evicting[key]
             self.index[key].evicting = False
             self.policy.add(key, tick)
 
@@ -304,10 +304,10 @@ class TierIndex:
         self.to_cancel = len(self.evicting)
 
     def cancel_victim(self, tick: int) -> None:
-        """Cancel the eviction of one of the victims from before a reset, whichever."""
+        """Cancel the eviction of one of the victims from before a reset, the last selected first."""
         self.to_cancel = min(self.to_cancel, len(self.evicting)) - 1
         if self.to_cancel >= 0:
-            key = self.evicting.pop()
+            key = self.evicting.popitem()[0]
             self.index[key].evicting = False
             self.policy.add(key, tick)
 
@@ -323,7 +323,7 @@ class TierIndex:
         self.slots.clear()
         self.cold.clear()
         self.garbage.add(self.evicting)
-        self.evicting = set()
+        self.evicting = {}
         self.drop_queues()
         self.clear_deletes()
         self.garbage.add(self.recent_uses)
@@ -442,7 +442,7 @@ class TierIndex:
 
     def _remove(self, key: Key) -> None:
         entry = self.index.pop(key)
-        self.evicting.discard(key)
+        self.evicting.pop(key, None)
         self.slots.release(entry.slot)
         self.to_delete.append((entry.slot, key))
 

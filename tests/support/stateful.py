@@ -24,9 +24,10 @@ OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, 
 
 
 class CascadeStateMachine(RuleBasedStateMachine):
-    """Subclass and set `core` to test another TierManager (a planted bug, say)."""
+    """Subclass and set `core` to test another TierManager (a planted bug, say), `simulated` to note what happens."""
 
     core: type[TierManager] = TierManager
+    simulated: type[Simulation] = Simulation
     simulation: Simulation
 
     @initialize(
@@ -40,7 +41,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
     ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
-        self.simulation = Simulation(core=self.core, writes=writes, listed=listed, tokens_per_s=tokens_per_s)
+        self.simulation = self.simulated(core=self.core, writes=writes, listed=listed, tokens_per_s=tokens_per_s)
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
     def request(self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False) -> None:

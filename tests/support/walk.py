@@ -1,0 +1,121 @@
+"""A random walk of the core's state machine, without hypothesis, and a trace of all that the core does on it.
+
+The same seed takes the same walk in every process, so two traces differ only if the core does. Run as a program, it
+prints the trace: `python -m tests.support.walk SEED STEPS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import ClassVar, Final
+
+from hypothesis.stateful import RULE_MARKER
+
+from nixl_tiers.cascade.existence import ExistenceCheck
+from nixl_tiers.cascade.tier_index import UNLIMITED
+from nixl_tiers.chunk import Key, Outcome
+from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, SimulatedJob, Simulation, Uses
+from tests.support.stateful import WRITES, CascadeStateMachine
+
+WALK: Final = 150  # steps until the next simulation begins
+
+
+def _prompt(random: Random) -> str:
+    return "".join(random.choices("ab", k=random.randint(1, 5)))
+
+
+def _prompts(random: Random) -> list[str]:
+    return [_prompt(random) for _ in range(random.randint(1, 3))]
+
+
+def _rarely(random: Random) -> bool:
+    return random.random() < 0.1
+
+
+ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
+    "abort": _rarely,
+    "after": _prompt,
+    "before": _prompt,
+    "chunks": lambda random: random.randint(1, 5),
+    "ends": lambda random: random.randrange(32),
+    "good": lambda random: not _rarely(random),
+    "host_only": _rarely,
+    "outcome": lambda random: random.choice([Outcome.OK] * 6 + [Outcome.FAILED, Outcome.NO_SPACE]),
+    "pick": lambda random: random.randrange(32),
+    "prompt": _prompt,
+    "prompts": _prompts,
+    "reset_among_calls.after": _prompts,
+    "reset_among_calls.before": _prompts,
+    "ranks": lambda random: random.choices(range(3), k=3),
+    "really": _rarely,
+    "room": lambda random: random.choice([1, SOME_ROOM, UNLIMITED, UNLIMITED]),
+    "rots": _rarely,
+    "scan": lambda random: random.choice(list(Scan)),
+    "seconds": lambda random: random.choice([0.1, 0.1, 0.4, 1.0, 6.0]),
+    "stale": _rarely,
+    "stays": _rarely,
+    "steps": lambda random: random.randint(1, 4),
+    "store": lambda random: random.random() < 0.5,
+    "tier": lambda random: random.randrange(2),
+    "turns": lambda random: random.choice([1, 2, MANY_TURNS, MANY_TURNS]),
+}
+"""How the walk draws an argument, by its name; or by its rule's too, where others mean something else by it."""
+
+OFTEN: Final = ("request", "traffic", "catch_up", "mover_works", "deliver", "worker_finishes", "end_step") * 4
+
+
+class TracedSimulation(Simulation):
+    """Notes what the core sends to movers."""
+
+    notes: ClassVar[list[str]] = []  # of the one that runs
+
+    def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck) -> None:
+        if isinstance(message, SimulatedJob):
+            job = message.job
+            moves = zip([move.key for move in job.moves], message.rows, message.slots, strict=True)
+            ticks = [(move.tick, move.seal) for move in job.moves]
+            self.notes.append(
+                f"tier {tier} {job.direction.name} {job.id} {list(moves)} {ticks} until {job.hard_deadline_s}"
+            )
+        else:
+            self.notes.append(f"tier {tier} {message}")
+        super()._send(tier, message)
+
+
+class TracedStateMachine(CascadeStateMachine):
+    simulated = TracedSimulation
+
+
+def trace(seed: int, steps: int) -> Iterator[str]:
+    """What the core does on `steps` steps of a walk."""
+    random = Random(seed)
+    rules = {name: rule for name, rule in vars(CascadeStateMachine).items() if hasattr(rule, RULE_MARKER)}
+    names = [*OFTEN, *rules]
+    machine = None
+    for step in range(steps):
+        if machine is None or step % WALK == 0:
+            if machine is not None:
+                machine.teardown()
+            machine = TracedStateMachine()
+            machine.begin(random.choice(WRITES), random.choice([None, 0, 2]), 256, random.choice([None, 5.0, 100.0]))
+        name = random.choice(names)
+        arguments = list(inspect.signature(rules[name]).parameters)[1:]
+        drawn = {each: ARGUMENTS.get(f"{name}.{each}", ARGUMENTS[each])(random) for each in arguments}
+        yield f"step {step}: {name} {drawn}"
+        getattr(machine, name)(**drawn)
+        yield from TracedSimulation.notes
+        TracedSimulation.notes.clear()
+        core = machine.simulation.core
+        yield f"evicted {core.take_evicted()}"
+        yield f"samples {core.take_samples()}"
+        yield from (f"{name} {stats}" for name, stats in core.counters().items())
+    if machine is not None:
+        machine.teardown()
+
+
+if __name__ == "__main__":
+    for line in trace(int(sys.argv[1]), int(sys.argv[2])):
+        print(line)
