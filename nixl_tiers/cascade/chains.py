@@ -319,7 +319,8 @@ class Chains:
         request.missing.extend([(end, key) for end, key, _ in missing])
         asked = request.asked
         fresh = {key: tier for _, key, tier in missing if tier != HOST and key not in asked}
-        asked.update(dict.fromkeys(fresh, True))
+        if fresh:
+            request.ask(fresh)
         for number in set(fresh.values()):
             request.lowest = max(request.lowest, number)
             self._state.tiers[number].queue_loads(request, [key for key, tier in fresh.items() if tier == number])

@@ -30,12 +30,16 @@ class RowState(IntEnum):
 
 
 class Generation:
-    """The rows that were inserted between two resets: it ends for all of them at once."""
+    """The rows that were inserted between two resets: it ends for all of them at once.
 
-    __slots__ = ("ended", "flushed")
+    `stuck`: how many of them are pinned by requests that wait for more rows; one of two requests counts twice.
+    """
+
+    __slots__ = ("ended", "flushed", "stuck")
 
     def __init__(self) -> None:
         self.ended = False
+        self.stuck = 0
         self.flushed = False  # workers have ended every job of it
 
 

@@ -66,12 +66,12 @@ class Line:
         """A new request waits for its turn; the lower its `rank`, the sooner that comes."""
         self._joined += 1
         place = self._of[request.name] = Place(request, keys, rank, self._joined)
-        request.in_line = True
+        request.join_line()
         insort(self._places, place)
 
     def leave(self, request: Request) -> None:
         """Its turn has come, or it has ended. What it holds stays pinned."""
-        request.in_line = False
+        request.leave_line()
         place = self._of.pop(request.name)
         del self._places[bisect_left(self._places, place)]
         if place.held:
@@ -80,7 +80,7 @@ class Line:
     def clear(self) -> None:
         """After a reset there is nothing to promote, and what was pinned ends with its generation."""
         for place in self._places:
-            place.request.in_line = False
+            place.request.leave_line()
         self._places, self._holding, self._of = [], [], {}
 
     def feed(self, now: float) -> list[TierIndex]:
@@ -138,10 +138,10 @@ class Line:
             if not self._has_time(tier):
                 return False
             tier.queue_load(request, key)
-            request.asked[key] = True
+            request.ask((key,))
             request.lowest = max(request.lowest, tier.number)
         place.at += 1
-        request.pending = True
+        request.begin_wait()
         if not place.held:
             insort(self._holding, place)
         place.held += 1

@@ -22,6 +22,7 @@ from nixl_tiers.chunk import Key, Outcome
 PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
 FRONT: Final = 64  # keys of a queue that are looked at for whose they are
 BYTES_TO_LATENCY: Final = 2  # of a measurement's time: what the bytes take at least, in latencies
+EXPIRE_EVERY_S: Final = 1.0
 MAX_DOUBLED: Final = 6
 MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it looks all of them up again
 
@@ -44,6 +45,7 @@ class Promotion:
         self._loading_for: dict[int, list[Request]] = {}  # by Row.order, of rows in state LOADING
         self._retries: deque[tuple[Row, list[Request]]] = deque()  # rows that failed, and who waited for them
         self._host_full_since_s: float | None = None  # when promotions began to wait for a write-back
+        self._look_again_s = float("-inf")  # for requests that never came back
         self._crowded = False  # promotions wait for others to unpin rows of a full host
 
     @property
@@ -65,7 +67,8 @@ class Promotion:
         for tier in self._state.tiers:
             if (request.allowed is None or tier.number in request.allowed) and tier.can_load(key, now):
                 tier.queue_load(request, key)
-                request.asked[key] = True
+                if not request.asked.get(key):
+                    request.ask((key,))
                 request.lowest = max(request.lowest, tier.number)
                 return True
             if key in tier:
@@ -73,7 +76,7 @@ class Promotion:
                     tier.trials[key] = None
                 elif not tier.breakers[Direction.LOAD].closed:
                     tier.last_refused = key
-        request.asked.pop(key, None)
+        request.withdraw(key)
         return False
 
     def wait(self, request: Request, now: float) -> None:
@@ -85,7 +88,7 @@ class Promotion:
         if request.waited_since_s is None:
             request.waited_since_s = now
         if not request.pending:
-            request.pending = True
+            request.begin_wait()
             self._waiting[request.name] = request
             for row in request.scan_hits:
                 if not row.invalidated:
@@ -194,13 +197,17 @@ class Promotion:
         self.line.clear()
 
     def expire(self, now: float) -> None:
-        """Unpin rows that were promoted for requests that never came back for them."""
+        """Unpin rows that were promoted for requests that never came back for them. Looks for such requests once in a
+        while, as it is called at every turn, and many may wait."""
+        if now < self._look_again_s:
+            return
         limit = now - self._state.limits.pin_s
         for request in [r for r in self._waiting.values() if r.deadline_s is None or r.deadline_s < limit]:
             if not self._state.take(1 + len(request.pinned) // PINS_PER_ROW):
                 return
-            request.expired = True
+            request.expire()
             self.release(request)
+        self._look_again_s = now + EXPIRE_EVERY_S
 
     # --- jobs --------------------------------------------------------------------------------------------------
 
@@ -257,11 +264,13 @@ class Promotion:
             elif request is None:
                 continue
             elif row is None:
-                request.asked.pop(key, None)
+                request.withdraw(key)
             else:
                 request.pin(row)
                 if row.state is RowState.LOADING:
                     self._loading_for.setdefault(row.order, []).append(request)
+                else:
+                    request.withdraw(key)
         return wanted
 
     def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
@@ -281,6 +290,8 @@ class Promotion:
                 row.state = RowState.READY
                 row.sealed = True
                 self._host.counters.promoted += 1
+                for request in self._loading_for.get(row.order, ()):
+                    request.withdraw(row.key)
                 if tier.staged.get(move.key) is row:
                     self._writeback.demotion_loaded(tier, move.key)
                 else:
@@ -324,7 +335,7 @@ class Promotion:
                 request = requests.pop()
                 if request.pinned.get(row.key) is row:
                     request.unpin(row)
-                    request.asked.pop(row.key, None)
+                    request.withdraw(row.key)
                     self.enqueue(row.key, request, now)
             self._retries.popleft()
 
@@ -343,7 +354,7 @@ class Promotion:
 
     def _end_wait(self, request: Request) -> None:
         """It keeps what has come, and gets nothing more."""
-        request.expired = True
+        request.expire()
         if request.name in self._waiting:
             self._overdue.add(request.name)
         self._count_late(request)
@@ -370,11 +381,11 @@ class Promotion:
         put_off = []
         for request in requests:
             if request.in_line:
-                request.asked.pop(key, None)  # its turn is still to come
+                request.withdraw(key)  # its turn is still to come
             elif self._crowded:
                 put_off.append((request, key))
             else:  # the host is full of rows of requests that wait for more of them: this prefix ends here
-                request.asked[key] = False
+                request.refuse(key)
         return put_off
 
     def _line_gives_way(self, wanted: dict[Key, list[Request]], room: int) -> bool:
@@ -402,25 +413,16 @@ class Promotion:
     def _waits_for_others(self) -> bool:
         """Whether some rows of the full host may turn out not to be pinned, or will be unpinned though no request that
         waits for room gives up: those of loads and stores under way, and those of requests that have all they asked
-        for. Loading more after them is quicker than computing, and their requests end it by their deadlines."""
+        for. Loading more after them is quicker than computing, and their requests end it by their deadlines. O(1)."""
         if self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
             return True
-        held = sum(len(request.pinned) for request in self._waiting.values() if self._asks_for_more(request))
-        return held < self._host.used
-
-    def _asks_for_more(self, request: Request) -> bool:
-        """Whether some of what the request asked for may still come. The last key comes last."""
-        last = next(reversed(request.asked), None)
-        if request.expired or last is None or not request.asked[last]:
-            return False
-        row = self._host.index.get(last)
-        return row is None or row.state is not RowState.READY
+        return self._host.generation.stuck < self._host.used
 
     def _blame_slow_tiers(self, request: Request, now: float) -> None:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
         jobs is late."""
         sources = {row.source for row in request.pinned.values() if row.state is RowState.LOADING}
-        queued = any(request.asked.values()) and not self._crowded  # then it waited for room, and not for a tier
+        queued = request.to_come and not self._crowded  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             if tier.spec.name in sources or (queued and not sources and tier.to_load):
                 tier.breakers[Direction.LOAD].record(False, now)

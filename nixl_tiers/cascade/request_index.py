@@ -52,5 +52,5 @@ class RequestIndex:
             if request.in_line:
                 self._promotion.line.leave(request)
             self._promotion.observe_wait(request, loaded=False)
-            request.expired = True
+            request.expire()
             self._promotion.release(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from nixl_tiers.cascade.host import Generation, Row
@@ -29,6 +29,7 @@ class Request:
     """
 
     __slots__ = (
+        "_stuck",
         "allowed",
         "answered",
         "ascending",
@@ -56,6 +57,7 @@ class Request:
         "step",
         "stopped",
         "tick",
+        "to_come",
         "unknown",
         "wait",
         "waited_since_s",
@@ -78,9 +80,11 @@ class Request:
         self.expired = False  # its deadline has passed: nothing is promoted on its behalf any more
         self.waits_for_listing = False  # also for tiers that are still being listed
         self.load_failed = False  # one of its loads failed: it computes everything itself
-        # Keys queued for promotion on its behalf: True while they may come, False once the host had no room.
+        # Keys queued for promotion on its behalf: True until they have come, False once the host had no room.
         self.asked: dict[Key, bool] = {}
+        self.to_come = 0  # how many of them are True
         self.pinned: dict[Key, Row] = {}
+        self._stuck = 0  # what of Generation.stuck it accounts for
         self.scan_hits: list[Row] = []  # hits of the scan so far, to be pinned if the request turns out to wait
         self.step = -1
         self.position: int | None = None
@@ -123,11 +127,46 @@ class Request:
         self.position = position
         return new and self.ascending and not self.first_scan and self.waiting
 
+    def ask(self, keys: Collection[Key]) -> None:
+        """Rows of `keys` are queued to be promoted on its behalf. It asks for none of them already."""
+        self.asked.update(dict.fromkeys(keys, True))
+        self.to_come += len(keys)
+        self._count()
+
+    def withdraw(self, key: Key) -> None:
+        """It asks for this row no more: it has come, or its tier cannot load it now."""
+        self.to_come -= self.asked.pop(key, False)
+        self._count()
+
+    def refuse(self, key: Key) -> None:
+        """The host has no room for a row that it asked for, and will not have any."""
+        self.withdraw(key)
+        self.asked[key] = False
+
+    def begin_wait(self) -> None:
+        """From now on rows are pinned for it."""
+        self.pending = True
+        self._count()
+
+    def expire(self) -> None:
+        """Nothing is promoted on its behalf any more."""
+        self.expired = True
+        self._count()
+
+    def join_line(self) -> None:
+        self.in_line = True
+        self._count()
+
+    def leave_line(self) -> None:
+        self.in_line = False
+        self._count()
+
     def pin(self, row: Row) -> None:
         """Keep `row` from eviction until the request loads it, ends, or expires."""
         if (old := self.pinned.get(row.key)) is None or old.invalidated:
             self.pinned[row.key] = row
             row.request_pins += 1
+            self._count()
 
     def pin_all(self, rows: Sequence[Row]) -> None:
         """The same of many rows, none of which is invalidated."""
@@ -138,17 +177,20 @@ class Request:
         self.pinned = {row.key: row for row in rows}
         for row in rows:
             row.request_pins += 1
+        self._count()
 
     def unpin(self, row: Row) -> None:
         """The row that it waited for will not be ready."""
         del self.pinned[row.key]
         row.request_pins -= 1
+        self._count()
 
     def rearm(self) -> None:
         """Its load is prepared: if it comes back after a preemption, it may wait again."""
         self.deadline_s = None
         self.expired = False
         self.chosen = self.wait = None
+        self._count()
 
     def note_missing(self, key: Key) -> None:
         """A look-up of `key` was answered with PENDING."""
@@ -163,6 +205,7 @@ class Request:
             self.chosen = self.wait = None
             for collection in (self.pinned, self.scan_hits, self.asked):
                 collection.clear()
+            self.to_come = self._stuck = 0
 
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""
@@ -172,3 +215,12 @@ class Request:
         self.pinned.clear()
         self.scan_hits.clear()
         self.asked.clear()
+        self.to_come = 0
+        self._count()
+
+    def _count(self) -> None:
+        """What it pins is stuck for as long as it waits for more."""
+        stuck = len(self.pinned) if self.to_come and self.waiting and not self.in_line else 0
+        if stuck != self._stuck:
+            self.generation.stuck += stuck - self._stuck
+            self._stuck = stuck

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction
@@ -277,3 +278,25 @@ def test_prefetch_that_found_no_room_ends_and_unpins_its_rows() -> None:
     core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 5)), ())
     core.prefetch(b)
     assert come_up(core) == b, "and the line goes on"
+
+
+def test_turn_with_a_host_full_of_pinned_rows_walks_over_no_queue() -> None:
+    """Every turn asks, on the thread that starts the loads, and hundreds of requests may wait."""
+
+    class Unwalked(dict):  # type: ignore[type-arg]
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("a walk over all requests that wait")
+
+        values = items = keys = __iter__  # type: ignore[assignment]
+
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8)
+    core.copies.prepare_store(chain("filling", 8), "filling")
+    assert scan(core, a, "a")[0] is PENDING
+    assert scan(core, b, "b")[0] is PENDING
+    assert core.turn(0.0, 0.0) == []
+    core._promotion._waiting = Unwalked(core._promotion._waiting)
+    assert core.turn(0.5, 0.5) == []
+    assert core._promotion._crowded, "what is being stored will be unpinned"
+    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 8)), ())
+    assert come_up(core) == [*a, *b]

@@ -739,6 +739,16 @@ class Simulation:
         require(
             promotion.waiting_count == waiting, f"{waiting} requests wait, and {promotion.waiting_count} are counted"
         )
+        for request in promotion._waiting.values():
+            asked = sum(request.asked.values())
+            require(request.to_come == asked, f"{asked} rows are to come, and {request.to_come} are counted")
+        stuck = sum(
+            len(request.pinned)
+            for request in promotion._waiting.values()
+            if request.waiting and not request.in_line and any(request.asked.values())
+        )
+        counted = core.host.generation.stuck
+        require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
         for shared in core.checks.tiers.values():
             require(len(shared.open) <= self.limits.max_checks, "too many open checks")
             require(shared.absent_count <= self.limits.absent_keys, "the negative cache is too large")
