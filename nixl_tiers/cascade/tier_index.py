@@ -11,6 +11,7 @@ from typing import Final
 
 from nixl_tiers.cascade.breaker import Breaker, BreakerState
 from nixl_tiers.cascade.cold_rows import ColdRows
+from nixl_tiers.cascade.coldest import take_coldest
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.denylist import Denylist
 from nixl_tiers.cascade.eviction import make_policy
@@ -190,7 +191,7 @@ class TierIndex:
             return []
         # Victims that were selected before go first; they are lost if they were not written below yet.
         victims = list(islice((key for key in self.evicting if not self.is_pinned(key)), missing))
-        victims += self._take_coldest(missing - len(victims))
+        victims += take_coldest(self, missing - len(victims))
         for key in victims:
             self._evict(key)
         return victims
@@ -250,7 +251,7 @@ class TierIndex:
 
     def select_victims(self, count: int) -> list[Key]:
         """Start the eviction of the `count` least valuable rows: still hits, until `evict` is called for them."""
-        keys = self._take_coldest(count)
+        keys = take_coldest(self, count)
         for key in keys:
             self.index[key].evicting = True
         self.evicting.update(dict.fromkeys(keys))
@@ -391,49 +392,6 @@ class TierIndex:
         entry = self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
         return entry
-
-    def _take_coldest(self, count: int) -> list[Key]:
-        """Take up to `count` rows, the least valuable first, out of the order of eviction; they are in `index`."""
-        keys: list[Key] = []
-        before = self._coldest_tick()
-        while (missing := count - len(keys)) > 0:
-            cold = self.cold.coldest(missing, before)
-            for key, slot in cold:
-                entry = self.index.get(key)
-                if entry is None:
-                    self.index[key] = Entry(slot, stored=True)
-                    keys.append(key)
-                elif entry.spilled_at >= 0 and self.spill is not None:
-                    self.spill.keep(key, entry)
-                    keys.append(key)
-                else:  # it was listed twice: the row in `index` is the newer one
-                    self.counters.relisted += 1
-                    self.slots.release(slot)
-                    self.to_delete += [(slot, key)] if self.spec.physical_slots else []
-            hot = [] if cold else self._take_coldest_hot(1 if self.cold.tables else missing)
-            keys += hot
-            if not (cold or hot or before is not None):
-                break
-            before = self._coldest_tick() if cold or hot else None  # None: all others are pinned
-        return keys
-
-    def _coldest_tick(self) -> int | None:
-        """Of the rows in `index`."""
-        hot = self.policy.coldest_tick(self.is_pinned)
-        leaving = None if self.spill is None else self.spill.coldest()
-        return hot if leaving is None else leaving[1] if hot is None else min(hot, leaving[1])
-
-    def _take_coldest_hot(self, count: int) -> list[Key]:
-        """The same of those that `cold` does not have."""
-        keys: list[Key] = []
-        while self.spill is not None and len(keys) < count and (leaving := self.spill.coldest()) is not None:
-            hot = self.policy.coldest_tick(self.is_pinned)
-            taken = self.policy.evict(1, self.is_pinned) if hot is not None and hot < leaving[1] else []
-            if not taken:
-                taken = [leaving[0]]
-                self.spill.keep(leaving[0], self.index[leaving[0]])
-            keys += taken
-        return keys + self.policy.evict(count - len(keys), self.is_pinned)
 
     def _evict(self, key: Key) -> None:
         self._remove(key)
