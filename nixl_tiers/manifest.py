@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, Self
 
@@ -84,6 +85,12 @@ def salt_digest(salt: str | None) -> str:
     if not salt:
         return ""
     return hashlib.blake2b(salt.encode(), digest_size=SALT_DIGEST_BYTES, person=b"nixl-tiers salt").hexdigest()
+
+
+def minor_release(release: str) -> str:
+    """ "0.32" of "0.32.1"; "" if it is no version."""
+    match = re.match(r"(\d+\.\d+)", release)
+    return match[1] if match else ""
 
 
 def refreshed(found: Manifest | None, wanted: Manifest) -> Manifest | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nixl_tiers.cli.storage.reading import folders, manifest_in
 from nixl_tiers.config.schema import FileConfig, TiersConfig
-from nixl_tiers.manifest import Manifest, salt_digest
+from nixl_tiers.manifest import Manifest, minor_release, salt_digest
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"part-\d+")
@@ -56,15 +56,10 @@ def why_cold(manifest: Manifest, salt: str, vllm: str) -> str:
         return "its engine was reset after it began, so it is never used again"
     if about.salt != salt_digest(salt):
         return "it has another salt"
-    ours, theirs = _minor(vllm), _minor(about.vllm)
+    ours, theirs = minor_release(vllm), minor_release(about.vllm)
     if ours and theirs and ours != theirs:
         return f"vLLM {theirs} wrote it, and {ours} may arrange a page of KV cache otherwise"
     return ""
-
-
-def _minor(release: str) -> str:
-    match = re.match(r"(\d+\.\d+)", release)
-    return match[1] if match else ""
 
 
 def _manifests(path: Path) -> Iterator[Manifest]:

@@ -19,6 +19,10 @@ from nixl_tiers.metrics import CPU, METRICS, NO_TIER, PREFIX
 
 TIMEOUT_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 64 << 20
+OTHER_NAMESPACES: Final = (
+    "What only another namespace has (another model, other options) counts as held by no tier: each tier logs at its "
+    "start what it has of others, and `nixl-tiers inspect` lists it."
+)
 
 
 class NoReport(Exception):
@@ -130,6 +134,8 @@ def report(
             ["missed chunks", "tier", "because"],
             [(f"{count:,}", tier, _why(reason)) for (reason, tier), count in found.misses.most_common()],
         )
+    if found.misses["never_stored", NO_TIER]:
+        print(OTHER_NAMESPACES)
     return OK
 
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main
+from nixl_tiers.cli.report import OTHER_NAMESPACES
 
 Serve = Callable[..., str]
 LABELS = 'engine="0",model_name="m"'
@@ -84,6 +85,15 @@ def test_report_says_what_was_saved_lost_and_missed(serve: Serve, capsys: pytest
     assert "s3 4,000 10.0 s 2.0 s 1.0 s 2.5 s" in lines
     assert "all 34,000 100.5 s 82.0 s 1.0 s 2.5 s" in lines
     assert "25 none no tier is known to have held it lately" in lines
+    assert lines[-1] == OTHER_NAMESPACES
+
+
+def test_other_namespaces_are_mentioned_only_where_they_may_explain_misses(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'nixl_tiers:misses_total{{{LABELS},reason="evicted",tier="s3"}} 3\n'
+    assert main(["report", serve(text)]) == OK
+    assert OTHER_NAMESPACES not in capsys.readouterr().out
 
 
 def test_servers_are_added_up_and_an_address_may_be_short(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.chunk import PAGE, Geometry, Key, Outcome
 from nixl_tiers.config.schema import FileConfig
-from nixl_tiers.manifest import MANIFEST_NAME, Description
+from nixl_tiers.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import (
@@ -50,6 +52,7 @@ from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Registration, Span
+from nixl_tiers.tiers.other_namespaces import Other, OtherNamespaces
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.io import NewFile, RowFile, RowFileIo, Written
@@ -135,6 +138,7 @@ class RowFileTier(StorageTier):
         self._ending_loads: list[Future[None]] = []
         self._engine = ""
         self._description: Description | None = None
+        self._others = OtherNamespaces(logger)
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -219,6 +223,22 @@ class RowFileTier(StorageTier):
             where = f"{self._config.path}/{namespace}/{MANIFEST_NAME}"
             self._log_once.report("manifest", f"{where} cannot be written ({describe(error)})")
 
+    def _tell_others(self, served: NamespaceRows, description: Description) -> None:
+        """A scan of everything has ended."""
+        nbytes: Counter[str] = Counter()
+        for (namespace, _), directory in self._quota.directories():
+            with self._quota.lock:
+                nbytes[namespace] += directory.rows.disk_bytes
+        del nbytes[served.name]
+        own = Manifest(served.name, description.checked(), self._row_bytes, served.sealer.epoch)
+        self._others.tell(own, [Other(count, self._manifest_of(namespace)) for namespace, count in nbytes.items()])
+
+    def _manifest_of(self, namespace: str) -> Manifest | None:
+        with suppress(OSError):
+            raw = self._directory.read_manifest(namespace)
+            return None if raw is None else Manifest.decode(raw)
+        return None
+
     def _measure_free_space(self) -> None:
         """Below `min_free` rows are only replaced. Raises OSError."""
         if self._config.write != "off":
@@ -241,6 +261,8 @@ class RowFileTier(StorageTier):
         served = self._served
         if not (yield from self._on_lister(served, self._quota.wait_for_scan)):
             return
+        if self._description is not None and self._others.first():
+            yield from self._on_lister(served, self._tell_others, served, self._description)
         gone, new, lost = served.gone_rows(), served.new_rows(), served.lost_rows()
         while keys := (yield from self._on_lister(served, next, gone, None)):
             yield from self._in_batches(served, (Entry(GONE, key, 0) for key in keys if served.confirm_gone(key)))

@@ -11,12 +11,13 @@ deletes only leave its index, since others may use them: the janitor (janitor.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nixl_tiers.chunk import Geometry, Key
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.manifest import Description
+from nixl_tiers.manifest import Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import (
     MAX_SLOTS,
@@ -27,6 +28,7 @@ from nixl_tiers.tiers.base import (
     StorageTier,
 )
 from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
+from nixl_tiers.tiers.other_namespaces import MAX_NAMED, Other, OtherNamespaces
 from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.existence import ExistenceChecker
@@ -34,6 +36,8 @@ from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals
 from nixl_tiers.tiers.s3.ownership import Ownership
 from nixl_tiers.tiers.s3.rows import PrefixRows
 from nixl_tiers.tiers.s3.transfers import RowTransfers
+
+logger = logging.getLogger(__name__)
 
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
 SWEEP_S: Final = 3600.0  # the longest time between two listings of a private prefix for max_age
@@ -57,6 +61,7 @@ class S3Tier(StorageTier):
         self._existence = ExistenceChecker(lambda key: self._control.exists(self._rows.name(key), self._row_bytes))
         self._janitor: Janitor | None = None
         self._description: Description | None = None
+        self._others = OtherNamespaces(logger)
 
     def identify(self, engine: str) -> None:
         self._owner.engine = engine
@@ -179,7 +184,17 @@ class S3Tier(StorageTier):
         )
         name = self._rows.names.manifest(namespace.hex())
 
+        own = Manifest(namespace.hex(), self._description.checked(), self._row_bytes)
+
+        def manifest_of(client: Any, namespace: str) -> Manifest | None:
+            raw = small_object(client, self._config.bucket, self._rows.names.manifest(namespace))
+            return None if raw is None else Manifest.decode(raw)
+
         def refresh(client: Any) -> float:
+            if (others := self._rows.quota.other_bytes()) is not None and self._others.first():
+                largest = sorted(others.items(), key=lambda item: -item[1])
+                read = {namespace: manifest_of(client, namespace) for namespace, _ in largest[:MAX_NAMED]}
+                self._others.tell(own, [Other(nbytes, read.get(namespace)) for namespace, nbytes in largest])
             if not self._owner.may_write or not len(self._rows.quota):
                 return MANIFEST_CHECK_S
             manifest.update(

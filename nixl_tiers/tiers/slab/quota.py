@@ -16,9 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from nixl_tiers.manifest import Manifest
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.manifest_keeper import read_manifest
+from nixl_tiers.tiers.other_namespaces import Other
 from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, NAMESPACE, Part, claim, part_number, try_lock, used_ns
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 _DELETING: Final = ".gone-"  # the prefix of a shard that is being deleted
 _FIRST_SEEN: Final = ".first-seen"  # see `_first_seen_ns`
 _JOURNAL: Final = "manifest."
+_SLAB: Final = "slab-"
 
 _ROUNDING_BYTES: Final = 64 << 10  # that a file system adds to an extent by itself (extent trees, directories)
 
@@ -225,6 +229,23 @@ class SlabQuota:
         if self._free is not None:
             self._free.measure_again()
         return True
+
+    def others(self) -> list[Other]:
+        """The rows of all namespaces but the one that is served, as their slabs. Inside `locked`. Raises OSError."""
+        found: dict[str, Other] = {}
+        for directory in self._shards():
+            if directory.name != self._serving:
+                nbytes, manifest = found.get(directory.name, Other(0, None))
+                nbytes += sum(_disk_bytes(file) for file in os.scandir(directory) if file.name.startswith(_SLAB))
+                found[directory.name] = Other(nbytes, manifest or self._manifest_of(directory))
+        return list(found.values())
+
+    def _manifest_of(self, directory: Path) -> Manifest | None:
+        with suppress(OSError, NotOwned):
+            with self._locked.folder(directory.parent.name) as part, part.folder(directory.name) as folder:
+                raw = read_manifest(folder)
+            return None if raw is None else Manifest.decode(raw)
+        return None
 
     def _shards(self) -> list[Path]:
         """The directories of all shards of all parts, the first to be deleted first, but for those in parts that other

@@ -12,11 +12,12 @@ import resource
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import FileConfig
-from nixl_tiers.manifest import Description
+from nixl_tiers.manifest import Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
@@ -26,6 +27,7 @@ from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, transferred
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
+from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
@@ -74,6 +76,7 @@ class SlabTier(StorageTier):
         )
         self._engine = ""
         self._description: Description | None = None
+        self._others = OtherNamespaces(logger)
         _raise_file_limit()
 
     # --- the contract ---------------------------------------------------------------------------------------------
@@ -128,6 +131,7 @@ class SlabTier(StorageTier):
                     manifest=self._manifest(namespace, epoch),
                 )
                 self._quota.make_room(0)  # the capacity may be smaller than last time
+                self._tell_others(namespace, epoch)
             except BaseException:
                 if shard is not None:
                     shard.close()
@@ -142,6 +146,13 @@ class SlabTier(StorageTier):
         return ManifestKeeper(
             self._description, self._engine, namespace=namespace, epoch=epoch, row_bytes=row_bytes, clock=self._clock
         )
+
+    def _tell_others(self, namespace: bytes, epoch: int) -> None:
+        """Inside the quota's lock."""
+        if self._description is not None and self._others.first():
+            own = Manifest(namespace.hex(), self._description.checked(), self._geometry.row_bytes, epoch)
+            with suppress(OSError):
+                self._others.tell(own, self._quota.others())
 
     @property
     def slots(self) -> int | None:

@@ -1,0 +1,99 @@
+"""What a tier says at its start of the rows of other namespaces that its medium holds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.manifest import Description, Manifest
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.other_namespaces import Other, differences, sentence
+from tests.tiers.file_tiers import make_tier, store
+from tests.tiers.test_manifests import LAYOUTS, run_until
+
+FIRST, SECOND = bytes(range(16)), bytes(range(16, 32))
+ABOUT = Description(model="org/model", revision="abc", dtype="bfloat16", chunk_tokens=256, vllm="0.32.0", salt="11")
+OWN = Manifest("00" * 16, ABOUT, row_bytes=4096)
+
+
+def other(nbytes: int = 1 << 30, last_used: int = 0, **changed: Any) -> Other:
+    manifest = msgspec.structs.replace(OWN, namespace="11" * 16, last_used=last_used)
+    fields = {name: changed.pop(name) for name in list(changed) if name in Manifest.__struct_fields__}
+    about = msgspec.structs.replace(ABOUT, **changed)
+    return Other(nbytes, msgspec.structs.replace(manifest, description=about, **fields))
+
+
+def test_nothing_is_said_where_there_are_no_rows_of_others() -> None:
+    assert sentence(OWN, []) == ""
+    assert sentence(OWN, [other(nbytes=0)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model": "org/old"}, "model org/old, now org/model"),
+        ({"revision": "def"}, "revision def, now abc"),
+        ({"chunk_tokens": 128}, "chunk size 128, now 256"),
+        ({"vllm": "0.31.2"}, "vLLM 0.31, now 0.32"),
+        ({"salt": ""}, "another salt"),
+        ({"row_bytes": 8192}, "rows of 8192 bytes, now 4096"),
+        ({"epoch": 3}, "weights that were replaced while the engine ran"),
+    ],
+)
+def test_it_says_in_what_the_other_namespace_differs(changed: dict[str, Any], words: str) -> None:
+    found = other(**changed)
+    assert found.manifest is not None
+    assert differences(OWN, found.manifest) == [words]
+    assert words in sentence(OWN, [found])
+
+
+@pytest.mark.parametrize("changed", [{"vllm": "0.32.4"}, {"note": "mine"}, {"nixl_tiers": "9"}, {"dtype": ""}, {}])
+def test_what_makes_no_other_namespace_or_is_unknown_is_no_difference(changed: dict[str, Any]) -> None:
+    found = other(**changed)
+    assert found.manifest is not None
+    assert differences(OWN, found.manifest) == []
+    assert "the weights, or an option" in sentence(OWN, [found])
+
+
+def test_the_last_used_are_named_first_and_only_a_few() -> None:
+    others = [other(last_used=day * 86400, model=f"m{day}") for day in range(5)]
+    said = sentence(OWN, [Other(1 << 30, None), *others])
+    assert said.startswith("6 GiB here are of 6 other namespaces, which this engine does not find: ")
+    assert [said.index(f"model m{day}") for day in (4, 3, 2)] == sorted(
+        said.index(f"model m{day}") for day in (4, 3, 2)
+    )
+    assert said.endswith("; 3 more")
+    assert "1970-01-05" in said
+    assert "without a manifest" not in said
+
+
+@LAYOUTS
+def test_file_tier_says_once_at_its_start_what_is_there_of_others(
+    layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for namespace, model, said in [(FIRST, "org/old", 0), (SECOND, "org/new", 1), (FIRST, "org/old", 1)]:
+        tier = make_tier(layout, tmp_path, region)
+        tier.describe(msgspec.structs.replace(ABOUT, model=model))
+        about = f"{namespace.hex()}/about.json"
+        for epoch in (0, 1):  # a reset says nothing more
+            tier.open(namespace, epoch)
+            for _ in tier.list_rows():
+                time.sleep(0.001)
+            if not epoch:
+                assert store(tier, region, range(3)) == [Outcome.OK] * 3
+                run_until(tier, lambda about=about: any(tmp_path.rglob(about)))  # type: ignore[misc]
+        tier.close()
+        lines = [each.getMessage() for each in caplog.records if "which this engine does not find" in each.getMessage()]
+        caplog.clear()
+        assert len(lines) == said
+        if said:
+            old, new = ("org/old", "org/new") if namespace is SECOND else ("org/new", "org/old")
+            assert f"model {old}, now {new}" in lines[0]
+            assert "another namespace" in lines[0]
