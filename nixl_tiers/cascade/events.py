@@ -10,6 +10,7 @@ from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.listing import add_table, begin_listing, end_listing
 from nixl_tiers.cascade.promotion import Promotion
+from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Direction, Job, TierState
@@ -27,12 +28,15 @@ class Events:
         state: CascadeState,
         checks: ExistenceChecks,
         promotion: Promotion,
+        promotion_jobs: PromotionJobs,
         writeback: WriteBack,
+        *,
         health: Health,
     ) -> None:
         self._state = state
         self._checks = checks
         self._promotion = promotion
+        self._promotion_jobs = promotion_jobs
         self._writeback = writeback
         self._health = health
         self._plan_put_off = False
@@ -84,7 +88,7 @@ class Events:
         index.clear_deletes()
         self._checks.lost(tier)
         self._writeback.drop_stores(index)
-        self._promotion.requeue(index, now)
+        self._promotion_jobs.requeue(index, now)
 
     # --- movers ------------------------------------------------------------------------------------------------
 
@@ -116,6 +120,7 @@ class Events:
         """Whether deadlines run, or jobs could be planned without any other event."""
         return bool(
             self._promotion.busy
+            or self._promotion_jobs.busy
             or self._checks.busy
             or self._state.host.has_old
             or self._state.host.searching
@@ -167,10 +172,10 @@ class Events:
         known = [tier for tier in self._state.tiers if not tier.dead]  # of a dead mover the suspects are not known yet
         for tier in known:
             if tier.readable and tier.to_load:
-                jobs.extend(self._promotion.plan(tier, now))
-        for tier in self._promotion.feed_line(now):
-            jobs.extend(self._promotion.plan(tier, now))
-        self._writeback.hold.begin(self._promotion.under_way, now)
+                jobs.extend(self._promotion_jobs.plan(tier, now))
+        for tier in self._promotion_jobs.feed_line(now):
+            jobs.extend(self._promotion_jobs.plan(tier, now))
+        self._writeback.hold.begin(self._promotion_jobs.under_way, now)
         for tier in known:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
@@ -211,7 +216,7 @@ class Events:
         self._health.job_ended(index, job, outcomes, now)
         self._state.take(len(job.moves))
         self._end_moves(index, job, outcomes, now)
-        self._promotion.retry(now)
+        self._promotion_jobs.retry(now)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ class Events:
                     tier.clear_deletes()  # the next mover lists what is there
             while tier.to_cancel > 0 and self._state.take():
                 tier.cancel_victim(self._state.tick)
-        self._promotion.retry(now)
+        self._promotion_jobs.retry(now)
         host = self._state.host
         while host.has_old and self._state.take():
             host.reclaim_old(1)
@@ -245,6 +250,6 @@ class Events:
             if job.direction is Direction.STORE:
                 self._writeback.store_ended(tier, move, outcome)
             else:
-                self._promotion.load_ended(tier, move, outcome, now)
+                self._promotion_jobs.load_ended(tier, move, outcome, now)
         if job.direction is Direction.STORE:
             self._writeback.unpark(job.moves)

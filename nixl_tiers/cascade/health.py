@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from nixl_tiers.cascade.host import Row, RowState
-from nixl_tiers.cascade.promotion import Promotion
+from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import MAX_SAMPLED, TierIndex
 from nixl_tiers.cascade.types import DeadJobs, Direction, Job, TierState
@@ -23,9 +23,9 @@ class Health:
     hard one its mover must be killed, since nothing else ends its access to the host rows.
     """
 
-    def __init__(self, state: CascadeState, promotion: Promotion, writeback: WriteBack) -> None:
+    def __init__(self, state: CascadeState, promotion_jobs: PromotionJobs, writeback: WriteBack) -> None:
         self._state = state
-        self._promotion = promotion
+        self._promotion_jobs = promotion_jobs
         self._writeback = writeback
 
     # --- deadlines ---------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class Health:
             for breaker in tier.breakers.values():
                 breaker.watch(now)
             if (tier.to_load or tier.to_demote) and not tier.readable:
-                self._promotion.requeue(tier, now)
+                self._promotion_jobs.requeue(tier, now)
             if (tier.to_store or tier.parked) and tier.refuses_stores:
                 self._writeback.drop_stores(tier)
 
@@ -188,7 +188,7 @@ class Health:
         for move in job.moves:
             if tier.index.get(move.key) is move.entry:
                 tier.cancel_eviction(move.key, self._state.tick)
-            self._promotion.give_up(tier, move.row)
+            self._promotion_jobs.give_up(tier, move.row)
 
     def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
         """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
@@ -202,7 +202,7 @@ class Health:
         name, samples = tier.spec.name, self._state.samples
         samples.observe(name, f"{job.direction.value}_seconds", now - job.started_s)
         samples.observe(name, f"{job.direction.value}_bytes", moved * self._state.row_bytes)
-        if job.direction is Direction.LOAD and (since_s := self._promotion.waited_since(job)) is not None:
+        if job.direction is Direction.LOAD and (since_s := self._promotion_jobs.waited_since(job)) is not None:
             samples.observe(name, "promotion_seconds", now - since_s)
 
     def _start_trial_load(self, tier: TierIndex, key: Key, now: float) -> list[Job]:

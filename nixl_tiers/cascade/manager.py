@@ -2,8 +2,8 @@
 
 Callers report what happened (a look-up, a finished job, a dead mover) and when (`now`, in seconds of any monotonic
 clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
-replays. Rows come up in `promotion.py` and go down in `writeback.py`, are copied to and from the engine in `copies.py`;
-movers report to `events.py`; `health.py` keeps what fails or hangs out of the way.
+replays. Rows come up in `promotion.py` and `promotion_jobs.py`, go down in `writeback.py`, and are copied to and from
+the engine in `copies.py`; movers report to `events.py`; `health.py` keeps what fails or hangs out of the way.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from nixl_tiers.cascade.line import AFTER_ALL, Rank
 from nixl_tiers.cascade.misses import Misses
 from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.promotion import Promotion
+from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.request_index import RequestIndex
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.savings import Savings
@@ -82,9 +83,12 @@ class TierManager:
         )
         self._misses = Misses(self._state)
         self._writeback = WriteBack(self._state)
-        self._promotion = Promotion(self._state, self.checks, self._writeback)
-        self.health = Health(self._state, self._promotion, self._writeback)
-        self.events = Events(self._state, self.checks, self._promotion, self._writeback, self.health)
+        self._promotion = Promotion(self._state, self.checks)
+        self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion)
+        self.health = Health(self._state, self._promotion_jobs, self._writeback)
+        self.events = Events(
+            self._state, self.checks, self._promotion, self._promotion_jobs, self._writeback, health=self.health
+        )
         self.savings = Savings(self.prefill, self._state.counters_of)
         self._requests = RequestIndex(self.host, self._promotion, self.savings)
         self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
@@ -245,6 +249,7 @@ class TierManager:
         """
         self.savings.reset()
         self._promotion.reset(self.garbage)
+        self._promotion_jobs.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)
         self.host.reset(self.garbage)

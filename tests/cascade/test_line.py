@@ -223,7 +223,7 @@ def test_line_gives_way_although_promotions_wait_for_room() -> None:
     core.copies.prepare_store(chain("filling", 5), "filling")
     core.anticipate("b", b, (1.0,))
     run(core, core.events.plan(0.0))
-    assert core._promotion._crowded
+    assert core._promotion.crowded
     assert scan(core, a, "a")[0] is PENDING
     assert a[0] in come_up(core)
 
@@ -297,6 +297,6 @@ def test_turn_with_a_host_full_of_pinned_rows_walks_over_no_queue() -> None:
     assert core.turn(0.0, 0.0) == []
     core._promotion._waiting = Unwalked(core._promotion._waiting)
     assert core.turn(0.5, 0.5) == []
-    assert core._promotion._crowded, "what is being stored will be unpinned"
+    assert core._promotion.crowded, "what is being stored will be unpinned"
     core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 8)), ())
     assert come_up(core) == [*a, *b]

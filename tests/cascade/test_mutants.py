@@ -18,6 +18,7 @@ from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.promotion import Promotion
+from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Job, PlannedMove
@@ -112,7 +113,7 @@ class PinsIgnored(Events):
         return super().plan(now)
 
 
-class FailedLoadIsAHit(Promotion):
+class FailedLoadIsAHit(PromotionJobs):
     def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
         super().load_ended(tier, move, Outcome.OK, now)
 
@@ -135,7 +136,7 @@ class DeadlineRearmedByARelease(Promotion):
         request.deadline_s = None
 
 
-class DeadlineRearmedByARetry(Promotion):
+class DeadlineRearmedByARetry(PromotionJobs):
     """A request whose promotion failed waits for the next tier with a new deadline."""
 
     def retry(self, now: float) -> None:
@@ -172,7 +173,7 @@ class EvictionsOfTheHostUncounted(Events):
         return super().plan(now)
 
 
-class BadRowCountedTwice(Promotion):
+class BadRowCountedTwice(PromotionJobs):
     """A row that a late load and then another one find corrupt is counted twice."""
 
     def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
@@ -301,7 +302,7 @@ class UnreadyIsAHit(Chains):
         return look.end
 
 
-class ChecksBadRowsAgain(Promotion):
+class ChecksBadRowsAgain(PromotionJobs):
     def load_ended(self, tier, move, outcome, now):  # type: ignore[no-untyped-def]
         self._checks.mark_absent = lambda *_: None  # type: ignore[method-assign]
         super().load_ended(tier, move, outcome, now)
@@ -360,7 +361,7 @@ class StoresBesidePromotions(Events):
         return super().plan(now)
 
 
-class RunningPromotionsUncounted(Promotion):
+class RunningPromotionsUncounted(PromotionJobs):
     """Stores keep out of the way of promotions that are queued, and not of those that run."""
 
     @property

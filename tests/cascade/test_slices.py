@@ -99,7 +99,7 @@ def test_kill_is_worked_off_in_slices(most_work: Callable[..., int]) -> None:
         scan(core, f"request-{number}")
     assert sum(len(job.moves) for job in turns(core)) == len(CHAIN)
     assert most_work(core.events.killed, 0, 1.0) <= 3 * MOST
-    while core.tiers[0].dead[0].to_abandon or core._promotion._retries:
+    while core.tiers[0].dead[0].to_abandon or core._promotion_jobs._retries:
         assert most_work(expire, core, 1.0) <= 3 * MOST
     assert core.tiers[0].quarantined == len(CHAIN), "rows are quarantined until their mover is reaped"
     assert most_work(core.events.lost, 0, 1.0) <= 3 * MOST
@@ -118,7 +118,7 @@ def test_work_and_planning_take_turns_while_slices_are_used_up() -> None:
     core.events.killed(0, 1.0)
     core.events.lost(0, 1.0)
     planned: list[int] = []
-    while core.tiers[0].dead or core._promotion._retries:
+    while core.tiers[0].dead or core._promotion_jobs._retries:
         planned.append(sum(len(job.moves) for job in core.turn(1.0, 1.0)))
         assert planned[-1] <= SLICE
     assert any(planned), "planning waits for all of the work"
