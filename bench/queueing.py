@@ -29,7 +29,7 @@ from statistics import mean, quantiles
 from typing import Any, Final
 
 from bench.eviction import TRACE, read
-from nixl_tiers.cascade.chains import Chain, Group
+from nixl_tiers.cascade.chain_rows import Chain, Group
 from nixl_tiers.cascade.cold_table import take_all
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import TierManager

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from nixl_tiers.cascade.chains import Chain, Scan
+from nixl_tiers.cascade.chain_rows import Chain
+from nixl_tiers.cascade.chains import Scan
 from nixl_tiers.cascade.copies import StorePlan
 from nixl_tiers.cascade.line import Rank
 from nixl_tiers.cascade.manager import Lookup, TierManager

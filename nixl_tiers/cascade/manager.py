@@ -13,7 +13,8 @@ from enum import Enum
 from functools import partial
 
 from nixl_tiers.cascade.breaker import BreakerState
-from nixl_tiers.cascade.chains import Chain, Chains, Scan
+from nixl_tiers.cascade.chain_rows import Chain
+from nixl_tiers.cascade.chains import Chains, Scan
 from nixl_tiers.cascade.copies import Copies
 from nixl_tiers.cascade.counters import TierStats
 from nixl_tiers.cascade.events import Events

@@ -5,8 +5,7 @@ docs/internals/load-or-recompute.md has the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 HOST: Final = -1
@@ -46,8 +45,7 @@ class Choice(NamedTuple):
     wait_s: float
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """What is known of a request's chain, in steps of `step_tokens` tokens and `rows_per_step` rows, from token
     `start` on. A load also reads `window_rows` rows of windowed groups, whichever its end."""
 
@@ -58,10 +56,11 @@ class Chain:
 
 
 class Costs(NamedTuple):
-    """Seconds: to compute what is beyond a token (None: unknown), to copy rows to the engine; the longest wait."""
+    """`compute_s`: seconds to compute what is beyond a token (None: unknown). `copy`: of rows from host memory to the
+    engine. `most_s`: the longest wait."""
 
     compute_s: Callable[[int], float | None]
-    copy_s: Callable[[int], float]
+    copy: TierPrice
     most_s: float
 
 
@@ -76,52 +75,50 @@ def choose(
     longer than all others, since computing a token takes the longer the more tokens are before it. While computing has
     no price, the longest load is chosen. `fits(end)`: the last end up to `end` at which all KV groups can be loaded.
     """
-    runs = list(runs)
-    at, rows = chain.start, 0
+    at, step_tokens, step_rows, window_rows = chain
+    compute_s, copy, most_s = costs
+    rows = 0
     if runs and runs[0].source == HOST:
-        steps = runs.pop(0).steps
-        at, rows = at + steps * chain.step_tokens, steps * chain.rows_per_step
+        at, rows = at + runs[0].steps * step_tokens, runs[0].steps * step_rows
+        runs = runs[1:]
     end = fits(at)
-    best, best_s = Choice(end, 0.0), _sum(0.0, rows, costs.compute_s(end), costs.copy_s)
-    loading = [0] * len(tiers)
-    for run in runs:
-        for last in _ends(run, chain, tiers, loading, costs.most_s):
-            end = fits(at + last * chain.step_tokens)
-            steps = -(-(end - at) // chain.step_tokens)
-            if steps <= 0:
+    best, best_s = Choice(end, 0.0), _sum(0.0, copy.seconds(rows), compute_s(end))
+    loading, waits_s = [0] * len(tiers), [0.0] * len(tiers)  # of each tier: rows of the runs before, and their time
+    for source, steps in runs:
+        others_s = max([wait_s for tier, wait_s in enumerate(waits_s) if tier != source], default=0.0)
+        before = 0 if source == HOST else loading[source] + window_rows
+        lasts = [steps] if source == HOST else _ends(steps, tiers[source], before, step_rows, (others_s, most_s))
+        for last in lasts:
+            end = fits(at + last * step_tokens)
+            count = -(-(end - at) // step_tokens) * step_rows
+            if count <= 0:
                 continue
-            counts = list(loading)
-            if run.source != HOST:
-                counts[run.source] += steps * chain.rows_per_step + chain.window_rows
-            wait_s = max(map(TierPrice.seconds, tiers, counts), default=0.0)
-            if wait_s > costs.most_s:
+            wait_s = others_s if source == HOST else max(others_s, tiers[source].seconds(before + count))
+            if wait_s > most_s:
                 continue
-            sum_s = _sum(wait_s, rows + steps * chain.rows_per_step, costs.compute_s(end), costs.copy_s)
+            sum_s = _sum(wait_s, copy.seconds(rows + count), compute_s(end))
             if sum_s is None or best_s is None or sum_s <= best_s:
                 best, best_s = Choice(end, wait_s), sum_s
-        if run.source != HOST:
-            loading[run.source] += run.steps * chain.rows_per_step
-        rows += run.steps * chain.rows_per_step
-        at += run.steps * chain.step_tokens
+        at, rows = at + steps * step_tokens, rows + steps * step_rows
+        if source != HOST:
+            loading[source] += steps * step_rows
+            waits_s[source] = tiers[source].seconds(loading[source])
     return best
 
 
-def _ends(run: Run, chain: Chain, tiers: Sequence[TierPrice], loading: Sequence[int], most_s: float) -> list[int]:
-    """After how many steps of `run` the load may end, in ascending order."""
-    ends = {run.steps}
-    if run.source != HOST:
-        waits = map(TierPrice.seconds, tiers, loading)
-        others = max((wait_s for number, wait_s in enumerate(waits) if number != run.source), default=0.0)
-        price, rows = tiers[run.source], loading[run.source] + chain.window_rows
-        for limit_s in (others, most_s):
-            steps = (price.rows_within(limit_s) - rows) // chain.rows_per_step
-            if 0 < steps < run.steps:
-                ends.add(int(steps))
+def _ends(steps: int, price: TierPrice, before: int, step_rows: int, limits_s: Iterable[float]) -> list[int]:
+    """After how many steps of a run the load may end, in ascending order: after all, or where its rows, with `before`
+    others of the tier, take as long as one of the limits."""
+    ends = [steps]
+    for limit_s in limits_s:
+        within = (price.rows_within(limit_s) - before) // step_rows
+        if 0 < within < steps:
+            ends.append(int(within))
     return sorted(ends)
 
 
-def _sum(wait_s: float, rows: int, compute_s: float | None, copy_s: Callable[[int], float]) -> float | None:
-    return None if compute_s is None else wait_s + copy_s(rows) + compute_s
+def _sum(wait_s: float, copy_s: float, compute_s: float | None) -> float | None:
+    return None if compute_s is None else wait_s + copy_s + compute_s
 
 
 def left_s(now: float, expected_s: float, rest_s: float, latency_s: float) -> float:

@@ -85,6 +85,10 @@ class CascadeState:
         row_s = tier.loads.s_per_byte * self.row_bytes
         return TierPrice(tier.loads.latency_s, row_s, len(tier.to_load) + tier.rows_loading)
 
+    def price_of_copies(self) -> TierPrice:
+        """What rows cost to be copied from host memory to the engine."""
+        return TierPrice(self.copies.latency_s, self.copies.s_per_byte * self.row_bytes, 0)
+
     def begin_slice(self) -> None:
         """What follows holds the lock for as long as about `rows_per_slice` rows take; the next turn goes on."""
         self._slice_left = self.limits.rows_per_slice

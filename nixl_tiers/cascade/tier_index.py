@@ -140,11 +140,15 @@ class TierIndex:
         if not self.readable:
             return [False] * len(keys)
         entries = list(map(self.index.get, keys))
-        found = [entry is not None and entry.stored for entry in entries]
-        if self.cold.tables and None in entries:
-            places = [place for place, entry in enumerate(entries) if entry is None]
-            for place, cold in zip(places, self.cold.has_many([keys[place] for place in places]), strict=True):
-                found[place] = cold
+        absent = entries.count(None)
+        if absent == len(keys):
+            found = self.cold.has_many(keys)
+        else:
+            found = [entry is not None and entry.stored for entry in entries]
+            if absent and self.cold.tables:
+                places = [place for place, entry in enumerate(entries) if entry is None]
+                for place, cold in zip(places, self.cold.has_many([keys[place] for place in places]), strict=True):
+                    found[place] = cold
         if self.denylist.keys:
             return [each and not self.denylist.is_denied(key, now) for key, each in zip(keys, found, strict=True)]
         return found

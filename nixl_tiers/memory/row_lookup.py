@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
-import numpy as np
-
 from nixl_tiers import native
 from nixl_tiers.chunk import Key
 from nixl_tiers.memory.row_table_format import Layout
 
 ABI: Final = 1  # ROW_LOOKUP_ABI of csrc/row_lookup.c
+PIECE: Final = 1024  # keys of one call
+_Found = ctypes.c_bool * PIECE
 _NUMBERS: Final = ("words", "buckets", "rows", "records", "row_bytes", "record_bytes", "seed")
 
 
@@ -58,7 +58,10 @@ def has_many(table: Table, keys: Sequence[Key]) -> list[bool] | None:
     library, count, length = _library(), len(keys), len(keys[0])
     if library is None or len(set(map(len, keys))) > 1:
         return None
-    found = np.zeros(count, np.bool_)
-    done = library.nixl_tiers_row_lookup(table, b"".join(keys), count, length, found.ctypes.data)
-    answers: list[bool] = found.tolist()
-    return answers if done else None
+    answers: list[bool] = []
+    for start in range(0, count, PIECE):
+        some, found = keys[start : start + PIECE], _Found()
+        if not library.nixl_tiers_row_lookup(table, b"".join(some), len(some), length, found):
+            return None
+        answers += found[: len(some)]
+    return answers

@@ -317,9 +317,12 @@ class NixlTiersManager(OffloadingManager):
         else:
             position = position_of(key, context)
             self._gate.looked_up(context, position)
-            if position is not None:
-                self._meter.positions.hit(name, position - compat.chunk_tokens(context))
-            if name not in self._touched:
+            own = None if position is None else position - compat.chunk_tokens(context)
+            if own is not None:
+                self._meter.positions.hit(name, own)
+            if own == 0 and len(self._place) == 1:
+                self._touched.add(name)  # vLLM has none of it
+            elif name not in self._touched:
                 self._touch_prefix(context, position)
             mine = None if name in self._load_none else self._chains.of(key, context, position)
         answers: Answers = {}

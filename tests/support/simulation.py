@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
-from nixl_tiers.cascade.chains import Chain, Group
+from nixl_tiers.cascade.chain_rows import Chain, Group
 from nixl_tiers.cascade.cold_rows import MAX_TABLES
 from nixl_tiers.cascade.cold_table import Steps, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck

@@ -16,7 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_tiers.cascade.chains import Chain, Scan
+from nixl_tiers.cascade.chain_rows import Chain
+from nixl_tiers.cascade.chains import Scan
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
