@@ -299,7 +299,7 @@ class UnreadyIsAHit(Chains):
     """A chain's end is a hit though some of it is still being loaded."""
 
     def _ready_end(self, look, chosen):  # type: ignore[no-untyped-def]
-        return look.end
+        return look.chain.end
 
 
 class ChecksBadRowsAgain(PromotionJobs):
