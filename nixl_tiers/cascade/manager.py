@@ -249,8 +249,8 @@ class TierManager:
         unless `keep_tiers`, until `events.opened`. `take_evicted` does not return the keys that a reset removes.
         """
         self.savings.reset()
-        self._promotion.reset(self.garbage)
         self._promotion_jobs.reset(self.garbage)
+        self._promotion.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)
         self.host.reset(self.garbage)
