@@ -124,9 +124,8 @@ class SchedulerCalls:
         """A new request waits for its turn: have its chain promoted before it comes (TierManager.anticipate)."""
         if not self._tiers:
             return
-        with self._lock:
+        with self._lock:  # the step that passes it over wakes the supervisor
             self._core.anticipate(request, keys, rank)
-        self._link.supervisor.wake()
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Promote what storage tiers hold of `keys`, in the background. Raises as `lookup`."""

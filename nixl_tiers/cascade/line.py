@@ -3,7 +3,8 @@
 A scheduler looks a request up when its turn comes, so without this the time for storage would follow the time in the
 queue. Promotions for the line are a second class. They are queued only while few rows are under way, so that a request
 whose turn has come waits about `ahead_s` for them at most; and the rows that they pin in host memory are given back,
-those of the last in line first, when a request before them needs the room.
+those of the last in line first, when a request before them needs the room. And nothing is promoted for a request before
+a step has passed it over: the turn of one that finds an idle engine comes at once, and then its load is weighed first.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ class Place:
     """A request's place in the line.
 
     `keys`: of its chain, from the first that the engine lacks, of which `at` are dealt with; `held`: so many of them
-    are in host memory, or on their way there, and pinned for it. A `prefetch` is no request: it ends when its rows have
-    come, of which `come` are known to have.
+    are in host memory, or on their way there, and pinned for it. `step`: in which it joined. A `prefetch` is no
+    request: it ends when its rows have come, of which `come` are known to have.
     """
 
-    __slots__ = ("at", "come", "held", "keys", "order", "prefetch", "request")
+    __slots__ = ("at", "come", "held", "keys", "order", "prefetch", "request", "step")
 
-    def __init__(self, request: Request, keys: Sequence[Key], rank: Rank, number: int) -> None:
+    def __init__(self, request: Request, keys: Sequence[Key], rank: Rank, number: int, step: int) -> None:
         self.request = request
         self.keys = keys
+        self.step = step
         self.order = (rank, number)
         self.prefetch = rank is AFTER_ALL
         self.at = self.held = self.come = 0
@@ -60,12 +62,12 @@ class Line:
     def busy(self) -> bool:
         """Whether rows may have to be promoted without any other event."""
         first = self._places[: self._state.limits.line_requests]
-        return any(place.at < len(place.keys) or place.prefetch for place in first)
+        return any(place.prefetch or (place.at < len(place.keys) and self._is_waiting(place)) for place in first)
 
     def join(self, request: Request, keys: Sequence[Key], rank: Rank) -> None:
         """A new request waits for its turn; the lower its `rank`, the sooner that comes."""
         self._joined += 1
-        place = self._of[request.name] = Place(request, keys, rank, self._joined)
+        place = self._of[request.name] = Place(request, keys, rank, self._joined, self._host.step)
         request.join_line()
         insort(self._places, place)
 
@@ -104,7 +106,7 @@ class Line:
         limits = self._state.limits
         room = self._share - sum(place.held for place in self._holding)
         for place in self._places[: limits.line_requests]:
-            while place.at < len(place.keys):
+            while place.at < len(place.keys) and self._is_waiting(place):
                 if room <= 0 and (freed := self._last_gives(place)) == 0:
                     break
                 if room <= 0:
@@ -119,6 +121,10 @@ class Line:
             if place.prefetch and self._has_ended(place):
                 place.request.release()
                 self.leave(place.request)
+
+    def _is_waiting(self, place: Place) -> bool:
+        """Whether a step has passed it over: its turn was not to come at once."""
+        return place.prefetch or place.step != self._host.step
 
     def _advance(self, place: Place, now: float) -> bool:
         """Keep the next row of its chain, or queue it to be promoted; False: not now."""

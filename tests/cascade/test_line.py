@@ -26,6 +26,12 @@ def stored(*chains: Sequence[Key], rows: int, **limits: float) -> TierManager:
     return core
 
 
+def wait_in_line(core: TierManager, name: str, keys: Sequence[Key], rank: tuple[float, ...]) -> None:
+    """The request arrives, and a step passes it over."""
+    core.anticipate(name, keys, rank)
+    core.end_step()
+
+
 def come_up(core: TierManager, outcome: Outcome = Outcome.OK) -> list[Key]:
     """All promotions that are planned one after the other, carried out: their keys in order."""
     keys = []
@@ -42,8 +48,8 @@ def in_host(core: TierManager, keys: Sequence[Key]) -> int:
 def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=16)
-    core.anticipate("b", b, (1.0,))
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "b", b, (1.0,))
+    wait_in_line(core, "a", a, FIRST)
     assert come_up(core) == [*a, *b], "in the order of their turns"
     assert scan(core, a, "a") == [HIT] * 4
     core.copies.prepare_load(a, "a")
@@ -53,10 +59,22 @@ def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
     assert not core._promotion.line.busy
 
 
+def test_request_whose_turn_comes_at_once_gets_nothing_before_it_is_looked_up() -> None:
+    """It may well choose to compute: its look-up weighs that, and a promotion before it would be in vain."""
+    a = chain("a")
+    core = stored(a, rows=16)
+    core.anticipate("a", a, FIRST)
+    assert core.events.plan(0.0) == []
+    assert not core.events.busy, "nothing wakes the supervisor either"
+    core.end_step()
+    assert core.events.busy
+    assert come_up(core) == a, "a step has passed it over"
+
+
 def test_request_waits_for_the_rest_of_what_is_coming_up() -> None:
     a = chain("a")
     core = stored(a, rows=8)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     jobs = core.events.plan(0.0)
     assert scan(core, a, "a") == [PENDING] * 4
     run(core, jobs)
@@ -67,7 +85,7 @@ def test_request_waits_for_the_rest_of_what_is_coming_up() -> None:
 def test_request_whose_turn_has_come_goes_before_the_line() -> None:
     a, b = chain("a", 8), chain("b", 2)
     core = stored(a, b, rows=32, ahead_s=4 * 4096 / 4e6)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     jobs = core.events.plan(0.0)
     assert sum(len(job.moves) for job in jobs) == 4, "no more than the tier moves in ahead_s"
     assert core.events.plan(0.0) == []
@@ -79,7 +97,7 @@ def test_line_holds_its_share_of_the_host_and_no_more() -> None:
     a, b, c = chain("a"), chain("b"), chain("c")
     core = stored(a, b, c, rows=12)
     for number, keys in enumerate((a, b, c)):
-        core.anticipate(f"r{number}", keys, (number,))
+        wait_in_line(core, f"r{number}", keys, (number,))
     assert come_up(core) == [*a, *b[:2]]
     other = chain("other", 12)
     put(core, other)
@@ -91,9 +109,9 @@ def test_line_holds_its_share_of_the_host_and_no_more() -> None:
 def test_last_in_line_gives_way_to_one_that_comes_before_it() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8)
-    core.anticipate("b", b, (2.0,))
+    wait_in_line(core, "b", b, (2.0,))
     assert come_up(core) == b
-    core.anticipate("a", a, (1.0,))
+    wait_in_line(core, "a", a, (1.0,))
     assert come_up(core) == a
     put(core, chain("other", 8))
     assert (in_host(core, a), in_host(core, b)) == (4, 0)
@@ -103,7 +121,7 @@ def test_last_in_line_gives_way_to_one_that_comes_before_it() -> None:
 def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
     a, b = chain("a"), chain("b", 8)
     core = stored(a, b, rows=8)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     come_up(core)
     assert scan(core, b, "b") == [PENDING] * 8
     assert come_up(core) == b
@@ -117,7 +135,7 @@ def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
 def test_chain_ends_at_its_first_hole() -> None:
     a = chain("a")
     core = stored(a[:2], a[3:], rows=8)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     assert come_up(core) == a[:2]
 
 
@@ -125,7 +143,7 @@ def test_line_asks_only_the_tiers_that_a_request_may_load_from() -> None:
     a = chain("a")
     core = stored(a, rows=8)
     core.set_allowed_tiers("a", [])
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     assert come_up(core) == []
     assert scan(core, a, "a") == [MISS]
 
@@ -133,7 +151,7 @@ def test_line_asks_only_the_tiers_that_a_request_may_load_from() -> None:
 def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
     a = chain("a")
     core = stored(a, rows=8)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     come_up(core, Outcome.CORRUPT)
     assert scan(core, a, "a") == [MISS]
     core.finish_request("a")
@@ -143,7 +161,7 @@ def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
 def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
     a = chain("a")
     core = stored(a, rows=8)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     come_up(core)
     core.finish_request("a")
     assert not any(row.request_pins for row in core.host.index.values())
@@ -153,7 +171,7 @@ def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
 def test_reset_empties_the_line() -> None:
     a = chain("a")
     core = stored(a, rows=8)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     core.events.plan(0.0)
     core.reset(keep_tiers=True)
     assert come_up(core) == []
@@ -182,14 +200,14 @@ def test_prefetch_goes_behind_every_request_in_line() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=16)
     core.prefetch(b)
-    core.anticipate("a", a, (1e9,))
+    wait_in_line(core, "a", a, (1e9,))
     assert come_up(core) == [*a, *b]
 
 
 def test_rows_that_were_loaded_are_not_counted_as_promoted_in_vain() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8)
-    core.anticipate("a", a, FIRST)
+    wait_in_line(core, "a", a, FIRST)
     come_up(core)
     core.prefetch(b)
     assert come_up(core) == [], "others hold the line's share"
@@ -208,8 +226,8 @@ def test_request_that_begins_without_a_look_up_leaves_the_line() -> None:
     """The engine's own cache had all of its prompt when its turn came."""
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8, line_requests=1)
-    core.anticipate("a", a, FIRST)
-    core.anticipate("b", b, (1.0,))
+    wait_in_line(core, "a", a, FIRST)
+    wait_in_line(core, "b", b, (1.0,))
     assert come_up(core) == a
     core.end_step(began=["a"])
     assert come_up(core) == b, "the next is no longer behind it"
@@ -221,7 +239,7 @@ def test_line_gives_way_although_promotions_wait_for_room() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8, line_share=1.0)
     core.copies.prepare_store(chain("filling", 5), "filling")
-    core.anticipate("b", b, (1.0,))
+    wait_in_line(core, "b", b, (1.0,))
     run(core, core.events.plan(0.0))
     assert core._promotion.crowded
     assert scan(core, a, "a")[0] is PENDING
@@ -231,7 +249,7 @@ def test_line_gives_way_although_promotions_wait_for_room() -> None:
 def test_line_without_anything_left_to_promote_is_not_busy() -> None:
     a = chain("a")
     core = stored(a, rows=8)
-    core.anticipate("a", [*a[:2], b"nowhere", *a[2:]], FIRST)
+    wait_in_line(core, "a", [*a[:2], b"nowhere", *a[2:]], FIRST)
     come_up(core)
     assert not core._promotion.line.busy
     assert scan(core, a[:2], "a") == [HIT] * 2
@@ -242,7 +260,7 @@ def test_line_that_can_only_wait_leaves_no_work() -> None:
     chains = [chain(name) for name in "abcdef"]
     core = stored(*chains, rows=32, rows_per_slice=2, ahead_s=0.0)  # so that nothing is queued behind the first row
     for place, keys in enumerate(chains):
-        core.anticipate(f"r{place}", keys, (float(place),))
+        wait_in_line(core, f"r{place}", keys, (float(place),))
     turns = 0
     while core.events.turn(0.0, 0.0) or core.events.unfinished:
         turns += 1
