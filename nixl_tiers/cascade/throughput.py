@@ -69,10 +69,22 @@ class TransferEstimate:
     in the same direction, the tier's speed has changed: then they count, and hardly any before them.
     """
 
-    __slots__ = ("_latency_s", "_odd", "_s_per_byte", "_slower", "_sums", "_witness_s", "_witnesses", "last_s")
+    __slots__ = (
+        "_latency_s",
+        "_line",
+        "_odd",
+        "_s_per_byte",
+        "_slower",
+        "_sound",
+        "_sums",
+        "_witness_s",
+        "_witnesses",
+        "last_s",
+    )
 
     def __init__(self) -> None:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of weight, x, y, xx, xy: MB and seconds
+        self._sound, self._line = self._sums, (0.0, 0.0)  # those before the first of `_odd`
         self._latency_s = self._s_per_byte = 0.0
         self._odd: deque[_Odd] = deque(maxlen=MAX_ODD)  # that contradict, in succession
         self._slower = False  # in which direction
@@ -87,14 +99,21 @@ class TransferEstimate:
         if not known:
             self._fit((x, y))
             return
-        before_s, sums = self.seconds(nbytes), self._sums
+        before_s, sums, line = self.seconds(nbytes), self._sums, (self._latency_s, self._s_per_byte)
         self._fit((x, y), before_s)
-        change = y / self.seconds(nbytes)
+        change, times = y / self.seconds(nbytes), y / before_s
+        if self._odd and not self._slower:
+            # Those have moved the line by now, and may have given it a latency that seems to explain this one.
+            faster = y / (self._line[0] + self._line[1] * nbytes)
+            if CONTRADICTS * faster < 1:
+                change = times = faster
         if 1 / CONTRADICTS <= change <= CONTRADICTS:
             self._odd.clear()
             return
         self._sums = sums
-        if self._contradicts(((x, y), y / before_s), now, slower=change > 1):
+        if not self._odd or self._slower is not (change > 1):
+            self._sound, self._line = sums, line
+        if self._contradicts(((x, y), times), now, slower=change > 1):
             self._follow()
         else:
             self._fit((x, _near(y, before_s)), before_s)
@@ -139,7 +158,7 @@ class TransferEstimate:
         so much quicker, or slower, too: what a latency is to a byte they know better than a few transfers."""
         changes = [change for _, change in self._odd]
         times = min(changes) if self._slower else max(changes)
-        w, sx, sy, sxx, sxy = self._sums
+        w, sx, sy, sxx, sxy = self._sound  # without what these counted as while they were noise
         kept, kept_y = KEPT / (times * times), KEPT / times
         self._sums = kept * w, kept * sx, kept_y * sy, kept * sxx, kept_y * sxy
         for (x, y), change in self._odd:

@@ -71,6 +71,19 @@ def test_two_transfers_show_that_a_tier_has_become_faster(megabytes: int) -> Non
     assert tier.estimate.contradictions == 0
 
 
+@pytest.mark.parametrize("before", [[3], [3, 3, 6, 3]])
+def test_measurements_that_grow_do_not_look_like_a_latency(before: list[int]) -> None:
+    """A tier in doubt is measured again with twice as many rows, and what the first were taken for is no evidence."""
+    tier = Tier(s_per_mb=0.05, latency_s=0.006)
+    for megabytes in before:
+        tier.transfer(megabytes)
+    tier.s_per_mb = 0.01
+    for megabytes in (3, 6, 12):
+        tier.transfer(megabytes)
+    assert tier.error(3) == pytest.approx(1.0, abs=0.15)
+    assert tier.error(33) == pytest.approx(1.0, abs=0.15)
+
+
 def test_three_transfers_show_that_a_tier_has_become_slower() -> None:
     tier = Tier(s_per_mb=0.0005)
     for _ in range(100):
