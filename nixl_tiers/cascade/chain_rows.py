@@ -52,7 +52,7 @@ class ChainRows:
     """The rows of one full-attention group from a request's start on, as far as they are known to exist.
 
     Places are in `rows`, ascending: `stored` has those that the host lacks, by the number of the first tier that holds
-    them, and `coming` those that are being filled or loaded in the host.
+    them, and `coming` those that are being filled or loaded in the host; of these, `loading` has those of each tier.
     """
 
     group: Group
@@ -61,6 +61,7 @@ class ChainRows:
     rows: list[Row | None]  # as the host's index has them
     stored: dict[int, list[int]]
     coming: list[int]
+    loading: dict[int, list[int]]
 
     @property
     def end(self) -> int:
@@ -73,9 +74,10 @@ class ChainRows:
         return min([places[0] for places in (self.coming, *self.stored.values()) if places], default=len(self.rows))
 
     def sources(self) -> list[int]:
-        """Of each row, the number of the tier that holds it, or HOST."""
+        """Of each row, the number of the tier that it comes from, or HOST. One that is being loaded, for another request
+        or for a measurement, may still take long to come."""
         sources = [HOST] * len(self.rows)
-        for tier, places in self.stored.items():
+        for tier, places in (*self.stored.items(), *self.loading.items()):
             for place in places:
                 sources[place] = tier
         return sources
@@ -87,12 +89,13 @@ class RowFinder:
     def __init__(self, state: CascadeState) -> None:
         self._host = state.host
         self._tiers = state.tiers
+        self._numbers = {tier.spec.name: tier.number for tier in state.tiers}
 
     def find(self, request: Request, group: Group, span: tuple[int, int], first: int, now: float) -> ChainRows:
         """Where the group's rows are in this span of tokens, from its start up to the first that is nowhere. `first`:
         the first sub-block of each that is going to be read."""
         begin, stop = span[0] // group.chunk_tokens, span[1] // group.chunk_tokens
-        found = ChainRows(group, begin, (), [], {}, [])
+        found = ChainRows(group, begin, (), [], {}, [], {})
         if begin < stop and self.exists(request, group.keys[begin], now):  # most prompts without any hit end here
             for at in range(begin, stop, BATCH):
                 if not self._find_batch(request, found, group.keys[at : min(at + BATCH, stop)], first, now):
@@ -132,7 +135,12 @@ class RowFinder:
             stop = min(stop, self._find_stored(request, keys, absent, stored, now))
         before = len(found.rows)
         found.rows += rows[:stop]
-        found.coming += _placed(coming, stop, before)
+        if coming:
+            found.coming += (placed := _placed(coming, stop, before))
+            for place in placed:
+                row = found.rows[place]
+                if row is not None and row.state is _LOADING:
+                    found.loading.setdefault(self._numbers[row.source], []).append(place)
         for tier, places in stored.items():
             if placed := _placed(places, stop, before):
                 found.stored.setdefault(tier, []).extend(placed)

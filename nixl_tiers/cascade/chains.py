@@ -101,7 +101,7 @@ class Chains:
     def _choose(self, look: _Look) -> tuple[int, float]:
         """Up to which token to load, and when that is expected to be in host memory."""
         state, prefill, chain = self._state, self._state.prefill, look.chain
-        if not chain.windows and not any(each.stored for each in look.found):
+        if not chain.windows and not any(each.stored or each.loading for each in look.found):
             return max(look.start, look.known), look.now
         runs = self._runs(look)
         unmeasured = any(run.source >= 0 and not state.tiers[run.source].loads.known for run in runs)
@@ -116,7 +116,7 @@ class Chains:
         choice = pricing.choose(
             runs,
             pricing.Chain(first, chain.step_tokens, chain.step_rows, window_rows),
-            [state.price_of(tier) for tier in state.tiers],
+            self._prices(look),
             pricing.Costs(compute_s, state.price_of_copies(), state.limits.wait_s),
             self._fits(look),
         )
@@ -124,6 +124,15 @@ class Chains:
         if chosen < look.known:
             self._decline(look, chosen)
         return chosen, look.now if unmeasured else look.now + choice.wait_s
+
+    def _prices(self, look: _Look) -> list[pricing.TierPrice]:
+        """Of the tiers now. The chain's own rows that are being loaded are counted with the others of the chain."""
+        prices = [self._state.price_of(tier) for tier in self._state.tiers]
+        for each in look.found:
+            for number, places in each.loading.items():
+                price = prices[number]
+                prices[number] = price._replace(ahead=max(0, price.ahead - len(places)))
+        return prices
 
     def _runs(self, look: _Look) -> list[Run]:
         """The chain from the start on, by where its rows are: of each step, the lowest tier that it needs a row of."""

@@ -72,12 +72,14 @@ class Health:
     def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
         moved = sum(outcome is Outcome.OK for outcome in outcomes)
+        beside = self._state.leave_burst(job)
         if moved:
             tier.throughput[job.direction].record(job.nbytes, now - job.started_s)
             self._observe(tier, job, moved, now)
             if job.direction is Direction.LOAD:
                 rows = tier.loaded - job.loaded_before + len(job.moves)
-                tier.loads.record(rows * self._state.row_bytes, now - job.started_s, now)
+                if not beside:
+                    tier.loads.record(rows * self._state.row_bytes, now - job.started_s, now)
         if job.abandoned:
             return  # it was a failure when it was abandoned
         for move, outcome in zip(job.moves, outcomes, strict=True):
@@ -183,6 +185,7 @@ class Health:
         self._record(tier, job, False, now)
         if job.direction is Direction.STORE:
             return  # its rows are hits as before, and pinned
+        self._state.leave_burst(job)
         tier.quarantined += len(job.moves)
         tier.counters.late += len(job.moves)
         for move in job.moves:

@@ -42,6 +42,7 @@ class Limits:
     ahead_s: float = 0.25  # promotions for them keep a request whose turn comes waiting no longer than about that
     reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need
     hot_rows: int = 1 << 16  # of a tier, as Python objects at most; with `lru`, and without victims that wait
+    burst_s: float = 0.02  # loads that start within it are measured by the last of them to end (types.py)
     measure_s: float = 5.0  # a tier whose rows are declined for its speed is measured again so often,
     measure_share: float = 0.125  # with so much of a job's rows, for which no request waits,
     measure_time: float = 0.05  # and which take so much of its time, or one row seldom enough for that

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 HOST: Final = -1
-"""Instead of a tier's number: a row in host memory, or one that the engine is writing there."""
+"""Instead of a tier's number: a row in host memory, or one that the engine is writing there now."""
 
 
 class Run(NamedTuple):

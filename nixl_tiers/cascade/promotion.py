@@ -100,14 +100,15 @@ class Promotion:
 
     def measure(self, tier: TierIndex, keys: Sequence[Key], now: float) -> None:
         """Promote some of these rows, which were declined because the tier is slow, if its speed was not measured for a
-        while: no request waits for them, and without it nobody would find out that the tier has become faster."""
+        while: no request waits for them, and without it nobody would find out that the tier has become faster. While
+        it loads anything, that measures it."""
         limits, last_s = self._state.limits, tier.loads.last_s
         doubts = tier.loads.contradictions
         rows = self._rows_to_measure(tier) << min(doubts, MAX_DOUBLED)
         rows = min(rows, self._state.rows_per_job)
         expected_s = tier.loads.seconds(rows * self._state.row_bytes)
         pause_s = limits.measure_again_s if doubts else max(limits.measure_s, expected_s / limits.measure_time)
-        if now >= max(last_s or 0.0, tier.measured_s) + pause_s and not tier.to_load:
+        if now >= max(last_s or 0.0, tier.measured_s) + pause_s and not (tier.to_load or tier.rows_loading):
             tier.measured_s = now
             for key in keys[:rows]:
                 tier.queue_load(None, key)

@@ -15,7 +15,7 @@ from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.samples import Samples
 from nixl_tiers.cascade.throughput import TransferEstimate
 from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import Direction, Job, PlannedMove, TierState
+from nixl_tiers.cascade.types import Burst, Direction, Job, PlannedMove, TierState
 from nixl_tiers.policies import Prefer, Write
 
 
@@ -160,11 +160,30 @@ class CascadeState:
             jobs.append(Job(self.last_job_id, tier.number, direction, part, nbytes, now, now + soft_s, now + hard_s))
         for job in jobs:
             job.loaded_before = tier.loaded
+        if direction is Direction.LOAD and jobs:
+            self._join_burst(tier, jobs, now)
         started = {job.id: job for job in jobs}
         tier.jobs.update(started)
         tier.loose.clear()
         tier.send_credits -= len(jobs)
         return jobs
+
+    def _join_burst(self, tier: TierIndex, jobs: list[Job], now: float) -> None:
+        burst = tier.burst
+        if burst is None or burst.ended or now - burst.began_s > self.limits.burst_s:
+            burst = tier.burst = Burst(now)
+        for job in jobs:
+            job.burst = burst
+            burst.rows += len(job.moves)
+
+    def leave_burst(self, job: Job) -> int:
+        """A load was abandoned, or has ended: how many rows of its burst still run."""
+        burst, job.burst = job.burst, None
+        if burst is None:
+            return 0
+        burst.rows -= len(job.moves)
+        burst.ended = True
+        return burst.rows
 
     def loose_jobs(self, tier: TierIndex, now: float) -> list[Job]:
         """Jobs of the moves that an error left without one, for them to be ended."""

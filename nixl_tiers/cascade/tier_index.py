@@ -26,7 +26,7 @@ from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.slots import SlotCount, Slots
 from nixl_tiers.cascade.spill import Spill
 from nixl_tiers.cascade.throughput import ThroughputEstimate, TransferEstimate
-from nixl_tiers.cascade.types import DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
+from nixl_tiers.cascade.types import Burst, DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
 from nixl_tiers.chunk import Key
 
 MAX_SAMPLED: Final = 64
@@ -66,6 +66,7 @@ class TierIndex:
     queued: int = 0  # rows that were ever put there
     measured_s: float = -1e9  # when rows were last queued only to measure it
     loaded: int = 0  # rows whose load has ended, however
+    burst: Burst | None = None  # the last one
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
     staged: dict[Key, Row] = field(default_factory=dict)  # their host rows until they are written there
     to_delete: list[tuple[int, Key]] = field(default_factory=list)

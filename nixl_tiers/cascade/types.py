@@ -57,6 +57,17 @@ class PlannedMove:
 
 
 @dataclass(slots=True)
+class Burst:
+    """Loads of one tier that started at about the same time. Where they share the medium, the first to end looks
+    several times as slow as it is: what the others have got meanwhile is in none of the tier's books. `rows`: of those
+    that still run; `ended`: whether some have ended, so that none joins any more."""
+
+    began_s: float
+    rows: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True)
 class Job:
     """One batch of row moves of one direction. Times are of the caller's monotonic clock, in seconds."""
 
@@ -72,6 +83,7 @@ class Job:
     probe_episode: int | None = None  # the breaker's number of its probe, if it is one
     abandoned: bool = False
     loaded_before: int = 0  # rows of its tier whose loads had ended when it started
+    burst: Burst | None = None  # of a load, until it is abandoned or has ended
 
 
 @dataclass(slots=True)

@@ -154,6 +154,30 @@ def test_rows_in_host_memory_are_always_loaded() -> None:
     assert engine.scan() == Scan(False, 4 * TOKENS)
 
 
+def test_row_that_a_slow_tier_is_loading_is_not_there_yet() -> None:
+    """For another request, or for a measurement: it may take longer to come than to compute."""
+    engine = Engine()
+    engine.store(S3, KEYS, row_s=None)
+    assert engine.scan("other", keys=KEYS[:2]) == Scan(True, 2 * TOKENS)
+    engine.plan()
+    engine.speed(S3, row_s=5.0)
+    assert engine.scan() == Scan(False, 0)
+    assert engine.queued(S3) == []
+
+
+def test_row_that_another_request_is_loading_is_waited_for_and_not_asked_for_again() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    assert engine.scan("other", keys=KEYS[:4]) == Scan(True, 4 * TOKENS)
+    jobs = engine.plan()
+    assert engine.scan() == Scan(True, END)
+    assert engine.queued(FILE) == KEYS[4:]
+    for job in jobs:
+        engine.end(job)
+    engine.load_all()
+    assert engine.scan() == Scan(False, END)
+
+
 def test_copy_to_the_engine_counts() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
@@ -402,6 +426,51 @@ def test_tier_that_was_fast_for_long_and_has_become_slow_is_not_waited_for() -> 
     answers = [medium.request() for _ in range(20)]
     assert answers.index(False) <= 4, "within 8 s"
     assert answers[5:].count(True) <= 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_jobs_that_start_together_show_what_all_of_them_take(shared: bool) -> None:
+    """40 rows are three jobs. Over S3 they share the connection, and even the first to end has taken as long as all."""
+    core = TierManager(1024, 10**6, [TierSpec("s3", Write.THROUGH, False)])
+    opened(core, 0, 1000)
+    keys = [b"%d" % number for number in range(500)]
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    now = 0.0
+    for rows in (40, 8, 40, 8, 40):
+        core.scan(f"r{now}", Chain((Group(keys[:rows], TOKENS),)), 0, now)
+        core.end_step()
+        jobs = core.events.plan(now)
+        moved = 0
+        for job in jobs:
+            moved += len(job.moves)
+            end_s = now + 0.005 + 0.03 * (rows if shared else moved)
+            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), end_s)
+        assert moved == rows
+        core.finish_request(f"r{now}")
+        core.reset(True)
+        core.flushed()
+        now += 10.0
+    loads = core.tiers[0].loads
+    assert loads.seconds(40 * 10**6) == pytest.approx(1.205, rel=0.02)
+    assert loads.seconds(8 * 10**6) == pytest.approx(0.245, rel=0.02)
+    assert loads.seconds(10**6) == pytest.approx(0.035, rel=0.2)
+
+
+def test_tier_is_not_measured_while_it_loads_for_requests() -> None:
+    """Beside others a row takes longer, and what the tier does is measured by those."""
+    engine = Engine()
+    engine.store(FILE, KEYS[:2], row_s=None)
+    assert engine.scan("first", keys=KEYS[:2]) == Scan(True, 2 * TOKENS)
+    (job,) = engine.plan()
+    engine.store(FILE, KEYS, row_s=0.5)
+    engine.now = 11.0
+    assert engine.scan("second", keys=KEYS[2:]) == Scan(False, 0)
+    assert engine.queued(FILE) == []
+    engine.end(job)
+    engine.speed(FILE, row_s=0.5)
+    engine.now = 22.0
+    assert engine.scan("third", keys=KEYS[2:]) == Scan(False, 0)
+    assert engine.queued(FILE) != []
 
 
 def test_measuring_a_slow_tier_takes_little_of_its_time() -> None:
