@@ -74,8 +74,8 @@ class ChainRows:
         return min([places[0] for places in (self.coming, *self.stored.values()) if places], default=len(self.rows))
 
     def sources(self) -> list[int]:
-        """Of each row, the number of the tier that it comes from, or HOST. One that is being loaded, for another request
-        or for a measurement, may still take long to come."""
+        """Of each row, the number of the tier that it comes from, or HOST. One that is being loaded, for another
+        request or to measure the tier, may still take long to come."""
         sources = [HOST] * len(self.rows)
         for tier, places in (*self.stored.items(), *self.loading.items()):
             for place in places:
