@@ -22,6 +22,8 @@ from nixl_tiers.chunk import PAGE
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _CHUNK_BYTES: Final = 32 << 20  # how much a thread asks for at once, which bounds how long a stop takes
+_ALLOCATED_POLL_S: Final = 0.2
+_PAUSE_S: Final = 0.004  # after each chunk of pages that are only mapped, which takes 2 ms
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +53,19 @@ class Prefault:
     """
 
     def __init__(
-        self, address: int, nbytes: int, threads: int, at_end: Callable[[], None] | None = None, begin: int = 0
+        self,
+        address: int,
+        nbytes: int,
+        threads: int,
+        at_end: Callable[[], None] | None = None,
+        begin: int = 0,
+        *,
+        allocated: Callable[[], bool] | None = None,
     ) -> None:
-        """`at_end` is called by the last thread when all is populated. `begin`: a byte offset."""
+        """`at_end` is called by the last thread when all is populated. `begin`: a byte offset. `allocated`: whether
+        others, who allocate the pages, have; wait for that, and then leave pauses: to map pages is no hurry."""
         self._at_end = at_end
+        self._allocated = allocated
         self._address = address
         self._nbytes = nbytes
         self._chunks = -(-nbytes // _CHUNK_BYTES)
@@ -87,6 +98,9 @@ class Prefault:
         self.wait()
 
     def _work(self) -> None:
+        while self._allocated is not None and not self._allocated():
+            if self._stopping.wait(_ALLOCATED_POLL_S):
+                return
         while not self._stopping.is_set():
             number = next(self._next)
             if number >= self._chunks:
@@ -103,6 +117,8 @@ class Prefault:
                 all_populated = self._populated_bytes == self._nbytes
             if all_populated and self._at_end is not None:
                 self._at_end()
+            if self._allocated is not None:
+                self._stopping.wait(_PAUSE_S)
 
     def _populate_part(self, address: int, size: int) -> int:
         """On any kernel; returns 0 or an errno."""

@@ -257,6 +257,16 @@ class HostRegion:
         self.at_close(prefault.stop)
         return prefault
 
+    def map_pages(self) -> Prefault:
+        """In a process that did not allocate the rows' pages: map them once another has (`prefault`), in the
+        background. Ends early when the region is closed.
+
+        Otherwise the first move of each row does: with 4 KiB pages that takes twice as long as to copy the row.
+        """
+        mapping = Prefault(self.address, self.nbytes, 1, allocated=lambda: self.huge_bytes is not None)
+        self.at_close(mapping.stop)
+        return mapping
+
     @property
     def huge_bytes(self) -> int | None:
         """How much of the region lies in pages of 2 MiB; None until a process has prefaulted it, and when it is

@@ -83,6 +83,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     _set_up_logging(str(configure.tier.get("type", "?")))
     watchdog.rearm()
     region = HostRegion.attach(region_fd)
+    region.map_pages()
     try:
         geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
         tier = make_tier(configure.tier, geometry, region)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -15,6 +16,8 @@ from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.memory import prefault
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.policies import HugePages
+from tests.support.pages import mapped
+from tests.support.waiting import until
 
 MiB = 1 << 20
 RANKS = 2
@@ -71,6 +74,38 @@ def test_rank_allocates_the_share_of_one_that_died() -> None:
         second = start(region, 1, stack)
         assert go_on(second) == "done"
         assert all(resident(region))
+
+
+def test_other_process_maps_pages_once_they_are_allocated_and_allocates_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "_ALLOCATED_POLL_S", 0.001)
+    looked = 0
+
+    def huge_bytes(self: HostRegion) -> int | None:
+        nonlocal looked
+        looked += self is other
+        return known.fget(self)
+
+    known = HostRegion.huge_bytes
+    with (
+        HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region,
+        HostRegion.attach(os.dup(region.fd)) as other,
+    ):
+        monkeypatch.setattr(HostRegion, "huge_bytes", property(huge_bytes))
+        mapping = other.map_pages()
+        until(lambda: looked > 2, "it has looked whether pages are allocated")
+        assert not any(resident(region))
+        assert region.prefault(1).wait(120)
+        assert mapping.wait(120)
+        assert all(mapped(other.address, other.nbytes))
+        assert not region.rows_view.any()
+
+
+def test_region_closes_while_its_pages_are_not_allocated() -> None:
+    with HostRegion.create(GEOMETRY, ROWS) as region:
+        other = HostRegion.attach(os.dup(region.fd))
+        mapping = other.map_pages()
+        other.close()
+        assert mapping.wait(0)
 
 
 @pytest.mark.parametrize("rank", range(3))

@@ -46,6 +46,21 @@ def stub(name: str, tmp_path: Path) -> MoverProcess:
     return MoverProcess(tier, GEOMETRY, 8)
 
 
+def test_the_region_is_mapped_before_the_first_row_moves(tmp_path: Path) -> None:
+    with stub("InstantTier", tmp_path) as mover:
+        assert mover.open() == 100
+        assert mover.region.prefault().wait(120)
+        smaps = Path(f"/proc/{mover.process.pid}/smaps")
+
+        def mapped_kib() -> int:
+            lines = iter(smaps.read_text().splitlines())
+            region = next(line for line in lines if "memfd:nixl_tiers" in line)
+            assert region
+            return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+
+        assert wait_until(lambda: mapped_kib() << 10 >= mover.region.nbytes)
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
