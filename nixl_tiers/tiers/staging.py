@@ -20,6 +20,7 @@ import numpy as np
 
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, mostly_huge
+from nixl_tiers.memory.prefault import populate
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move, seal_row
@@ -136,6 +137,10 @@ class Buffer:
         self._agent = agent
         self._memory: Registration | None = agent.register_dram(self.address, size)
 
+    def populate(self) -> None:
+        """Allocate its pages, so that the first rows need not wait until the kernel has zeroed them."""
+        populate(self._map, 0, len(self._map))
+
     def room(self, rows: int) -> bool:
         return len(self._free) >= rows
 
@@ -188,6 +193,8 @@ class Direction:
             self._measured = recall(self._name, self._path, row_bytes)
             if self._measured is not None:
                 logger.info("staging, as measured before: %s", self._measured)
+        if self._name == "loads" and (self.staged or self._is_tried):  # requests wait for these
+            self._buffer.populate()
 
     @property
     def staged(self) -> bool:
@@ -200,7 +207,7 @@ class Direction:
         """Where the rows of a unit lie while they are moved; waits for room in the buffer."""
         if self._buffer is None:
             return DirectRows(self._region)
-        if self._mode == "auto" and self._measured is None and self._pages_are_small:
+        if self._is_tried:
             rows = yield from self._go(self._buffer, moves, lambda: self._trial.staged, self._tried)
             self._trial.begin(time.monotonic())
             return rows
@@ -211,6 +218,11 @@ class Direction:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+
+    @property
+    def _is_tried(self) -> bool:
+        """Whether units go both ways in turns, to find out whether staging pays."""
+        return self._mode == "auto" and self._measured is None and self._pages_are_small
 
     @property
     def _pages_are_small(self) -> bool:

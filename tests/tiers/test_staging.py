@@ -23,6 +23,7 @@ from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
 from nixl_tiers.tiers.staging_trial import Measured
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
 from tests.support.load import get, put
+from tests.support.pages import mapped
 from tests.tiers.file_tiers import GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
 
 
@@ -87,6 +88,14 @@ def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Pat
     assert set(load(direct, region, range(ROWS))) == {Outcome.OK}
     assert np.array_equal(region.rows_view, staged)
     direct.close()
+
+
+def test_memory_for_the_first_loads_is_there_when_the_tier_is_open(tier: FileTier) -> None:
+    loads, stores = tier._staging.loads._buffer, tier._staging.stores._buffer
+    assert loads is not None
+    assert stores is not None
+    assert all(mapped(loads.address, loads.rows.nbytes))
+    assert not any(mapped(stores.address, stores.rows.nbytes)), "no request waits for stores"
 
 
 def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,9 @@ class RowTransfers:
         )
 
     def open(self, namespace: bytes, epoch: int, credentials: Credentials) -> None:
-        """Move rows of this namespace from now on."""
+        """Move rows of this namespace from now on. Not on the mover's loop: this takes some milliseconds."""
         self.data.connect(credentials, self._control.region.name)
+        self.data.populate_staging()
         self._sealer = Sealer(self._geometry, namespace, epoch)
 
     def store(self, moves: Sequence[Move]) -> int:

@@ -14,6 +14,8 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers import moves as moves_module
 from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.s3.concurrency import FIRST
+from tests.support.pages import mapped
 from tests.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
@@ -53,6 +55,16 @@ def test_rows_of_every_size_are_stored_and_loaded(
         assert driver.load(numbers) == [Outcome.OK] * len(numbers)
         names = [driver.name(number) for number in numbers]
     assert _objects(s3_server, place) == dict.fromkeys(names, geometry.row_bytes)
+
+
+def test_memory_for_the_first_downloads_is_there_when_the_tier_is_open(place: dict[str, Any]) -> None:
+    geometry = Geometry(cells=1, cell_payload=1 << 20)
+    with TierDriver(geometry, 4, **place) as driver:
+        driver.open()
+        staging = driver.tier._transfers.data._staging
+        first = [mapped(row.ctypes.data, geometry.row_bytes) for row in staging]
+        assert all(map(all, first[:FIRST]))
+        assert not any(map(any, first[2 * FIRST :]))
 
 
 def test_a_sealed_row_is_stored_unchanged(driver: TierDriver) -> None:
