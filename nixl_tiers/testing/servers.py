@@ -71,6 +71,11 @@ class S3Server:
         self._client: Any = None
 
     @property
+    def pid(self) -> int | None:
+        """Its process ID; None while it is stopped."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def endpoint(self) -> str:
         return f"{'https' if self.certificate else 'http'}://127.0.0.1:{self.port}"
 
