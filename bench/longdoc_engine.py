@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,14 @@ class Workload:
         whole = (self.tokens - QUESTION_TOKENS) // vllm_cpu.BLOCK_TOKENS * vllm_cpu.BLOCK_TOKENS
         return self.documents * whole
 
+    def of(self, documents: int | None) -> Workload:
+        """With so many documents, and as much room for each; None: itself."""
+        if documents is None:
+            return self
+        host_bytes = self.host_bytes * documents // self.documents
+        cached = max(1, self.cached_documents * documents // self.documents)
+        return replace(self, documents=documents, host_bytes=host_bytes, cached_documents=cached)
+
     def prompts(self, question: int) -> list[dict[str, list[int]]]:
         asked = _tokens(1_000_000 + question, QUESTION_TOKENS)
         return [
@@ -72,10 +80,12 @@ class Plan:
     """A directory of this engine's own, for its tier and model."""
     s3: dict[str, str] | None = None
     """Endpoint and bucket, for the kinds that need them. Credentials are in the environment."""
+    documents: int | None = None
+    """How many, where they are not the workload's."""
 
     @property
     def workload(self) -> Workload:
-        return QUICK if self.quick else FULL
+        return (QUICK if self.quick else FULL).of(self.documents)
 
     @property
     def tier(self) -> Path:
