@@ -1,6 +1,7 @@
 """Cost and gain of tiers in real vLLM: engines with and without tiers, on requests that miss and requests that hit.
 
-    python -m bench.serving [--rounds 7] [--prompts 8] [--tokens 600] [--json FILE]
+    python -m bench.serving [--rounds 7] [--prompts 8] [--tokens 600] [--workloads new decode again] [--no-dead-s3]
+                            [--json FILE]
 
 Three engines run at the same time, each in a process of its own, and alternate: without a connector, with cpu and file
 tiers, and with these plus an S3 tier whose server accepts connections but never responds. Each round sends the same
@@ -15,6 +16,9 @@ Only ratios within a round are comparable; the table shows their medians. Below 
 a second there were, and what the 99th percentile of their times from the round's start to their last token was, over
 all rounds, as ratios to the engine without tiers. For prompts that cannot hit ("new"), the first should be 0.98 or more
 and the second 1.02 or less: raise --prompts and --rounds until a p99 means something (100 requests and more).
+
+`--workloads new --no-dead-s3` asks only that, of two engines: 13 rounds of 8 prompts in some minutes on two processors.
+The JSON file is written after each round.
 
 All engines must generate the same tokens (float32). XDG_CACHE_HOME=$(mktemp -d) keeps the prefill speed that they learn
 to themselves.
@@ -97,12 +101,14 @@ def prompts_of(round_: int, number: int, tokens: int) -> list[list[int]]:
     ]
 
 
-def measure(engines: dict[str, Engine], round_: int, number: int, tokens: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    engines: dict[str, Engine], round_: int, number: int, tokens: int, workloads: Sequence[str] = WORKLOADS
+) -> dict[str, dict[str, list[float]]]:
     """Seconds of each request by workload and engine."""
     new, short = prompts_of(round_, number, tokens), prompts_of(-1 - round_, number, 48)
     order = sorted(engines, key=lambda name: (list(engines).index(name) + round_) % len(engines))
     seconds: dict[str, dict[str, list[float]]] = {}
-    for workload in WORKLOADS:
+    for workload in workloads:
         outputs = []
         for name in order:
             if workload == "again":
@@ -122,6 +128,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=600, help="length of a new prompt")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--no-dead-s3", action="store_true", help="without the third engine")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -145,27 +153,33 @@ def main() -> None:
             TIERS: [host, {"type": "file", "path": f"{place}/a", "capacity": "4GiB"}],
             DEAD_S3: [host, {"type": "file", "path": f"{place}/b", "capacity": "4GiB"}, dead],
         }
+        if options.no_dead_s3:
+            del kinds[DEAD_S3]
+        rounds: list[dict[str, dict[str, list[float]]]] = []
         engines = {name: Engine(tiers, options.tokens) for name, tiers in kinds.items()}
         try:
-            measure(engines, 0, options.prompts, options.tokens)  # warm-up
-            rounds = [measure(engines, n, options.prompts, options.tokens) for n in range(1, options.rounds + 1)]
+            for number in range(options.rounds + 1):
+                found = measure(engines, number, options.prompts, options.tokens, options.workloads)
+                if number:  # the first is a warm-up
+                    rounds.append(found)
+                    if options.json:
+                        options.json.write_text(json.dumps(rounds, indent=1))
         finally:
             for engine in engines.values():
                 engine.close()
-    if options.json:
-        options.json.write_text(json.dumps(rounds, indent=1))
+    others = [name for name in engines if name != WITHOUT]
     print("medians: seconds without tiers; then seconds with / seconds without, lowest and highest round in brackets")
-    for workload in WORKLOADS:
+    for workload in options.workloads:
         base = statistics.median(max(r[workload][WITHOUT]) for r in rounds)
         print(f"{workload:8s} {WITHOUT} {base:7.2f} s", end="")
-        for name in (TIERS, DEAD_S3):
+        for name in others:
             ratios = sorted(max(r[workload][name]) / max(r[workload][WITHOUT]) for r in rounds)
             print(f"   {name} {statistics.median(ratios):5.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})", end="")
         print()
     print("requests a second, and p99 of their seconds, over all rounds: with / without")
-    for workload in WORKLOADS:
+    for workload in options.workloads:
         print(f"{workload:8s}", end="")
-        for name in (TIERS, DEAD_S3):
+        for name in others:
             speed = sum(max(r[workload][WITHOUT]) for r in rounds) / sum(max(r[workload][name]) for r in rounds)
             late = p99(rounds, workload, name) / p99(rounds, workload, WITHOUT)
             print(f"   {name} {speed:5.3f}, p99 {late:5.3f}", end="")
