@@ -93,6 +93,11 @@ class SchedulerCalls:
         with self._lock:
             return self._core.scan(request, chain, start, self._clock(), first)
 
+    def still_waits(self, request: str) -> bool:
+        """Whether this step's `scan` of a request would say that it waits, as in the step before (TierManager)."""
+        with self._lock:
+            return self._core.still_waits(request, self._clock())
+
     def copied(self, rows: int, seconds: float) -> None:
         """A load of so many rows has taken so long, from prepare_load to the engine's report that it has ended."""
         with self._lock:

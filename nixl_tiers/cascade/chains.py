@@ -19,11 +19,14 @@ from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.pricing import HOST, Run
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.request_index import RequestIndex
-from nixl_tiers.cascade.requests import Request, Wait
+from nixl_tiers.cascade.requests import NEVER, Request, Wait
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.chunk import Key
 
 MAX_RUNS: Final = 64
+UNPRICED: Final = float("inf")
+IDLE_SHARE: Final = 0.125  # a wait is judged again when so much of what it may still last is over,
+MOST_IDLE_S: Final = 0.05  # or after so long, as what it is judged by may have changed
 _READY: Final = RowState.READY
 _LOADING: Final = RowState.LOADING
 
@@ -66,10 +69,13 @@ class Chains:
         """One step's look-ups of a request's chain from token `start` on."""
         rescan = request.rescan
         request.begin(self._host.step, start)
+        request.idle_until_s = NEVER
         end = chain.end
         if request.waiting and not request.first_scan:
             if self._promotion.still_waits(request, start + 1, first, now):
-                if not self._is_late(request, chain, start, now):
+                if (margin_s := self._margin_s(request, chain, start, now)) >= 0:
+                    if request.missing and not chain.windows:
+                        request.idle_until_s = now + min(MOST_IDLE_S, margin_s * IDLE_SHARE)
                     return Scan(True, end if request.chosen is None else request.chosen)
                 self._promotion.give_up_waiting(request)
         elif rescan:
@@ -95,6 +101,20 @@ class Chains:
             return Scan(False, self._ready_end(look, chosen))
         request.chosen = None if open_end else chosen
         return Scan(True, end if open_end else chosen)
+
+    def still_waits(self, request: Request, now: float) -> bool:
+        """Whether a request waits of which `scan` would find out nothing in this step that its last one has not: what
+        it waits for is on its way, and the wait was judged a moment ago."""
+        if now >= request.idle_until_s or request.rescan or self._promotion.has_expired(request, now):
+            return False
+        if not request.waiting:
+            return False
+        last = request.missing[-1][1]
+        row = self._host.index.get(last)
+        if row.state is _READY if row is not None else not request.asked.get(last):
+            return False
+        request.seen_s = now
+        return True
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -283,21 +303,22 @@ class Chains:
                 places.append((tier.number, tier.queued - len(tier.to_load)))
         return places
 
-    def _is_late(self, request: Request, chain: Chain, start: int, now: float) -> bool:
-        """Whether to compute what the request waits for is quicker than to wait on. O(1)."""
+    def _margin_s(self, request: Request, chain: Chain, start: int, now: float) -> float:
+        """How much longer what the request waits for may take for that to be as quick as to compute it; less than 0 if
+        computing is quicker by now. O(1)."""
         wait, state = request.wait, self._state
         if wait is None or not request.missing:
-            return False
+            return UNPRICED
         have = start
-        if len(chain.full) == len(chain.groups):  # what has come is of use without the rest
+        if not chain.windows:  # what has come is of use without the rest
             have = max(have, (request.missing[0][0] or 0) - wait.step_tokens)
         upto = wait.end if request.chosen is None else request.chosen
         rest, kept = state.prefill.seconds(have, wait.end), state.prefill.seconds(upto, wait.end)
         if rest is None or kept is None:
-            return False
+            return UNPRICED
         rest_s = latency_s = 0.0
         for number, queued in wait.places:
             tier = state.tiers[number]
             rest_s = max(rest_s, tier.rows_before(queued) * tier.loads.s_per_byte * state.row_bytes)
             latency_s = max(latency_s, tier.loads.latency_s)
-        return pricing.left_s(now, wait.expected_s, rest_s, latency_s) > self._crowd() * (rest - kept)
+        return self._crowd() * (rest - kept) - pricing.left_s(now, wait.expected_s, rest_s, latency_s)

@@ -150,6 +150,14 @@ class TierManager:
             return Scan(False, start)
         return self._chains.scan(request, chain, start, first, now)
 
+    def still_waits(self, name: str, now: float) -> bool:
+        """Whether a request that waited in the step before waits in this one too, and need not be scanned for that: a
+        long queue of such requests is looked up at every step."""
+        request = self._requests.by_name.get(name)
+        if request is None or request.load_failed or request.generation is not self.host.generation:
+            return False
+        return self._chains.still_waits(request, now)
+
     def queue(self, name: str) -> None:
         """A new request waits for its turn: its first look-up, or that it begins (`end_step`). It waits, too, while
         another one computes."""

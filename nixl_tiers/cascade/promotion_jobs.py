@@ -168,7 +168,7 @@ class PromotionJobs:
                 if row.state is RowState.LOADING:
                     self._loading_for.setdefault(row.order, []).append(request)
                 else:
-                    request.withdraw(key)
+                    request.has_come(key)
         return wanted
 
     def _judge(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
@@ -180,7 +180,7 @@ class PromotionJobs:
                 row.sealed = True
                 self._host.counters.promoted += 1
                 for request in self._loading_for.get(row.order, ()):
-                    request.withdraw(row.key)
+                    request.has_come(row.key)
                 if tier.staged.get(move.key) is row:
                     self._writeback.demotion_loaded(tier, move.key)
                 else:

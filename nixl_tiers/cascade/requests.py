@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from nixl_tiers.cascade.host import Generation, Row
 from nixl_tiers.chunk import Key
+
+NEVER: Final = float("-inf")
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class Request:
         "first_key_found",
         "first_scan",
         "generation",
+        "idle_until_s",
         "in_line",
         "load_failed",
         "lowest",
@@ -103,6 +107,7 @@ class Request:
         # Load or recompute (chains.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
         self.chosen: int | None = None
         self.wait: Wait | None = None  # what its wait is judged by
+        self.idle_until_s = NEVER  # its wait need not be judged before, unless its last row comes
 
     @property
     def waiting(self) -> bool:
@@ -133,10 +138,15 @@ class Request:
         self.to_come += len(keys)
         self._count()
 
-    def withdraw(self, key: Key) -> None:
-        """It asks for this row no more: it has come, or its tier cannot load it now."""
+    def has_come(self, key: Key) -> None:
+        """This row is in host memory: it asks for it no more."""
         self.to_come -= self.asked.pop(key, False)
         self._count()
+
+    def withdraw(self, key: Key) -> None:
+        """It asks for this row no more: its tier cannot load it now."""
+        self.has_come(key)
+        self.idle_until_s = NEVER
 
     def refuse(self, key: Key) -> None:
         """The host has no room for a row that it asked for, and will not have any."""
@@ -183,6 +193,7 @@ class Request:
         """The row that it waited for will not be ready."""
         del self.pinned[row.key]
         row.request_pins -= 1
+        self.idle_until_s = NEVER
         self._count()
 
     def rearm(self) -> None:

@@ -312,6 +312,10 @@ class NixlTiersManager(OffloadingManager):
         name = context.req_id
         mine = self._chains.again(key, context)
         if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
+            if mine.waiting is not None and not self._gate.watches and self._coordinator.still_waits(name):
+                self._waiting.add(name)
+                self._answers[name] = mine.waiting
+                return mine.waiting
             position: int | None = mine.first
             self._gate.looked_up(context, position)
         else:

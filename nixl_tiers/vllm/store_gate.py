@@ -55,6 +55,11 @@ class StoreGate:
         """Whether some chunks must not be stored now."""
         return self._stale_cache or bool(self._blocked)
 
+    @property
+    def watches(self) -> bool:
+        """Whether each look-up of a request tells something new, and not only its first one."""
+        return self._stale_cache or self._unsettled is not None
+
     def looked_up(self, context: ReqContext, position: int | None) -> None:
         """The first look-up of a request in a step, of the chunk that ends at `position`: its block lists are new."""
         self._holding.add(context.req_id)

@@ -257,6 +257,66 @@ def test_wait_ends_when_the_tier_turns_out_to_be_slower() -> None:
     assert engine.scan() == Scan(False, 0)
 
 
+def test_wait_is_judged_again_when_an_eighth_of_what_it_may_last_is_over() -> None:
+    engine = Engine(chunk_s=0.02)  # all of it: 0.16 s
+    engine.store(FILE, KEYS, row_s=0.01)  # 0.08 s
+    assert engine.scan() == Scan(True, END)
+    assert not engine.core.still_waits("r", engine.now), "it was not judged yet"
+    assert engine.scan() == Scan(True, END)
+    assert engine.core.still_waits("r", 0.009)
+    assert not engine.core.still_waits("r", 0.011)
+
+
+def test_wait_that_may_last_long_is_judged_again_soon() -> None:
+    """What it is judged by may change: the speed of the tier or of prefill, or the queue of requests."""
+    engine = Engine(chunk_s=5.0)
+    engine.store(FILE, KEYS, row_s=0.01)
+    for _ in range(2):
+        assert engine.scan() == Scan(True, END)
+    assert engine.core.still_waits("r", 0.04)
+    assert not engine.core.still_waits("r", 0.06)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.MISSING, Outcome.FAILED])
+def test_wait_is_judged_at_once_when_a_row_will_not_come_or_all_have(outcome: Outcome) -> None:
+    engine = Engine(chunk_s=5.0)
+    engine.store(FILE, KEYS, row_s=0.01)
+    for _ in range(2):
+        assert engine.scan() == Scan(True, END)
+    first, second = engine.plan()
+    engine.end(first)
+    assert engine.core.still_waits("r", 0.0), "the others are on their way"
+    engine.core.events.finished(second.tier, second.id, [outcome, *[Outcome.OK] * 3], 0.0)
+    engine.plan()
+    assert not engine.core.still_waits("r", 0.0)
+
+
+def test_request_that_was_released_preempted_or_reset_is_scanned_anew() -> None:
+    for change in (
+        lambda core: core.end_step(preempted=["r"]),
+        lambda core: core.finish_request("r"),
+        lambda core: core.reset(keep_tiers=True),
+        lambda core: core.copies.fail_load([], "r"),
+    ):
+        engine = Engine(chunk_s=5.0)
+        engine.store(FILE, KEYS, row_s=0.01)
+        for _ in range(2):
+            assert engine.scan() == Scan(True, END)
+        assert engine.core.still_waits("r", 0.0)
+        change(engine.core)
+        assert not engine.core.still_waits("r", 0.0)
+
+
+def test_wait_with_a_windowed_group_is_judged_at_every_step() -> None:
+    """Its keys are looked up one by one after the scan, and belong to the same step."""
+    engine = Engine(chunk_s=5.0)
+    window = Group([b"w%d" % number for number in range(len(KEYS))], TOKENS, window=2)
+    engine.store(FILE, [*KEYS, *window.keys], row_s=0.01)
+    for _ in range(2):
+        assert engine.scan("r", window).waits
+    assert not engine.core.still_waits("r", 0.0)
+
+
 def test_wait_goes_on_while_little_is_left() -> None:
     """The last row is late, and to compute it would take less than loading all did: but it is due at any moment."""
     engine = Engine(chunk_s=0.2, limits=Limits(wait_s=10.0, moves_per_job=7))

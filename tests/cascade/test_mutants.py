@@ -284,6 +284,13 @@ class PriceForgetsDeadline(Chains):
         return super().scan(request, chain, start, first, now)
 
 
+class WaitIsNotJudgedAgain(Chains):
+    """A request that waits is not looked at again."""
+
+    def still_waits(self, request, now):  # type: ignore[no-untyped-def]
+        return request.waiting
+
+
 class HitsAreNotKept(Chains):
     """What is in host memory is not kept for the request that waits for the rest of its chain."""
 
@@ -409,6 +416,7 @@ MUTANTS = [
     StoresOvertakeDeletes,
     RequestNeverExpires,
     HitsAreNotKept,
+    WaitIsNotJudgedAgain,
     PriceForgetsDeadline,
     UnreadyIsAHit,
     WaitsForLateChecks,

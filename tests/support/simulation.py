@@ -903,6 +903,9 @@ class Simulation:
 
     def _scan(self, name: str, prompt: Prompt) -> list[Key] | None:
         """The same for a chain, of TOKENS tokens a chunk. The windowed group of a hybrid model has keys of its own."""
+        if self.core.still_waits(name, self.now):
+            self._check_wait(name, prompt.chain)
+            return None
         groups = [Group(prompt.chain, TOKENS)]
         own = [WINDOWED + key for key in prompt.chain]
         if prompt.scan is Scan.HYBRID:
@@ -926,14 +929,18 @@ class Simulation:
         self._check_hits([*hits, *(() if waits else run)])
         if not waits:
             return [*hits, *run]
+        self._check_wait(name, [*prompt.chain, *own])
+        return None
+
+    def _check_wait(self, name: str, keys: list[Key]) -> None:
+        """The request waits for some of these."""
         since = self._since.setdefault(name, self.now)
         require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
-        known = any(key in self.core.host.index for key in [*prompt.chain, *own])
-        known |= any(key in index for index in self.core.tiers for key in [*prompt.chain, *own])
-        known |= any(queued in {*prompt.chain, *own} for index in self.core.tiers for _, queued in index.to_load)
+        known = any(key in self.core.host.index for key in keys)
+        known |= any(key in index for index in self.core.tiers for key in keys)
+        known |= any(queued in keys for index in self.core.tiers for _, queued in index.to_load)
         known |= self.core.events.unfinished
         require(known or self.now <= since + self.limits.check_timeout_s, "a request waits too long for a check")
-        return None
 
     def _check_hits(self, keys: list[Key]) -> None:
         for key in keys:
