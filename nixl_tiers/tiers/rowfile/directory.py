@@ -22,7 +22,6 @@ from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
 
 _WORKERS: Final = 4
-_TRIES: Final = 4  # to put a row into its directory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +47,10 @@ class TempFile:
     def open(self) -> int:
         """Make it; a descriptor, which the caller closes. Raises OSError."""
         return self._incoming.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def check(self) -> None:
+        """Raises FileNotFoundError if it is gone, or OSError."""
+        self._incoming.stat(self._name)
 
     def rename(self, to: Folder, name: str) -> None:
         """Raises OSError."""
@@ -199,16 +202,20 @@ class RowDirectory:
 
     def publish(self, temporary: TempFile, path: RowPath, sealed_at: int) -> None:
         """Rename a written file to the row's name, atomically replacing an older file. `sealed_at`: Unix seconds.
-        Raises OSError."""
-        for left in reversed(range(_TRIES)):
+        Raises OSError.
+
+        Whoever deletes the last row of a fan-out directory removes that too, at any moment before the rename. There is
+        no number of tries: each loss takes another row that was stored and deleted meanwhile, so some store always gets
+        on, and a removal that comes late finds a row there.
+        """
+        while True:
             try:
                 status = self._rename(temporary, path)
                 break
-            except FileNotFoundError:  # not made yet, or removed since by a process that found it empty
-                if not left:
-                    raise
+            except FileNotFoundError:
+                temporary.check()  # else it is a directory that is missing
             made = int(temporary.base.make(path.namespace))
-            with temporary.base.folder(path.namespace) as home:
+            with suppress(FileNotFoundError), temporary.base.folder(path.namespace) as home:
                 made += home.make(path.fanout)
             self._quota.add_directories(made)
         begins = age_from(sealed_at, status) if status is not None else 0
