@@ -63,7 +63,6 @@ SIDES: Final = {
 OURS: Final = [*FILE_TIERS, "s3"]
 AGAINST: Final = ("vllm-1", "vllm-16", "fio", "threads", "boto3")
 SERVERS: Final = {"weed": seaweedfs_server, "moto": moto_server}
-ROWS_MULTIPLE: Final = 16  # fio's jobs have as many rows each
 SETTLE_S: Final = 20.0
 HEAD: Final = (
     "| row | | side | GB/s (quartiles) | KB/request | CPU s/GB |" + "".join(f" / {name} |" for name in AGAINST)
@@ -177,7 +176,7 @@ class Bench:
     def _measure(self, medium: str, pages: str, payload_bytes: int, make: MakeSide) -> None:
         """All sides of a medium on one region with rows of this size."""
         megabytes = self.options.megabytes if medium == "files" else self.options.s3_megabytes
-        count = max(1, (megabytes << 20) // payload_bytes // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        count = max(1, (megabytes << 20) // payload_bytes)
         with ExitStack() as stack:
             try:
                 region = stack.enter_context(make_region(Geometry(1, payload_bytes), count, pages))
