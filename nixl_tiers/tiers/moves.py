@@ -67,6 +67,8 @@ class Unit:
         """`moves`: by their places in the batch. `tries`: how often they were started before."""
         self.queue = queue
         self.tries = tries
+        self.moving = False
+        """Whether it has had its turn."""
         self._batch = batch
         self._moves = moves
         self._steps: Steps[None] | None = None
@@ -121,8 +123,10 @@ class MoveQueue:
         admit: Callable[[Unit], bool] = lambda _unit: True,
         on_end: Callable[[Move, Outcome], None] = lambda _move, _outcome: None,
         unit_rows: int = 1,
+        ahead: int = 0,
     ) -> None:
-        """`limit`: how many units may run at a time; `unit_rows`: of how many moves at most.
+        """`limit`: how many units may run at a time; `unit_rows`: of how many moves at most. `ahead`: how many more may
+        be prepared meanwhile, by steps that wait for their `MovePipeline.turn`.
 
         `admit`: whether the unit that waits first may start now; False holds up those behind it too. It may end moves.
         `run`: the steps of an admitted unit. Moves that they leave unended are tried again: next, each in a unit of
@@ -130,8 +134,11 @@ class MoveQueue:
         """
         self.waiting: deque[Unit] = deque()
         self.running: list[Unit] = []
+        self.prepared: list[Unit] = []
+        """Those of `running` that wait for their turn."""
         self.on_end = on_end
         self._limit = limit
+        self._ahead = ahead
         self._admit = admit
         self._run = run
         self._unit_rows = unit_rows
@@ -143,12 +150,20 @@ class MoveQueue:
 
     def start(self) -> None:
         """Start what waits, as far as there is room for it."""
-        while self.waiting and len(self.running) < self._limit and self._admit(self.waiting[0]):
+        most = self._limit + self._ahead
+        while self.waiting and len(self.running) < most and self._admit(self.waiting[0]):
             unit = self.waiting.popleft()
             if unit.moves:
                 self.running.append(unit)
                 if not unit.begin(self._run(unit)):
                     self._ended(unit)
+            if self.prepared:  # its turn may have come while the last one was prepared
+                return
+
+    @property
+    def full(self) -> bool:
+        """Whether as many units are being moved as may be."""
+        return sum(unit.moving for unit in self.running) >= self._limit
 
     def split_first(self) -> None:
         """Have the moves of the unit that waits first start one by one."""
@@ -225,6 +240,20 @@ class MovePipeline:
         self.loads.give_up()
         self.stores.give_up()
 
+    def turn(self, unit: Unit) -> Steps[None]:
+        """For a running unit that is prepared: wait until it may be moved. So the medium has the next one at once when
+        several have ended together, as they do where a disk serves all at the same pace."""
+        queue = unit.queue
+
+        def may_move() -> bool:
+            return not queue.full and (queue is self.loads or not self._holds_stores())
+
+        queue.prepared.append(unit)
+        if not may_move():
+            yield may_move
+        queue.prepared.remove(unit)
+        unit.moving = True
+
     def make_way(self, unit: Unit) -> None:
         """For the last step of a running unit: let others of its direction start before it goes on."""
         unit.queue.running.remove(unit)
@@ -255,7 +284,9 @@ class MovePipeline:
     @property
     def poll_s(self) -> float:
         """In how many seconds `poll` and `start` may find something to do, at the earliest."""
-        held = self.stores.waiting and not (self.loads.waiting or self.loads.running or self.stores.running)
+        stores = self.stores
+        moving = self.loads.waiting or self.loads.running or len(stores.running) > len(stores.prepared)
+        held = (stores.waiting or stores.prepared) and not moving
         return HELD_POLL_S if held and self._clock() < self._held_until_s() else 0.0
 
     def _start(self, queue: MoveQueue) -> None:
@@ -265,7 +296,7 @@ class MovePipeline:
     def _holds_stores(self) -> bool:
         now = self._clock()
         in_the_way = self.loads.waiting or self.loads.running or now < self._held_until_s()
-        if not (self.stores.waiting and in_the_way):
+        if not ((self.stores.waiting or self.stores.prepared) and in_the_way):
             self._held_since_s = None
             return False
         if self._held_since_s is None or now - self._held_since_s >= 2 * HOLD_S:

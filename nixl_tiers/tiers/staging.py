@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES: Final = 40 << 20  # in each direction: one unit of 8 MiB is verified while four others run
+BUFFER_BYTES: Final = 40 << 20  # in each direction: one unit of 8 MiB is sealed or verified while four others run
 LEAST_ROWS: Final = 2
 
 
@@ -121,7 +121,7 @@ class Buffer:
 
     def __init__(self, agent: Agent, row_bytes: int) -> None:
         """Raises AgentError, OSError."""
-        count = max(BUFFER_BYTES // row_bytes, LEAST_ROWS)
+        count = max(-(-BUFFER_BYTES // row_bytes), LEAST_ROWS)
         size = count * row_bytes
         self._map = zeroed(size + HUGE_PAGE_BYTES)
         # A core file must not hold prompts; and before Linux 5.19 a fork while the disk writes here could leave a page

@@ -20,8 +20,9 @@ def moves(*rows: int) -> list[Move]:
 class Medium:
     """Moves progress only when a test lets them."""
 
-    def __init__(self, *, limit: int = 2, unit_rows: int = 1) -> None:
+    def __init__(self, *, limit: int = 2, unit_rows: int = 1, ahead: int = 0) -> None:
         self.gates: dict[int, Future[Outcome | None]] = {}  # by row, of what has started
+        self.prepared: list[int] = []  # units by their first rows: with `ahead`, stores are prepared before they start
         self.started: list[list[int]] = []
         self.tries: list[int] = []
         self.ended: list[tuple[int, Outcome]] = []
@@ -32,10 +33,11 @@ class Medium:
                 limit=limit,
                 unit_rows=unit_rows,
                 admit=self._admit,
-                run=self._run,
+                run=run,
                 on_end=lambda move, outcome: self.ended.append((move.row, outcome)),
+                ahead=extra,
             )
-            for _ in range(2)
+            for run, extra in ((self._run, 0), (self._run_prepared if ahead else self._run, ahead))
         )
         self.now = 0.0
         self.held_until_s = 0.0
@@ -59,6 +61,11 @@ class Medium:
         if outcome is not None:
             unit.end_all(outcome)
 
+    def _run_prepared(self, unit: Unit) -> Steps[None]:
+        self.prepared.append(next(iter(unit.moves)).row)
+        yield from self.pipeline.turn(unit)
+        yield from self._run(unit)
+
     def end(self, *rows: int, outcome: Outcome | None = Outcome.OK) -> list[FinishedBatch]:
         for row in rows:
             self.gates[row].set_result(outcome)
@@ -68,6 +75,75 @@ class Medium:
         self.pipeline.poll()
         self.pipeline.start()
         return self.pipeline.take()
+
+
+def test_next_store_is_prepared_while_others_are_moved() -> None:
+    medium = Medium(ahead=1)
+    medium.pipeline.store(moves(1, 2, 3, 4, 5))
+    assert (medium.prepared, medium.started) == ([1, 2, 3], [[1], [2]])
+    medium.poll()
+    assert medium.prepared == [1, 2, 3]
+
+
+def test_prepared_store_starts_before_another_is_prepared() -> None:
+    """Preparing takes time, in which the medium would wait."""
+    medium = Medium(ahead=1)
+    medium.pipeline.store(moves(1, 2, 3, 4, 5, 6, 7))
+    order: list[list[int]] = []
+    medium.admits = lambda unit: bool(order.append([*medium.started[-1]])) or True
+    medium.end(1, 2)
+    assert order[0] == [3]
+    assert (medium.prepared, medium.started) == ([1, 2, 3, 4, 5], [[1], [2], [3], [4]])
+
+
+def test_units_are_prepared_ahead_one_at_a_time() -> None:
+    medium = Medium(ahead=2)
+    medium.pipeline.store(moves(1, 2, 3, 4, 5))
+    assert medium.prepared == [1, 2, 3]
+    medium.poll()
+    assert medium.prepared == [1, 2, 3, 4]
+    medium.end(1, 2)
+    assert medium.started == [[1], [2], [3], [4]]
+
+
+def test_unit_that_waits_for_something_else_takes_no_turn() -> None:
+    """As for room in the buffer, before it is prepared."""
+    medium, may_prepare = Medium(ahead=2), set[int]()
+    run = medium._run_prepared
+
+    def wait_first(unit: Unit) -> Steps[None]:
+        row = next(iter(unit.moves)).row
+        if row not in may_prepare:
+            yield lambda: row in may_prepare
+        yield from run(unit)
+
+    medium.stores._run = wait_first
+    medium.pipeline.store(moves(1, 2, 3, 4))
+    may_prepare.update((3, 4))
+    medium.poll()
+    assert medium.started == [[3], [4]]
+
+
+def test_prepared_store_stands_aside_for_loads_and_then_has_its_turn() -> None:
+    medium = Medium(ahead=1)
+    medium.pipeline.store(moves(1, 2, 3))
+    medium.pipeline.load(moves(11))
+    medium.end(1, 2)
+    assert [3] not in medium.started
+    medium.now = HOLD_S
+    medium.poll()
+    assert [3] in medium.started
+
+
+def test_prepared_store_is_not_polled_for_while_the_engine_copies() -> None:
+    medium = Medium(ahead=1)
+    medium.held_until_s = HOLD_S
+    medium.now = 2 * HOLD_S  # until now stores may start
+    medium.pipeline.store(moves(1, 2, 3))
+    medium.held_until_s = medium.now + HOLD_S
+    medium.end(1, 2)
+    assert [3] not in medium.started
+    assert medium.pipeline.poll_s == HELD_POLL_S
 
 
 def test_batch_is_reported_once_when_its_last_move_has_ended() -> None:

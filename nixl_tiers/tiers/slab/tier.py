@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
 _UNITS_RUNNING: Final = 4  # in each direction
+_UNITS_SEALED: Final = 1  # beside these, for the next one to be written
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
 
 
@@ -70,7 +71,13 @@ class SlabTier(StorageTier):
         rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // geometry.row_bytes))
         self._moves = MovePipeline(
             MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_load, run=self._run_load),
-            MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_store, run=self._run_store),
+            MoveQueue(
+                limit=_UNITS_RUNNING,
+                ahead=_UNITS_SEALED,
+                unit_rows=rows,
+                admit=self._admit_store,
+                run=self._run_store,
+            ),
             may_start=lambda: self._open is None or not self._open.health.problem,
             held_until_s=lambda: region.stores_held_until_s,
         )
@@ -279,34 +286,33 @@ class SlabTier(StorageTier):
 
     def _run_load(self, unit: Unit) -> Steps[None]:
         with (yield from self._staging.loads.rows(unit.moves)) as rows:
-            yield from self._run(unit, rows, self._agent.read, self._loaded)
+            good = yield from self._transfer(unit, rows, self._agent.read)
+            self._moves.make_way(unit)  # the disk need not wait until these rows are verified
+            self._end(unit, good, lambda move: self._loaded(move, rows, good))
 
     def _run_store(self, unit: Unit) -> Steps[None]:
         with (yield from self._staging.stores.rows(unit.moves)) as rows:
             for move in unit.moves:
                 rows.prepare(self._served.sealer, move, self._clock())
-            yield from self._run(unit, rows, self._agent.write, self._stored)
+            yield from self._moves.turn(unit)
+            good = yield from self._transfer(unit, rows, self._agent.write)
+            self._end(unit, good, lambda move: self._stored(move, rows, good))
 
-    def _run(
-        self,
-        unit: Unit,
-        rows: DirectRows,
-        begin: Callable[[Sequence[Span]], Transfer],
-        outcome: Callable[[Move, DirectRows, bool], Outcome],
-    ) -> Steps[None]:
-        """Move the rows of a unit in one transfer, then verify them or enter them in the journal."""
+    def _transfer(self, unit: Unit, rows: DirectRows, begin: Callable[[Sequence[Span]], Transfer]) -> Steps[bool]:
+        """Move the rows of a unit at once; whether that went well. If it cannot begin, they end."""
         try:
             spans = self._spans(unit.moves, rows)
         except (AgentError, OSError) as error:
             self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
             self._served.health.check_soon()
             unit.end_all(Outcome.FAILED)
-            return
-        good = yield from transferred(begin(spans))
-        self._moves.make_way(unit)  # the disk need not wait until these rows are verified
-        # One bad row fails a whole transfer: each is tried again alone.
+            return False
+        return (yield from transferred(begin(spans)))
+
+    def _end(self, unit: Unit, good: bool, outcome: Callable[[Move], Outcome]) -> None:
+        """One bad row fails a whole transfer: each is tried again alone."""
         if good or len(unit.moves) == 1:
-            unit.end_each(lambda move: outcome(move, rows, good))
+            unit.end_each(outcome)
 
     def _spans(self, moves: Collection[Move], rows: DirectRows) -> list[Span]:
         """Raises AgentError, OSError."""
