@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.support.simulation import Simulation
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.policies import Write
+from tests.support.simulation import Scan, Simulation
 from tests.support.stateful import CascadeStateMachine
 
 pytestmark = pytest.mark.timeout(900)
@@ -15,6 +17,23 @@ TestCascade = CascadeStateMachine.TestCase
 TestCascade.settings = settings(
     max_examples=200, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_a_hold_that_began_with_victims_to_be_loaded_ends_for_stores_too() -> None:
+    """What the machine took for a store beside a promotion: it had not watched the demotion that was held before."""
+    machine = CascadeStateMachine()
+    machine.begin((Write.THROUGH, Write.ON_EVICT), listed=0, looks=2, tokens_per_s=5.0)
+    machine.request("aabba", Scan.HYBRID, stays=True)
+    machine.call("abbbb", store=False)
+    machine.traffic_hits_corrupt_row(tier=1, prompt="abbb")
+    machine.traffic(["a", "aab", "bbbab"])
+    machine.traffic_hits_corrupt_row(tier=0, prompt="baaba")
+    machine.catch_up()
+    machine.call("ba", store=True)
+    machine.time_passes(1.0)
+    machine.request("ab", Scan.HYBRID, host_only=True)
+    machine.mover_works(tier=1, outcome=Outcome.OK, steps=2)
+    machine.teardown()
 
 
 def test_every_example_ends_with_a_check_that_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

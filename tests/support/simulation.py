@@ -27,7 +27,7 @@ from nixl_tiers.cascade.spill import spill_steps
 from nixl_tiers.cascade.tier_index import UNLIMITED, TierIndex
 from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.policies import Write
+from nixl_tiers.policies import Eviction, Write
 from tests.support.cold_table import PlainColdTable, build_table
 from tests.support.core import expire
 from tests.support.store_hold import HoldJudge
@@ -187,9 +187,11 @@ class Simulation:
         *,
         listed: int | None = None,
         tokens_per_s: float | None = None,
+        policy: Eviction = "lru",
     ) -> None:
-        """`listed`: so many rows that a tier held before are listed one by one; the others in tables of a few, as
-        `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill, None if that is not known."""
+        """`policy`: of the host and of all tiers. `listed`: so many rows that a tier held before are listed one by one;
+        the others in tables of a few, as `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill, None
+        if that is not known."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
         self.limits = limits or Limits(
@@ -218,10 +220,11 @@ class Simulation:
         self.listed = listed
         self._make = core
         self._tokens_per_s = tokens_per_s
+        self._policy: Eviction = policy
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too.
         self.specs = [
-            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, existence_checks=i % 2 == 1)
+            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, existence_checks=i % 2 == 1, policy=policy)
             for i, write in enumerate(writes)
         ]
         self.movers = [
@@ -817,7 +820,7 @@ class Simulation:
 
     def _start(self) -> TierManager:
         prefill = PrefillEstimate(self._tokens_per_s)
-        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, prefill=prefill)
+        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, self._policy, prefill=prefill)
         self.core = core
         self._hold = HoldJudge(core, require)
         for tier in range(len(self.movers)):

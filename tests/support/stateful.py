@@ -10,7 +10,7 @@ from nixl_tiers.cascade.host import MAX_LOOKS
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.tier_index import UNLIMITED
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.policies import Write
+from nixl_tiers.policies import Eviction, Write
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)
@@ -35,13 +35,21 @@ class CascadeStateMachine(RuleBasedStateMachine):
         listed=st.sampled_from([None, 0, 2]),
         looks=st.sampled_from([MAX_LOOKS, 2, 3]),
         tokens_per_s=st.sampled_from([None, None, 5.0, 100.0]),
+        policy=st.sampled_from(["lru", "lru", "s3fifo", "arc"]),
     )
     def begin(
-        self, writes: tuple[Write, Write], listed: int | None, looks: int, tokens_per_s: float | None = None
+        self,
+        writes: tuple[Write, Write],
+        listed: int | None,
+        looks: int,
+        tokens_per_s: float | None = None,
+        policy: Eviction = "lru",
     ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
-        self.simulation = self.simulated(core=self.core, writes=writes, listed=listed, tokens_per_s=tokens_per_s)
+        self.simulation = self.simulated(
+            core=self.core, writes=writes, listed=listed, tokens_per_s=tokens_per_s, policy=policy
+        )
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
     def request(self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False) -> None:

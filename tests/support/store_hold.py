@@ -31,6 +31,8 @@ class HoldJudge:
         self._promotions: set[int] = set()  # those of them that were begun for requests
         self._plan_stores = core._writeback.plan_stores
         core._writeback.plan_stores = self._judged_plan  # type: ignore[method-assign]
+        self._plan_demotions = core._writeback.plan_demotions
+        core._writeback.plan_demotions = self._watched_demotions  # type: ignore[method-assign]
 
     def planned(self, jobs: list[Job], now: float) -> None:
         """All jobs of one turn were planned, with credits for more."""
@@ -47,12 +49,7 @@ class HoldJudge:
             self._require(now - tier.waits_since_s <= self._core.limits.store_hold_s, "a store is held up for too long")
 
     def _judged_plan(self, tier: TierIndex, now: float) -> list[Job]:
-        self._look_at_jobs()
-        watched, held, hold_s = self._tiers[tier.number], self._must_hold(tier), self._core.limits.store_hold_s
-        if not held:
-            watched.held_since_s = None
-        elif watched.held_since_s is None:
-            watched.held_since_s = now
+        watched, held, hold_s = self._tiers[tier.number], self._watch(tier, now), self._core.limits.store_hold_s
         jobs = self._plan_stores(tier, now)
         rows = sum(len(job.moves) for job in jobs)
         if rows and held and self._promoting:
@@ -63,6 +60,22 @@ class HoldJudge:
             watched.rows_let_go += rows
             self._require(watched.rows_let_go <= 2 * self._core._state.store_window, "stores begin beside promotions")
         return jobs
+
+    def _watched_demotions(self, tier: TierIndex, now: float) -> list[Job]:
+        """A hold begins, too, when victims are not loaded that are to be stored."""
+        target = self._core._state.below(tier)
+        if target is not None and target.writable:
+            self._watch(target, now)
+        return self._plan_demotions(tier, now)
+
+    def _watch(self, tier: TierIndex, now: float) -> bool:
+        self._look_at_jobs()
+        watched, held = self._tiers[tier.number], self._must_hold(tier)
+        if not held:
+            watched.held_since_s = None
+        elif watched.held_since_s is None:
+            watched.held_since_s = now
+        return held
 
     def _look_at_jobs(self) -> None:
         """A load that began as a demotion is none for a request, also if it is not to be written below any more."""

@@ -100,7 +100,13 @@ def trace(seed: int, steps: int) -> Iterator[str]:
             if machine is not None:
                 machine.teardown()
             machine = TracedStateMachine()
-            machine.begin(random.choice(WRITES), random.choice([None, 0, 2]), 256, random.choice([None, 5.0, 100.0]))
+            machine.begin(
+                random.choice(WRITES),
+                random.choice([None, 0, 2]),
+                random.choice([256, 2, 3]),
+                random.choice([None, 5.0, 100.0]),
+                random.choice(["lru", "s3fifo", "arc"]),
+            )
         name = random.choice(names)
         arguments = list(inspect.signature(rules[name]).parameters)[1:]
         drawn = {each: ARGUMENTS.get(f"{name}.{each}", ARGUMENTS[each])(random) for each in arguments}
