@@ -134,9 +134,9 @@ class TierLog:
     def denied(self, denials: Mapping[str, str]) -> None:
         """What the medium denies now: one line for each kind of request when that begins, and one when it ends."""
         before, self.denials = self.denials, denials
-        for kind in denials.keys() - before.keys():
+        for kind in [kind for kind in denials if kind not in before]:
             self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {denials[kind]}")
-        for kind in before.keys() - denials.keys():
+        for kind in [kind for kind in before if kind not in denials]:
             self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {kind} is no longer denied")
 
     def mover_lost(self) -> None:
