@@ -132,6 +132,16 @@ class SchedulerCalls:
         with self._lock:  # the step that passes it over wakes the supervisor
             self._core.anticipate(request, keys, rank)
 
+    def line_has_room(self, rank: Rank) -> bool:
+        """Whether a request of this rank would be one of those next in line, for which anything is promoted."""
+        with self._lock:
+            return self._core.line_has_room(rank)
+
+    def is_queued(self, request: str) -> bool:
+        """Whether a request for which `queue` was called still waits for its turn."""
+        with self._lock:
+            return self._core.is_queued(request)
+
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Promote what storage tiers hold of `keys`, in the background. Raises as `lookup`."""
         for key in keys:

@@ -64,6 +64,11 @@ class Line:
         first = self._places[: self._state.limits.line_requests]
         return any(place.prefetch or (place.at < len(place.keys) and self._is_waiting(place)) for place in first)
 
+    def has_room(self, rank: Rank) -> bool:
+        """Whether a request of this rank would be one of the next."""
+        last = self._state.limits.line_requests - 1
+        return len(self._places) <= last or rank < self._places[last].order[0]
+
     def join(self, request: Request, keys: Sequence[Key], rank: Rank) -> None:
         """A new request waits for its turn; the lower its `rank`, the sooner that comes."""
         self._joined += 1

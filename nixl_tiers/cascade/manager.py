@@ -173,6 +173,14 @@ class TierManager:
         if self.tiers and keys and request.step < 0 and not request.in_line:
             self._promotion.line.join(request, keys, rank)
 
+    def line_has_room(self, rank: Rank) -> bool:
+        """Whether a request of this rank would be one of the next in line: for others `anticipate` brings nothing."""
+        return self._promotion.line.has_room(rank)
+
+    def is_queued(self, name: str) -> bool:
+        """Whether the request still waits for its turn."""
+        return name in self._requests.queued
+
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Promote those of `keys` that storage tiers hold, in this order, behind all that requests wait for. Rows that
         have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes."""

@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from nixl_tiers.vllm import compat
-from nixl_tiers.vllm.arrivals import chain_at_arrival
+from nixl_tiers.vllm.arrivals import Arrivals, chain_at_arrival
 from nixl_tiers.vllm.compat import UnsupportedVllm, scheduled_tokens
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
@@ -58,6 +58,7 @@ class NixlTiersConnector(OffloadingConnector):
             self._manager().times_are_published(compat.step_tokens(vllm_config.scheduler_config))
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._anticipates = True
+        self._arrivals = Arrivals()
         if self.connector_scheduler is not None and transfer.kv_load_failure_policy != "recompute":
             log.warning(
                 "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error; "
@@ -105,23 +106,17 @@ class NixlTiersConnector(OffloadingConnector):
     @override
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
+        self._fill_line()
         return StepMetadata(**vars(meta), step=self._manager().scheduled(scheduled_tokens(scheduler_output)))
 
     @override
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
         super().on_new_request(request)
-        if not self._anticipates or not self._manager().anticipates(request.request_id):
-            return
-        try:
-            pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
-            keys = chain_at_arrival(self.scheduler, pool, request)
+        if self._anticipates and self._manager().anticipates(request.request_id):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
-        except Exception as error:  # noqa: BLE001 - what vLLM keeps there is its own, and no change of it ends the engine
-            self._anticipates = False
-            log.warning("nixl_tiers: this vLLM does not show its queue (%r): requests load at their turn only", error)
-        else:
-            self._manager().anticipate(request.request_id, keys, rank)
+            self._arrivals.add(request.request_id, rank)
+            self._fill_line()
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -132,6 +127,24 @@ class NixlTiersConnector(OffloadingConnector):
                 if manager.load_failed(request):
                     log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
         super().update_connector_output(connector_output)
+
+    def _fill_line(self) -> None:
+        """Requests are next in line by now: read their chains."""
+        manager = self._manager()
+        for request, rank in self._arrivals.take(manager.line_has_room):
+            if not manager.is_queued(request):
+                continue  # it has begun, or ended
+            try:
+                pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
+                keys = chain_at_arrival(self.scheduler, pool, request)
+            except Exception as error:  # noqa: BLE001 - what vLLM keeps there is its own, and its change ends no engine
+                self._anticipates = False
+                log.warning(
+                    "nixl_tiers: this vLLM does not show its queue (%r): requests load at their turn only", error
+                )
+                self._arrivals = Arrivals()
+                return
+            manager.anticipate(request, keys, rank)
 
     def _manager(self) -> NixlTiersManager:
         manager = self.scheduler.manager

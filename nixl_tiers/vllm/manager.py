@@ -143,6 +143,14 @@ class NixlTiersManager(OffloadingManager):
         """A new request waits for its turn. NixlTiersConnector calls it (Coordinator.anticipate)."""
         self._coordinator.anticipate(request, keys, rank)
 
+    def line_has_room(self, rank: Rank) -> bool:
+        """Whether a new request of this rank would be one of the next (Coordinator.line_has_room)."""
+        return self._coordinator.line_has_room(rank)
+
+    def is_queued(self, request: str) -> bool:
+        """Whether the request still waits for its turn."""
+        return self._coordinator.is_queued(request)
+
     def anticipates(self, request: str) -> bool:
         """Whether anything may be promoted for a new request."""
         return self._has_storage and request not in self._load_none

@@ -318,3 +318,17 @@ def test_turn_with_a_host_full_of_pinned_rows_walks_over_no_queue() -> None:
     assert core._promotion.crowded, "what is being stored will be unpinned"
     core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 8)), ())
     assert come_up(core) == [*a, *b]
+
+
+def test_line_has_room_for_those_that_would_be_next() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_requests=2)
+    assert core.line_has_room(FIRST)
+    core.queue("a")
+    core.anticipate("a", a, FIRST)
+    core.anticipate("b", b, (1.0,))
+    assert [core.line_has_room((rank,)) for rank in (-1.0, 0.5, 1.0, 2.0)] == [True, True, False, False]
+    assert core.is_queued("a")
+    scan(core, a, "a")
+    assert not core.is_queued("a")
+    assert core.line_has_room((2.0,))

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from nixl_tiers.chunk import Key
+from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler, keys_of
 from tests.support.waiting import until
-from tests.vllm.test_wishes import Rig, hashes_of
+from tests.vllm.test_wishes import STEP, Rig, hashes_of
 
 
 class BlockPool:
@@ -37,6 +38,7 @@ class Connector:
         self.connector.connector_scheduler = scheduler.scheduler
         self.connector._by_priority = by_priority
         self.connector._anticipates = True
+        self.connector._arrivals = Arrivals()
         self.connector._kv_cache_manager = SimpleNamespace(block_pool=BlockPool(*cached))
 
     def arrives(self, name: str, hashes: list[bytes], params: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -57,6 +59,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(rig.coordinator, "anticipate", anticipate)
     monkeypatch.setattr(rig.manager, "_has_storage", True)
+    monkeypatch.setattr(rig.coordinator, "is_queued", lambda _: True)
     yield rig.scheduler, joined
     rig.manager.shutdown()
 
@@ -117,8 +120,32 @@ def test_rows_come_up_while_their_request_waits_for_its_turn(tmp_path: Path) -> 
         keys = keys_of(prompts[0])
         assert rig.coordinator.locate(keys) == ["file"] * 4
         request = Connector(rig.scheduler).arrives("again", prompts[0])
+        rig.manager.on_schedule_end(STEP)  # which has not reached it
         until(lambda: rig.coordinator.locate(keys) == ["cpu"] * 4, "the promotions")
         assert rig.scheduler.matched(request) == 4 * BLOCK, "at its first look-up"
         assert rig.coordinator.counters()["cpu"]["unused"] == 0
     finally:
         rig.manager.shutdown()
+
+
+def test_keys_are_read_of_the_next_requests_only(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may wait, each with hundreds of keys, of which vLLM makes none itself before their turn."""
+    scheduler, joined = queue
+    connector, room = Connector(scheduler), 2
+    monkeypatch.setattr(scheduler.scheduler.manager, "line_has_room", lambda _: len(joined) < room)
+    for number in range(5):
+        connector.arrives(f"r{number}", hashes_of(2, number))
+    made = {name: len(status.group_states[0].offload_keys) for name, status in scheduler.scheduler._req_status.items()}
+    assert made == {"r0": 2, "r1": 2, "r2": 0, "r3": 0, "r4": 0}
+    monkeypatch.setattr(scheduler.scheduler.manager, "is_queued", lambda name: name != "r2")  # it was aborted
+    room = 3
+    connector.connector._fill_line()
+    assert [name for name, _, _ in joined] == ["r0", "r1", "r3"]
+
+
+def test_requests_that_are_not_next_are_kept_in_the_order_of_their_turns() -> None:
+    arrivals = Arrivals()
+    for name, rank in (("a", (0.0, 2.0)), ("b", (0.0, 1.0)), ("c", (-1.0, 3.0)), ("d", (0.0, 1.0))):
+        arrivals.add(name, rank)
+    assert [name for name, _ in arrivals.take(lambda rank: rank < (0.0, 2.0))] == ["c", "b", "d"]
+    assert [name for name, _ in arrivals.take(lambda _: True)] == ["a"]

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.vllm import plugin
+from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
@@ -115,9 +116,10 @@ def test_the_plugin_registers_the_connector() -> None:
 def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And publish its time by it: both ends of NixlTiersConnector, between them vLLM's own part, played."""
     connector = object.__new__(NixlTiersConnector)
+    connector._arrivals = Arrivals()
     vllm = "nixl_tiers.vllm.connector.OffloadingConnector."
     meta = OffloadingConnectorMetadata(load_jobs={1: "load"}, store_jobs={}, jobs_to_flush={3})
-    manager = SimpleNamespace(scheduled=lambda requests: 41 + len(requests))
+    manager = SimpleNamespace(scheduled=lambda requests: 41 + len(requests), line_has_room=lambda rank: True)
     calls: list[object] = []
     worker = SimpleNamespace(step_clock=SimpleNamespace(begin=calls.append, end=lambda: calls.append("end")))
     monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
