@@ -1,8 +1,8 @@
 """Storage engines beside each other: our file and S3 tiers, and what else moves rows between memory, files and S3.
 
     python -m bench.peers [--quick] [--path DIR] [--rows 65536 262144 ...] [--pages 4k scattered huge] [--rounds 7]
-        [--megabytes 256] [--s3-megabytes 128] [--sides slabs-auto vllm-1 ...] [--server weed|moto | --endpoint URL
-        --bucket B] [--out bench-out/peers]
+        [--megabytes 256] [--s3-megabytes 128] [--sides slabs-auto vllm-1 ...] [--server weed|memory|moto
+        | --endpoint URL --bucket B] [--out bench-out/peers]
 
 Sides on files, all with O_DIRECT, on one region:
 
@@ -15,13 +15,13 @@ Sides on files, all with O_DIRECT, on one region:
 - `fio`: the best of several ways, with requests of a row's size: the limit of the disk, or near it.
 
 Sides on S3: `s3` (our tier), `boto3` (16 threads), `lmcache-s3`. Without --endpoint: on a server on this machine, which
-shares its processors with them.
+shares its processors with them. A SeaweedFS (`weed`) takes most of them, `memory` next to nothing (bench/memory_s3.py).
 
 What cannot run here is listed with the reason. Sides take turns, a round at a time; figures are medians with quartiles.
 KB/request: what the disk got, by /proc/diskstats, with all other traffic of that disk. CPU: seconds a GB, of all
-processes that work for a side. Ratios: the median of each round's, above 1 where ours is faster. GB/s count payload,
-not seals. Before the rounds each side's rows are compared with what it has stored. Writes peers.json and
-peers.png, after each size what there is so far.
+processes that work for a side; server: those of the S3 server, where it is on this machine. Ratios: the median of each
+round's, above 1 where ours is faster. GB/s count payload, not seals. Before the rounds each side's rows are compared
+with what it has stored. Writes peers.json and peers.png, after each size what there is so far.
 
 `huge` pages: where the machine gives them (`nixl-tiers doctor` says how); the others are forced.
 """
@@ -52,7 +52,6 @@ from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.huge_pages import mostly_huge, transparent_setting
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.testing.servers import moto_server, seaweedfs_server
 
 ROWS: Final = [64 << 10, 256 << 10, 1 << 20, 2880 << 10, 8 << 20]
 FILE_TIERS: Final = [f"{layout}-{staging}" for layout in ("slabs", "files") for staging in ("off", "on", "auto")]
@@ -62,11 +61,10 @@ SIDES: Final = {
 }
 OURS: Final = [*FILE_TIERS, "s3"]
 AGAINST: Final = ("vllm-1", "vllm-16", "fio", "threads", "boto3")
-SERVERS: Final = {"weed": seaweedfs_server, "moto": moto_server}
 SETTLE_S: Final = 20.0
 HEAD: Final = (
-    "| row | | side | GB/s (quartiles) | KB/request | CPU s/GB |" + "".join(f" / {name} |" for name in AGAINST)
-    + "\n| ---: | --- | --- | --- | ---: | ---: |" + " ---: |" * len(AGAINST)
+    "| row | | side | GB/s (quartiles) | KB/request | CPU s/GB | server |" + "".join(f" / {name} |" for name in AGAINST)
+    + "\n| ---: | --- | --- | --- | ---: | ---: | ---: |" + " ---: |" * len(AGAINST)
 )  # fmt: skip
 MakeSide = Callable[[str, HostRegion, int], Side]
 
@@ -85,6 +83,7 @@ class Result:
     gb_s: Spread
     kb_a_request: float
     cpu_s_a_gb: float
+    server_cpu_s_a_gb: float
     against: dict[str, float]
     turns: list[Turn]
 
@@ -92,9 +91,10 @@ class Result:
         low, median, high = self.gb_s
         ratios = " | ".join(f"{self.against[name]:.2f}" if name in self.against else "" for name in AGAINST)
         requests = f"{self.kb_a_request:.0f}" if self.medium == "files" else ""
+        server = f"{self.server_cpu_s_a_gb:.2f}" if self.server_cpu_s_a_gb else ""
         return (
             f"| {self.payload_bytes >> 10} KiB | {self.direction} | {self.side}"
-            f" | {median:.3g} ({low:.3g} to {high:.3g}) | {requests} | {self.cpu_s_a_gb:.2f} | {ratios} |"
+            f" | {median:.3g} ({low:.3g} to {high:.3g}) | {requests} | {self.cpu_s_a_gb:.2f} | {server} | {ratios} |"
         )
 
 
@@ -169,12 +169,12 @@ class Bench:
                     self._measure("files", pages, payload_bytes, partial(file_side, Path(folder)))
 
     def on_s3(self) -> None:
-        with s3_tier.place(self.options.endpoint, self.options.bucket, SERVERS[self.options.server]) as (url, bucket):
+        with s3_tier.place(self.options.endpoint, self.options.bucket, self.options.server) as (url, bucket, server):
             for payload_bytes in self.options.rows:
-                self._measure("S3", "4k", payload_bytes, partial(s3_side, url, bucket))
+                self._measure("S3", "4k", payload_bytes, partial(s3_side, url, bucket), server)
 
-    def _measure(self, medium: str, pages: str, payload_bytes: int, make: MakeSide) -> None:
-        """All sides of a medium on one region with rows of this size."""
+    def _measure(self, medium: str, pages: str, payload_bytes: int, make: MakeSide, server: int | None = None) -> None:
+        """All sides of a medium on one region with rows of this size. `server`: its process ID, if there is one."""
         megabytes = self.options.megabytes if medium == "files" else self.options.s3_megabytes
         count = max(1, (megabytes << 20) // payload_bytes)
         with ExitStack() as stack:
@@ -198,7 +198,9 @@ class Bench:
                     self._settle(f"{name}, {pages}", side)
             if not sides:
                 return
-            turns = take_turns(sides, self.options.rounds, before_store=rows.fill, path=self.options.path)
+            turns = take_turns(
+                sides, self.options.rounds, before_store=rows.fill, path=self.options.path, server=server
+            )
             if isinstance(fio := sides.get("fio"), Fio):
                 ways = "; ".join(f"{what}: {way}" for what, way in fio.ways.items())
                 self._note(f"fio, rows of {payload_bytes} bytes, {pages}: {ways}")
@@ -219,6 +221,7 @@ class Bench:
                     gb_s=rates(taken, nbytes),
                     kb_a_request=kb_a_request(taken),
                     cpu_s_a_gb=Spread.of([turn.cpu_s / nbytes * 1e9 for turn in taken]).median,
+                    server_cpu_s_a_gb=Spread.of([turn.server_cpu_s / nbytes * 1e9 for turn in taken]).median,
                     against={other: ratio(taken, turns[what][other]) for other in others},
                     turns=taken,
                 )
@@ -307,7 +310,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--megabytes", type=int, help="of files in each turn")
     parser.add_argument("--s3-megabytes", type=int, help="of objects in each turn")
-    parser.add_argument("--server", choices=list(SERVERS), default="weed", help="the S3 server to start here")
+    parser.add_argument("--server", choices=list(s3_tier.SERVERS), default="weed", help="the S3 server to start here")
     parser.add_argument("--endpoint", help="an S3 server instead; credentials come from the AWS chain")
     parser.add_argument("--bucket", default="kv-bench", help="its bucket; objects go below bench-* and are removed")
     parser.add_argument("--out", type=Path, default=Path("bench-out/peers"))

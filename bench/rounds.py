@@ -48,6 +48,7 @@ class Turn:
     cpu_s: float  # of this process, its children, and the side's processes
     requests: int  # that the disks got, in this direction
     request_bytes: int
+    server_cpu_s: float = 0.0
 
 
 class Spread(NamedTuple):
@@ -74,11 +75,17 @@ def rotations(names: Sequence[str], turns: int) -> Iterator[tuple[int, str]]:
 
 
 def take_turns(
-    sides: Mapping[str, Side], rounds: int, *, before_store: Callable[[], object] = lambda: None, path: Path = Path("/")
+    sides: Mapping[str, Side],
+    rounds: int,
+    *,
+    before_store: Callable[[], object] = lambda: None,
+    path: Path = Path("/"),
+    server: int | None = None,
 ) -> dict[Direction, dict[str, list[Turn]]]:
     """`rounds` turns of each side, after a round that is not measured (it connects, and allocates files).
 
     `before_store` is called before each store, outside its time. `path`: where the disk is whose requests are counted.
+    `server`: the process ID of a server that works for all sides.
     """
     taken: dict[Direction, dict[str, list[Turn]]] = {what: {name: [] for name in sides} for what in DIRECTIONS}
     for number in range(rounds + 1):
@@ -87,26 +94,32 @@ def take_turns(
             for name in rotated([*sides], number):
                 if what == "store":
                     before_store()
-                turn = _turn(sides[name], what, path)
+                turn = _turn(sides[name], what, path, server)
                 if number:
                     taken[what][name].append(turn)
     return taken
 
 
-def _turn(side: Side, what: Direction, path: Path) -> Turn:
+def _turn(side: Side, what: Direction, path: Path, server: int | None) -> Turn:
     requests, nbytes = disk_requests(path)[what]
+    server_s = process_seconds(server)
     cpu_s, began_s = cpu_seconds(side.pids), time.perf_counter()
     own = side.store() if what == "store" else side.load()
     took = own or Took(time.perf_counter() - began_s, cpu_seconds(side.pids) - cpu_s)
     requests_after, nbytes_after = disk_requests(path)[what]
-    return Turn(*took, requests_after - requests, nbytes_after - nbytes)
+    return Turn(*took, requests_after - requests, nbytes_after - nbytes, process_seconds(server) - server_s)
 
 
 def cpu_seconds(pids: Sequence[int] = ()) -> float:
     """Of this process, of its children that have ended, and of these processes."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    others = sum(time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED) for pid in pids)
+    others = sum(map(process_seconds, pids))
     return time.process_time() + children.ru_utime + children.ru_stime + others
+
+
+def process_seconds(pid: int | None) -> float:
+    """Processor time of another process; 0 without one."""
+    return 0.0 if pid is None else time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
 
 
 def disk_requests(path: Path) -> dict[Direction, tuple[int, int]]:

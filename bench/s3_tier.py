@@ -1,13 +1,15 @@
 """How fast the S3 tier moves rows, compared with boto3 with 16 threads on the same objects: MB/s, medians, interleaved.
 
-    python -m bench.s3_tier [--endpoint URL --bucket B] [--chunks 65536,262144,2949120,8388608] [--megabytes 128]
-                                [--rounds 7] [--delay-ms 0] [--json FILE]
+    python -m bench.s3_tier [--server weed|memory | --endpoint URL --bucket B] [--chunks 65536,262144,2949120,8388608]
+                                [--megabytes 128] [--rounds 7] [--delay-ms 0] [--no-first] [--json FILE]
 
-Without an endpoint: a SeaweedFS of its own on this machine, which then shares the cores with both sides. The tier
-seals every row that it stores, lands downloads in staging rows, verifies and copies them; boto3 does none of that. CPU
-is that of the client's process alone, in seconds a GB. Only ratios within one run are meaningful; a ratio is the median
-of those of the rounds. `--delay-ms`: answers arrive this much later, through a proxy: a distant server. The first loads
-are those of a new process, with its tier or client made before.
+Without an endpoint: a SeaweedFS of its own on this machine, which then shares the cores with both sides, or a server
+that does next to nothing (bench/memory_s3.py). Rows hold random bytes: a SeaweedFS compresses what looks like text, of
+one side and not of the other. The tier seals every row that it stores, lands downloads in staging rows, verifies and
+copies them; boto3 does none of that. CPU is that of the client's process and that of the server, in seconds a GB. Only
+ratios within one run are meaningful; a ratio is the median of those of the rounds. `--delay-ms`: answers arrive this
+much later, through a proxy: a distant server. The first loads are those of a new process, with its tier or client made
+before.
 """
 
 from __future__ import annotations
@@ -19,22 +21,24 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple, Protocol
 from unittest import mock
 
 import boto3
+import numpy as np
 from botocore.config import Config
 
+from bench.memory_s3 import memory_server
 from bench.rounds import DIRECTIONS, Side, rates, ratio, rotations, take_turns
 from bench.slow_path import slow_path
 from nixl_tiers.chunk import Geometry, Outcome, object_name
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.testing.servers import S3Server, seaweedfs_server
+from nixl_tiers.testing.servers import moto_server, seaweedfs_server
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.s3.tier import S3Tier
 
@@ -130,7 +134,11 @@ def make(who: str, config: S3Config, geometry: Geometry, region: HostRegion) -> 
     return Boto(config.model_copy(update={"prefix": "bench-boto3"}), region)
 
 
-def bench(config: S3Config, payload_bytes: int, total_bytes: int, rounds: int) -> dict[str, Any]:
+def bench(
+    config: S3Config, payload_bytes: int, total_bytes: int, rounds: int, *, server: int | None, first: bool
+) -> dict[str, Any]:
+    """What one chunk size takes. `server`: its process ID, if it is on this machine. `first`: whether to measure the
+    first loads too."""
     geometry = Geometry(1, payload_bytes)
     rows = max(2 * THREADS, total_bytes // geometry.row_bytes)
     answer: dict[str, Any] = {"payload_bytes": payload_bytes, "rows": rows}
@@ -139,15 +147,17 @@ def bench(config: S3Config, payload_bytes: int, total_bytes: int, rounds: int) -
         sides: dict[str, Side] = {who: make(who, config, geometry, region) for who in SIDES}
         for side in sides.values():
             stack.callback(side.close)
-        taken = take_turns(sides, rounds)
-        first = first_loads(config, payload_bytes, rows, rounds)
+        taken = take_turns(sides, rounds, server=server)
+        firsts = first_loads(config, payload_bytes, rows, rounds) if first else {}
     for what in DIRECTIONS:
         for name, turns in taken[what].items():
             cpu_s = statistics.median(turn.cpu_s for turn in turns)
             answer[f"{name}_{what}_mb_s"] = round(rates(turns, rows * payload_bytes).median * 1e3, 1)
             answer[f"{name}_{what}_cpu_s_a_gb"] = round(cpu_s / gigabytes, 2)
+            server_cpu_s = statistics.median(turn.server_cpu_s for turn in turns)
+            answer[f"{name}_{what}_server_cpu_s_a_gb"] = round(server_cpu_s / gigabytes, 2)
         answer[f"{what}_ratio"] = round(ratio(taken[what]["tier"], taken[what]["boto3"]), 2)
-    for name, times in first.items():
+    for name, times in firsts.items():
         seconds = (statistics.median(each) for each in zip(*times, strict=True))
         answer[f"{name}_first_load_s"], answer[f"{name}_second_load_s"] = (round(each, 4) for each in seconds)
     return answer
@@ -155,8 +165,9 @@ def bench(config: S3Config, payload_bytes: int, total_bytes: int, rounds: int) -
 
 def filled(geometry: Geometry, rows: int) -> HostRegion:
     region = HostRegion.create(geometry, rows)
-    for row in range(rows):
-        region.rows_view[row] = row * 37 % 251
+    noise = np.random.default_rng(0).integers(0, 256, geometry.row_bytes, np.uint8)
+    for number, row in enumerate(region.rows_view):
+        np.add(noise, np.uint8(number & 0xFF), out=row)
     return region
 
 
@@ -186,48 +197,84 @@ def line(result: dict[str, Any]) -> str:
     text = f"{result['payload_bytes']:>9} {result['rows']:>5}"
     for what in DIRECTIONS:
         tier, boto = (result[f"{who}_{what}_mb_s"] for who in SIDES)
-        cpu = "/".join(f"{result[f'{who}_{what}_cpu_s_a_gb']:.2f}" for who in SIDES)
-        text += f" | {tier:6.0f} {boto:6.0f} {result[f'{what}_ratio']:5.2f}x {cpu:>11}"
+        cpu, server = (
+            "/".join(f"{result[f'{who}_{what}_{of}cpu_s_a_gb']:.2f}" for who in SIDES) for of in ("", "server_")
+        )
+        text += f" | {tier:6.0f} {boto:6.0f} {result[f'{what}_ratio']:5.2f}x {cpu:>11} {server:>11}"
+    if "tier_first_load_s" not in result:
+        return text
     first = (f"{result[f'{who}_first_load_s']:.3f}/{result[f'{who}_second_load_s']:.3f}" for who in SIDES)
     return f"{text} | {', '.join(first)}"
 
 
+class Place(NamedTuple):
+    endpoint: str
+    bucket: str
+    server: int | None  # its process ID, if it is on this machine
+
+
+class Server(Protocol):
+    """What a bench uses of an S3 server that it starts."""
+
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def env(self) -> Mapping[str, str]: ...
+    @property
+    def pid(self) -> int | None: ...
+    def make_bucket(self, name: str) -> str: ...
+
+
+SERVERS: Final[Mapping[str, Callable[[], AbstractContextManager[Server]]]] = {
+    "weed": seaweedfs_server,
+    "moto": moto_server,
+    "memory": memory_server,
+}
+
+
 @contextlib.contextmanager
-def place(
-    endpoint: str | None, bucket: str, server: Callable[[], AbstractContextManager[S3Server]] = seaweedfs_server
-) -> Iterator[tuple[str, str]]:
-    """Endpoint and bucket; without an endpoint a server is started, and the environment has its credentials."""
+def place(endpoint: str | None, bucket: str, server: str = "weed") -> Iterator[Place]:
+    """Where to store; without an endpoint this server is started, and the environment has its credentials."""
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
     os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
     if endpoint:
-        yield endpoint, bucket
+        yield Place(endpoint, bucket, None)
         return
-    with server() as started, mock.patch.dict(os.environ, started.env):
-        yield started.endpoint, started.make_bucket(bucket)
+    with SERVERS[server]() as started, mock.patch.dict(os.environ, started.env):
+        yield Place(started.endpoint, started.make_bucket(bucket), started.pid)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--endpoint", help="an S3 server; credentials come from the AWS chain")
+    parser.add_argument("--server", choices=list(SERVERS), default="weed", help="the S3 server to start here")
+    parser.add_argument("--endpoint", help="an S3 server instead; credentials come from the AWS chain")
     parser.add_argument("--bucket", default="kv-bench", help="its bucket; objects go below bench-* and are removed")
     parser.add_argument("--chunks", default="65536,262144,2949120,8388608", help="payload sizes in bytes")
     parser.add_argument("--megabytes", type=int, default=128, help="how much each call transfers")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="how much later answers arrive")
+    parser.add_argument("--no-first", action="store_true", help="leave out the first loads of new processes")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     arguments = parser.parse_args()
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 
     found = []
-    moved = "MB/s  boto3  ratio    CPU s/GB"
+    moved = "MB/s  boto3  ratio    CPU s/GB   server's"
     print(f"    chunk  rows |  {moved} |  {moved} | first/second load, s: tier, boto3")
     with contextlib.ExitStack() as stack:
-        endpoint, bucket = stack.enter_context(place(arguments.endpoint, arguments.bucket))
+        endpoint, bucket, server = stack.enter_context(place(arguments.endpoint, arguments.bucket, arguments.server))
         if arguments.delay_ms:
             endpoint = stack.enter_context(slow_path(endpoint, arguments.delay_ms / 1000))
         for size in map(int, arguments.chunks.split(",")):
             config = S3Config(type="s3", bucket=bucket, prefix="bench", endpoint=endpoint, capacity=1 << 40)
-            result = bench(config, size, arguments.megabytes << 20, arguments.rounds)
+            result = bench(
+                config,
+                size,
+                arguments.megabytes << 20,
+                arguments.rounds,
+                server=server,
+                first=not arguments.no_first,
+            )
             found.append(result)
             print(line(result), flush=True)
     if arguments.json:

@@ -25,6 +25,7 @@ def test_quick_run_has_figures_of_each_side_or_the_reason_why_not(tmp_path: Path
     for result in found["results"]:
         assert result["gb_s"][0] > 0
         assert result["cpu_s_a_gb"] >= 0
+        assert (result["server_cpu_s_a_gb"] > 0) == (result["medium"] == "S3")
         assert len(result["turns"]) == 1
         assert result["huge_share"] == 0
     for name, peer in (("slabs-auto", "threads"), ("s3", "boto3")):
