@@ -13,11 +13,9 @@ import importlib
 import importlib.util
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any, Final, Literal
 
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.log_once import LogOnce
@@ -40,6 +38,9 @@ class TransferState(Enum):
     FAILED = "failed"
 
 
+_STATES: Final = {"DONE": TransferState.DONE, "PROC": TransferState.PENDING}
+
+
 class Registration:
     """Memory, files or objects that NIXL knows. `devices` holds one number for each file or object, in order."""
 
@@ -60,7 +61,7 @@ class Transfer:
     def state(self) -> TransferState:
         """Poll: file transfers make progress only in this call, about 64 I/Os each."""
         if self._state is TransferState.PENDING:
-            self._state = _attempt(lambda: self._api.check_xfer_state(self._handle))
+            self._state = _state_after(self._api.check_xfer_state, self._handle)
         return self._state
 
     def release(self) -> None:
@@ -159,30 +160,31 @@ class Agent:
             raise AgentError(f"NIXL backend {self.backend} cannot register {kind} ({error})") from error
 
     def _start(self, operation: str, spans: Sequence[Span]) -> Transfer:
-        table = np.array(spans, dtype=np.uint64).reshape(-1, 4)
-        local = np.zeros((len(table), 3), dtype=np.uint64)
-        local[:, :2] = table[:, :2]
+        # Tuples: for one span they take a third of what an array does, for 256 as much. Prepared lists save nothing
+        # noticeable beside the I/O.
+        local = [(address, nbytes, 0) for address, nbytes, _, _ in spans]
+        remote = [(offset, nbytes, device) for _, nbytes, offset, device in spans]
         try:
-            # Measured: 16 to 32 us for 1 to 256 descriptors. Prepared lists save nothing noticeable beside the I/O.
             handle = self._api.initialize_xfer(
                 operation,
                 self._api.get_xfer_descs(local, "DRAM"),
-                self._api.get_xfer_descs(np.ascontiguousarray(table[:, [2, 1, 3]]), self._remote),
+                self._api.get_xfer_descs(remote, self._remote),
                 _NAME,
                 backends=[self.backend],
             )
         except Exception as error:  # noqa: BLE001
             self._log_once.report("start", f"a transfer could not start: {error}")
             return Transfer(self._api, None, TransferState.FAILED)
-        return Transfer(self._api, handle, _attempt(lambda: self._api.transfer(handle)))
+        return Transfer(self._api, handle, _state_after(self._api.transfer, handle))
 
 
-def _attempt(call: Any) -> TransferState:
+def _state_after(call: Callable[[Any], str], handle: Any) -> TransferState:
+    """The state that a call to NIXL reports."""
     try:
-        word = call()
+        word = call(handle)
     except Exception:  # noqa: BLE001 (NIXL raises for every failed transfer, once nothing of it is in flight)
         return TransferState.FAILED
-    return {"DONE": TransferState.DONE, "PROC": TransferState.PENDING}.get(word, TransferState.FAILED)
+    return _STATES.get(word, TransferState.FAILED)
 
 
 def _import_nixl() -> Any:

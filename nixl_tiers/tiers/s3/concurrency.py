@@ -11,7 +11,6 @@ with rows in place of packets, since all rows of a tier have the same size.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from typing import Final
 
 FIRST: Final = 16  # before anything is known; never fewer, since a server on the same machine did best with as many
@@ -20,8 +19,10 @@ GAIN: Final = 2.0
 PROBE_AFTER: Final = 64  # transfers, before the base is first measured: a first hit is not slowed down
 PROBE_S: Final = 60.0  # between two measurements of the base, in use
 POLL_S: Final = 50e-6  # for each that runs, between two polls of the transfers: asking NIXL for one takes 6 us
-POLLS: Final = 32  # of a transfer, in the time that one takes
-MAX_POLL_S: Final = 0.005
+LOAD_POLLS: Final = 32  # of a download, in the time that one takes: a request waits for it
+STORE_POLLS: Final = 10  # of an upload, for which nobody waits; its place is empty for a twentieth of the time then
+LOAD_POLL_S: Final = 0.005  # at the latest
+STORE_POLL_S: Final = 0.02
 
 
 class TransferLimit:
@@ -100,7 +101,10 @@ class PollPace:
         """How long until the next poll; zero or less: it is due."""
         return self._at_s - now
 
-    def polled(self, now: float, running: int, typical_s: Iterable[float]) -> None:
-        """All of `running` transfers were polled. `typical_s`: how long those of each direction with any take."""
-        pause_s = max(POLL_S * running, min(typical_s, default=MAX_POLL_S * POLLS) / POLLS)
-        self._at_s = now + min(pause_s, MAX_POLL_S)
+    def polled(self, now: float, running: int, *, load_s: float | None, store_s: float | None) -> None:
+        """All of `running` transfers were polled. `load_s`, `store_s`: how long one of that direction takes, None if
+        none runs."""
+        pause_s = STORE_POLL_S if store_s is None else min(store_s / STORE_POLLS, STORE_POLL_S)
+        if load_s is not None:
+            pause_s = min(pause_s, load_s / LOAD_POLLS, LOAD_POLL_S)
+        self._at_s = now + max(pause_s, min(POLL_S * running, LOAD_POLL_S))

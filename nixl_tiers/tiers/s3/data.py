@@ -73,14 +73,20 @@ class ObjectTransfer:
     transfer: Transfer | None = None
     staging: int = -1  # downloads: the number of the staging row
     deadline_s: float = float("inf")
+    _over: bool = False
 
     @property
     def state(self) -> TransferState:
         return self.transfer.state() if self.transfer is not None else TransferState.FAILED
 
     def over(self) -> bool:
-        """Whether it has ended, or should be abandoned."""
-        return self.state is not TransferState.PENDING or time.monotonic() >= self.deadline_s
+        """Whether it has ended, or should be abandoned, as of the last poll."""
+        return self._over
+
+    def poll(self, now: float) -> bool:
+        """The same as of now."""
+        self._over = self.state is not TransferState.PENDING or now >= self.deadline_s
+        return self._over
 
 
 class S3Data:
@@ -100,14 +106,27 @@ class S3Data:
         self._staging = np.frombuffer(self._memory, np.uint8).reshape(-1, self._row_bytes)
         self.free_staging = list(range(len(self._staging)))
         """A heap: the lowest rows are used first, so that those which are never needed take no memory."""
-        self.running = 0
-        """How many transfers run that are still wanted."""
+        self._running: set[ObjectTransfer] = set()  # those that are still wanted
         self._abandoned: list[ObjectTransfer] = []
+
+    @property
+    def running(self) -> int:
+        """How many transfers run that are still wanted."""
+        return len(self._running)
 
     @property
     def busy(self) -> bool:
         """Whether NIXL has anything in hand, wanted or not."""
-        return bool(self.running or self._abandoned)
+        return bool(self._running or self._abandoned)
+
+    def poll(self, now: float) -> bool:
+        """Ask NIXL for all that runs; returns whether anything is over that is still wanted. This is most of what a
+        slow server costs, so nothing else is done here for a transfer that goes on."""
+        self.reap()
+        over = False
+        for transfer in self._running:
+            over |= transfer.poll(now)
+        return over
 
     def connect(self, credentials: Credentials, aws_region: str) -> None:
         """Work with these credentials, in this region, from now on. Nothing may run. Raises TierDown, TierRefused."""
@@ -152,13 +171,14 @@ class S3Data:
 
     def release(self, transfer: ObjectTransfer) -> None:
         """Give back its handle, name and staging row; while it is pending, abandon it."""
-        self.running -= 1
+        self._running.remove(transfer)
         self._abandoned.append(transfer)
         self.reap()
 
     def reap(self) -> None:
         """Give back what abandoned downloads hold that have ended by now."""
-        self._abandoned = [transfer for transfer in self._abandoned if not self._released(transfer)]
+        if self._abandoned:
+            self._abandoned = [transfer for transfer in self._abandoned if not self._released(transfer)]
 
     def close(self) -> None:
         """Release the agents. While anything runs, they are left to the end of the process."""
@@ -189,7 +209,7 @@ class S3Data:
 
     def _start(self, transfer: ObjectTransfer, name: str, address: int) -> ObjectTransfer:
         agent = transfer.lane.agent
-        self.running += 1
+        self._running.add(transfer)
         transfer.lane.running += 1
         try:
             transfer.registration = agent.register_objects([name], self._row_bytes)

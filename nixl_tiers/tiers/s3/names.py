@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from nixl_tiers.chunk import NAMESPACE_BYTES, Key, key_of_object, object_name
@@ -12,6 +13,8 @@ WRITE_TEST_NAME: Final = ".probe"
 supported. It is overwritten and never deleted, because other movers that share the prefix may be in the middle of such
 a test."""
 
+RECENT_NAMES: Final = 256  # more than transfers run at once: each of them asks several times
+
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 
 
@@ -20,8 +23,10 @@ class RowNames:
 
     def __init__(self, prefix: str) -> None:
         self.root = f"{prefix}/"
+        self.name = lru_cache(RECENT_NAMES)(self._name)
+        """The name of a row, by namespace in hexadecimal and key."""
 
-    def name(self, namespace: str, key: Key) -> str:
+    def _name(self, namespace: str, key: Key) -> str:
         return f"{self.root}{namespace}/{object_name(key)}"
 
     def manifest(self, namespace: str) -> str:

@@ -201,7 +201,8 @@ class PrefixRows:
         self._deferred_deletes.update(key for key in keys if key in uploading)
 
     def count_confirmed_deletes(self) -> None:
-        self.quota.confirm_deletes(self._control.confirmed_deletes())
+        if confirmed := self._control.confirmed_deletes():
+            self.quota.confirm_deletes(confirmed)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

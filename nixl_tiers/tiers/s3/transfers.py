@@ -71,11 +71,11 @@ class RowTransfers:
     def poll(self) -> list[FinishedBatch]:
         now = time.monotonic()
         if self.pace.wait_s(now) <= 0:
-            self.moves.poll()
-            self.data.reap()
-            directions = ((self._downloads, self.moves.loads), (self._uploads, self.moves.stores))
-            times = (limit.typical_s for limit, queue in directions if queue.running)
-            self.pace.polled(now, self.data.running, times)
+            if self.data.poll(now):
+                self.moves.poll()
+            load_s = self._downloads.typical_s if self.moves.loads.running else None
+            store_s = self._uploads.typical_s if self.moves.stores.running else None
+            self.pace.polled(now, self.data.running, load_s=load_s, store_s=store_s)
         self.moves.start()
         return self.moves.take()
 

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from nixl_tiers.tiers.s3.concurrency import (
     FIRST,
     GAIN,
-    MAX_POLL_S,
+    LOAD_POLL_S,
+    LOAD_POLLS,
     POLL_S,
-    POLLS,
     PROBE,
     PROBE_AFTER,
     PROBE_S,
+    STORE_POLL_S,
+    STORE_POLLS,
     PollPace,
     TransferLimit,
 )
@@ -137,17 +139,21 @@ def test_failures_halve_it_once_for_all_that_were_under_way() -> None:
     assert client.limit.limit == 32
 
 
-def test_polls_follow_the_faster_direction_and_how_many_run() -> None:
+def test_polls_follow_how_long_transfers_take_and_how_many_run() -> None:
     pace = PollPace()
     assert pace.wait_s(10.0) <= 0, "at first it is due"
-    pace.polled(10.0, 2, [0.1, 0.02])
-    assert pace.wait_s(10.0) == pytest.approx(0.02 / POLLS)
-    pace.polled(10.0, 40, [0.0])  # not known yet
+    pace.polled(10.0, 2, load_s=0.02, store_s=0.1)
+    assert pace.wait_s(10.0) == pytest.approx(0.02 / LOAD_POLLS), "a request waits for a download"
+    pace.polled(10.0, 2, load_s=None, store_s=0.1)
+    assert pace.wait_s(10.0) == pytest.approx(0.1 / STORE_POLLS)
+    pace.polled(10.0, 40, load_s=0.0, store_s=None)  # not known yet
     assert pace.wait_s(10.0) == pytest.approx(40 * POLL_S)
-    pace.polled(10.0, 100, [30.0])
-    assert pace.wait_s(10.0) == pytest.approx(MAX_POLL_S)
-    pace.polled(10.0, 0, [])
-    assert pace.wait_s(10.0) == pytest.approx(MAX_POLL_S)
-    assert pace.wait_s(10.0 + MAX_POLL_S) <= 1e-9
+    pace.polled(10.0, 1000, load_s=30.0, store_s=None)
+    assert pace.wait_s(10.0) == pytest.approx(LOAD_POLL_S)
+    pace.polled(10.0, 64, load_s=None, store_s=30.0)
+    assert pace.wait_s(10.0) == pytest.approx(STORE_POLL_S)
+    pace.polled(10.0, 0, load_s=None, store_s=None)  # only what was given up
+    assert pace.wait_s(10.0) == pytest.approx(STORE_POLL_S)
+    assert pace.wait_s(10.0 + STORE_POLL_S) <= 1e-9
     pace.hurry()
     assert pace.wait_s(10.0) <= 0
