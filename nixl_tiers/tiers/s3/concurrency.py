@@ -37,7 +37,7 @@ class TransferLimit:
         self._base_s = float("inf")  # how long a transfer takes on a quiet path
         self._seen = 0
         self.typical_s = 0.0
-        """How long a transfer took lately; 0.0: not known yet."""
+        """How long a transfer took lately, at least; 0.0: not known yet."""
         self._changed_s = float("-inf")  # those that were started earlier ran beside more, or fewer
         self._begin_window()
 
@@ -70,6 +70,7 @@ class TransferLimit:
             self._change(limit, now, probing=False)
         elif full and self._seen >= PROBE_AFTER and now >= self._probe_at_s:
             self._change(limit, now, probing=True)
+            self.typical_s *= self.limit / limit  # at least; what is measured now must not be that of the polls
         elif full and self._base_s < float("inf"):
             self._base_s = min(self._base_s, took_s)
             target = GAIN * limit * self._base_s / took_s
