@@ -5,6 +5,9 @@
 
 Each round puts new chunks, which are queued for the tier, and at once times a `get` of a third as many others: of
 chunks that only the tier has (promotion), and of chunks that the host has (hit). Quiet: the same after a `flush`.
+With `s3` the hit is also timed beside the same upload by another client: boto3 on 16 threads with nice 10, as our
+uploads have. That takes out what the server costs, which shares the cores: hit beside our cascade / beside the other's.
+
 `--trees`: other checkouts to compare, whose code runs in processes of their own, in turns. `--spin`: so many processes
 that keep a core busy meanwhile, as vLLM's threads do. `s3`: a SeaweedFS on this machine, which shares its cores.
 """
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,10 @@ import numpy as np
 
 import nixl_tiers
 from bench.machine import machine
+from bench.rounds import Spread
 
+THREADS = 16
+NICE = 10  # nixl_tiers/tiers/priority.py
 HOST = 16  # the host holds so many times what is asked for
 CASCADE = 3  # what is put beside it is so many times as much
 
@@ -37,6 +44,7 @@ class Side:
 
     def __init__(self, tier: dict[str, Any], chunk: int, nbytes: int) -> None:
         count = max(4, nbytes // chunk)
+        self._other = OtherClient(tier, chunk, CASCADE * count) if tier["type"] == "s3" else None
         cpu = {"type": "cpu", "capacity": HOST * count * (chunk + 8192)}
         self._store = nixl_tiers.open({"on_reset": "keep", "wait_s": 60, "tiers": [cpu, tier]}, chunk, "beside")
         self._chunks = np.random.default_rng(0).integers(0, 256, (CASCADE * count, chunk), np.uint8)
@@ -64,10 +72,18 @@ class Side:
                 self._store.flush()
             took[f"hit, {how}"] = self._get(self._old)
             self._store.flush()
+        if self._other is not None:
+            self._put()
+            self._store.flush()
+            self._other.begin()
+            took["hit, other client"] = self._get(self._old)
+            self._other.end()
         return took
 
     def close(self) -> None:
         self._store.close()
+        if self._other is not None:
+            self._other.close()
 
     def _put(self) -> list[bytes]:
         self._puts += 1
@@ -80,6 +96,59 @@ class Side:
         if not all(self._store.get(keys, self._out)):
             raise SystemExit(f"a chunk is a miss: {self._store.stats()}")
         return time.perf_counter() - began
+
+
+class OtherClient:
+    """A process that uploads as many bytes to the same bucket when it is told to."""
+
+    def __init__(self, tier: dict[str, Any], chunk: int, count: int) -> None:
+        upload = json.dumps({"endpoint": tier["endpoint"], "bucket": tier["bucket"], "chunk": chunk, "count": count})
+        command = [sys.executable, str(Path(__file__).absolute()), "--upload", upload]
+        self._process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+        self._expect("ready")
+
+    def begin(self) -> None:
+        """Returns when the upload has begun."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._expect("begun")
+
+    def end(self) -> None:
+        self._expect("done")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _expect(self, word: str) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == f"{word}\n", "the other client failed"
+
+
+def upload(endpoint: str, bucket: str, chunk: int, count: int) -> None:
+    """The other client: uploads everything for each line of its standard input."""
+    import boto3
+    from botocore.config import Config
+
+    os.nice(NICE)
+    config = Config(max_pool_connections=THREADS, request_checksum_calculation="when_required")
+    client = boto3.client("s3", endpoint_url=endpoint, config=config)
+    body = np.random.default_rng(1).integers(0, 256, chunk, np.uint8).tobytes()
+    pool = ThreadPoolExecutor(THREADS)
+
+    def put(number: int) -> None:
+        client.put_object(Bucket=bucket, Key=f"other/{number}", Body=body)
+
+    list(pool.map(put, range(THREADS)))  # connects
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        running = [pool.submit(put, number) for number in range(count)]
+        print("begun", flush=True)
+        for one in running:
+            one.result()
+        print("done", flush=True)
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -112,9 +181,13 @@ def main() -> None:
     parser.add_argument("--spin", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--upload", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments)
+        return
+    if arguments.upload:
+        upload(**json.loads(arguments.upload))
         return
     trees = arguments.trees.split(",")
     found: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
@@ -151,6 +224,10 @@ def main() -> None:
         for case in rounds[0]:
             times = sorted(1000 * took[case] for took in rounds)
             print(f"  {case:>24}: {statistics.median(times):7.1f} ms ({times[len(times) // 4]:.1f} to {times[-1]:.1f})")
+        for other in ("quiet", "other client"):
+            if f"hit, {other}" in rounds[0]:
+                ratios = Spread.of([took["hit, beside"] / took[f"hit, {other}"] for took in rounds])
+                print(f"  hit, beside / {other}: {ratios.median:.2f} ({ratios.low:.2f} to {ratios.high:.2f})")
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rounds": found}, indent=2))
 
