@@ -176,7 +176,8 @@ class Direction:
         self._agent = agent
         self._buffer: Buffer | None = None
         self._measured: Measured | None = None
-        self._trial = Trial()
+        # The first load is waited for, and staging is seldom slower; stores of small rows are.
+        self._trial = Trial(staged=name == "loads")
         self._advice = advice()
 
     def open(self) -> None:

@@ -50,8 +50,9 @@ class Trial:
     Time counts only while units run, and only while none of the other way does.
     """
 
-    def __init__(self) -> None:
-        self.staged = False
+    def __init__(self, *, staged: bool = False) -> None:
+        """`staged`: which way comes first."""
+        self.staged = staged
         """Which way the next unit goes."""
         self.rates: dict[bool, list[float]] = {False: [], True: []}
         """Bytes a second of the windows so far, direct (False) and staged."""

@@ -216,6 +216,27 @@ def test_auto_tries_both_ways_then_takes_the_faster_and_remembers_it(
     again.close()
 
 
+@pytest.mark.usefixtures("small_pages")
+def test_trial_begins_with_staged_loads_and_direct_stores(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(layout, tmp_path / "kv", region)
+    serve(tier)
+    outside: list[bool] = []
+    for name in ("read", "write"):
+        begin = getattr(tier._agent, name)
+
+        def noted(spans: Sequence[Span], begin: Any = begin) -> Transfer:
+            outside.append(spans_outside(region, spans))
+            return begin(spans)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(tier._agent, name, noted)
+    assert store(tier, region, [0]) == [Outcome.OK]
+    assert load(tier, region, [0]) == [Outcome.OK]
+    assert outside == [False, True]
+    tier.close()
+
+
 @pytest.mark.usefixtures("small_pages", "short_trial")
 def test_choice_is_logged(layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
