@@ -1,10 +1,11 @@
 """What a cascade of stores costs those that are waited for: a promotion, and a hit in host memory, quiet and beside it.
 
     python -m bench.beside [--tier file|s3] [--path DIR] [--chunk 1048576] [--megabytes 96] [--rounds 9]
-        [--trees DIR,DIR] [--spin N] [--json FILE]
+        [--after-ms 0] [--trees DIR,DIR] [--spin N] [--json FILE]
 
 Each round puts new chunks, which are queued for the tier, and at once times a `get` of a third as many others: of
-chunks that only the tier has (promotion), and of chunks that the host has (hit). Quiet: the same after a `flush`.
+chunks that only the tier has (promotion), and of chunks that the host has (hit; `--after-ms`: so much later). Quiet:
+the same after a `flush`.
 With `s3` the hit is also timed beside the same upload by another client: boto3 on 16 threads with nice 10, as our
 uploads have. That takes out what the server costs, which shares the cores: hit beside our cascade / beside the other's.
 
@@ -42,7 +43,8 @@ CASCADE = 3  # what is put beside it is so many times as much
 class Side:
     """One store, and its rounds."""
 
-    def __init__(self, tier: dict[str, Any], chunk: int, nbytes: int) -> None:
+    def __init__(self, tier: dict[str, Any], chunk: int, nbytes: int, after_s: float) -> None:
+        self._after_s = after_s
         count = max(4, nbytes // chunk)
         self._other = OtherClient(tier, chunk, CASCADE * count) if tier["type"] == "s3" else None
         cpu = {"type": "cpu", "capacity": HOST * count * (chunk + 8192)}
@@ -70,12 +72,14 @@ class Side:
             self._put()
             if how == "quiet":
                 self._store.flush()
+            time.sleep(self._after_s)
             took[f"hit, {how}"] = self._get(self._old)
             self._store.flush()
         if self._other is not None:
             self._put()
             self._store.flush()
             self._other.begin()
+            time.sleep(self._after_s)
             took["hit, other client"] = self._get(self._old)
             self._other.end()
         return took
@@ -153,7 +157,7 @@ def upload(endpoint: str, bucket: str, chunk: int, count: int) -> None:
 
 def serve(arguments: argparse.Namespace) -> None:
     """One side, in a process of its own: a round for each line of its standard input."""
-    side = Side(json.loads(arguments.serve), arguments.chunk, arguments.megabytes << 20)
+    side = Side(json.loads(arguments.serve), arguments.chunk, arguments.megabytes << 20, arguments.after_ms / 1000)
     print("ready", flush=True)
     for _ in sys.stdin:
         print(json.dumps(side.round()), flush=True)
@@ -177,6 +181,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1 << 20, help="bytes")
     parser.add_argument("--megabytes", type=int, default=96, help="put, and asked for, in each round")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--after-ms", type=float, default=0.0)
     parser.add_argument("--trees", default=str(Path(__file__).parents[1]), help="checkouts, comma-separated")
     parser.add_argument("--spin", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -202,6 +207,7 @@ def main() -> None:
             python = Path(tree) / ".venv/bin/python"
             command = [str(python), str(Path(__file__).absolute()), "--serve", json.dumps(tier)]
             command += ["--chunk", str(arguments.chunk), "--megabytes", str(arguments.megabytes)]
+            command += ["--after-ms", str(arguments.after_ms)]
             side = subprocess.Popen(
                 command, cwd=tree, env=os.environ | {"PYTHONPATH": tree}, stdin=-1, stdout=-1, text=True
             )
