@@ -22,6 +22,7 @@ MAX_MANIFEST_BYTES: Final = 8 << 10  # of a manifest that this program writes
 REFRESH_S: Final = 3600.0  # between two writes that only say that it is still used
 RETRY_S: Final = 60.0  # after a write that has failed, or for which there was no room
 SALT_DIGEST_BYTES: Final = 4
+MAX_TIME_S: Final = 253402300799  # the last second of the year 9999: no calendar here goes on after that
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -76,7 +77,11 @@ class Manifest(msgspec.Struct, frozen=True):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         return msgspec.structs.replace(
-            manifest, description=manifest.description.checked(), engine=_plain(manifest.engine)
+            manifest,
+            description=manifest.description.checked(),
+            engine=_plain(manifest.engine),
+            created=min(max(0, manifest.created), MAX_TIME_S),
+            last_used=min(max(0, manifest.last_used), MAX_TIME_S),
         )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nixl_tiers.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_TEXT_BYTES,
+    MAX_TIME_S,
     REFRESH_S,
     Description,
     Manifest,
@@ -32,7 +33,7 @@ DESCRIPTIONS = st.builds(
     salt=st.sampled_from(["", salt_digest("tenant")]),
     note=TEXTS,
 )
-TIMES = st.integers(0, 1 << 40)
+TIMES = st.integers(0, MAX_TIME_S)  # later ones are read as that
 MANIFESTS = st.builds(
     Manifest,
     namespace=st.binary(min_size=16, max_size=16).map(bytes.hex),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.manifest import Manifest, minor_release
 
 MAX_NAMED: Final = 3
+MAX_READ: Final = 16  # manifests
 
 _FACTS: Final = {
     "model": "model",
@@ -44,18 +45,23 @@ class OtherNamespaces:
         told, self._told = self._told, True
         return not told
 
-    def tell(self, own: Manifest, others: Sequence[Other]) -> None:
-        """`own`: what the manifest of the namespace that is served says, or would say."""
-        if said := sentence(own, others):
+    def tell(self, own: Manifest, nbytes: Mapping[str, int], read: Callable[[str], bytes | None]) -> None:
+        """`own`: what the manifest of the namespace that is served says, or would say. `nbytes`: of the rows of each
+        other one. `read` returns the bytes of its manifest, None if there is none; it is called for the largest."""
+        largest = sorted((name for name in nbytes if nbytes[name]), key=lambda name: (-nbytes[name], name))
+        raw = {name: read(name) for name in largest[:MAX_READ]}
+        manifests = {name: Manifest.decode(each) for name, each in raw.items() if each is not None}
+        if said := sentence(own, [Other(nbytes[name], manifests.get(name)) for name in largest]):
             self._logger.info("%s", said)
 
 
 def sentence(own: Manifest, others: Sequence[Other]) -> str:
     """Empty if there is nothing to say."""
-    others = [each for each in others if each.nbytes]
     if not others:
         return ""
-    others.sort(key=lambda each: (each.manifest is None, -(each.manifest.last_used if each.manifest else 0)))
+    others = sorted(
+        others, key=lambda each: (each.manifest is None, -(each.manifest.last_used if each.manifest else 0))
+    )
     sizes = [f"{format_size(each.nbytes)} " if len(others) > 1 else "" for each in others[:MAX_NAMED]]
     named = [size + _about(own, each.manifest) for size, each in zip(sizes, others, strict=False)]
     rest = [f"{len(others) - MAX_NAMED} more"] if len(others) > MAX_NAMED else []

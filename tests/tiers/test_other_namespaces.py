@@ -13,7 +13,7 @@ import pytest
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.manifest import Description, Manifest
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.other_namespaces import Other, differences, sentence
+from nixl_tiers.tiers.other_namespaces import MAX_READ, Other, OtherNamespaces, differences, sentence
 from tests.tiers.file_tiers import make_tier, store
 from tests.tiers.test_manifests import LAYOUTS, run_until
 
@@ -31,7 +31,20 @@ def other(nbytes: int = 1 << 30, last_used: int = 0, **changed: Any) -> Other:
 
 def test_nothing_is_said_where_there_are_no_rows_of_others() -> None:
     assert sentence(OWN, []) == ""
-    assert sentence(OWN, [other(nbytes=0)]) == ""
+
+
+def test_only_the_manifests_of_the_largest_are_read_and_what_is_empty_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    read: list[str] = []
+    others = OtherNamespaces(logging.getLogger())
+    assert [others.first(), others.first()] == [True, False]
+    others.tell(OWN, {"empty": 0}, lambda name: None)
+    assert caplog.messages == []
+    others.tell(OWN, {f"{n:02}": n << 20 for n in range(100)}, read.append)
+    assert read == [f"{n:02}" for n in range(99, 99 - MAX_READ, -1)]
+    assert "99 other namespaces" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +84,22 @@ def test_the_last_used_are_named_first_and_only_a_few() -> None:
     assert said.endswith("; 3 more")
     assert "1970-01-05" in said
     assert "without a manifest" not in said
+
+
+@pytest.mark.parametrize(("last_used", "day"), [(-1, "1970-01-01"), (10**18, "9999-12-31"), (1 << 62, "9999-12-31")])
+def test_time_that_no_calendar_has_is_no_error(last_used: int, day: str) -> None:
+    written = other(last_used=last_used).manifest
+    assert written is not None
+    assert f"last used on {day} (" in sentence(OWN, [Other(4096, Manifest.decode(written.encode()))])
+
+
+@pytest.mark.parametrize("raw", [b"", b"no json", b'{"format": 1}', b"[" * 100_000])
+def test_damaged_manifest_is_none(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    OtherNamespaces(logging.getLogger()).tell(OWN, {"11" * 16: 4096}, lambda _: raw)
+    assert caplog.messages == [
+        "4 KiB here are of another namespace, which this engine does not find: without a manifest"
+    ]
 
 
 @LAYOUTS

@@ -52,7 +52,7 @@ from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Registration, Span
-from nixl_tiers.tiers.other_namespaces import Other, OtherNamespaces
+from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.io import NewFile, RowFile, RowFileIo, Written
@@ -231,13 +231,13 @@ class RowFileTier(StorageTier):
                 nbytes[namespace] += directory.rows.disk_bytes
         del nbytes[served.name]
         own = Manifest(served.name, description.checked(), self._row_bytes, served.sealer.epoch)
-        self._others.tell(own, [Other(count, self._manifest_of(namespace)) for namespace, count in nbytes.items()])
 
-    def _manifest_of(self, namespace: str) -> Manifest | None:
-        with suppress(OSError):
-            raw = self._directory.read_manifest(namespace)
-            return None if raw is None else Manifest.decode(raw)
-        return None
+        def read(namespace: str) -> bytes | None:
+            with suppress(OSError):
+                return self._directory.read_manifest(namespace)
+            return None
+
+        self._others.tell(own, nbytes, read)
 
     def _measure_free_space(self) -> None:
         """Below `min_free` rows are only replaced. Raises OSError."""

@@ -28,7 +28,7 @@ from nixl_tiers.tiers.base import (
     StorageTier,
 )
 from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
-from nixl_tiers.tiers.other_namespaces import MAX_NAMED, Other, OtherNamespaces
+from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.existence import ExistenceChecker
@@ -186,15 +186,10 @@ class S3Tier(StorageTier):
 
         own = Manifest(namespace.hex(), self._description.checked(), self._row_bytes)
 
-        def manifest_of(client: Any, namespace: str) -> Manifest | None:
-            raw = small_object(client, self._config.bucket, self._rows.names.manifest(namespace))
-            return None if raw is None else Manifest.decode(raw)
-
         def refresh(client: Any) -> float:
             if (others := self._rows.quota.other_bytes()) is not None and self._others.first():
-                largest = sorted(others.items(), key=lambda item: -item[1])
-                read = {namespace: manifest_of(client, namespace) for namespace, _ in largest[:MAX_NAMED]}
-                self._others.tell(own, [Other(nbytes, read.get(namespace)) for namespace, nbytes in largest])
+                names, bucket = self._rows.names, self._config.bucket
+                self._others.tell(own, others, lambda other: small_object(client, bucket, names.manifest(other)))
             if not self._owner.may_write or not len(self._rows.quota):
                 return MANIFEST_CHECK_S
             manifest.update(

@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest
-from nixl_tiers.tiers.other_namespaces import Other
+from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, NAMESPACE, Part, claim, part_number, try_lock, used_ns
 
 logger = logging.getLogger(__name__)
@@ -230,22 +231,23 @@ class SlabQuota:
             self._free.measure_again()
         return True
 
-    def others(self) -> list[Other]:
-        """The rows of all namespaces but the one that is served, as their slabs. Inside `locked`. Raises OSError."""
-        found: dict[str, Other] = {}
+    def tell_others(self, others: OtherNamespaces, own: Manifest) -> None:
+        """What the slabs of all namespaces take but for the one that is served. Inside `locked`. Raises OSError."""
+        nbytes: Counter[str] = Counter()
+        shards: dict[str, Path] = {}
         for directory in self._shards():
             if directory.name != self._serving:
-                nbytes, manifest = found.get(directory.name, Other(0, None))
-                nbytes += sum(_disk_bytes(file) for file in os.scandir(directory) if file.name.startswith(_SLAB))
-                found[directory.name] = Other(nbytes, manifest or self._manifest_of(directory))
-        return list(found.values())
+                slabs = (file for file in os.scandir(directory) if file.name.startswith(_SLAB))
+                nbytes[directory.name] += sum(map(_disk_bytes, slabs))
+                shards[directory.name] = directory
+        others.tell(own, nbytes, lambda name: self._manifest_in(shards[name]))
 
-    def _manifest_of(self, directory: Path) -> Manifest | None:
-        with suppress(OSError, NotOwned):
+    def _manifest_in(self, directory: Path) -> bytes | None:
+        try:
             with self._locked.folder(directory.parent.name) as part, part.folder(directory.name) as folder:
-                raw = read_manifest(folder)
-            return None if raw is None else Manifest.decode(raw)
-        return None
+                return read_manifest(folder)
+        except OSError:
+            return None
 
     def _shards(self) -> list[Path]:
         """The directories of all shards of all parts, the first to be deleted first, but for those in parts that other

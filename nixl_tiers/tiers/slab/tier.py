@@ -159,7 +159,7 @@ class SlabTier(StorageTier):
         if self._description is not None and self._others.first():
             own = Manifest(namespace.hex(), self._description.checked(), self._geometry.row_bytes, epoch)
             with suppress(OSError):
-                self._others.tell(own, self._quota.others())
+                self._quota.tell_others(self._others, own)
 
     @property
     def slots(self) -> int | None:
