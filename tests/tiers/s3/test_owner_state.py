@@ -174,6 +174,9 @@ class Data:
     def connect(self, credentials: Credentials, region: str) -> None:
         self.credentials = credentials
 
+    def populate_staging(self) -> None:
+        pass
+
     def upload(self, row: int, name: str) -> Upload:
         self.engine.may_touch("uploads")
         self.uploads.append(Upload(name, self.bucket.step))
@@ -182,8 +185,8 @@ class Data:
     def release(self, upload: Upload) -> None:
         self.uploads.remove(upload)
 
-    def reap(self) -> None:
-        pass
+    def poll(self, now: float) -> bool:
+        return any(upload.over() for upload in self.uploads)
 
     def close(self) -> None:
         pass
