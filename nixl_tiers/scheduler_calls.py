@@ -98,10 +98,11 @@ class SchedulerCalls:
         with self._lock:
             return self._core.still_waits(request, self._clock())
 
-    def copied(self, rows: int, seconds: float) -> None:
-        """A load of so many rows has taken so long, from prepare_load to the engine's report that it has ended."""
+    def copied(self, rows: int, seconds: float, *, at_most: bool = False) -> None:
+        """A load of so many rows has taken so long, from prepare_load to the engine's report that it has ended;
+        `at_most`: or less, since the engine reports it at the end of a step that computed something."""
         with self._lock:
-            self._copies.copied(rows, seconds, self._clock())
+            self._copies.copied(rows, seconds, self._clock(), at_most=at_most)
 
     def wait_for_listing(self, request: str) -> None:
         """Have a request wait for unknown keys while a tier is being listed. Call it before the first look-up."""

@@ -106,6 +106,7 @@ class NixlTiersManager(OffloadingManager):
         self._chains = RequestChains()
         self._answers: dict[str, Answers] = {}  # to this step's look-ups, by request
         self._loading: dict[str, tuple[float, int]] = {}  # requests with an open load: since when, rows
+        self._beside: set[str] = set()  # those of them in whose time the engine computed: their end was reported later
         self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
         self._prepared_load = False  # in this step: it is submitted to the workers at the step's end
         self._failed: set[str] = set()  # requests whose load a worker could not copy
@@ -210,13 +211,15 @@ class NixlTiersManager(OffloadingManager):
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         began = self._loading.pop(req_context.req_id, None)
+        beside = req_context.req_id in self._beside
+        self._beside.discard(req_context.req_id)
         if req_context.req_id in self._failed:
             self._failed.remove(req_context.req_id)
             self._coordinator.fail_load(keys, req_context.req_id)
         else:
             self._coordinator.complete_load(keys, req_context.req_id)
             if began is not None:
-                self._coordinator.copied(began[1], time.monotonic() - began[0])
+                self._coordinator.copied(began[1], time.monotonic() - began[0], at_most=beside)
 
     def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for. NixlTiersConnector calls it before complete_load.
@@ -267,6 +270,8 @@ class NixlTiersManager(OffloadingManager):
             self._meter.positions.forget(request)
             self._chains.ended(request)
         self._meter.begin(time.monotonic())
+        if self._loading and (context.new_req_ids or not self._idle()):
+            self._beside.update(self._loading)
         self._begun.update(context.new_req_ids)
         if self._pause_s and not context.new_req_ids and self._can_only_wait():
             with self._coordinator.changed:
@@ -284,6 +289,7 @@ class NixlTiersManager(OffloadingManager):
         self._gate.reset(self._requests, self._loading)
         self._answers.clear()
         self._loading.clear()  # vLLM completes no job of before a reset
+        self._beside.clear()
         self._failed.clear()
         self._coordinator.reset()
         self._meter.reset()
@@ -388,8 +394,10 @@ class NixlTiersManager(OffloadingManager):
         vLLM does not say which requests a step computes, apart from new ones. Of those that were new in a step before,
         it can be any that neither waits nor loads.
         """
-        if self._prepared_load or not (self._waiting or self._loading):
-            return False
+        return not self._prepared_load and bool(self._waiting or self._loading) and self._idle()
+
+    def _idle(self) -> bool:
+        """Whether no request that has begun can be computing in this step."""
         return all(request in self._waiting or request in self._loading for request in self._begun)
 
     def _count_misses(self, key: OffloadKey, req_context: ReqContext) -> None:

@@ -185,6 +185,24 @@ def test_copy_to_the_engine_counts() -> None:
     assert engine.scan() == Scan(False, 0)
 
 
+def test_copy_that_is_reported_late_does_not_count_but_a_quicker_one_does() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    copies = engine.core.copies
+    copies.copied(1, 5.0, 0.0, at_most=True)
+    assert engine.scan("first") == Scan(True, END), "nothing is known yet"
+    for second in range(10):
+        copies.copied(1, 0.05, second)
+        copies.copied(1, 5.0, second, at_most=True)
+    assert engine.scan("second") == Scan(True, END)
+    for second in range(10, 20):
+        copies.copied(1, 0.2, second)
+    assert engine.scan("third") == Scan(False, 0)
+    for second in range(20, 30):
+        copies.copied(1, 0.001, second, at_most=True)
+    assert engine.scan("fourth") == Scan(True, END)
+
+
 def test_choice_is_kept_while_the_request_waits() -> None:
     engine = Engine()
     engine.store(FILE, KEYS[:4], row_s=0.01)

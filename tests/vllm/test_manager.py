@@ -252,6 +252,7 @@ class ScriptedCoordinator:
         self.namespace = Namespace.of({"test": 1})
         self.restricted: dict[str, set[int]] = {}
         self.waits_s: list[float] = []
+        self.copies: list[tuple[int, bool]] = []
         self.close_timeout_s = -1.0
 
     def lookup(self, key: bytes, request: str, position: int | None, first: int) -> Lookup:
@@ -264,8 +265,8 @@ class ScriptedCoordinator:
         tokens = len(chain.groups[0].keys) * chain.groups[0].chunk_tokens
         return Scan(self.answer is Lookup.PENDING, start if self.answer is Lookup.MISS else tokens)
 
-    def copied(self, rows: int, seconds: float) -> None:
-        pass
+    def copied(self, rows: int, seconds: float, *, at_most: bool) -> None:
+        self.copies.append((rows, at_most))
 
     def source(self, key: bytes) -> str:
         return self.where
@@ -429,6 +430,20 @@ def test_a_reset_ends_the_loads_that_steps_pause_for() -> None:
     engine.step(hit="a", load="a", pending="b")
     engine.manager.reset_cache()
     assert not engine.step(), "no request is known to wait"
+
+
+def test_a_copy_is_known_to_take_its_time_only_if_the_engine_computes_nothing_meanwhile() -> None:
+    """vLLM reports its end when the step ends beside which it runs, however much that computes."""
+    engine = SteppingEngine("a", "b", "c")
+    engine.step(hit="a", load="a")
+    engine.step()
+    engine.load_ends("a")
+    assert engine.coordinator.copies == [(1, False)]
+    engine.step(hit="b", load="b", begin="a")
+    engine.load_ends("b")
+    engine.step(hit="c", load="c")  # a goes on, and b may begin
+    engine.load_ends("c")
+    assert engine.coordinator.copies[1:] == [(1, True), (1, True)]
 
 
 def test_a_pause_is_short() -> None:
