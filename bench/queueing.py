@@ -130,6 +130,7 @@ class VirtualEngine:
         self._ends: list[tuple[float, int, Job]] = []
         self._free_s = [0.0] * len(media)
         self.result = Result()
+        self._busy = False  # it computes a prompt
 
     def hold(self, keys: Sequence[Key]) -> None:
         """Each tier holds these keys already."""
@@ -163,6 +164,8 @@ class VirtualEngine:
                 self.core.queue(request.name)
             if self._arm.ahead:
                 self.core.anticipate(request.name, request.keys, (0.0,))
+            if self._busy:  # the engine's next step, which has no room for it, begins soon: prompts come in chunks
+                self.core.end_step()
 
     def _choose(self, queue: deque[Request]) -> tuple[Request, int] | None:
         """The first in the queue that does not wait for storage, and how many chunks it loads. vLLM looks up one after
@@ -182,12 +185,14 @@ class VirtualEngine:
         return None
 
     def _serve(self, request: Request, hits: int, arriving: deque[Request], queue: deque[Request]) -> None:
+        self._busy = True
         if hits:
             self._pass(hits * self._machine.copy_s, arriving, queue)
             self.core.copies.complete_load(request.keys[:hits])
             self.core.copies.copied(hits, hits * self._machine.copy_s, self.now)
         tokens = len(request.keys) * CHUNK_TOKENS + 1
         self._pass(self._machine.compute_s(hits * CHUNK_TOKENS, tokens), arriving, queue)
+        self._busy = False
         self.result.first_s.append(self.now - request.arrival_s)
         self.result.loaded += hits
         if self._arm.tiers:
