@@ -129,6 +129,8 @@ class JournalFile:
                 self.trusted = False
                 reason = os.strerror(error.errno or 0)
                 logger.warning("%s: the disk has lost records (%s): reading seals instead", self.path, reason)
+                with suppress(OSError):  # no later flush reports it, so the next process could not know
+                    self.distrust()
 
     def read(self, first: int) -> tuple[NDArray[np.int64], Records]:
         """Slots from `first` on, up to CHUNK_RECORDS of them, and their records."""

@@ -506,6 +506,33 @@ def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrot
     journal.close()
 
 
+def test_records_that_the_disk_has_lost_stay_untrusted_after_a_kill(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports a failed write-back to one flush only. The process that saw it may be killed before it has
+    written anything, and the next one would take the old records for those written last."""
+    file = folder.path / NAME
+    journal = opened(folder, 4)
+    journal.mark_complete()
+    journal.mark_erased(1)
+    assert wait_until(lambda: 1 in records(file))
+    raw = file.read_bytes()
+    journal.close()
+    file.write_bytes(raw)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing)
+        journal = opened(folder, 4)
+    raw = file.read_bytes()
+    journal.close()
+    file.write_bytes(raw)  # as a kill leaves it
+    for _ in range(2):
+        journal = opened(folder, 4)
+        assert journal.unknown_slots()[1]
+        raw = file.read_bytes()
+        journal.close()
+        file.write_bytes(raw)
+
+
 def test_slot_is_not_overwritten_while_not_even_the_header_can_be_written(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
