@@ -160,8 +160,8 @@ def test_units_wait_for_room_in_the_buffer(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
-    for name in ("slab", "rowfile"):
-        monkeypatch.setattr(f"nixl_tiers.tiers.{name}.tier._UNIT_ROWS", 2)
+    for name in ("slab.tier", "rowfile.transfers"):
+        monkeypatch.setattr(f"nixl_tiers.tiers.{name}._UNIT_ROWS", 2)
     tier = make_tier(layout, tmp_path / "kv", region, staging="on")
     serve(tier)
     most = 0

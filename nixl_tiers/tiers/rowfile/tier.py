@@ -4,8 +4,9 @@ A row is written to a temporary file and renamed when it is whole. So no file th
 an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening, renaming and deleting may
 take long on a network: worker threads do it, and the mover's thread polls.
 
-`quota.py` counts what is there; `directory.py` and `io.py` work on one row's file; `scanner.py` finds what others did;
-`eviction.py` deletes what is least recently used or too old; `namespace.py` is what the core knows of it.
+`transfers.py` is the way of a row; `quota.py` counts what is there; `directory.py` and `io.py` work on one row's file;
+`scanner.py` finds what others did; `eviction.py` deletes what is least recently used or too old; `namespace.py` is what
+the core knows of it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
-from nixl_tiers.chunk import PAGE, Geometry, Key, Outcome
+from nixl_tiers.chunk import PAGE, Geometry, Key
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import (
     GONE,
     MAX_ENTRIES,
@@ -47,20 +48,20 @@ from nixl_tiers.tiers.disk import (
     open_error,
     prepare_path,
 )
-from nixl_tiers.tiers.expiry import has_expired, sweep_s
+from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
-from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
-from nixl_tiers.tiers.nixl_agent import Registration, Span
+from nixl_tiers.tiers.nixl_agent import Registration
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.io import NewFile, RowFile, RowFileIo, Written
+from nixl_tiers.tiers.rowfile.io import RowFileIo
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
-from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota, Reservation, RowPath, age_from
+from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota, RowPath
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
-from nixl_tiers.tiers.staging import DirectRows, Staging
+from nixl_tiers.tiers.rowfile.transfers import RowTransfers
+from nixl_tiers.tiers.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,6 @@ MAX_RELIST_S: Final = 60.0
 _RELIST_SHARE: Final = (
     20  # others' changes are looked for less often where that would take more than this part of a core
 )
-_RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
-_RUNNING_ROWS: Final = (16, 64)
-_UNIT_ROWS: Final = 8  # that are stored together, within these bytes
-_UNIT_BYTES: Final = 1 << 20
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,21 +105,6 @@ class RowFileTier(StorageTier):
         self._evictor = Evictor(self._directory, self._quota, self._log_once)
         self._scanner = DirScanner(self._directory, self._quota, self._evictor, self._log_once)
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
-        least, most = _RUNNING_ROWS
-        self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
-        unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // self._row_bytes))
-        self._moves = MovePipeline(
-            MoveQueue(limit=self._most, run=self._run_load, on_end=self._load_ended),
-            MoveQueue(
-                limit=self._most // unit_rows,
-                admit=self._admit_store,
-                run=self._run_store,
-                on_end=self._store_ended,
-                unit_rows=unit_rows,
-            ),
-            may_start=lambda: self._open is None or not self._open.health.problem,
-            held_until_s=lambda: region.stores_held_until_s,
-        )
         self._open: NamespaceRows | None = None
         self._files = RowFileIo(
             self._agent,
@@ -133,9 +115,22 @@ class RowFileTier(StorageTier):
             on_failure=self._check_soon,
             is_hidden=self._is_hidden,
         )
+        self._transfers = RowTransfers(
+            region,
+            agent=self._agent,
+            staging=self._staging,
+            files=self._files,
+            directory=self._directory,
+            quota=self._quota,
+            log_once=self._log_once,
+            served=lambda: self._served,
+            may_start=lambda: self._open is None or not self._open.health.problem,
+            max_age_s=config.max_age,
+            clock=clock,
+        )
+        self._moves = self._transfers.pipeline
         self._mount = MountGuard()
         self._deleting: list[tuple[NamespaceRows, Key, Future[None]]] = []
-        self._ending_loads: list[Future[None]] = []
         self._engine = ""
         self._description: Description | None = None
         self._others = OtherNamespaces(logger)
@@ -318,7 +313,8 @@ class RowFileTier(StorageTier):
 
     def poll(self) -> list[FinishedBatch]:
         self._moves.poll()
-        self._end_background()
+        self._transfers.end_background()
+        self._end_deletes()
         problem = self._open.health.poll() if self._open is not None else ""
         if problem:  # what runs ends by itself
             self._moves.loads.give_up()
@@ -337,6 +333,20 @@ class RowFileTier(StorageTier):
                 self._quota.begin_delete()
                 gone = self._directory.submit(path, self._directory.delete_unless_used, path)
                 self._deleting.append((served, key, gone))
+
+    def _end_deletes(self) -> None:
+        """Notice what threads have deleted, and raise their errors: they end this mover."""
+        waiting = []
+        for served, key, gone in self._deleting:
+            if gone.done():
+                gone.result()
+                self._quota.end_delete()
+                served.deleting[key] -= 1
+                if not served.deleting[key]:
+                    del served.deleting[key]
+            else:
+                waiting.append((served, key, gone))
+        self._deleting = waiting
 
     @property
     def busy(self) -> bool:
@@ -390,10 +400,6 @@ class RowFileTier(StorageTier):
     def _is_hidden(self, begins: int) -> bool:
         return 0 < begins <= self._hidden_until()
 
-    def _has_expired(self, begins: int) -> bool:
-        age_s = self._config.max_age
-        return age_s is not None and has_expired(begins, self._directory.server_time.now_s(), age_s)
-
     def _in_batches(self, served: NamespaceRows, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
         batch: list[Entry] = []
         for entry in entries:
@@ -405,122 +411,3 @@ class RowFileTier(StorageTier):
                 batch = []
         if batch:
             yield batch
-
-    # --- moving rows ------------------------------------------------------------------------------------------------
-
-    def _admit_store(self, unit: Unit) -> bool:
-        """A unit has room for all of its rows, or its rows are admitted one by one."""
-        stores, rows = self._moves.stores, len(unit.moves)
-        waiting = sum(len(each.moves) for each in itertools.islice(stores.waiting, self._most))
-        reservation = self._quota.reserve(min(waiting, self._most), rows)
-        if reservation is Reservation.REFUSED and rows > 1:
-            stores.split_first()
-            return False
-        if reservation is Reservation.REFUSED:
-            unit.end_all(Outcome.NO_SPACE)
-        return reservation is not Reservation.WAIT
-
-    def _run_store(self, unit: Unit) -> Steps[None]:
-        """Seal the rows, write each to a new file, give the files their names. Rows are handed to threads together:
-        for small ones, that costs more than what the threads do."""
-        served, moves = self._served, [*unit.moves]
-        with (yield from self._staging.stores.rows(moves)) as rows:
-            # The later of two clocks: a row must not seem older than it is by either.
-            now_s = max(self._clock(), self._directory.server_time.now_s())
-            for move in moves:
-                rows.prepare(served.sealer, move, now_s)
-            paths = [RowPath.of(served.name, move.key) for move in moves]
-            made = yield from finished(self._directory.submit(paths[0], self._files.create_all, len(moves)))
-            new = [
-                (move, path, file)
-                for move, path, file in zip(moves, paths, made, strict=True)
-                if isinstance(file, NewFile)
-            ]
-            failed = {move: file for move, file in zip(moves, made, strict=True) if isinstance(file, Outcome)}
-            unit.end_each(failed.get)
-            if not new:
-                return
-            good = yield from transferred(self._agent.write([self._span(move, rows, file) for move, _, file in new]))
-            if good:
-                rows.moved(len(new))
-        yield from self._end_stores(unit, new, good)
-
-    def _end_stores(self, unit: Unit, new: Sequence[tuple[Move, RowPath, NewFile]], good: bool) -> Steps[None]:
-        sealed_at = self._served.sealer.sealed_at
-        written = [Written(file, path, good, sealed_at(self._region.rows_view[m.row])) for m, path, file in new]
-        groups = self._directory.by_worker(row.path for row in written)
-        endings = [
-            self._directory.submit(written[group[0]].path, self._files.end_stores, [written[place] for place in group])
-            for group in groups
-        ]
-        outcomes: dict[Move, Outcome] = {}
-        for group, ending in zip(groups, endings, strict=True):
-            ended = yield from finished(ending)
-            outcomes |= {new[place][0]: outcome for place, outcome in zip(group, ended, strict=True)}
-        if not good and len(new) > 1:  # one bad file fails a whole transfer: each row is tried again alone
-            outcomes = {move: outcome for move, outcome in outcomes.items() if outcome is not Outcome.FAILED}
-        unit.end_each(outcomes.get)
-
-    def _run_load(self, unit: Unit) -> Steps[None]:
-        """Open the row's file, read it, verify the row."""
-        (move,) = unit.moves
-        path = RowPath.of(self._served.name, move.key)
-        with (yield from self._staging.loads.rows(unit.moves)) as rows:
-            file = yield from finished(self._directory.submit(path, self._files.open_row, path))
-            if isinstance(file, Outcome):
-                unit.end_all(file)
-                return
-            if (yield from transferred(self._agent.read([self._span(move, rows, file)]))):
-                unit.end_all(self._verify(move, rows, file, path))
-                return
-        unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))
-
-    def _span(self, move: Move, rows: DirectRows, file: NewFile | RowFile) -> Span:
-        return rows.address(move), self._row_bytes, 0, file.registration.devices[0]
-
-    def _verify(self, move: Move, rows: DirectRows, file: RowFile, path: RowPath) -> Outcome:
-        sealer = self._served.sealer
-        verdict = rows.verify(sealer, move)
-        sealed_at = sealer.sealed_at(self._region.rows_view[move.row]) if verdict is Verdict.OK else 0
-        old = verdict is Verdict.OK and self._has_expired(age_from(sealed_at, file.status))
-        good = verdict is Verdict.OK and not (old and self._config.write != "off")
-        self._ending_loads.append(self._directory.submit(path, self._files.end_load, file, path, good, sealed_at))
-        if old:
-            return Outcome.MISSING
-        if verdict is not Verdict.OK:
-            self._log_once.report("corrupt", f"{file.path} is not the expected row ({verdict.name})")
-            return Outcome.CORRUPT
-        return Outcome.OK
-
-    def _load_ended(self, move: Move, outcome: Outcome) -> None:
-        if outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            self._forget(move)
-
-    def _store_ended(self, move: Move, outcome: Outcome) -> None:
-        storing = self._served.storing
-        storing[move.key] -= 1
-        if not storing[move.key]:
-            del storing[move.key]
-        if outcome is not Outcome.OK:
-            self._forget(move)
-
-    def _forget(self, move: Move) -> None:
-        """The core forgets the row too: a file of that name from now on is another engine's."""
-        self._quota.forget(RowPath.of(self._served.name, move.key))
-
-    def _end_background(self) -> None:
-        """Notice what threads have done, and raise its errors: they end this mover."""
-        for ending in [each for each in self._ending_loads if each.done()]:
-            self._ending_loads.remove(ending)
-            ending.result()
-        waiting = []
-        for served, key, gone in self._deleting:
-            if gone.done():
-                gone.result()
-                self._quota.end_delete()
-                served.deleting[key] -= 1
-                if not served.deleting[key]:
-                    del served.deleting[key]
-            else:
-                waiting.append((served, key, gone))
-        self._deleting = waiting
