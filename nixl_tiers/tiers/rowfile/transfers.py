@@ -96,25 +96,24 @@ class RowTransfers:
         return reservation is not Reservation.WAIT
 
     def _run_store(self, unit: Unit) -> Steps[None]:
-        """Seal the rows, write each to a new file, give the files their names. Rows are handed to threads together:
-        for small ones, that costs more than what the threads do."""
+        """Make a new file for each row, seal the rows, write them, give the files their names. Files come first: while
+        one is made, which may take long, others are written, and no room in the buffer is taken. Rows are handed to
+        threads together: for small ones, that costs more than what the threads do."""
         served, moves = self._served(), [*unit.moves]
-        with (yield from self._staging.stores.rows(moves)) as rows:
+        paths = [RowPath.of(served.name, move.key) for move in moves]
+        made = yield from finished(self._directory.submit(paths[0], self._files.create_all, len(moves)))
+        failed = {move: file for move, file in zip(moves, made, strict=True) if isinstance(file, Outcome)}
+        unit.end_each(failed.get)
+        new = [
+            (move, path, file) for move, path, file in zip(moves, paths, made, strict=True) if isinstance(file, NewFile)
+        ]
+        if not new:
+            return
+        with (yield from self._staging.stores.rows([move for move, _, _ in new])) as rows:
             # The later of two clocks: a row must not seem older than it is by either.
             now_s = max(self._clock(), self._directory.server_time.now_s())
-            for move in moves:
+            for move, _, _ in new:
                 rows.prepare(served.sealer, move, now_s)
-            paths = [RowPath.of(served.name, move.key) for move in moves]
-            made = yield from finished(self._directory.submit(paths[0], self._files.create_all, len(moves)))
-            new = [
-                (move, path, file)
-                for move, path, file in zip(moves, paths, made, strict=True)
-                if isinstance(file, NewFile)
-            ]
-            failed = {move: file for move, file in zip(moves, made, strict=True) if isinstance(file, Outcome)}
-            unit.end_each(failed.get)
-            if not new:
-                return
             good = yield from transferred(self._agent.write([self._span(move, rows, file) for move, _, file in new]))
             if good:
                 rows.moved(len(new))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import pytest
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers import staging
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
+from nixl_tiers.tiers.rowfile import transfers
 from nixl_tiers.tiers.rowfile.quota import Reservation, RowPath
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from tests.mover.harness import NAMESPACE
@@ -66,6 +71,41 @@ def test_only_the_row_whose_file_cannot_be_made_fails(
     ended = store(tier, region, range(ROWS))
     assert sorted(ended, key=lambda each: each is Outcome.OK) == [Outcome.NO_SPACE, *[Outcome.OK] * (ROWS - 1)]
     assert tier._quota._reserved_bytes == 0
+
+
+def test_files_are_made_while_others_are_written(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making one may take long, and then a full buffer would hold rows that are not written."""
+    monkeypatch.setattr(transfers, "_UNIT_ROWS", 1)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 2 * region.geometry.row_bytes)
+    tier = make_tier("files", tmp_path / "staged", region, staging="on")
+    assert isinstance(tier, RowFileTier)
+    with closing(tier):
+        tier.open(NAMESPACE, 0)
+        for _ in tier.list_rows():
+            pass
+        create, write, made, written = tier._files.create, tier._agent.write, itertools.count(1), list[int]()
+        all_made = threading.Event()
+
+        def counted() -> Any:
+            if next(made) == ROWS:
+                all_made.set()
+            return create()
+
+        def slow(spans: Sequence[Span]) -> Transfer:
+            transfer = write(spans)
+            written.append(len(spans))
+            state = transfer.state
+            monkeypatch.setattr(
+                transfer, "state", lambda: state() if all_made.is_set() else TransferState.PENDING, raising=False
+            )
+            return transfer
+
+        monkeypatch.setattr(tier._files, "create", counted)
+        monkeypatch.setattr(tier._agent, "write", slow)
+        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+        assert len(written) == ROWS
 
 
 def test_rows_of_a_failed_transfer_are_written_again_one_by_one(
