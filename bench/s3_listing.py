@@ -163,14 +163,19 @@ def main() -> None:
 
         def first(quota: PrefixQuota = quota) -> None:
             listing = FullListing(quota, NAMES, served, whole=True, max_age_s=None, deleter=None)
-            assert listed(listing, control.client) == rows
+            assert listed(listing, control.connection.client) == rows
 
         def again(quota: PrefixQuota = quota) -> None:
-            assert listed(Relisting(quota, NAMES, served, max_age_s=None, pause_s=0.0), control.client) == 0
+            assert listed(Relisting(quota, NAMES, served, max_age_s=None, pause_s=0.0), control.connection.client) == 0
 
         uploads = UploadQuota("bench", CAPACITY, ROW_BYTES)
         janitor = Janitor(
-            lambda: control.client, "kv-bench", "kv", quota=uploads, intervals=INTERVALS, denials=Denials("bench")
+            lambda: control.connection.client,
+            "kv-bench",
+            "kv",
+            quota=uploads,
+            intervals=INTERVALS,
+            denials=Denials("bench"),
         )
         janitor._lease, janitor._renew_at = '"0"', time.monotonic() + 3600.0
 

@@ -1,4 +1,4 @@
-"""The control connection of the S3 tier: credentials, listings and deletes, with boto3 on a thread of its own.
+"""Control requests of the S3 tier: listings, deletes and checks, with boto3 (connection.py) on a thread of its own.
 
 No rows are transferred here. The mover's loop queues requests and collects results; only `connect` blocks, and not for
 long. No message contains a server's text or a credential: error codes and class names only.
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -23,14 +22,11 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.manifest import RETRY_S
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
-from nixl_tiers.tiers.s3.client import make_client
-from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
-from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.encryption import encryption_problem
+from nixl_tiers.tiers.s3.connection import S3Connection
+from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.listing import Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
-from nixl_tiers.tiers.s3.open_errors import down, tier_error
+from nixl_tiers.tiers.s3.open_errors import tier_error
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +36,6 @@ CREDENTIALS_CHECK_S: Final = 60.0
 CREDENTIALS_RECHECK_S: Final = 5.0  # the same while transfers fail
 UPLOAD_CHECK_S: Final = 60.0  # between two test uploads that find out why others fail
 PERMISSION_CHECK_S: Final = 1.0  # while deletes are queued that may not be sent now
-CONNECTIONS: Final = 16
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 MAX_EXPIRED: Final = 20 * MAX_DELETES  # names that wait for their delete, before sweeps add no more
 BACKOFF_S: Final = (1.0, 30.0)
@@ -53,15 +48,9 @@ class S3Control:
         """`may_delete`: whether queued deletes may be sent now; called on this object's thread."""
         self._tier = tier
         self._may_delete = may_delete
-        self._session: Any = None
-        self._client: Any = None
-        self._quick_client: Any = None  # short timeouts, for existence checks
-        self._delete_client: Any = None  # one attempt: the next one needs the permission again
-        self._credential_source: Any = None  # botocore's credentials object, which may renew itself
-        self.credentials: Credentials | None = None
-        self.region = configured_region(tier)
+        self.connection = S3Connection(tier)
+        self.denials = self.connection.denials
         self._log_once = LogOnce(logger)
-        self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}')
         self._wake = threading.Condition()
         self._connecting: Future[None] | None = None
         self._listing: Listing | None = None
@@ -79,8 +68,6 @@ class S3Control:
         self._thread: threading.Thread | None = None
         self._chore: Callable[[Any], float] | None = None
         self._chore_at = 0.0
-        self._server_time: tuple[float, float] | None = None
-        """The Date of the last answer, and the monotonic time when it came."""
 
     # The mover's side
 
@@ -100,10 +87,10 @@ class S3Control:
         try:
             connecting.result(timeout_s)
         except FutureTimeout:
-            raise self._down(f"does not answer within {timeout_s:g} s") from None
-        if self.credentials is None:
-            raise self._down("no credentials")
-        return self.credentials
+            raise self.connection.down(f"does not answer within {timeout_s:g} s") from None
+        if self.connection.credentials is None:
+            raise self.connection.down("no credentials")
+        return self.connection.credentials
 
     def start_listing(self, listing: Listing | None) -> None:
         """Run this listing in the background (None: no listing), instead of an earlier one that may still run."""
@@ -168,35 +155,6 @@ class S3Control:
             confirmed, self._confirmed_deletes = self._confirmed_deletes, []
         return confirmed
 
-    def exists(self, name: str, nbytes: int) -> bool | None:
-        """Whether there is an object of this name and size that has not expired; None if the answer is an error.
-
-        Blocks, but not for long. Raises what boto3 raises if there is no answer.
-        """
-        if self._quick_client is None:
-            return None
-        try:
-            found = self._quick_client.head_object(Bucket=self._tier.bucket, Key=name)
-        except ClientError as error:
-            return False if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
-        date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
-        if self._tier.max_age is not None and date is not None:
-            age_s = parsedate_to_datetime(date).timestamp() - found["LastModified"].timestamp()
-            return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
-        return bool(found["ContentLength"] == nbytes)
-
-    def server_time_s(self) -> float:
-        """Unix seconds by the server's clock, at most a second late; by this machine's before the first answer."""
-        if self._server_time is None:
-            return time.time()
-        date_s, received_s = self._server_time
-        return date_s + time.monotonic() - received_s
-
-    @property
-    def client(self) -> Any:
-        """A boto3 client with the present credentials, for other threads that may block; None before `connect`."""
-        return self._client
-
     @property
     def has_pending_deletes(self) -> bool:
         """Whether deletes are queued or in flight."""
@@ -237,15 +195,15 @@ class S3Control:
     def _next(self, now: float) -> Callable[[], None] | None:
         if self._connecting is not None and not self._connecting.done():
             return self._connect
-        if self._check_due and self._client is not None and now >= self._upload_check_at:
+        if self._check_due and self.connection.client is not None and now >= self._upload_check_at:
             return self._check_uploads
-        if self._sendable_deletes and self._client is not None and now >= self._not_before["delete"]:
+        if self._sendable_deletes and self.connection.client is not None and now >= self._not_before["delete"]:
             return self._delete_some
         if self._listing is not None and now >= self._list_at_s(self._listing, now):
             return self._list_page
         if now >= self._credentials_check_at:
             return self._check_credentials
-        if self._chore is not None and self._client is not None and now >= self._chore_at and not self._closing:
+        if self._has_chore and now >= self._chore_at and not self._closing:
             return self._do_chore
         return None
 
@@ -257,13 +215,17 @@ class S3Control:
             times.append(self._not_before["delete"] if self._sendable_deletes else now + PERMISSION_CHECK_S)
         if self._listing is not None:
             times.append(self._list_at_s(self._listing, now))
-        if self._chore is not None and self._client is not None:
+        if self._has_chore:
             times.append(self._chore_at)
         soonest = min(times)
         return None if soonest == float("inf") else max(0.0, soonest - now)
 
     def _list_at_s(self, listing: Listing, now: float) -> float:
         return max(self._not_before["list"], listing.next_step_s(now))
+
+    @property
+    def _has_chore(self) -> bool:
+        return self._chore is not None and self.connection.client is not None
 
     @property
     def _sendable_deletes(self) -> bool:
@@ -280,32 +242,16 @@ class S3Control:
         self._upload_check_at = time.monotonic() + UPLOAD_CHECK_S
         with contextlib.suppress(BotoCoreError, ClientError):
             name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
-            self._client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
+            self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
 
     def _connect(self) -> None:
         assert self._connecting is not None
         try:
-            self._credential_source, self.credentials = find_credentials(self._tier)
-            self.region = configured_region(self._tier)
-            if self._session is None:
-                self._session = session_of(self._tier)
-            client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
-            answer = client.head_bucket(Bucket=self._tier.bucket)
-            reported = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
-            configured, self.region = self.region, settled_region(self._tier, self.region, reported)
-            if configured.source is not None and configured != self.region:
-                self._log_once.report(
-                    "region",
-                    f'region: bucket "{self._tier.bucket}" is in {self.region.name}, which is used, and not in '
-                    f"{configured.name}, as {configured.source} says",
-                )
-            if (found := encryption_problem(client, self._tier)) is not None:
-                raise self._down(found)
-            self._make_clients()
+            self.connection.open()
             self._not_before = {"list": 0.0, "delete": 0.0}
             self._schedule_credentials_check()
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
-            self._connecting.set_exception(tier_error(self._tier, self.region.name, error))
+            self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
         else:
             self._connecting.set_result(None)
 
@@ -319,7 +265,7 @@ class S3Control:
         request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         failed: Sequence[str]
         try:
-            answer = self._delete_client.delete_objects(Bucket=self._tier.bucket, Delete=request)
+            answer = self.connection.delete_client.delete_objects(Bucket=self._tier.bucket, Delete=request)
             failed = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._request_failed("delete request", error)
@@ -336,7 +282,7 @@ class S3Control:
         if listing is None:
             return
         try:
-            listing.step(self._client, self._tier.bucket)
+            listing.step(self.connection.client, self._tier.bucket)
             failed = False
         except Exception as error:
             if listing.comparing:  # going on would miss the rest of its page: the mover ends, and lists anew
@@ -354,7 +300,7 @@ class S3Control:
             return
         pause_s = RETRY_S
         try:
-            pause_s = chore(self._client)
+            pause_s = chore(self.connection.client)
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._request_failed("the manifest", error)
         with self._wake:
@@ -368,16 +314,11 @@ class S3Control:
             self._log_once.report(what, f"{what} for {where} has failed, and is retried ({type(error).__name__})")
 
     def _check_credentials(self) -> None:
-        """Use credentials that were renewed (a role's, or in their file); keep the old ones if none are found."""
         self._schedule_credentials_check()
         try:
-            self._credential_source, found = find_credentials(self._tier, self._credential_source)
+            self.connection.renew()
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._request_failed("renewal of the credentials", error)
-            return
-        if found != self.credentials:
-            self.credentials = found
-            self._make_clients()
 
     def _schedule_credentials_check(self) -> None:
         with self._wake:
@@ -388,33 +329,3 @@ class S3Control:
         first_s, last_s = BACKOFF_S
         self._backoff_s[what] = min(max(self._backoff_s[what] * 2, first_s), last_s) if failed else 0.0
         self._not_before[what] = time.monotonic() + self._backoff_s[what]
-
-    def _make_clients(self) -> None:
-        self._client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
-        self._quick_client = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
-        self._delete_client = self._make_client(connect_s=2.0, read_s=10.0, attempts=1)
-
-    def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
-        assert self.credentials is not None
-        client = make_client(
-            self._session,
-            self._tier,
-            self.credentials,
-            self.region.name,
-            connect_s=connect_s,
-            read_s=read_s,
-            attempts=attempts,
-            max_pool_connections=CONNECTIONS,
-            tcp_keepalive=True,
-        )
-        self.denials.watch(client)
-        client.meta.events.register("after-call.s3", self._on_response)
-        return client
-
-    def _on_response(self, http_response: Any, **_: object) -> None:
-        """Called by botocore with each answer."""
-        with contextlib.suppress(TypeError, ValueError):
-            self._server_time = parsedate_to_datetime(http_response.headers.get("date")).timestamp(), time.monotonic()
-
-    def _down(self, what: str) -> TierDown:
-        return down(self._tier, self.region.name, what)

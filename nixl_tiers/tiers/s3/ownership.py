@@ -32,12 +32,12 @@ class Ownership:
         if self._config.shared or self.reads_only or self.lease is not None:
             return
         self.lease = PrefixLease(
-            lambda: control.client,
+            lambda: control.connection.client,
             self._config.bucket,
             self._config.prefix,
             self.engine,
             control.denials,
-            control.server_time_s,
+            control.connection.server_time_s,
             LEASE_TERMS,
         )
         self.lease.start(LEASE_START_S)

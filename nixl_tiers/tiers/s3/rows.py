@@ -61,7 +61,7 @@ class PrefixRows:
         if self.upload_quota is not None:
             self.quota = self._new_quota()
         # Rows of an epoch above 0 are never used again, so they go first.
-        newest_s = float("-inf") if self._epoch else self._control.server_time_s()
+        newest_s = float("-inf") if self._epoch else self._control.connection.server_time_s()
         self._namespace, self._epoch = namespace, epoch
         self.listed = self.quota.serve(namespace, newest_s)
         self._start(None if self.listed else self._full_listing())

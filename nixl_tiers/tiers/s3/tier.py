@@ -58,7 +58,8 @@ class S3Tier(StorageTier):
         self._control = S3Control(config, lambda: self._owner.may_delete)
         self._rows = PrefixRows(config, self._row_bytes, self._control, self._owner)
         self._transfers = RowTransfers(config, geometry, region, self._control, self._rows)
-        self._existence = ExistenceChecker(lambda key: self._control.exists(self._rows.name(key), self._row_bytes))
+        exists = self._control.connection.exists
+        self._existence = ExistenceChecker(lambda key: exists(self._rows.name(key), self._row_bytes))
         self._janitor: Janitor | None = None
         self._description: Description | None = None
         self._others = OtherNamespaces(logger)
@@ -83,7 +84,7 @@ class S3Tier(StorageTier):
         if self._janitor is None and not self._owner.reads_only:
             bucket, prefix = self._control, self._config.prefix
             self._janitor = Janitor(
-                lambda: bucket.client,
+                lambda: bucket.connection.client,
                 self._config.bucket,
                 prefix,
                 quota=self._rows.upload_quota,
@@ -180,7 +181,7 @@ class S3Tier(StorageTier):
             namespace=namespace,
             epoch=epoch,
             row_bytes=self._row_bytes,
-            clock=self._control.server_time_s,
+            clock=self._control.connection.server_time_s,
         )
         name = self._rows.names.manifest(namespace.hex())
 

@@ -41,6 +41,7 @@ class RowTransfers:
         self._geometry = geometry
         self._region = region
         self._control = control
+        self._connection = control.connection
         self._rows = rows
         self.data = S3Data(config, geometry, region)
         self._sealer: Sealer | None = None
@@ -56,7 +57,7 @@ class RowTransfers:
 
     def open(self, namespace: bytes, epoch: int, credentials: Credentials) -> None:
         """Move rows of this namespace from now on. Not on the mover's loop: this takes some milliseconds."""
-        self.data.connect(credentials, self._control.region.name)
+        self.data.connect(credentials, self._connection.region.name)
         self.data.populate_staging()
         self._sealer = Sealer(self._geometry, namespace, epoch)
 
@@ -99,11 +100,11 @@ class RowTransfers:
         if self.data.credentials is None:
             self.moves.give_up()
             return False
-        credentials = self._control.credentials
+        credentials = self._connection.credentials
         if credentials is not None and credentials != self.data.credentials:
             if self.data.busy:
                 return False
-            self.data.connect(credentials, self._control.region.name)
+            self.data.connect(credentials, self._connection.region.name)
         return True
 
     def _admit_load(self, unit: Unit) -> bool:
@@ -143,7 +144,7 @@ class RowTransfers:
             answered = any(page)  # no retry while the server is down
             return None if answered and not last_try else Outcome.FAILED
         self._control.denials.succeeded("get")
-        expired = has_expired(self._sealer.sealed_at(row), self._control.server_time_s(), self._config.max_age)
+        expired = has_expired(self._sealer.sealed_at(row), self._connection.server_time_s(), self._config.max_age)
         if self._sealer.verify(row, move.key, copy=None if expired else self._region.rows_view[move.row]) is Verdict.OK:
             if expired:
                 self._rows.unusable.add(move.key)
@@ -169,7 +170,7 @@ class RowTransfers:
         (move,) = unit.moves
         if move.seal:
             # The later of two clocks, so that the row seems no older than it is by either of them.
-            seal_row(self._sealer, self._region, move, max(time.time(), self._control.server_time_s()))
+            seal_row(self._sealer, self._region, move, max(time.time(), self._connection.server_time_s()))
         self._rows.upload_begins(move.key)
         upload = self.data.upload(move.row, self._rows.name(move.key))
         yield upload.over

@@ -194,7 +194,7 @@ def client_of(server: FaultyS3) -> Any:
     control = S3Control(S3Config(type="s3", bucket="kv-cut", endpoint=server.endpoint, capacity=1 << 20))
     assert wait_until(lambda: connects(control))
     control.close()
-    return control.client
+    return control.connection.client
 
 
 @dataclass

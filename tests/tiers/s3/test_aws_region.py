@@ -110,7 +110,7 @@ class TestAws:
     ) -> None:
         monkeypatch.setenv("AWS_REGION", "ap-south-1")
         with caplog.at_level(logging.WARNING):
-            assert self.connect().region.name == "sa-east-1"
+            assert self.connect().connection.region.name == "sa-east-1"
         (record,) = [record for record in caplog.records if record.name.startswith("nixl_tiers")]
         assert record.getMessage() == (
             'region: bucket "kv-regions" is in sa-east-1, which is used, and not in ap-south-1, as AWS_REGION says'
@@ -121,8 +121,8 @@ class TestAws:
             self.connect(region="eu-north-1")
 
     def test_a_right_field_logs_nothing(self, aws: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
-        assert self.connect(region="sa-east-1").region.name == "sa-east-1"
+        assert self.connect(region="sa-east-1").connection.region.name == "sa-east-1"
         assert "region" not in caplog.text
 
     def test_the_buckets_region_is_the_default(self, aws: FaultyS3) -> None:
-        assert self.connect().region == Region("sa-east-1", "the bucket")
+        assert self.connect().connection.region == Region("sa-east-1", "the bucket")

@@ -50,7 +50,7 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
 
         code, shown = run("verify")
         assert (code, shown["namespaces"][0]["ok"]) == (OK, 3)
-        driver.tier._control.client.put_object(
+        driver.tier._control.connection.client.put_object(
             Bucket=place["bucket"], Key=driver.name(2), Body=b"\0" * GEOMETRY.row_bytes
         )
         code, shown = run("verify")

@@ -76,7 +76,7 @@ def test_dropped_delete_that_fails_is_not_queued_again() -> None:
         bucket.drop_deletes()
         raise EndpointConnectionError(endpoint_url="gone")
 
-    bucket._client = bucket._delete_client = mock.Mock(delete_objects=fail)
+    bucket.connection.client = bucket.connection.delete_client = mock.Mock(delete_objects=fail)
     bucket.delete(["nixl-tiers/row"])
     bucket._delete_some()
     assert not bucket.has_pending_deletes

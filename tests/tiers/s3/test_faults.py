@@ -129,7 +129,8 @@ class TestCredentials:
             caught = driver.fails_to_open(TierDown, "refuses these credentials")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
             driver.open()
-            own = (driver.tier._control.credentials, vars(driver.tier), vars(driver.tier._control))
+            control = driver.tier._control
+            own = (control.connection.credentials, *map(vars, (driver.tier, control, control.connection)))
             shown = f"{caught!r} {caught.__cause__!r} {own!r} {''.join(capfd.readouterr())}"
         assert "w0ng" not in shown
         assert SECRET_KEY not in shown
@@ -238,7 +239,7 @@ class TestCredentials:
             valid[:] = ["second-token"]
             path.write_text(_credentials_file("role", token="second-token"))
             renewed = Credentials("role", SECRET_KEY, "second-token")
-            assert wait_until(lambda: driver.tier._control.credentials == renewed)
+            assert wait_until(lambda: driver.tier._control.connection.credentials == renewed)
             behind = driver.begin_store([6, 7])
             assert [done.batch_id for done in driver.tier.poll()] == []
             assert driver.tier._transfers.data.credentials is not None

@@ -248,8 +248,8 @@ class Engine:
         credentials = Credentials("key", "secret")
         control = self.tier._control
         control.connect = lambda *_: credentials  # type: ignore[method-assign]
-        control.credentials = credentials
-        control._client = control._delete_client = Client(bucket, self)
+        control.connection.credentials = credentials
+        control.connection.client = control.connection.delete_client = Client(bucket, self)
         self.core, self.seen, self.late, self.late_now = set(), set(), 0, 0
         self.connected = True
         self.slots = self.tier.open(NAMESPACE, 0)
@@ -263,7 +263,7 @@ class Engine:
     def client(self) -> Any:
         if not self.connected:
             raise EndpointConnectionError(endpoint_url="http://x")
-        return self.tier._control._client
+        return self.tier._control.connection.client
 
     @property
     def lease(self) -> PrefixLease:
@@ -595,7 +595,7 @@ def test_sweep_that_outlives_its_tenure_deletes_nothing() -> None:
     machine = OwnerMachine()
     try:
         machine.begin((1.0, 1.0), (0.0, 0.0))
-        one, client = machine.engines[0], machine.engines[0].tier._control._client
+        one, client = machine.engines[0], machine.engines[0].tier._control.connection.client
         machine.all_goes_well(0)
         machine.rows_are_stored(0, {b"k0"})
         for _ in range(13):

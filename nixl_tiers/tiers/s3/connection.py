@@ -1,0 +1,133 @@
+"""The connection of the S3 tier's control requests: credentials, region and boto3's clients for one bucket.
+
+Which requests are made, and when: control.py. No message contains a server's text or a credential.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+
+from botocore.exceptions import ClientError
+
+from nixl_tiers.config.schema import S3Config
+from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
+from nixl_tiers.tiers.s3.client import make_client
+from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
+from nixl_tiers.tiers.s3.denials import Denials
+from nixl_tiers.tiers.s3.encryption import encryption_problem
+from nixl_tiers.tiers.s3.open_errors import down
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS: Final = 16
+
+
+class S3Connection:
+    """What is known of one bucket's server, and the clients that ask it. `open` and `renew` are for one thread, which
+    they may block; the rest is for any."""
+
+    def __init__(self, tier: S3Config) -> None:
+        self._tier = tier
+        self._session: Any = None
+        self._credential_source: Any = None  # botocore's credentials object, which may renew itself
+        self._log_once = LogOnce(logger)
+        self.credentials: Credentials | None = None
+        self.region = configured_region(tier)
+        self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}')
+        self.client: Any = None
+        """A boto3 client with the present credentials; None before `open`."""
+        self.delete_client: Any = None
+        """The same with one attempt: the next one needs the permission again."""
+        self._quick_client: Any = None  # short timeouts, for existence checks
+        self._server_time: tuple[float, float] | None = None
+        """The Date of the last answer, and the monotonic time when it came."""
+
+    def open(self) -> None:
+        """Find credentials and region, check that the bucket can be used, and make the clients. Raises TierDown,
+        TierRefused and what boto3 raises."""
+        self._credential_source, self.credentials = find_credentials(self._tier)
+        self.region = configured_region(self._tier)
+        if self._session is None:
+            self._session = session_of(self._tier)
+        client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
+        answer = client.head_bucket(Bucket=self._tier.bucket)
+        reported = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+        configured, self.region = self.region, settled_region(self._tier, self.region, reported)
+        if configured.source is not None and configured != self.region:
+            self._log_once.report(
+                "region",
+                f'region: bucket "{self._tier.bucket}" is in {self.region.name}, which is used, and not in '
+                f"{configured.name}, as {configured.source} says",
+            )
+        if (found := encryption_problem(client, self._tier)) is not None:
+            raise self.down(found)
+        self._make_clients()
+
+    def renew(self) -> None:
+        """Use credentials that were renewed (a role's, or in their file); keep the old ones if none are found, and
+        raise what finding them raises."""
+        self._credential_source, found = find_credentials(self._tier, self._credential_source)
+        if found != self.credentials:
+            self.credentials = found
+            self._make_clients()
+
+    def exists(self, name: str, nbytes: int) -> bool | None:
+        """Whether there is an object of this name and size that has not expired; None if the answer is an error.
+
+        Blocks, but not for long. Raises what boto3 raises if there is no answer.
+        """
+        if self._quick_client is None:
+            return None
+        try:
+            found = self._quick_client.head_object(Bucket=self._tier.bucket, Key=name)
+        except ClientError as error:
+            return False if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
+        date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
+        if self._tier.max_age is not None and date is not None:
+            age_s = parsedate_to_datetime(date).timestamp() - found["LastModified"].timestamp()
+            return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
+        return bool(found["ContentLength"] == nbytes)
+
+    def server_time_s(self) -> float:
+        """Unix seconds by the server's clock, at most a second late; by this machine's before the first answer."""
+        if self._server_time is None:
+            return time.time()
+        date_s, received_s = self._server_time
+        return date_s + time.monotonic() - received_s
+
+    def down(self, what: str) -> TierDown:
+        """The error that names this bucket."""
+        return down(self._tier, self.region.name, what)
+
+    def _make_clients(self) -> None:
+        self.client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+        self._quick_client = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
+        self.delete_client = self._make_client(connect_s=2.0, read_s=10.0, attempts=1)
+
+    def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
+        assert self.credentials is not None
+        client = make_client(
+            self._session,
+            self._tier,
+            self.credentials,
+            self.region.name,
+            connect_s=connect_s,
+            read_s=read_s,
+            attempts=attempts,
+            max_pool_connections=CONNECTIONS,
+            tcp_keepalive=True,
+        )
+        self.denials.watch(client)
+        client.meta.events.register("after-call.s3", self._on_response)
+        return client
+
+    def _on_response(self, http_response: Any, **_: object) -> None:
+        """Called by botocore with each answer."""
+        with contextlib.suppress(TypeError, ValueError):
+            self._server_time = parsedate_to_datetime(http_response.headers.get("date")).timestamp(), time.monotonic()
