@@ -13,11 +13,9 @@ import numpy as np
 from typing_extensions import override
 
 from nixl_tiers.cascade.line import Rank
-from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.vllm import compat
-from nixl_tiers.vllm.chains import Answers, RequestChains, answers_of
 from nixl_tiers.vllm.compat import (
     LoadStoreSpec,
     LookupResult,
@@ -34,6 +32,7 @@ from nixl_tiers.vllm.compat import (
 )
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.live import LiveGauges
+from nixl_tiers.vllm.look_ups import LookUps
 from nixl_tiers.vllm.metrics import Levels, Reporter, info_labels, traits
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.store_gate import StoreGate
@@ -49,12 +48,6 @@ SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few secon
 # copies, so that the wait lasts several times as long (measured). Short, as no mover reports the end of a copy or a new
 # request.
 PAUSE_S: Final = 0.001
-
-_ANSWERS: Final = {
-    Lookup.HIT: LookupResult.HIT,
-    Lookup.PENDING: LookupResult.HIT_PENDING,
-    Lookup.MISS: LookupResult.MISS,
-}
 
 
 class NixlTiersManager(OffloadingManager):
@@ -83,7 +76,6 @@ class NixlTiersManager(OffloadingManager):
         self._sources = _sources(config)
         self._has_storage = bool(config.storage)
         self._wishes = WishReader(config.names, [tier.locality for tier in config.storage])
-        self._load_none: set[str] = set()  # requests that compute everything themselves
         self._store_none: set[str] = set()  # requests nothing of which is stored
         self._chunk_tokens = chunk_tokens or [0] * len(groups)
         row_bytes = coordinator.region.geometry.row_bytes
@@ -95,23 +87,15 @@ class NixlTiersManager(OffloadingManager):
             coordinator.after_tick(partial(_publish, weakref.ref(self)))
         self._events = events
         self._pause_s = pause_s
-        # What a load is going to read of a chunk is not known at its look-up, so workers mark a row that lacks blocks
-        # as good only where loads never read any but a chunk's last.
-        sub_blocks = coordinator.region.geometry.sub_blocks
-        self._last_sub_block = sub_blocks - 1
         self._requests: set[str] = set()
-        self._waiting: set[str] = set()  # requests that this step's look-ups deferred
-        self._missed: dict[str, int] = {}  # request -> the position from which on its misses are counted
-        self._touched: set[str] = set()  # requests whose prefix in vLLM's own cache was touched
-        self._chains = RequestChains()
-        self._answers: dict[str, Answers] = {}  # to this step's look-ups, by request
         self._loading: dict[str, tuple[float, int]] = {}  # requests with an open load: since when, rows
         self._beside: set[str] = set()  # those of them in whose time the engine computed: their end was reported later
         self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
         self._prepared_load = False  # in this step: it is submitted to the workers at the step's end
         self._failed: set[str] = set()  # requests whose load a worker could not copy
-        self._gate = StoreGate(kept=config.on_reset == "keep", one_block=sub_blocks == 1)
+        self._gate = StoreGate(kept=config.on_reset == "keep", one_block=coordinator.region.geometry.sub_blocks == 1)
         self._meter = PrefillMeter(coordinator.observe_prefill)
+        self._look_ups = LookUps(coordinator, len(groups), self._gate, self._meter)
         self._closed = False
 
     def times_are_published(self, step_tokens: int) -> None:
@@ -133,7 +117,7 @@ class NixlTiersManager(OffloadingManager):
         if wishes.tiers is not None:
             self._coordinator.set_allowed_tiers(request, wishes.tiers)
         if not wishes.loads:
-            self._load_none.add(request)
+            self._look_ups.load_none.add(request)
         if wishes.store is not Scope.ALL:
             self._coordinator.keep_in_host(request)
         if wishes.store is Scope.NONE:
@@ -154,36 +138,28 @@ class NixlTiersManager(OffloadingManager):
 
     def anticipates(self, request: str) -> bool:
         """Whether anything may be promoted for a new request."""
-        return self._has_storage and request not in self._load_none
+        return self._has_storage and request not in self._look_ups.load_none
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._requests.discard(req_context.req_id)
-        self._begun.discard(req_context.req_id)
-        self._failed.discard(req_context.req_id)
-        self._load_none.discard(req_context.req_id)
-        self._store_none.discard(req_context.req_id)
-        self._missed.pop(req_context.req_id, None)
-        self._gate.ended(req_context.req_id)
-        self._meter.positions.forget(req_context.req_id)
-        self._chains.ended(req_context.req_id)
-        if req_context.req_id in self._touched:
-            self._touched.remove(req_context.req_id)
-        else:
-            self._touch_prefix(req_context, None)
-        self._coordinator.finish_request(req_context.req_id)
+        request = req_context.req_id
+        for names in (self._requests, self._begun, self._failed, self._store_none):
+            names.discard(request)
+        self._gate.ended(request)
+        self._meter.positions.forget(request)
+        self._look_ups.ended(req_context)
+        self._coordinator.finish_request(request)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        answers = self._answers.get(req_context.req_id)
+        answers = self._look_ups.answers.get(req_context.req_id)
         if answers is None:
-            answers = self._begin_look_ups(key, req_context)
+            answers = self._look_ups.begin(key, req_context)
         answer = answers.get(key)
         if answer is None:
-            answer = self._look_up_alone(key, req_context, answers)
+            answer = self._look_ups.alone(key, req_context, answers)
         if answer is LookupResult.MISS:
-            if req_context.req_id not in self._waiting:
-                self._count_misses(key, req_context)
+            self._look_ups.count_misses(key, req_context)
         elif self._events is not None and answer is LookupResult.HIT:
             self._events.present(key)
         return answer
@@ -201,7 +177,7 @@ class NixlTiersManager(OffloadingManager):
         rows = self._coordinator.prepare_load(ordered, req_context.req_id, tokens=tokens, end=end)
         self._loading[req_context.req_id] = time.monotonic(), len(rows)
         for group, place in self._place.items():
-            self._chains.note_load(group, counts[place])
+            self._look_ups.chains.note_load(group, counts[place])
         self._prepared_load = True
         self._gate.load_began(req_context.req_id)
         if end is not None:
@@ -264,11 +240,10 @@ class NixlTiersManager(OffloadingManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._coordinator.end_step(context.new_req_ids, context.preempted_req_ids)
-        self._answers.clear()
         self._gate.end_step(context)
         for request in context.preempted_req_ids:
             self._meter.positions.forget(request)
-            self._chains.ended(request)
+            self._look_ups.chains.ended(request)
         self._meter.begin(time.monotonic())
         if self._loading and (context.new_req_ids or not self._idle()):
             self._beside.update(self._loading)
@@ -276,7 +251,7 @@ class NixlTiersManager(OffloadingManager):
         if self._pause_s and not context.new_req_ids and self._can_only_wait():
             with self._coordinator.changed:
                 self._coordinator.changed.wait(self._pause_s)
-        self._waiting.clear()
+        self._look_ups.end_step()
         self._prepared_load = False
 
     @override
@@ -287,13 +262,12 @@ class NixlTiersManager(OffloadingManager):
     @override
     def reset_cache(self) -> None:
         self._gate.reset(self._requests, self._loading)
-        self._answers.clear()
+        self._look_ups.reset()
         self._loading.clear()  # vLLM completes no job of before a reset
         self._beside.clear()
         self._failed.clear()
         self._coordinator.reset()
         self._meter.reset()
-        self._chains.clear()
         if self._events is not None:
             self._events.reset()
 
@@ -321,65 +295,6 @@ class NixlTiersManager(OffloadingManager):
             self._closed = True
             self._coordinator.close(SHUTDOWN_S)
 
-    def _begin_look_ups(self, key: OffloadKey, context: ReqContext) -> Answers:
-        """A request's first look-up of this step: its whole chain is resolved at once."""
-        name = context.req_id
-        mine = self._chains.again(key, context)
-        if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
-            if mine.waiting is not None and not self._gate.watches and self._coordinator.still_waits(name):
-                self._waiting.add(name)
-                self._answers[name] = mine.waiting
-                return mine.waiting
-            position: int | None = mine.first
-            self._gate.looked_up(context, position)
-        else:
-            position = position_of(key, context)
-            self._gate.looked_up(context, position)
-            own = None if position is None else position - compat.chunk_tokens(context)
-            if own is not None:
-                self._meter.positions.hit(name, own)
-            if own == 0 and len(self._place) == 1:
-                self._touched.add(name)  # vLLM has none of it
-            elif name not in self._touched:
-                self._touch_prefix(context, position)
-            mine = None if name in self._load_none else self._chains.of(key, context, position)
-        answers: Answers = {}
-        if mine is not None and position is not None:
-            start = mine.start(position)
-            mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
-            if not mine.scan.waits:
-                mine.waiting = mine.asked = None
-                answers = answers_of(mine.chain, start, mine.scan)
-            else:
-                self._waiting.add(name)
-                # The engine's own hit may have grown meanwhile, so that another key comes first.
-                if mine.waiting is None or mine.asked != key:
-                    mine.waiting, mine.asked = answers_of(mine.chain, start, mine.scan), key
-                answers = mine.waiting
-        self._answers[name] = answers
-        return answers
-
-    def _look_up_alone(self, key: OffloadKey, context: ReqContext, answers: Answers) -> LookupResult:
-        """A key that the scan of the chain does not cover: of a windowed group, of which only vLLM knows which of its
-        keys a load needs, or of the tail of a chunk."""
-        if context.req_id in self._load_none:
-            return LookupResult.MISS
-        windowed = self._chains.note_look_up(key, context)
-        mine = self._chains.get(context.req_id)
-        position = position_of(key, context)
-        if windowed is not None and mine is not None and mine.scan is not None:
-            begin = windowed[0] - self._chains.chunk_tokens(key, context)
-            if begin >= mine.scan.end:
-                answers[key] = LookupResult.MISS
-                return LookupResult.MISS
-        found = self._coordinator.lookup(key, context.req_id, position, self._last_sub_block)
-        answer = _ANSWERS[found]
-        if answer is LookupResult.HIT_PENDING:
-            self._waiting.add(context.req_id)
-        if windowed is not None:
-            answers[key] = answer
-        return answer
-
     def publish_gauges(self) -> None:
         """On the supervisor's thread, which goes on while the engine is idle."""
         if self._live is not None and self._live.due() and not self._closed:
@@ -394,41 +309,12 @@ class NixlTiersManager(OffloadingManager):
         vLLM does not say which requests a step computes, apart from new ones. Of those that were new in a step before,
         it can be any that neither waits nor loads.
         """
-        return not self._prepared_load and bool(self._waiting or self._loading) and self._idle()
+        return not self._prepared_load and bool(self._look_ups.waiting or self._loading) and self._idle()
 
     def _idle(self) -> bool:
         """Whether no request that has begun can be computing in this step."""
-        return all(request in self._waiting or request in self._loading for request in self._begun)
-
-    def _count_misses(self, key: OffloadKey, req_context: ReqContext) -> None:
-        """Of a scan that does not wait for anything, count the chunks that it has to compute: from the first miss on,
-        those of the same group; each once a request, however often vLLM looks it up."""
-        request = req_context.req_id
-        counted, position = self._missed.get(request), position_of(key, req_context)
-        if position is None or request in self._load_none or (counted is not None and position >= counted):
-            return
-        self._missed[request] = position
-        missed = [key]
-        if counted is None:
-            positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-            behind = [other for other, end in positions.items() if end > position]
-            if len(self._place) > 1:
-                group = get_offload_group_idx(key)
-                behind = [other for other in behind if get_offload_group_idx(other) == group]
-            missed += behind
-        self._coordinator.count_misses(missed, request)
-
-    def _touch_prefix(self, req_context: ReqContext, position: int | None) -> None:
-        """Touch what vLLM hits in its own cache: all before `position`, or everything if nothing was looked up.
-
-        vLLM does not report its own hits, and without it the root of a prefix would be evicted before its leaves.
-        """
-        if position is not None:
-            self._touched.add(req_context.req_id)
-        positions: Mapping[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-        own = [key for key, end in positions.items() if position is None or end < position]
-        if own:
-            self._coordinator.touch(own, req_context.req_id)
+        waiting = self._look_ups.waiting
+        return all(request in waiting or request in self._loading for request in self._begun)
 
     def _note_position(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """vLLM offers whole chunks, in the order of the prefix within each KV group."""

@@ -191,7 +191,7 @@ def test_local_hit_within_a_chunk_does_not_make_a_group_windowed(engine: Engine)
     engine.step(other)
     engine.load_all()
     assert engine.step(other) == CHUNKS * TOKENS
-    assert engine.manager._chains.get("other") is not None, "resolved at once"
+    assert engine.manager._look_ups.chains.get("other") is not None, "resolved at once"
 
 
 def test_waiting_request_whose_local_hit_has_grown_still_waits(engine: Engine) -> None:

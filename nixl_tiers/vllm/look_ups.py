@@ -1,0 +1,157 @@
+"""The answers to vLLM's look-ups: a request's whole chain is resolved at the first one of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.vllm import compat
+from nixl_tiers.vllm.chains import Answers, RequestChains, answers_of
+from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
+from nixl_tiers.vllm.prefill_meter import PrefillMeter
+from nixl_tiers.vllm.store_gate import StoreGate
+
+_ANSWERS: Final = {
+    Lookup.HIT: LookupResult.HIT,
+    Lookup.PENDING: LookupResult.HIT_PENDING,
+    Lookup.MISS: LookupResult.MISS,
+}
+
+
+class LookUps:
+    """What each request finds in a step, and what its look-ups show: what vLLM has itself, and what it has to compute.
+    `groups`: how many KV groups there are.
+
+    `answers`: to this step's look-ups so far, by request; `waiting`: requests that they deferred. `load_none`: requests
+    that find nothing, as they compute everything themselves.
+    """
+
+    def __init__(self, coordinator: Coordinator, groups: int, gate: StoreGate, meter: PrefillMeter) -> None:
+        self._coordinator = coordinator
+        self._groups = groups
+        self._gate = gate
+        self._meter = meter
+        # What a load is going to read of a chunk is not known at its look-up, so workers mark a row that lacks blocks
+        # as good only where loads never read any but a chunk's last.
+        self._last_sub_block = coordinator.region.geometry.sub_blocks - 1
+        self.answers: dict[str, Answers] = {}
+        self.waiting: set[str] = set()
+        self.load_none: set[str] = set()
+        self.chains = RequestChains()
+        self._missed: dict[str, int] = {}  # request -> the position from which on its misses are counted
+        self._touched: set[str] = set()  # requests whose prefix in vLLM's own cache was touched
+
+    def begin(self, key: OffloadKey, context: ReqContext) -> Answers:
+        """A request's first look-up of this step, of `key`: its whole chain is resolved at once."""
+        name = context.req_id
+        mine = self.chains.again(key, context)
+        if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
+            if mine.waiting is not None and not self._gate.watches and self._coordinator.still_waits(name):
+                self.waiting.add(name)
+                self.answers[name] = mine.waiting
+                return mine.waiting
+            position: int | None = mine.first
+            self._gate.looked_up(context, position)
+        else:
+            position = position_of(key, context)
+            self._gate.looked_up(context, position)
+            own = None if position is None else position - compat.chunk_tokens(context)
+            if own is not None:
+                self._meter.positions.hit(name, own)
+            if own == 0 and self._groups == 1:
+                self._touched.add(name)  # vLLM has none of it
+            elif name not in self._touched:
+                self._touch_prefix(context, position)
+            mine = None if name in self.load_none else self.chains.of(key, context, position)
+        answers: Answers = {}
+        if mine is not None and position is not None:
+            start = mine.start(position)
+            mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
+            if not mine.scan.waits:
+                mine.waiting = mine.asked = None
+                answers = answers_of(mine.chain, start, mine.scan)
+            else:
+                self.waiting.add(name)
+                # The engine's own hit may have grown meanwhile, so that another key comes first.
+                if mine.waiting is None or mine.asked != key:
+                    mine.waiting, mine.asked = answers_of(mine.chain, start, mine.scan), key
+                answers = mine.waiting
+        self.answers[name] = answers
+        return answers
+
+    def alone(self, key: OffloadKey, context: ReqContext, answers: Answers) -> LookupResult:
+        """A key that the scan of the chain does not cover: of a windowed group, of which only vLLM knows which of its
+        keys a load needs, or of the tail of a chunk."""
+        if context.req_id in self.load_none:
+            return LookupResult.MISS
+        windowed = self.chains.note_look_up(key, context)
+        mine = self.chains.get(context.req_id)
+        position = position_of(key, context)
+        if windowed is not None and mine is not None and mine.scan is not None:
+            begin = windowed[0] - self.chains.chunk_tokens(key, context)
+            if begin >= mine.scan.end:
+                answers[key] = LookupResult.MISS
+                return LookupResult.MISS
+        found = self._coordinator.lookup(key, context.req_id, position, self._last_sub_block)
+        answer = _ANSWERS[found]
+        if answer is LookupResult.HIT_PENDING:
+            self.waiting.add(context.req_id)
+        if windowed is not None:
+            answers[key] = answer
+        return answer
+
+    def count_misses(self, key: OffloadKey, context: ReqContext) -> None:
+        """`key` is a miss. Of a scan that does not wait for anything, count the chunks that it has to compute: from the
+        first miss on, those of the same group; each once a request, however often vLLM looks it up."""
+        request = context.req_id
+        if request in self.waiting:
+            return
+        counted, position = self._missed.get(request), position_of(key, context)
+        if position is None or request in self.load_none or (counted is not None and position >= counted):
+            return
+        self._missed[request] = position
+        missed = [key]
+        if counted is None:
+            positions: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+            behind = [other for other, end in positions.items() if end > position]
+            if self._groups > 1:
+                group = get_offload_group_idx(key)
+                behind = [other for other in behind if get_offload_group_idx(other) == group]
+            missed += behind
+        self._coordinator.count_misses(missed, request)
+
+    def end_step(self) -> None:
+        """Before the next one, each request is looked up anew."""
+        self.answers.clear()
+        self.waiting.clear()
+
+    def ended(self, context: ReqContext) -> None:
+        request = context.req_id
+        self.load_none.discard(request)
+        self._missed.pop(request, None)
+        self.chains.ended(request)
+        if request in self._touched:
+            self._touched.remove(request)
+        else:
+            self._touch_prefix(context, None)
+
+    def reset(self) -> None:
+        """Nothing that was found is there any more."""
+        self.answers.clear()
+        self.chains.clear()
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _touch_prefix(self, context: ReqContext, position: int | None) -> None:
+        """Touch what vLLM hits in its own cache: all before `position`, or everything if nothing was looked up.
+
+        vLLM does not report its own hits, and without it the root of a prefix would be evicted before its leaves.
+        """
+        if position is not None:
+            self._touched.add(context.req_id)
+        positions: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        own = [key for key, end in positions.items() if position is None or end < position]
+        if own:
+            self._coordinator.touch(own, context.req_id)
