@@ -11,6 +11,7 @@ uploads have. That takes out what the server costs, which shares the cores: hit 
 
 `--trees`: other checkouts to compare, whose code runs in processes of their own, in turns. `--spin`: so many processes
 that keep a core busy meanwhile, as vLLM's threads do. `s3`: a SeaweedFS on this machine, which shares its cores.
+`--json` is written after each round.
 """
 
 from __future__ import annotations
@@ -225,6 +226,8 @@ def main() -> None:
                 took = json.loads(stdout.readline())
                 if number:
                     found[tree].append(took)
+            if arguments.json:
+                arguments.json.write_text(json.dumps({"machine": machine(), "rounds": found}, indent=2))
     for tree, rounds in found.items():
         print(tree)
         for case in rounds[0]:
@@ -234,8 +237,6 @@ def main() -> None:
             if f"hit, {other}" in rounds[0]:
                 ratios = Spread.of([took["hit, beside"] / took[f"hit, {other}"] for took in rounds])
                 print(f"  hit, beside / {other}: {ratios.median:.2f} ({ratios.low:.2f} to {ratios.high:.2f})")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rounds": found}, indent=2))
 
 
 if __name__ == "__main__":
