@@ -1,13 +1,14 @@
 """What a cascade of stores costs those that are waited for: a promotion, and a hit in host memory, quiet and beside it.
 
     python -m bench.beside [--tier file|s3] [--path DIR] [--chunk 1048576] [--megabytes 96] [--rounds 9]
-        [--after-ms 0] [--trees DIR,DIR] [--spin N] [--json FILE]
+        [--trees DIR,DIR] [--spin N] [--json FILE]
 
 Each round puts new chunks, which are queued for the tier, and at once times a `get` of a third as many others: of
-chunks that only the tier has (promotion), and of chunks that the host has (hit; `--after-ms`: so much later). Quiet:
-the same after a `flush`.
-With `s3` the hit is also timed beside the same upload by another client: boto3 on 16 threads with nice 10, as our
-uploads have. That takes out what the server costs, which shares the cores: hit beside our cascade / beside the other's.
+chunks that only the tier has (promotion), and of chunks that the host has (hit). Quiet: the same after a `flush`.
+
+With `s3` a hit is asked for when 16 uploads have ended, and is also timed beside the same upload by another client
+(boto3 on 16 threads with nice 10, as our uploads have) at the same moment. That takes out what the server costs, which
+shares the cores: what is ours is hit beside our cascade / hit beside the other client's.
 
 `--trees`: other checkouts to compare, whose code runs in processes of their own, in turns. `--spin`: so many processes
 that keep a core busy meanwhile, as vLLM's threads do. `s3`: a SeaweedFS on this machine, which shares its cores.
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ CASCADE = 3  # what is put beside it is so many times as much
 class Side:
     """One store, and its rounds."""
 
-    def __init__(self, tier: dict[str, Any], chunk: int, nbytes: int, after_s: float) -> None:
-        self._after_s = after_s
+    def __init__(self, tier: dict[str, Any], chunk: int, nbytes: int) -> None:
         count = max(4, nbytes // chunk)
         self._other = OtherClient(tier, chunk, CASCADE * count) if tier["type"] == "s3" else None
         cpu = {"type": "cpu", "capacity": HOST * count * (chunk + 8192)}
@@ -53,6 +53,7 @@ class Side:
         self._chunks = np.random.default_rng(0).integers(0, 256, (CASCADE * count, chunk), np.uint8)
         self._out = np.zeros_like(self._chunks[:count])
         self._puts = 0
+        self._stored = 0.0
         while not all(numbers["up"] for numbers in self._store.stats().values()):
             time.sleep(0.05)
         self._old = self._put()[:count]
@@ -70,17 +71,18 @@ class Side:
             began = time.perf_counter()
             self._store.flush()
             took[f"flush after it, {how}"] = time.perf_counter() - began
+            self._stored = self._count_stored()
             self._put()
             if how == "quiet":
                 self._store.flush()
-            time.sleep(self._after_s)
+            elif self._other is not None:
+                self._wait_for_uploads()
             took[f"hit, {how}"] = self._get(self._old)
             self._store.flush()
         if self._other is not None:
             self._put()
             self._store.flush()
             self._other.begin()
-            time.sleep(self._after_s)
             took["hit, other client"] = self._get(self._old)
             self._other.end()
         return took
@@ -89,6 +91,13 @@ class Side:
         self._store.close()
         if self._other is not None:
             self._other.close()
+
+    def _count_stored(self) -> float:
+        return sum(numbers["stored"] for name, numbers in self._store.stats().items() if name != "cpu")
+
+    def _wait_for_uploads(self) -> None:
+        while self._count_stored() < self._stored + THREADS:
+            time.sleep(0.001)
 
     def _put(self) -> list[bytes]:
         self._puts += 1
@@ -113,7 +122,7 @@ class OtherClient:
         self._expect("ready")
 
     def begin(self) -> None:
-        """Returns when the upload has begun."""
+        """Returns when THREADS uploads have ended."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -149,16 +158,16 @@ def upload(endpoint: str, bucket: str, chunk: int, count: int) -> None:
     list(pool.map(put, range(THREADS)))  # connects
     print("ready", flush=True)
     for _ in sys.stdin:
-        running = [pool.submit(put, number) for number in range(count)]
-        print("begun", flush=True)
-        for one in running:
+        for number, one in enumerate(as_completed([pool.submit(put, number) for number in range(count)]), 1):
             one.result()
+            if number == THREADS:
+                print("begun", flush=True)
         print("done", flush=True)
 
 
 def serve(arguments: argparse.Namespace) -> None:
     """One side, in a process of its own: a round for each line of its standard input."""
-    side = Side(json.loads(arguments.serve), arguments.chunk, arguments.megabytes << 20, arguments.after_ms / 1000)
+    side = Side(json.loads(arguments.serve), arguments.chunk, arguments.megabytes << 20)
     print("ready", flush=True)
     for _ in sys.stdin:
         print(json.dumps(side.round()), flush=True)
@@ -172,7 +181,7 @@ def tier_of(kind: str, folder: Path, stack: contextlib.ExitStack) -> dict[str, A
 
     server = stack.enter_context(seaweedfs_server())
     os.environ |= server.env
-    return {"type": "s3", "endpoint": server.endpoint, "bucket": server.make_bucket(folder.name), "capacity": 8 << 30}
+    return {"type": "s3", "endpoint": server.endpoint, "bucket": server.make_bucket("beside"), "capacity": 8 << 30}
 
 
 def main() -> None:
@@ -182,7 +191,6 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1 << 20, help="bytes")
     parser.add_argument("--megabytes", type=int, default=96, help="put, and asked for, in each round")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--after-ms", type=float, default=0.0)
     parser.add_argument("--trees", default=str(Path(__file__).parents[1]), help="checkouts, comma-separated")
     parser.add_argument("--spin", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -208,7 +216,6 @@ def main() -> None:
             python = Path(tree) / ".venv/bin/python"
             command = [str(python), str(Path(__file__).absolute()), "--serve", json.dumps(tier)]
             command += ["--chunk", str(arguments.chunk), "--megabytes", str(arguments.megabytes)]
-            command += ["--after-ms", str(arguments.after_ms)]
             side = subprocess.Popen(
                 command, cwd=tree, env=os.environ | {"PYTHONPATH": tree}, stdin=-1, stdout=-1, text=True
             )
