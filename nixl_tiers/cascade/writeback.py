@@ -64,12 +64,15 @@ class WriteBack:
                 self._clean(target)
 
     def rows_to_clean(self, target: TierIndex) -> int:
-        """How many more rows must leave the tier above `target` so that its reserve is free; zero or less: none."""
+        """How many more rows must leave the tier above `target` so that its reserve is free, as far as `target` has
+        slots that nothing is moving to or from; zero or less: none."""
         free, reserve = self._state.room_above(target)
         if not reserve:
             return 0
         source = self._state.above(target)
-        return reserve - free - len(self._host.evicting if source is None else source.evicting)
+        missing = reserve - free - len(self._host.evicting if source is None else source.evicting)
+        # A victim without a slot would be dropped, and selected again at the next turn.
+        return min(missing, target.slots.limit - target.rows_loading - target.rows_to_write)
 
     def backlog(self) -> int:
         """Rows queued for or being written to the tier that is furthest behind."""

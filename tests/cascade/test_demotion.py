@@ -56,6 +56,20 @@ def test_host_victims_are_written_to_the_tier_below(writes: tuple[Write, ...]) -
     assert len(core.tiers[-1].index) <= 40 - 8 + 3  # lazily: what still fits the host was not written
 
 
+def test_no_more_victims_are_selected_than_the_tier_below_can_take() -> None:
+    """All its slots are in use: victims beyond that were dropped, and selected again, at every turn and at once."""
+    core = manager(16, (Write.ON_EVICT,), (2,))
+    for key in keys(16):
+        put(core, key, 0.0)
+    jobs = [job for _ in range(5) for job in core.events.plan(0.0)]
+    assert sum(len(job.moves) for job in jobs) == len(core.host.evicting) == 2
+    assert core.tiers[0].counters.dropped == 0
+    for job in jobs:
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert core.host.free == 2
+    assert sum(len(job.moves) for job in core.events.plan(0.0)) == 2
+
+
 def test_nothing_is_written_back_while_the_host_has_room() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(5):
