@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -23,22 +24,27 @@ from nixl_tiers.tiers.folder import Folder, NotOwned
 _READ_BYTES: Final = 8 * MAX_MANIFEST_BYTES
 
 
+@dataclass
+class ManifestAuthor:
+    """What a tier was told of its engine, for the manifests of the namespaces that it serves."""
+
+    row_bytes: int
+    engine: str = ""
+    description: Description | None = None
+
+    def manifest(self, namespace: str, epoch: int) -> Manifest | None:
+        """Without times. `namespace` in hexadecimal. None if nothing was said: then none is kept."""
+        if self.description is None:
+            return None
+        return Manifest(namespace, self.description.checked(), self.row_bytes, epoch, self.engine)
+
+
 class ManifestKeeper:
     """Of one namespace while it is served."""
 
-    def __init__(
-        self,
-        description: Description,
-        engine: str,
-        *,
-        namespace: bytes,
-        epoch: int,
-        row_bytes: int,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`clock`: Unix seconds."""
-        description = description.checked()
-        self._manifest = Manifest(namespace.hex(), description, row_bytes, epoch, engine)
+    def __init__(self, manifest: Manifest, clock: Callable[[], float]) -> None:
+        """`manifest`: of an author. `clock`: Unix seconds."""
+        self._manifest = manifest
         self._clock = clock
         self._next_s = 0.0
 

@@ -50,7 +50,7 @@ from nixl_tiers.tiers.disk import (
 )
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
+from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
 from nixl_tiers.tiers.nixl_agent import Registration
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
@@ -131,17 +131,16 @@ class RowFileTier(StorageTier):
         self._moves = self._transfers.pipeline
         self._mount = MountGuard()
         self._deleting: list[tuple[NamespaceRows, Key, Future[None]]] = []
-        self._engine = ""
-        self._description: Description | None = None
+        self._author = ManifestAuthor(self._row_bytes)
         self._others = OtherNamespaces(logger)
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def identify(self, engine: str) -> None:
-        self._engine = engine
+        self._author.engine = engine
 
     def describe(self, description: Description) -> None:
-        self._description = description
+        self._author.description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
         path = self._config.path
@@ -160,7 +159,8 @@ class RowFileTier(StorageTier):
                 check_registration(self._agent, incoming)
             identity = FileIdentity(path)
             self._measure_free_space()
-            manifest = self._manifest(namespace, epoch)
+            own = self._author.manifest(namespace.hex(), epoch)
+            manifest = ManifestKeeper(own, self._clock) if own is not None and self._directory.writes else None
             health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex(), manifest))
         except OSError as error:
             raise open_error(error) from error
@@ -189,18 +189,6 @@ class RowFileTier(StorageTier):
             self._refresh(namespace, manifest)
         return problem
 
-    def _manifest(self, namespace: bytes, epoch: int) -> ManifestKeeper | None:
-        if self._description is None or self._config.write == "off":
-            return None
-        return ManifestKeeper(
-            self._description,
-            self._engine,
-            namespace=namespace,
-            epoch=epoch,
-            row_bytes=self._row_bytes,
-            clock=self._clock,
-        )
-
     def _refresh(self, namespace: str, manifest: ManifestKeeper) -> None:
         """Write the manifest, once there are rows: a namespace without any needs none."""
         directories = self._quota.directories(namespace)
@@ -218,14 +206,13 @@ class RowFileTier(StorageTier):
             where = f"{self._config.path}/{namespace}/{MANIFEST_NAME}"
             self._log_once.report("manifest", f"{where} cannot be written ({describe(error)})")
 
-    def _tell_others(self, served: NamespaceRows, description: Description) -> None:
+    def _tell_others(self, own: Manifest) -> None:
         """A scan of everything has ended."""
         nbytes: Counter[str] = Counter()
         for (namespace, _), directory in self._quota.directories():
             with self._quota.lock:
                 nbytes[namespace] += directory.rows.disk_bytes
-        del nbytes[served.name]
-        own = Manifest(served.name, description.checked(), self._row_bytes, served.sealer.epoch)
+        del nbytes[own.namespace]
 
         def read(namespace: str) -> bytes | None:
             with suppress(OSError):
@@ -256,8 +243,9 @@ class RowFileTier(StorageTier):
         served = self._served
         if not (yield from self._on_lister(served, self._quota.wait_for_scan)):
             return
-        if self._description is not None and self._others.first():
-            yield from self._on_lister(served, self._tell_others, served, self._description)
+        own = self._author.manifest(served.name, served.sealer.epoch)
+        if own is not None and self._others.first():
+            yield from self._on_lister(served, self._tell_others, own)
         gone, new, lost = served.gone_rows(), served.new_rows(), served.lost_rows()
         while keys := (yield from self._on_lister(served, next, gone, None)):
             yield from self._in_batches(served, (Entry(GONE, key, 0) for key in keys if served.confirm_gone(key)))

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from nixl_tiers.chunk import Geometry, Key
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.manifest import Description, Manifest
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import (
     MAX_SLOTS,
@@ -27,7 +27,7 @@ from nixl_tiers.tiers.base import (
     Move,
     StorageTier,
 )
-from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
+from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
@@ -61,14 +61,14 @@ class S3Tier(StorageTier):
         exists = self._control.connection.exists
         self._existence = ExistenceChecker(lambda key: exists(self._rows.name(key), self._row_bytes))
         self._janitor: Janitor | None = None
-        self._description: Description | None = None
+        self._author = ManifestAuthor(self._row_bytes, self._owner.engine)
         self._others = OtherNamespaces(logger)
 
     def identify(self, engine: str) -> None:
-        self._owner.engine = engine
+        self._owner.engine = self._author.engine = engine
 
     def describe(self, description: Description) -> None:
-        self._description = description
+        self._author.description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
         self._control.set_chore(None)
@@ -173,19 +173,11 @@ class S3Tier(StorageTier):
     def _keep_manifest(self, namespace: bytes, epoch: int) -> None:
         """Write it on the control thread, once there are rows. Not for weights that were replaced under a running
         engine: each time leaves a namespace that is never used again, and no listing counts what is not a row."""
-        if self._description is None or epoch or self._owner.reads_only:
+        own = self._author.manifest(namespace.hex(), epoch)
+        if own is None or epoch or self._owner.reads_only:
             return
-        manifest = ManifestKeeper(
-            self._description,
-            self._owner.engine,
-            namespace=namespace,
-            epoch=epoch,
-            row_bytes=self._row_bytes,
-            clock=self._control.connection.server_time_s,
-        )
-        name = self._rows.names.manifest(namespace.hex())
-
-        own = Manifest(namespace.hex(), self._description.checked(), self._row_bytes)
+        manifest = ManifestKeeper(own, self._control.connection.server_time_s)
+        name = self._rows.names.manifest(own.namespace)
 
         def refresh(client: Any) -> float:
             if (others := self._rows.quota.other_bytes()) is not None and self._others.first():

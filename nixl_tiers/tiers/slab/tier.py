@@ -17,14 +17,14 @@ from typing import Final
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import FileConfig
-from nixl_tiers.manifest import Description, Manifest
+from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
 from nixl_tiers.tiers.disk import FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
+from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, transferred
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
@@ -81,18 +81,17 @@ class SlabTier(StorageTier):
             may_start=lambda: self._open is None or not self._open.health.problem,
             held_until_s=lambda: region.stores_held_until_s,
         )
-        self._engine = ""
-        self._description: Description | None = None
+        self._author = ManifestAuthor(geometry.row_bytes)
         self._others = OtherNamespaces(logger)
         _raise_file_limit()
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def identify(self, engine: str) -> None:
-        self._engine = engine
+        self._author.engine = engine
 
     def describe(self, description: Description) -> None:
-        self._description = description
+        self._author.description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
         # A reset keeps the part; after a fault it is claimed anew.
@@ -123,6 +122,7 @@ class SlabTier(StorageTier):
             )
         prepare_path(self._config, self._mount, self._log_once)
         self._quota.forget_uid()
+        own, writes = self._author.manifest(namespace.hex(), epoch), self._config.write != "off"
         with self._quota.locked():
             directory = self._quota.acquire_shard(namespace)
             shard = None
@@ -135,31 +135,18 @@ class SlabTier(StorageTier):
                     self._quota,
                     max_age_s=self._config.max_age,
                     clock=self._clock,
-                    manifest=self._manifest(namespace, epoch),
+                    manifest=ManifestKeeper(own, self._clock) if own is not None and writes else None,
                 )
                 self._quota.make_room(0)  # the capacity may be smaller than last time
-                self._tell_others(namespace, epoch)
+                if own is not None and self._others.first():
+                    with suppress(OSError):
+                        self._quota.tell_others(self._others, own)
             except BaseException:
                 if shard is not None:
                     shard.close()
                 self._quota.discard(directory)
                 raise
             return shard
-
-    def _manifest(self, namespace: bytes, epoch: int) -> ManifestKeeper | None:
-        if self._description is None or self._config.write == "off":
-            return None
-        row_bytes = self._geometry.row_bytes
-        return ManifestKeeper(
-            self._description, self._engine, namespace=namespace, epoch=epoch, row_bytes=row_bytes, clock=self._clock
-        )
-
-    def _tell_others(self, namespace: bytes, epoch: int) -> None:
-        """Inside the quota's lock."""
-        if self._description is not None and self._others.first():
-            own = Manifest(namespace.hex(), self._description.checked(), self._geometry.row_bytes, epoch)
-            with suppress(OSError):
-                self._quota.tell_others(self._others, own)
 
     @property
     def slots(self) -> int | None:
