@@ -153,6 +153,8 @@ class WriteBack:
         )
         if self._state.below_host is not None:
             most = min(most, self._host.free)  # not at the cost of the host's own unwritten rows
+        if most > 0 and not self._state.make_room(1):
+            return []  # they wait: to cancel them would be to select them again at the next turn
         victims: list[Key] = []
         while tier.to_demote and len(victims) < most and self._state.take():
             key = tier.to_demote.popleft()

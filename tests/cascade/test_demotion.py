@@ -70,6 +70,27 @@ def test_no_more_victims_are_selected_than_the_tier_below_can_take() -> None:
     assert sum(len(job.moves) for job in core.events.plan(0.0)) == 2
 
 
+def test_victims_wait_while_the_host_is_full_of_pinned_rows() -> None:
+    """They were cancelled and selected again at every turn, which used up its slice, so that the next came at once."""
+    specs = [TierSpec("above", Write.THROUGH, physical_slots=True), TierSpec("below", Write.ON_EVICT, True)]
+    core = TierManager(8, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25, rows_per_slice=1))
+    for tier in range(2):
+        opened(core, tier, 4)
+        core.events.listed(tier, [], last=True)
+    for key in keys(3):
+        put(core, key, 0.0)
+        settle(core)
+    filling = [b"filling-%d" % number for number in range(8)]
+    assert len(core.copies.prepare_store(filling, "request").keys) == 8
+    core.events.resized(0, 3)
+    for _ in range(20):
+        assert core.turn(0.0, 0.0) == []
+    assert list(core.tiers[0].evicting) == keys(1)
+    assert not core.events.unfinished
+    core.copies.complete_store(core.copies.rows_being_filled(filling), ())
+    assert [move.key for _ in range(20) for job in core.turn(1.0, 1.0) for move in job.moves if job.tier == 0]
+
+
 def test_nothing_is_written_back_while_the_host_has_room() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(5):
