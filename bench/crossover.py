@@ -291,16 +291,17 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few points, 3 rounds")
+    parser.add_argument("--quick", action="store_true", help="few points")
     parser.add_argument("--speeds", type=numbers, default=[20, 100, 0], help="MB/s; 0: not limited")
     parser.add_argument("--lengths", type=numbers, default=[500, 1500, 3500, 7000], help="tokens")
     parser.add_argument("--places", type=lambda text: text.split(","), default=list(PLACES), help="of the prompts")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, help="7 by default, with --quick 3")
     parser.add_argument("--crowd-speed", type=int, default=20, help="MB/s, of the requests at once")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     given = parser.parse_args()
     if given.quick:
-        given.speeds, given.lengths, given.rounds = [20, 100, 0], [500, 1500], 3
+        given.speeds, given.lengths = [20, 100, 0], [500, 1500]
+    given.rounds = given.rounds or (3 if given.quick else 7)
     given.out = given.out.resolve()  # a tier wants an absolute path
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.out) as scratch:
