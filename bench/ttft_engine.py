@@ -1,18 +1,23 @@
-"""The engines of bench.ttft: vLLM with a random model, without a connector, with tiers, or with vLLM's own offloading.
+"""The engines of bench.ttft: vLLM with a random model, without a connector, with tiers, with tiers that are always
+loaded from, or with vLLM's own offloading.
 
     python -m bench.ttft_engine PLAN       the fields of `Plan` as JSON; requests as lines of JSON on standard input
 
-Requests: ["ask", seed], ["batch"], ["forget"] empties vLLM's prefix cache, ["flush"] waits for the file tier.
+Requests: ["ask", seed], ["batch"], ["fresh", turn], ["decode", turn], ["forget"] empties vLLM's prefix cache,
+["flush"] waits for the file tier.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import sys
+import threading
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +26,16 @@ from bench.engine_process import answer_requests, claim_stdout
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing import vllm_cpu
 
-KINDS: Final = ("plain", "tiers", "native")
+KINDS: Final = ("plain", "tiers", "always", "host", "native")
+TIERS: Final = ("tiers", "always", "host")
+NEVER_COMPUTE: Final = 1  # tokens a second: any load is quicker
 ANSWER_TOKENS: Final = 32
 BATCH_PROMPTS, BATCH_ANSWER_TOKENS = 24, 16  # prompts of half the length
 BATCH_SEED: Final = 1_000_000
+FRESH_PROMPTS, FRESH_TOKENS, FRESH_ANSWER_TOKENS = 32, 1000, 32
+FRESH_SEED: Final = 3_000_000
+DECODE_PROMPT, DECODE_TOKENS = 64, 192
+DECODE_SEED: Final = 4_000_000
 WAIT_S: Final = 120.0
 
 
@@ -54,7 +65,7 @@ class Model:
         return tokens * 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 2
 
     def host_bytes(self, rounds: int) -> int:
-        """Room in host memory for all prompts that an engine gets, with their answers."""
+        """Room in host memory for all prompts that an engine gets more than once, with their answers."""
         return max(self.kv_bytes((rounds + BATCH_PROMPTS // 2 + 4) * self.max_tokens), 64 << 20)
 
     def write(self, directory: Path) -> Path:
@@ -92,7 +103,7 @@ class Plan:
 
     @property
     def tier(self) -> Path:
-        return Path(self.scratch) / "tier"
+        return Path(self.scratch) / "tier" / self.kind
 
     def connector(self) -> dict[str, Any] | None:
         """The fields of KVTransferConfig."""
@@ -103,9 +114,12 @@ class Plan:
             extra = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": host_bytes}
             return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         file = {"type": "file", "path": str(self.tier), "capacity": 2 * host_bytes + (1 << 30)}
-        tiers = [{"type": "cpu", "capacity": host_bytes}, file]
+        tiers: list[dict[str, Any]] = [{"type": "cpu", "capacity": host_bytes}, file]
+        if self.kind == "host":
+            del tiers[1:]
+        extra = {"prefill_tokens_per_s": NEVER_COMPUTE if self.kind == "always" else None, "wait_s": WAIT_S}
         # model_id: there are no weight files to tell models apart
-        return vllm_cpu.recomputing_transfer(tiers, model_id=f"bench.ttft {self.model}", wait_s=WAIT_S)
+        return vllm_cpu.recomputing_transfer(tiers, model_id=f"bench.ttft {self.model}", **extra)
 
     def llm(self) -> Any:
         model = MODELS[self.model]
@@ -167,7 +181,7 @@ class Engine:
         self.llm = plan.llm()
         self.store: TieredStore | None = None
         self._names = itertools.count()
-        if plan.kind == "tiers":
+        if plan.kind in TIERS:
             core = self.llm.llm_engine.engine_core.engine_core
             self.store = TieredStore(core.scheduler.connector.connector_scheduler.manager._coordinator)
             if not self.store.wait_ready(WAIT_S) or not all(tier["up"] for tier in self.store.stats().values()):
@@ -175,7 +189,8 @@ class Engine:
 
     def carry_out(self, request: list[Any]) -> Any:
         verb, *arguments = request
-        return {"ask": self.ask, "batch": self.batch, "forget": self.forget, "flush": self.flush}[verb](*arguments)
+        assert verb in ("ask", "batch", "fresh", "decode", "forget", "flush")
+        return getattr(self, verb)(*arguments)
 
     def ask(self, seed: int) -> dict[str, Any]:
         engine, prompt, before = self.llm.llm_engine, self.model.prompt(seed, self.model.prompt_tokens), self._hits()
@@ -207,6 +222,42 @@ class Engine:
         seconds = time.perf_counter() - began
         return {"seconds": seconds, "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs)}
 
+    def fresh(self, turn: int) -> dict[str, Any]:
+        """Of some prompts that nobody has asked before, all asked at once: the seconds to the last token of each, and
+        those to the last of their first tokens; the CPU seconds of this process's threads."""
+        engine, ended_s, begun_s = self.llm.llm_engine, list[float](), dict[str, float]()
+        tokens = min(FRESH_TOKENS, self.model.max_tokens // 2)
+        before, began = _thread_seconds(), time.perf_counter()
+        for seed in range(turn * FRESH_PROMPTS, (turn + 1) * FRESH_PROMPTS):
+            prompt = self.model.prompt(FRESH_SEED + seed, tokens)
+            engine.add_request(f"fresh-{next(self._names)}", prompt, _sampling(FRESH_ANSWER_TOKENS))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.outputs and output.outputs[0].token_ids:
+                    begun_s.setdefault(output.request_id, time.perf_counter() - began)
+                if output.finished:
+                    ended_s.append(time.perf_counter() - began)
+        threads = {name: seconds - before.get(name, 0.0) for name, seconds in _thread_seconds().items()}
+        busy = {name: seconds for name, seconds in threads.items() if seconds > 0.005}
+        return {"ended_s": ended_s, "begun_s": max(begun_s.values()), "thread_s": busy}
+
+    def decode(self, turn: int) -> dict[str, Any]:
+        """Of one request that generates: milliseconds a token, and the CPU milliseconds a token of each thread of this
+        process that took one per cent of that or more."""
+        engine = self.llm.llm_engine
+        engine.add_request(
+            f"decode-{turn}", self.model.prompt(DECODE_SEED + turn, DECODE_PROMPT), _sampling(DECODE_TOKENS)
+        )
+        while not any(output.outputs and output.outputs[0].token_ids for output in engine.step()):
+            pass
+        before, began = _thread_seconds(), time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+        took_s, after = time.perf_counter() - began, _thread_seconds()
+        threads = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+        busy = {name: 1e3 * seconds / DECODE_TOKENS for name, seconds in threads.items() if seconds > took_s / 100}
+        return {"token_ms": 1e3 * took_s / (DECODE_TOKENS - 1), "thread_ms": busy}
+
     def forget(self) -> None:
         until = time.monotonic() + WAIT_S
         while not self.llm.reset_prefix_cache():
@@ -237,6 +288,19 @@ class Engine:
 
     def _hits(self) -> dict[str, int]:
         return {name: int(tier["hits"]) for name, tier in self.store.stats().items()} if self.store else {}
+
+
+def _thread_seconds() -> dict[str, float]:
+    """CPU seconds of the threads of this process, by name."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    seconds: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            command, fields = (task / "stat").read_text().rsplit(")", 1)
+            ticks = fields.split()[11:13]
+            name = names.get(int(task.name)) or command.split("(", 1)[1]
+            seconds[name] = seconds.get(name, 0.0) + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def _sampling(tokens: int) -> Any:
