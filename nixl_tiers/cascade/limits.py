@@ -51,4 +51,7 @@ class Limits:
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
     job_bytes: int = 16 << 20  # small jobs keep a window full: a row is free, or a hit, when its own job ends
+    # Each end of a job costs the supervisor a turn, with the interpreter's lock that the engine's step needs. Nobody
+    # waits for a store, so on a fast tier a job of stores is up to four times as large: as much as it stores in this.
+    store_job_s: float = 0.05
     breaker: BreakerLimits = field(default_factory=BreakerLimits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from nixl_tiers.cascade.counters import Counters
 from nixl_tiers.cascade.garbage import Garbage
@@ -17,6 +18,9 @@ from nixl_tiers.cascade.throughput import TransferEstimate
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Burst, Direction, Job, PlannedMove, TierState
 from nixl_tiers.policies import Prefer, Write
+
+STORE_JOBS: Final = 4  # a job of stores is at most so many times as large as one of loads
+JOBS_A_WINDOW: Final = 8  # and leaves room for so many in a window
 
 
 class CascadeState:
@@ -147,16 +151,17 @@ class CascadeState:
     def start_jobs(
         self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0
     ) -> list[Job]:
-        """Jobs of at most rows_per_job rows each, with their deadlines; call after the tier counts `moves`. `soon`: how
-        many more rows the next slices start, beside which these jobs run."""
+        """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts
+        `moves`. `soon`: how many more rows the next slices start, beside which these jobs run."""
         limits, throughput = self.limits, tier.throughput[direction]
         nbytes = self.row_bytes * (soon + (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing))
         soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
         hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
         jobs = []
-        for start in range(0, len(moves), self.rows_per_job):
+        most = self.rows_per_job if direction is Direction.LOAD else self._rows_per_store_job(tier)
+        for start in range(0, len(moves), most):
             self.last_job_id += 1
-            part = moves[start : start + self.rows_per_job]
+            part = moves[start : start + most]
             jobs.append(Job(self.last_job_id, tier.number, direction, part, nbytes, now, now + soft_s, now + hard_s))
         for job in jobs:
             job.loaded_before = tier.loaded
@@ -167,6 +172,13 @@ class CascadeState:
         tier.loose.clear()
         tier.send_credits -= len(jobs)
         return jobs
+
+    def _rows_per_store_job(self, tier: TierIndex) -> int:
+        limits = self.limits
+        fast = int(tier.throughput[Direction.STORE].bytes_per_s * limits.store_job_s) // self.row_bytes
+        # Several jobs fill a window, whatever their size: else the tier idles between two of them.
+        largest = min(STORE_JOBS * self.rows_per_job, limits.moves_per_job, self.store_window // JOBS_A_WINDOW)
+        return max(self.rows_per_job, min(fast, largest))
 
     def _join_burst(self, tier: TierIndex, jobs: list[Job], now: float) -> None:
         burst = tier.burst
