@@ -1,4 +1,4 @@
-"""How many rows a job has: of loads few, of stores to a fast tier more, and never what a slow tier cannot end in time."""
+"""How many rows a job has: of loads few, of stores to a fast tier more, never what a slow tier cannot end in time."""
 
 from __future__ import annotations
 
