@@ -153,6 +153,9 @@ class CascadeState:
     ) -> list[Job]:
         """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts
         `moves`. `soon`: how many more rows the next slices start, beside which these jobs run."""
+        if not moves:  # as at most turns: the estimates below sort their samples
+            tier.loose.clear()
+            return []
         limits, throughput = self.limits, tier.throughput[direction]
         nbytes = self.row_bytes * (soon + (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing))
         soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
@@ -165,7 +168,7 @@ class CascadeState:
             jobs.append(Job(self.last_job_id, tier.number, direction, part, nbytes, now, now + soft_s, now + hard_s))
         for job in jobs:
             job.loaded_before = tier.loaded
-        if direction is Direction.LOAD and jobs:
+        if direction is Direction.LOAD:
             self._join_burst(tier, jobs, now)
         started = {job.id: job for job in jobs}
         tier.jobs.update(started)
