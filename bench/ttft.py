@@ -164,15 +164,14 @@ def compare(answers: Answers) -> list[str]:
         for source, several in found.items():
             hit = source in ("cpu", "file")
             for turn, answer in enumerate(several):
-                if source == "choice":
-                    other = found["gpu" if answer["cached_tokens"] else "cold"][turn]
+                if hit:
+                    other, name = found["gpu"][turn], "gpu"
+                elif source == "choice":
+                    other, name = found["gpu" if answer["cached_tokens"] else "cold"][turn], "own"
                 else:
-                    other = found["gpu"][turn] if hit else answers[first][source][turn]
+                    other, name = answers[first][source][turn], f"{first}'s" if kind != first else "itself"
+                answer["compared_with"] = name
                 pairs = zip(answer["logprobs"], other["logprobs"], strict=True)
-                own = source == "choice"
-                answer["compared_with"] = (
-                    "gpu" if hit else "own" if own else f"{first}'s" if kind != first else "itself"
-                )
                 answer["same_tokens"] = answer["tokens"] == other["tokens"]
                 answer["logprob_difference"] = max(abs(one - two) for one, two in pairs)
                 where = f"{kind}, round {turn + 1}, {source}"
