@@ -20,7 +20,7 @@ from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.s3.janitor import USAGE_NAME
 from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
 from nixl_tiers.tiers.s3.usage import Usage
-from tests.support.disks import assert_never_exceeds, disk_bytes
+from tests.support.disks import assert_never_exceeds, least_disk_bytes
 from tests.support.engines import (
     MOST_ROWS,
     ROW,
@@ -91,7 +91,7 @@ class Parts(Medium):
         self.tier = {"type": "file", "path": str(path), "capacity": self.bound, "replicas": 2}
 
     def nbytes(self, _: object = None) -> int:
-        return disk_bytes(self.path)
+        return least_disk_bytes(self.path)
 
     def check_heirs(self, left_rows: list[int], found: list[Census]) -> None:
         assert sum(len(census.rows) for census in found) >= sum(left_rows) - IN_FLIGHT * len(found), "they are not warm"
