@@ -36,6 +36,25 @@ def test_a_hold_that_began_with_victims_to_be_loaded_ends_for_stores_too() -> No
     machine.teardown()
 
 
+def test_the_scheduler_comes_back_to_a_request_once_a_step() -> None:
+    """What the machine took for a miss of a key that is yet to be listed: a second scan of the same step, which no
+    scheduler makes, and whose first look-up counts as the second key of a scan that was put off."""
+    simulation = Simulation(listed=0)
+    simulation.request([b"a"])
+    for _ in range(4):
+        while simulation.workers:
+            simulation.worker_finishes(0)
+        simulation.mover_works(0)
+        simulation.deliver(0)
+    simulation.crash()
+    name = simulation.request([b"a"], Scan.EACH)
+    simulation.end_step()
+    for _ in range(2):
+        simulation.again(name)
+        assert name in simulation.waiting
+    simulation.quiesce()
+
+
 def test_every_example_ends_with_a_check_that_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Simulation] = []
 

@@ -284,7 +284,10 @@ class Simulation:
         self.tick()
 
     def again(self, name: str) -> None:
-        """The scheduler comes back to a waiting request."""
+        """The scheduler comes back to a waiting request: in another step, as it looks up each of them once a step."""
+        request = self.core._requests.by_name.get(name)
+        if request is not None and request.step == self.core.host.step:
+            self.core.end_step()
         self._run(name, self.waiting.pop(name))
 
     def preempt(self, name: str) -> None:
