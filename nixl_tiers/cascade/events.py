@@ -168,7 +168,7 @@ class Events:
         """
         jobs: list[Job] = []
         self._state.begin_slice()
-        self._writeback.clean()
+        self._writeback.clean(now)
         known = [tier for tier in self._state.tiers if not tier.dead]  # of a dead mover the suspects are not known yet
         for tier in known:
             if tier.readable and tier.to_load:

@@ -168,6 +168,13 @@ class HostTier:
         if row.evicting and not self._is_pinned(row.key):
             self._remove(row)
 
+    def evict(self, row: Row) -> None:
+        """Evict a row that a look-up finds now, unless it is pinned."""
+        if not self._is_pinned(row.key):
+            if not row.evicting:
+                self._policy.remove(row.key)
+            self._remove(row)
+
     def cancel_eviction(self, row: Row, tick: int) -> None:
         """A victim was used again, or cannot be written below: the policy gets it back."""
         if row.evicting:

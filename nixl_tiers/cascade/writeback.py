@@ -14,6 +14,7 @@ from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
 
 MAX_VICTIMS_PER_PASS: Final = 256
+CLEAN_AGAIN_S: Final = 0.05  # others are selected so long after victims of which none could be written
 
 
 class WriteBack:
@@ -23,6 +24,10 @@ class WriteBack:
         self._state = state
         self._host = state.host
         self.hold = StoreHold(state)
+        self._now = 0.0
+        self._kept_s: dict[
+            int, float
+        ] = {}  # by tier: when victims that wait for it were kept, and none has moved since
 
     # --- queueing ----------------------------------------------------------------------------------------------
 
@@ -56,9 +61,10 @@ class WriteBack:
                 if is_here and not row.host_only and row.key not in target:
                     target.to_store.setdefault(row.key, row.tick)
 
-    def clean(self) -> None:
+    def clean(self, now: float | None = None) -> None:
         """Select victims ahead of need in every tier whose evictions are written below, so that a reserve of rows is
-        free and an allocation need not wait for a write."""
+        free and an allocation need not wait for a write. `now`: None if no time is known to have passed."""
+        self._now = self._now if now is None else now
         for target in self._state.tiers:
             if target.spec.write is Write.ON_EVICT and target.writable:
                 self._clean(target)
@@ -113,6 +119,8 @@ class WriteBack:
             else:
                 rows.append((row, tick))
         self.hold.started(tier, len(rows) + len(suspect))
+        if rows:
+            self._kept_s.pop(tier.number, None)
         soon = min(len(tier.to_store), most - len(rows))
         jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows), now, soon)
         if suspect:
@@ -164,6 +172,9 @@ class WriteBack:
                 victims.append(key)
             else:
                 tier.cancel_eviction(key, self._state.tick)  # promoted for a request meanwhile, or not loadable now
+                self._kept_s[target.number] = now
+        if victims:
+            self._kept_s.pop(target.number, None)
         room = self._state.make_room(len(victims))
         for key in victims[room:]:
             tier.cancel_eviction(key, self._state.tick)
@@ -234,7 +245,7 @@ class WriteBack:
 
     def _clean(self, target: TierIndex) -> None:
         missing = min(self.rows_to_clean(target), MAX_VICTIMS_PER_PASS)
-        if missing <= 0:
+        if missing <= 0 or self._now - self._kept_s.get(target.number, -CLEAN_AGAIN_S) < CLEAN_AGAIN_S:
             return
         source = self._state.above(target)
         if source is None:
@@ -268,6 +279,10 @@ class WriteBack:
         """If the tier above evicts `key` and only waited for its write to `tier`: finish that, or cancel it."""
         if tier.spec.write is not Write.ON_EVICT:
             return
+        if written:
+            self._kept_s.pop(tier.number, None)
+        else:
+            self._kept_s[tier.number] = self._now
         above = self._state.above(tier)
         if above is not None:
             self._finish_demotion(above, key, written)
@@ -285,6 +300,9 @@ class WriteBack:
         if row is not None:
             row.request_pins -= 1
             row.source = CPU  # no request asked for it
+            unused = not (row.tick or row.invalidated)
+            if written and unused and self._state.below_host is not None:  # the host would write it to `tier` again
+                self._host.evict(row)
         if key in tier.evicting:
             if written:
                 tier.evict(key)

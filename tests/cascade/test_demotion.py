@@ -41,6 +41,16 @@ def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
     raise AssertionError("write-back never ends")
 
 
+def turns(core: TierManager, now: float) -> list[Job]:
+    """What the supervisor does until nothing is left to do at once."""
+    jobs: list[Job] = []
+    for _ in range(100):
+        jobs += core.turn(now, now)
+        if not core.events.unfinished:
+            return jobs
+    raise AssertionError("work is left for ever")
+
+
 def keys(count: int) -> list[Key]:
     return [b"%03d" % n for n in range(count)]
 
@@ -193,6 +203,67 @@ def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
     lost = [key for key in keys(24) if key not in core.tiers[0] and key not in under_way]
     queued = [key for key in lost if key in core.tiers[1].to_store]
     assert core.tiers[1].counters.dropped == len(lost) - len(queued)
+
+
+@pytest.mark.parametrize("slots", [2, 100], ids=["small", "large"])
+def test_row_that_came_up_to_be_demoted_is_not_written_to_the_tier_it_came_from(slots: int) -> None:
+    """Its host row was the next to be evicted, to the tier above the one that it had just been written to. Without room
+    for all of them below, rows went round through all tiers for ever."""
+    core = manager(8, (Write.ON_EVICT, Write.ON_EVICT), (12, slots))
+    for key in keys(60):
+        put(core, key, 0.0)
+        settle(core)
+    first = core.tiers[0].counters
+    assert first.bytes_written == 4096 * len({key for key in keys(60) if key not in core.host.index})
+    assert core.tiers[1].counters.stored == first.evictions > 0
+
+
+def test_row_that_is_used_while_it_is_demoted_stays_in_the_host() -> None:
+    core = manager(8, (Write.ON_EVICT, Write.ON_EVICT), (8, 100))
+    for key in keys(12):
+        put(core, key, 0.0)
+        settle(core)
+    put(core, b"one more", 0.0)
+    (store,) = core.events.plan(0.0)
+    (load,) = core.events.plan(0.0)
+    key = load.moves[0].key
+    core.events.finished(load.tier, load.id, [Outcome.OK], 0.0)
+    assert core.lookup(key, "request", 0, 0.0) is Lookup.HIT
+    core.copies.prepare_load([key], "request")
+    core.copies.complete_load([key])
+    core.finish_request("request")
+    core.end_step()
+    core.events.finished(store.tier, store.id, [Outcome.OK], 0.0)
+    settle(core)
+    assert key in core.tiers[1]
+    assert core.where(key, 0.0) == "cpu"
+
+
+def test_victims_that_cannot_be_demoted_now_are_not_selected_again_at_once() -> None:
+    """Workers write the same chunks to the host: they were cancelled and selected again at every turn, which used up
+    its slice, so that the next came at once."""
+    specs = [TierSpec("above", Write.THROUGH, physical_slots=True), TierSpec("below", Write.ON_EVICT, True)]
+    core = TierManager(8, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25, rows_per_slice=1))
+    for tier in range(2):
+        opened(core, tier, 4)
+        core.events.listed(tier, [(slot, key, 1) for slot, key in enumerate(keys(4 - 4 * tier))], last=True)
+    core.copies.prepare_store(keys(4), "request")
+    assert not turns(core, 0.0)
+    core.copies.complete_store(core.copies.rows_being_filled(keys(4)), ())
+    assert [job.tier for job in turns(core, 1.0)] == [1]
+
+
+def test_suspects_are_not_selected_again_at_once() -> None:
+    """They are not written before their back-off has passed."""
+    specs = [TierSpec("below", Write.ON_EVICT, physical_slots=True)]
+    core = TierManager(4, 4096, specs, Limits(store_share=1.0, reserve_share=0.25, rows_per_slice=1))
+    opened(core, 0, 100)
+    core.events.listed(0, [], last=True)
+    core.tiers[0].denylist.suspect(keys(4), 0.0)
+    for key in keys(4):
+        put(core, key, 0.0)
+    assert not turns(core, 0.0)
+    assert sum(len(job.moves) for job in turns(core, core.limits.retry_s)) == 1
 
 
 class SlowTierBelow:
