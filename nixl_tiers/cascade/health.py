@@ -152,6 +152,8 @@ class Health:
                 jobs = self._start_trial_load(tier, candidate, now)
                 for job in jobs:
                     job.probe_episode = loads.begin_probe()
+            elif not len(tier.slots):  # no load can fail; and no existence check was sent while it was not readable
+                loads.end_probe(loads.begin_probe(), True, now)
         if tier.state is TierState.UP and stores.wants_probe:
             row = self._row_for_probe(tier)
             if row is not None:

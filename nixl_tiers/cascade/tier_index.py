@@ -28,6 +28,7 @@ from nixl_tiers.cascade.spill import Spill
 from nixl_tiers.cascade.throughput import ThroughputEstimate, TransferEstimate
 from nixl_tiers.cascade.types import Burst, DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
 from nixl_tiers.chunk import Key
+from nixl_tiers.policies import Write
 
 MAX_SAMPLED: Final = 64
 UNLIMITED: Final = 1 << 62
@@ -113,6 +114,8 @@ class TierIndex:
         """The worse of both breakers. A tier that is down is an open circuit, whatever opened it."""
         if self.state is TierState.DOWN:
             return BreakerState.OPEN
+        if self.spec.write is Write.OFF:  # what a kill has opened for stores, no store ever closes
+            return self._loads.state
         return max(breaker.state for breaker in self.breakers.values())
 
     @property
