@@ -242,6 +242,7 @@ class Simulation:
         self.allowed: set[Key] = set()  # some request or call that has them may write them to storage tiers
         self._requests = 0
         self._uses_due_s = 0.0
+        self._told_s = 0.0  # the time of the supervisor's last turn that did not go to `_steps`
         self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
         self._stepping = 0  # the tier that they are of
         self._spills: dict[int, Steps] = {}  # by tier: the spill under way
@@ -343,6 +344,7 @@ class Simulation:
 
     def _supervise(self) -> None:
         """Expire, plan, send; kill what is overdue."""
+        self._told_s = self.now
         expire(self.core, self.now)
         for tier in self.core.health.overdue(self.now):
             self.send_kill(tier)
@@ -731,7 +733,7 @@ class Simulation:
             require(all(row.request_pins for row in staged), "a row under demotion may be evicted")
             mover.used = {key: tick for key, tick in mover.used.items() if key in index.index}
             for job in index.jobs.values():
-                waited_s = self.now - job.started_s
+                waited_s = self._told_s - job.started_s
                 require(
                     mover.dying or waited_s <= self.limits.hard_deadline_max_s,
                     "a mover whose job never ends is not killed",
