@@ -90,6 +90,8 @@ class Chains:
         else:
             chosen, expected_s = max(start, look.known), now
         waits = self._ask(look, chosen)
+        if len(found) > 1:
+            self._note_refused(look, limit)
         open_end = chosen >= look.known and len(found) == 1 and self._ask_for_unknown(look, limit)
         if request.first_scan and (waits or open_end or chain.windows):
             request.wait = Wait(now, expected_s, chain.step_tokens, end, self._places(look))
@@ -282,6 +284,12 @@ class Chains:
             request.missing.append((group.chunk_tokens * (place + 1), key))
             waits = True
         return waits
+
+    def _note_refused(self, look: _Look, limit: int) -> None:
+        """The first key of each group that is nowhere may be a suspect, or the tier's circuit is open."""
+        for each in look.found:
+            if (place := each.first + len(each.keys)) < limit // each.group.chunk_tokens:
+                self._promotion.note_refused(each.group.keys[place], look.now)
 
     def _ready_end(self, look: _Look, chosen: int) -> int:
         """Up to which token all rows are in host memory."""

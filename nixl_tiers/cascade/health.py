@@ -147,7 +147,8 @@ class Health:
                 if entry is not None and not entry.readers and tier.denylist.trial_due(key, now):
                     jobs = self._start_trial_load(tier, key, now)
         elif tier.state is not TierState.DOWN and loads.wants_probe:
-            candidate = tier.probe_candidate()
+            suspects = (key for key in tier.trials if tier.denylist.trial_due(key, now))
+            candidate = tier.probe_candidate() or next(suspects, None)
             if candidate is not None and tier.open_for_trial(candidate) is not None:
                 jobs = self._start_trial_load(tier, candidate, now)
                 for job in jobs:

@@ -55,13 +55,14 @@ class Promotion:
                     request.ask((key,))
                 request.lowest = max(request.lowest, tier.number)
                 return True
-            if key in tier:
-                if tier.denylist.trial_due(key, now):
-                    tier.trials[key] = None
-                elif not tier.breakers[Direction.LOAD].closed:
-                    tier.last_refused = key
+            self._note_refused(tier, key, now)
         request.withdraw(key)
         return False
+
+    def note_refused(self, key: Key, now: float) -> None:
+        """A request would load this row, which no tier can load now: that is what is tried first."""
+        for tier in self._state.tiers:
+            self._note_refused(tier, key, now)
 
     def wait(self, request: Request, now: float) -> None:
         """The request waits: arm its deadline if none runs, and pin the hits of this scan."""
@@ -189,6 +190,13 @@ class Promotion:
         self._look_again_s = now + EXPIRE_EVERY_S
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _note_refused(self, tier: TierIndex, key: Key, now: float) -> None:
+        if key in tier:
+            if tier.denylist.trial_due(key, now):
+                tier.trials[key] = None
+            elif not tier.breakers[Direction.LOAD].closed:
+                tier.last_refused = key
 
     def _rows_to_measure(self, tier: TierIndex) -> int:
         """A share of a job's; more if their time would be the tier's latency and say nothing about its bandwidth; fewer

@@ -1,10 +1,11 @@
-"""Health: how the circuits of a tier close again after its mover was killed."""
+"""Health: how circuits close again after a mover was killed, and suspects are tried."""
 
 from __future__ import annotations
 
 import pytest
 
 from nixl_tiers.cascade.breaker import BreakerState
+from nixl_tiers.cascade.chain_rows import Chain, Group
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import TierSpec
 from nixl_tiers.chunk import Key, Outcome
@@ -43,3 +44,29 @@ def test_stores_of_an_empty_tier_are_probed() -> None:
         assert core.turn(now, now) == []
     assert core.tiers[0].readable
     assert core.tiers[0].circuit is BreakerState.HALF_OPEN
+
+
+def test_suspect_probes_a_circuit_if_no_other_row_is_known() -> None:
+    core = killed(Write.OFF, [(0, b"a", 1)])
+    tier, now = core.tiers[0], core.limits.retry_s
+    tier.denylist.suspect([b"a"], 0.0)
+    core.turn(now, now)
+    assert tier.circuit is BreakerState.HALF_OPEN
+    assert core.lookup(b"a", "request", None, now) is Lookup.MISS
+    (job,) = core.turn(now, now)
+    assert [move.key for move in job.moves] == [b"a"]
+    core.events.finished(0, job.id, [Outcome.OK], now)
+    assert not tier.denylist.keys
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_suspect_of_any_full_attention_group_is_tried_again(groups: int) -> None:
+    core = TierManager(4, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    opened(core, 0, 10)
+    keys = [b"%d" % number for number in range(groups)]
+    core.events.listed(0, [(slot, key, 1) for slot, key in enumerate(keys)], last=True)
+    core.tiers[0].denylist.suspect(keys[-1:], 0.0)
+    now = core.limits.retry_s
+    assert not core.scan("request", Chain([Group([key], 16) for key in keys]), 0, now).waits
+    (job,) = core.turn(now, now)
+    assert [move.key for move in job.moves] == keys[-1:]

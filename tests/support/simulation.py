@@ -799,6 +799,10 @@ class Simulation:
             if all(index.circuit is BreakerState.CLOSED for index in self.core.tiers):
                 return
             self.request([b"recover%d" % number])
+            for index, mover in zip(self.core.tiers, self.movers, strict=True):
+                held = sorted(key for key, content in mover.here.values() if content == Content(key, self.epoch))
+                if index.circuit is not BreakerState.CLOSED and held:
+                    self.request([held[number % len(held)]])
             for _ in range(4):
                 self._run_out()
                 self.advance(self.limits.breaker.max_backoff_s / 2)
