@@ -103,8 +103,16 @@ def test_a_reset_interrupted_at_any_line_is_complete(store: nixl_tiers.TieredSto
 
 
 def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store.coordinator, "backlog", lambda: 1)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    asked = 0
+
+    def backlog() -> int:
+        nonlocal asked
+        asked += 1
+        if asked == 1:  # not before: a timer may be faster than this thread, and the interrupt would end the tests
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return 1
+
+    monkeypatch.setattr(store.coordinator, "backlog", backlog)
     with pytest.raises(KeyboardInterrupt):
         store.flush(120)
     assert not store.flush(0.01)
@@ -124,10 +132,8 @@ def test_partly_filled_rows_are_misses(store: nixl_tiers.TieredStore) -> None:
 
 
 def test_an_interrupt_is_deferred_to_a_point_and_a_second_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def passes(seconds: float) -> None:
-        later = time.monotonic() + seconds
-        monkeypatch.setattr(time, "monotonic", lambda: later)
-
+    now = 100.0  # it passes when the test says so: two interrupts are one only within SAME_S
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with Interrupts() as interrupts:
         interrupts.point()
         signal.raise_signal(signal.SIGINT)
@@ -136,7 +142,7 @@ def test_an_interrupt_is_deferred_to_a_point_and_a_second_one_is_not(monkeypatch
         interrupts.point()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # a launcher has passed it on, too
-        passes(SAME_S + 0.1)
+        now += SAME_S + 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interrupts():

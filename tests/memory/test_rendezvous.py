@@ -309,11 +309,15 @@ def test_a_name_that_is_bound_and_never_served_times_out(name: str) -> None:
 
 
 def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "_ANSWER_S", 0.05)
     made = rendezvous(name, GEOMETRY, ROWS, 2)
     request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
-    silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    silent.connect("\0" + address_of(name))
+    with (
+        monkeypatch.context() as patch,  # of the silent one only: the others may be slow, on a busy machine
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent,
+    ):
+        patch.setattr(rendezvous_module, "_ANSWER_S", 0.05)
+        silent.connect("\0" + address_of(name))
+        assert silent.recv(1) == b"", "the owner hangs up"
     for sent in (b"", b"nonsense", request_bytes[:-1], request_bytes):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as odd:
             odd.connect("\0" + address_of(name))
@@ -323,7 +327,6 @@ def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str, monkeypat
                 os.close(fds[0])
     other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
     assert other.identity == made.identity
-    silent.close()
     wait_until(lambda: not is_bound(name))
     close(made, other)
 
