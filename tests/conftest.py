@@ -180,11 +180,12 @@ def no_gpu(no_gpu_library: Path, tmp_path: Path) -> NoGpu:
 
 @pytest.fixture
 def cufile_place(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory on a file system that cuFile takes: one on a block device, else a tmpfs."""
+    """An empty directory on a file system that cuFile takes: one on a block device, else a tmpfs. Its name is not like
+    ours: tests beside this one look whether anything of ours is left in /dev/shm."""
     if os.major(tmp_path.stat().st_dev):
         path = tmp_path / "kv"
         path.mkdir()
         yield path
         return
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="nixl-tiers-") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cufile-") as folder:
         yield Path(folder)
