@@ -162,7 +162,10 @@ class Objects(Medium):
         config = S3Config(
             type="s3", bucket=self.bucket, prefix=self.prefix, endpoint=self.server.endpoint, capacity=capacity_bytes
         )
-        return S3Tier(config, geometry, region)
+        tier = S3Tier(config, geometry, region)
+        # One engine: another would have to wait for the lease to expire if a busy machine is too late to hand it over.
+        tier.identify("engine")
+        return tier
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
         body: bytes = self.server.client().get_object(**self._at(namespace, key))["Body"].read()
