@@ -22,9 +22,9 @@ from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer
-from nixl_tiers.tiers.s3.names import RowNames
 from tests.integration.test_budget import use
 from tests.integration.test_round_trips import KIB, check, chunks, config, known
+from tests.support.engines import least_s3_bytes
 from tests.support.waiting import until_up
 from tests.tiers.s3.harness import faulty_s3
 
@@ -111,8 +111,7 @@ def test_two_engines_on_a_shared_prefix_keep_one_budget_plus_one_upload_window(
     for number in range(BUDGET_ROWS - WINDOW_ROWS):  # others' rows: there is room for one window, and both are let in
         name = f"{place['prefix']}/{'0f' * 16}/{object_name(b'other-%04d' % number)}"
         moto.client().put_object(Bucket=place["bucket"], Key=name, Body=bytes(ROW))
-    pages = moto.client().get_paginator("list_objects_v2")
-    names = RowNames(place["prefix"])
+    client = moto.client()
     samples: list[int] = []
     done = threading.Event()
     seeds = itertools.count(1)
@@ -120,9 +119,7 @@ def test_two_engines_on_a_shared_prefix_keep_one_budget_plus_one_upload_window(
 
     def sample() -> None:
         while not done.wait(0.01):
-            found = pages.paginate(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")
-            objects = [each for page in found for each in page.get("Contents", ())]
-            samples.append(sum(each["Size"] for each in objects if names.parse(each["Key"])))
+            samples.append(least_s3_bytes(client, place))
 
     def fill(store: TieredStore) -> int:
         """Offer far more than there is room for; bytes that got there."""

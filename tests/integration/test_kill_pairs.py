@@ -29,7 +29,7 @@ from tests.support.engines import (
     Engine,
     Engines,
     Tier,
-    s3_rows,
+    least_s3_bytes,
     sleep_a_moment,
 )
 from tests.support.leaks import shared_memory_names
@@ -116,7 +116,7 @@ class Prefix(Medium):
         self.tier = {"endpoint": server.endpoint, **place}
 
     def nbytes(self, _: object = None) -> int:
-        return len(s3_rows(self.client, self.tier)) * ROW
+        return least_s3_bytes(self.client, self.tier)
 
     def read(self, name: str) -> bytes:
         found = self.client.get_object(Bucket=self.tier["bucket"], Key=f"{self.tier['prefix']}/{name}")

@@ -268,9 +268,18 @@ def sleep_a_moment(draw: random.Random) -> None:
     time.sleep(draw.uniform(0.0, 0.05))
 
 
-def s3_rows(client: Any, tier: Tier) -> list[str]:
-    """The names of the objects of rows below a prefix."""
+def s3_rows(client: Any, tier: Tier) -> dict[str, int]:
+    """The bytes of the objects of rows below a prefix, by name."""
     pages = client.get_paginator("list_objects_v2")
     found = pages.paginate(Bucket=tier["bucket"], Prefix=f"{tier['prefix']}/")
     names = RowNames(tier["prefix"])
-    return [each["Key"] for page in found for each in page.get("Contents", ()) if names.parse(each["Key"])]
+    return {
+        each["Key"]: each["Size"] for page in found for each in page.get("Contents", ()) if names.parse(each["Key"])
+    }
+
+
+def least_s3_bytes(client: Any, tier: Tier) -> int:
+    """Of the rows that two listings in a row both found: they were there at the moment between them. One listing alone
+    may count a row that is deleted behind it, and another one that is uploaded ahead of it for that row's room."""
+    before, after = s3_rows(client, tier), s3_rows(client, tier)
+    return sum(min(nbytes, after.get(name, 0)) for name, nbytes in before.items())
