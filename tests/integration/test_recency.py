@@ -162,10 +162,11 @@ with nixl_tiers.open(config(Path(sys.argv[1])), SIZE, "n") as store:
 
 
 def _journalled(tmp_path: Path) -> list[bytes]:
-    """The keys in a copy of the running engine's journal, least recently used first."""
+    """The keys in a copy of the running engine's journal, least recently used first. Without files that the engine is
+    about to rename: one that is listed may be gone when it is copied."""
     copy = tmp_path / "copy"
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(tmp_path / "kv", copy)
+    shutil.copytree(tmp_path / "kv", copy, ignore=shutil.ignore_patterns("*.new", "*.tmp"))
     (description,) = copy.rglob("namespace.json")
     namespace = bytes.fromhex(description.parent.name)
     with HostRegion.create(GEOMETRY, 1) as region:

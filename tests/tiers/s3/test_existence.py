@@ -72,7 +72,7 @@ def test_chains_and_single_keys_are_checked() -> None:
             raise OSError("no")
         return key in there
 
-    checker = ExistenceChecker(exists)
+    checker = ExistenceChecker(exists, lambda: 0.0)  # no check times out
     keys = [b"%d" % n for n in range(100)]
     checker.start(1, keys, chain=True)
     checker.start(2, [b"bad", b"7", b"70"], chain=False)

@@ -10,6 +10,7 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import GONE, ExistenceAnswer
+from nixl_tiers.tiers.s3 import connection, existence
 from tests.tiers.s3.harness import FaultyS3, Request, TierDriver, hold_requests, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
@@ -58,7 +59,13 @@ def test_a_row_that_another_mover_has_just_stored_is_found_and_loads(
 
 class TestAnswers:
     @pytest.fixture
-    def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
+    def driver(self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[TierDriver]:
+        """On any machine each question gets its answer: how fast is not of interest here."""
+        make_client = connection.make_client
+        monkeypatch.setattr(existence, "TIMEOUT_S", 120.0)
+        monkeypatch.setattr(
+            connection, "make_client", lambda *given, **named: make_client(*given, **named | {"read_s": 120.0})
+        )
         with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint, shared=True, write="off") as driver:
             driver.open()
             yield driver
