@@ -129,9 +129,15 @@ def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tie
         assert rig.store.locate(failed) == [None] * len(failed)
         hits, wrong = get(rig.store, failed)
         assert not any(hits)
-        hits, wrong = get(rig.store, written)
-        assert not wrong
-        assert sum(hits) > len(written) // 2
+
+        def others_are_hits() -> bool:
+            """All that are still there: a slow tier has not written each of them before the host needed its row."""
+            there = [key for key, place in zip(written, rig.store.locate(written), strict=True) if place]
+            hits, wrong = get(rig.store, there)
+            assert not wrong
+            return bool(there) and all(hits)
+
+        until(others_are_hits, "what was copied to be hits", TIMEOUT_S)
         for number in range(4):  # failed loads are misses for their own request, and for no other
             keys = [key for key in load.keys if rig.store.locate([key]) == ["cpu"]][:4]
             found = [key for key in keys if coordinator.lookup(key, f"load-{number}") is Lookup.HIT]
