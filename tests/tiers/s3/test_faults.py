@@ -87,7 +87,7 @@ class TestOpen:
             server.make_bucket("kv-faults")
             server.pause()
             started = time.monotonic()
-            with pytest.raises(TierDown, match=f"does not answer within {control.CONNECT_TIMEOUT_S:g} s"):
+            with pytest.raises(TierDown, match="does not answer"):
                 driver.try_open()
             assert time.monotonic() - started < DOWN_S
             server.resume()
