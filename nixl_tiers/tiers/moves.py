@@ -22,6 +22,9 @@ from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
 
 HOLD_S: Final = 0.25  # how long loads hold up stores, before these have their turn
 HELD_POLL_S: Final = 0.002  # while stores are held up and nothing runs: how often to look whether they still are
+STORE_POLLS: Final = 16  # of a transfer of stores, in the time that it has taken: a look costs 0.1 ms of a processor
+STORE_POLL_S: Final = 0.02  # at the latest
+PACED_ROWS: Final = 8  # NIXL goes on with a file transfer only while it is polled: 64 small rows take several looks
 
 T = TypeVar("T")
 Condition = Callable[[], bool]
@@ -69,6 +72,8 @@ class Unit:
         self.tries = tries
         self.moving = False
         """Whether it has had its turn."""
+        self.transferred_since_s: float | None = None
+        """By the pipeline's clock, when the transfer began that it waits for; None if it waits for something else."""
         self._batch = batch
         self._moves = moves
         self._steps: Steps[None] | None = None
@@ -136,6 +141,8 @@ class MoveQueue:
         self.running: list[Unit] = []
         self.prepared: list[Unit] = []
         """Those of `running` that wait for their turn."""
+        self.transfer_s = 0.0
+        """How long the transfer of a unit took lately."""
         self.on_end = on_end
         self._limit = limit
         self._ahead = ahead
@@ -254,6 +261,16 @@ class MovePipeline:
         queue.prepared.remove(unit)
         unit.moving = True
 
+    def transferred(self, unit: Unit, transfer: Transfer) -> Steps[bool]:
+        """For a running unit: as the function of that name. While only stores are transferred, `poll_s` is longer."""
+        began_s = self._clock()
+        unit.transferred_since_s = began_s if len(unit.moves) <= PACED_ROWS else None
+        good = yield from transferred(transfer)
+        unit.transferred_since_s = None
+        took_s = self._clock() - began_s
+        unit.queue.transfer_s = (unit.queue.transfer_s + took_s) / 2 if unit.queue.transfer_s else took_s
+        return good
+
     def make_way(self, unit: Unit) -> None:
         """For the last step of a running unit: let others of its direction start before it goes on."""
         unit.queue.running.remove(unit)
@@ -285,9 +302,20 @@ class MovePipeline:
     def poll_s(self) -> float:
         """In how many seconds `poll` and `start` may find something to do, at the earliest."""
         stores = self.stores
-        moving = self.loads.waiting or self.loads.running or len(stores.running) > len(stores.prepared)
-        held = (stores.waiting or stores.prepared) and not moving
-        return HELD_POLL_S if held and self._clock() < self._held_until_s() else 0.0
+        if self.loads.waiting or self.loads.running:
+            return 0.0
+        now = self._clock()
+        if len(stores.running) > len(stores.prepared):
+            return min(self._pause_s(unit, now) for unit in stores.running if unit not in stores.prepared)
+        return HELD_POLL_S if (stores.waiting or stores.prepared) and now < self._held_until_s() else 0.0
+
+    def _pause_s(self, unit: Unit, now: float) -> float:
+        """Before a store is polled again. Nobody waits for it, and each look takes time from the engine's threads. But
+        the medium may have nothing to do until its end is seen: so late by a part of its own time, whatever that is."""
+        if unit.transferred_since_s is None:
+            return 0.0
+        taken_s = now - unit.transferred_since_s
+        return min(STORE_POLL_S, max(unit.queue.transfer_s / 2 - taken_s, taken_s / STORE_POLLS))
 
     def _start(self, queue: MoveQueue) -> None:
         if self._may_start() and (queue is self.loads or not self._holds_stores()):

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.tiers.base import FinishedBatch, Move
-from nixl_tiers.tiers.moves import HELD_POLL_S, HOLD_S, MovePipeline, MoveQueue, Steps, Unit, finished, transferred
+from nixl_tiers.tiers.moves import (
+    HELD_POLL_S,
+    HOLD_S,
+    PACED_ROWS,
+    STORE_POLL_S,
+    STORE_POLLS,
+    MovePipeline,
+    MoveQueue,
+    Steps,
+    Unit,
+    finished,
+    transferred,
+)
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
 
 
@@ -338,3 +350,87 @@ def test_transfer_is_released_when_it_has_ended(word: str, good: bool) -> None:
         next(steps)
     assert end.value.value is good
     assert handle.released == 1
+
+
+class Disk:
+    """Stores are transfers of a medium that a test lets end."""
+
+    def __init__(self, unit_rows: int = 1) -> None:
+        self.now = 0.0
+        self.words: dict[int, str] = {}  # by row
+        self.asked = 0
+        loads, stores = (MoveQueue(limit=4, unit_rows=unit_rows, run=self._run) for _ in range(2))
+        self.pipeline = MovePipeline(loads, stores, may_start=lambda: True, clock=lambda: self.now)
+
+    def check_xfer_state(self, row: int) -> str:
+        self.asked += 1
+        return self.words[row]
+
+    def _run(self, unit: Unit) -> Steps[None]:
+        row = next(iter(unit.moves)).row
+        self.words[row] = "PROC"
+        yield from self.pipeline.transferred(unit, Transfer(self, _Handle(row), TransferState.PENDING))
+        unit.end_all(Outcome.OK)
+
+    def end(self, *rows: int) -> None:
+        self.words |= dict.fromkeys(rows, "DONE")
+        self.pipeline.poll()
+
+    def wait(self, rows: Sequence[int], took_s: float) -> float:
+        """Poll as often as `poll_s` says while these rows take so long; returns how late their end is seen."""
+        ends_s = self.now + took_s
+        while self.pipeline.stores.running:
+            self.now += max(self.pipeline.poll_s, took_s / 1000)
+            self.words |= dict.fromkeys(rows if self.now >= ends_s else (), "DONE")
+            self.pipeline.poll()
+        return self.now - ends_s
+
+
+class _Handle(int):
+    def release(self) -> None: ...
+
+
+@pytest.mark.parametrize("took_s", [0.002, 0.02, 0.2, 2.0])
+def test_transfers_of_stores_are_polled_seldom_and_their_end_is_seen_soon(took_s: float) -> None:
+    disk = Disk()
+    for first in range(0, 40, 4):
+        rows = range(first, first + 4)
+        disk.pipeline.store(moves(*rows))
+        disk.asked = 0
+        late_s = disk.wait(rows, took_s)
+        assert late_s <= min(took_s / STORE_POLLS + took_s / 500, STORE_POLL_S) or not first
+    assert disk.asked <= 4 * (16 + took_s / STORE_POLL_S)
+
+
+def test_stores_that_take_shorter_than_the_last_ones_are_seen_by_half_of_their_time() -> None:
+    disk = Disk()
+    disk.pipeline.store(moves(1))
+    disk.wait([1], 0.02)
+    disk.pipeline.store(moves(2))
+    assert disk.pipeline.poll_s == pytest.approx(0.01, rel=0.2)
+
+
+def test_polling_is_not_put_off_while_a_load_runs() -> None:
+    disk = Disk()
+    disk.pipeline.store(moves(1))
+    disk.wait([1], 0.02)
+    disk.pipeline.store(moves(2))
+    disk.pipeline.load(moves(11))
+    assert disk.pipeline.poll_s == 0
+    disk.end(11)
+    disk.pipeline.take()
+    assert disk.pipeline.poll_s > 0
+
+
+def test_polling_is_not_put_off_while_a_transfer_has_many_rows() -> None:
+    disk = Disk(unit_rows=PACED_ROWS + 1)
+    for first in (0, 100):
+        disk.pipeline.store(moves(*range(first, first + PACED_ROWS + 1)))
+        assert disk.pipeline.poll_s == 0
+        disk.wait([first], 0.02)
+
+
+def test_polling_is_not_put_off_while_a_store_waits_for_a_thread() -> None:
+    medium = Medium()
+    medium.pipeline.store(moves(1))
+    assert medium.pipeline.poll_s == 0

@@ -13,7 +13,7 @@ from nixl_tiers.memory.seal import Verdict
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished, transferred
+from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished
 from nixl_tiers.tiers.nixl_agent import Agent, Span
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.io import NewFile, RowFile, RowFileIo, Written
@@ -114,7 +114,8 @@ class RowTransfers:
             now_s = max(self._clock(), self._directory.server_time.now_s())
             for move, _, _ in new:
                 rows.prepare(served.sealer, move, now_s)
-            good = yield from transferred(self._agent.write([self._span(move, rows, file) for move, _, file in new]))
+            spans = [self._span(move, rows, file) for move, _, file in new]
+            good = yield from self.pipeline.transferred(unit, self._agent.write(spans))
             if good:
                 rows.moved(len(new))
         yield from self._end_stores(unit, new, good)
@@ -154,7 +155,7 @@ class RowTransfers:
             if isinstance(file, Outcome):
                 unit.end_all(file)
                 return
-            if (yield from transferred(self._agent.read([self._span(move, rows, file)]))):
+            if (yield from self.pipeline.transferred(unit, self._agent.read([self._span(move, rows, file)]))):
                 unit.end_all(self._verify(move, rows, file, path))
                 return
         unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))

@@ -25,7 +25,7 @@ from nixl_tiers.tiers.disk import FreeSpace, MountGuard, describe, open_agent, o
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
-from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, transferred
+from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
@@ -294,7 +294,7 @@ class SlabTier(StorageTier):
             self._served.health.check_soon()
             unit.end_all(Outcome.FAILED)
             return False
-        return (yield from transferred(begin(spans)))
+        return (yield from self._moves.transferred(unit, begin(spans)))
 
     def _end(self, unit: Unit, good: bool, outcome: Callable[[Move], Outcome]) -> None:
         """One bad row fails a whole transfer: each is tried again alone."""
