@@ -415,6 +415,8 @@ class Simulation:
             for move in job.moves:
                 reads = job.direction is Direction.STORE
                 self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
+                if reads:
+                    self.movers[job.tier].used.pop(move.key, None)  # of a row that was evicted a moment ago
             self._check_slots(job)
             self._send(job.tier, SimulatedJob(job, self.movers[job.tier].epoch))
 
@@ -794,19 +796,29 @@ class Simulation:
         self._recover()
 
     def _recover(self) -> None:
-        """All media work: so all circuits must close soon, once there are rows to probe with."""
+        """All media work: so all circuits must close soon, once there are rows to probe with. A tier that is only read
+        has those that are asked for."""
         for number in range(20):
-            if all(index.circuit is BreakerState.CLOSED for index in self.core.tiers):
+            tiers = [
+                (index.spec.write is Write.OFF, self._loadable(index, mover))
+                for index, mover in zip(self.core.tiers, self.movers, strict=True)
+                if index.circuit is not BreakerState.CLOSED
+            ]
+            if all(only_read and not held for only_read, held in tiers):
                 return
             self.request([b"recover%d" % number])
-            for index, mover in zip(self.core.tiers, self.movers, strict=True):
-                held = sorted(key for key, content in mover.here.values() if content == Content(key, self.epoch))
-                if index.circuit is not BreakerState.CLOSED and held:
+            for _, held in tiers:
+                if held:
                     self.request([held[number % len(held)]])
             for _ in range(4):
                 self._run_out()
                 self.advance(self.limits.breaker.max_backoff_s / 2)
         require(False, "a circuit never closes")
+
+    def _loadable(self, index: TierIndex, mover: SimulatedMover) -> list[Key]:
+        """Good rows of the tier that the host lacks."""
+        good = [key for key, content in mover.here.values() if content == Content(key, self.epoch)]
+        return sorted(key for key in good if key in index and key not in self.core.host.index)
 
     def _run_out(self) -> None:
         for _ in range(300):
