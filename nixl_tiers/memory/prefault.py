@@ -57,13 +57,14 @@ class Prefault:
         address: int,
         nbytes: int,
         threads: int,
-        at_end: Callable[[], None] | None = None,
+        at_end: Callable[[bool], None] | None = None,
         begin: int = 0,
         *,
-        allocated: Callable[[], bool] | None = None,
+        allocated: Callable[[], bool | None] | None = None,
     ) -> None:
-        """`at_end` is called by the last thread when all is populated. `begin`: a byte offset. `allocated`: whether
-        others, who allocate the pages, have; wait for that, and then leave pauses: to map pages is no hurry."""
+        """`at_end` is called by the last thread when all is populated (True), or by one that fails (False). `begin`: a
+        byte offset. `allocated`: whether others, who allocate the pages, have, None if they could not; wait for that,
+        and then leave pauses: to map pages is no hurry."""
         self._at_end = at_end
         self._allocated = allocated
         self._address = address
@@ -98,9 +99,8 @@ class Prefault:
         self.wait()
 
     def _work(self) -> None:
-        while self._allocated is not None and not self._allocated():
-            if self._stopping.wait(_ALLOCATED_POLL_S):
-                return
+        if self._allocated is not None and not self._wait_until_allocated(self._allocated):
+            return
         while not self._stopping.is_set():
             number = next(self._next)
             if number >= self._chunks:
@@ -111,14 +111,27 @@ class Prefault:
             if error:
                 _log.warning("prefaulting ends at %d bytes: %s; pages are allocated on use", start, os.strerror(error))
                 self._stopping.set()
+                if self._at_end is not None:
+                    self._at_end(False)
                 return
             with self._count:
                 self._populated_bytes += size
                 all_populated = self._populated_bytes == self._nbytes
             if all_populated and self._at_end is not None:
-                self._at_end()
+                self._at_end(True)
             if self._allocated is not None:
                 self._stopping.wait(_PAUSE_S)
+
+    def _wait_until_allocated(self, allocated: Callable[[], bool | None]) -> bool:
+        while not (known := allocated()):
+            if known is None:
+                _log.info(
+                    "the host region's pages were not all allocated ahead of use: they are mapped at their first use"
+                )
+                return False
+            if self._stopping.wait(_ALLOCATED_POLL_S):
+                return False
+        return True
 
     def _populate_part(self, address: int, size: int) -> int:
         """On any kernel; returns 0 or an errno."""

@@ -41,7 +41,9 @@ from nixl_tiers.policies import HugePages
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_HUGE_BYTES: Final = struct.Struct("<Q?")  # how many, and whether that is known
+_HUGE_BYTES: Final = struct.Struct("<QB")  # how many, and what is known of it:
+_PREFAULTED: Final = 1
+_NOT_PREFAULTED: Final = 2  # it has failed
 
 STEPS_KEPT: Final = 64  # of the last steps, each at step % STEPS_KEPT
 _STEP: Final = np.dtype([("step", "<i8"), ("seconds", "<f8")])  # step + 1; 0: none yet
@@ -263,7 +265,7 @@ class HostRegion:
 
         Otherwise the first move of each row does: with 4 KiB pages that takes twice as long as to copy the row.
         """
-        mapping = Prefault(self.address, self.nbytes, 1, allocated=lambda: self.huge_bytes is not None)
+        mapping = Prefault(self.address, self.nbytes, 1, allocated=self._is_prefaulted)
         self.at_close(mapping.stop)
         return mapping
 
@@ -271,17 +273,29 @@ class HostRegion:
     def huge_bytes(self) -> int | None:
         """How much of the region lies in pages of 2 MiB; None until a process has prefaulted it, and when it is
         closed."""
-        try:
-            nbytes, known = _HUGE_BYTES.unpack_from(self._map, HUGE_BYTES_AT)
-        except ValueError:  # unmapped
-            return None
-        return nbytes if known else None
+        nbytes, state = self._pages()
+        return nbytes if state == _PREFAULTED else None
 
-    def _note_pages(self) -> None:
+    def _pages(self) -> tuple[int, int]:
+        try:
+            nbytes, state = _HUGE_BYTES.unpack_from(self._map, HUGE_BYTES_AT)
+        except ValueError:  # unmapped
+            return 0, 0
+        return nbytes, state
+
+    def _is_prefaulted(self) -> bool | None:
+        """Whether a process has; None: it has failed."""
+        _, state = self._pages()
+        return None if state == _NOT_PREFAULTED else state == _PREFAULTED
+
+    def _note_pages(self, prefaulted: bool) -> None:
+        if not prefaulted:
+            _HUGE_BYTES.pack_into(self._map, HUGE_BYTES_AT, 0, _NOT_PREFAULTED)
+            return
         size = len(self._map)
         start = self.address - self._rows_at
         huge_bytes = size if self.hugetlb else transparent_bytes(start, size)
-        _HUGE_BYTES.pack_into(self._map, HUGE_BYTES_AT, huge_bytes, True)
+        _HUGE_BYTES.pack_into(self._map, HUGE_BYTES_AT, huge_bytes, _PREFAULTED)
         _log.info("the host region: %s", found(size, huge_bytes, advice() if self._transparent else _OFF))
 
     def _advise(self, advice: int) -> None:

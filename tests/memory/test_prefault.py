@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import logging
 import mmap
 import os
 import subprocess
@@ -80,17 +82,17 @@ def test_other_process_maps_pages_once_they_are_allocated_and_allocates_none(mon
     monkeypatch.setattr(prefault, "_ALLOCATED_POLL_S", 0.001)
     looked = 0
 
-    def huge_bytes(self: HostRegion) -> int | None:
+    def is_prefaulted(self: HostRegion) -> bool | None:
         nonlocal looked
         looked += self is other
-        return known.fget(self)
+        return original(self)
 
-    known = HostRegion.huge_bytes
+    original = HostRegion._is_prefaulted
     with (
         HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region,
         HostRegion.attach(os.dup(region.fd)) as other,
     ):
-        monkeypatch.setattr(HostRegion, "huge_bytes", property(huge_bytes))
+        monkeypatch.setattr(HostRegion, "_is_prefaulted", is_prefaulted)
         mapping = other.map_pages()
         until(lambda: looked > 2, "it has looked whether pages are allocated")
         assert not any(resident(region))
@@ -98,6 +100,30 @@ def test_other_process_maps_pages_once_they_are_allocated_and_allocates_none(mon
         assert mapping.wait(120)
         assert all(mapped(other.address, other.nbytes))
         assert not region.rows_view.any()
+
+
+def test_other_process_stops_to_wait_for_pages_whose_allocation_has_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It looked five times a second for as long as the engine lived."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(prefault, "_ALLOCATED_POLL_S", 0.001)
+    with (
+        HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region,
+        HostRegion.attach(os.dup(region.fd)) as other,
+        HostRegion.attach(os.dup(region.fd)) as later,
+    ):
+        waiting = other.map_pages()
+        with monkeypatch.context() as patch:
+            patch.setattr(prefault.Prefault, "_populate_part", lambda *_: errno.ENOMEM)
+            region.prefault(2).wait(120)
+        for mapping in (waiting, later.map_pages()):
+            assert mapping.wait(120)
+            assert mapping.populated_bytes == 0
+        assert region.huge_bytes is None
+        assert not any(resident(region))
+    sentences = [record.getMessage() for record in caplog.records]
+    assert sum("mapped at their first use" in sentence for sentence in sentences) == 2, "one a process"
 
 
 def test_region_closes_while_its_pages_are_not_allocated() -> None:
