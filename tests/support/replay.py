@@ -6,12 +6,18 @@ import re
 from typing import Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Also where hypothesis sees that it is in a CI, and would draw the same examples each time. A machine may be many times
-# slower than expected: no example has a wall-clock limit. One failure is shrunk and printed, which is what is read.
+# slower than expected: neither an example nor the drawing of them has a wall-clock limit. One failure is shrunk and
+# printed, which is what is read.
 settings.register_profile(
-    "replayable", settings.get_profile("default"), deadline=None, print_blob=True, report_multiple_bugs=False
+    "replayable",
+    settings.get_profile("default"),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+    report_multiple_bugs=False,
 )
 settings.load_profile("replayable")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -394,4 +394,4 @@ class JournalModel(RuleBasedStateMachine):
 
 
 TestJournal = JournalModel.TestCase
-TestJournal.settings = settings(max_examples=50, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
+TestJournal.settings = settings(max_examples=50, stateful_step_count=40)
