@@ -23,6 +23,7 @@ from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.region import MAX_MISSING, STEPS_KEPT, HostRegion
 from nixl_tiers.memory.region_layout import HEADER, RegionError
+from nixl_tiers.policies import HugePages
 from tests.memory.descriptors import descriptors, is_open
 
 GEOMETRY = Geometry(cells=3, cell_payload=PAGE + 512, sub_blocks=4)
@@ -349,7 +350,8 @@ def test_prefaulting_allocates_all_pages_and_changes_no_byte(old_kernel: bool, m
     if old_kernel:
         monkeypatch.setattr(prefault, "_MADV_POPULATE_WRITE", 0xFFFF)
     monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
-    with HostRegion.create(Geometry(1, MiB), 33) as made:
+    # In small pages: tests beside this one change for a moment what the machine gives to all shared memory.
+    with HostRegion.create(Geometry(1, MiB), 33, huge_pages=HugePages.OFF) as made:
         made.rows_view[7, 5] = 123
         assert resident_bytes(made) < MiB
         running = made.prefault(3)

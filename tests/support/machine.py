@@ -25,17 +25,25 @@ def tree(root: Path, files: dict[str, object]) -> Path:
 
 @contextmanager
 def setting(file: Path, value: str) -> Iterator[None]:
-    """`file` says `value` inside, for one test at a time. Skips the test where it cannot be written: only root may."""
+    """`file` says `value` inside, for one test at a time. Skips the test where it cannot be written, as only root may,
+    or where the kernel does not take it: there may not be so many free pages in one piece."""
     lock = Path(tempfile.gettempdir(), f"nixl_tiers-tests-{file.name}.lock")
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         try:
-            before = file.read_text().strip()
-            before = next((word.strip("[]") for word in before.split() if word.startswith("[")), before)
+            before = _value(file)
             file.write_text(value)
         except OSError as error:
             pytest.skip(f"{file} cannot be set to {value}: {error.strerror}")
         try:
+            if (taken := _value(file)) != value:
+                pytest.skip(f"{file} cannot be set to {value}: it is {taken}")
             yield
         finally:
             file.write_text(before)
+
+
+def _value(file: Path) -> str:
+    """What it is set to; of several words, the one in brackets."""
+    words = file.read_text().strip()
+    return next((word.strip("[]") for word in words.split() if word.startswith("[")), words)
