@@ -20,6 +20,9 @@ and the second 1.02 or less: raise --prompts and --rounds until a p99 means some
 `--workloads new --no-dead-s3` asks only that, of two engines: 13 rounds of 8 prompts in some minutes on two processors.
 The JSON file is written after each round.
 
+Engines have STEADY_MALLOC of engine_process.py: without it, chance decides which one is a sixth faster. vLLM computes
+all prompts of a round that fit in a step together, so they end together, and the p99 is that of the slowest rounds.
+
 All engines must generate the same tokens (float32). XDG_CACHE_HOME=$(mktemp -d) keeps the prefill speed that they learn
 to themselves.
 """
@@ -37,7 +40,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine_process import EngineProcess, answer_requests, claim_stdout
+from bench.engine_process import STEADY_MALLOC, EngineProcess, answer_requests, claim_stdout
 
 WITHOUT, TIERS, DEAD_S3 = "without", "cpu + file", "cpu + file + dead s3"
 WORKLOADS = ("new", "decode", "again")
@@ -46,7 +49,8 @@ VOCABULARY = 3000
 
 class Engine(EngineProcess):
     def __init__(self, tiers: Sequence[dict[str, Any]], tokens: int) -> None:
-        super().__init__("bench.serving", "--child", json.dumps(tiers), "--tokens", str(tokens))
+        arguments = ("--child", json.dumps(tiers), "--tokens", str(tokens))
+        super().__init__("bench.serving", *arguments, environment=STEADY_MALLOC)
         self.answer()
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[float], list[list[int]]]:

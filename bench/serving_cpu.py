@@ -2,7 +2,7 @@
 
     python -m bench.serving_cpu [--rounds 7] [--prompts 8] [--tokens 600] [--arms none vllm-cpu cpu file] [--json FILE]
 
-Arms may be named twice: engines of the same kind differ too, by some hundredths.
+Arms may be named twice, to see how much engines of the same kind differ.
 
 Engines as those of bench.serving, each in a process of its own, take turns with prompts that nobody has seen before.
 
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine_process import EngineProcess, answer_requests, claim_stdout
+from bench.engine_process import STEADY_MALLOC, EngineProcess, answer_requests, claim_stdout
 from bench.machine import machine
 from bench.serving import prompts_of
 from nixl_tiers.testing import vllm_cpu
@@ -46,7 +46,8 @@ Charged = Counter[str]  # thread -> ms
 
 class Engine(EngineProcess):
     def __init__(self, arm: str, path: str, tokens: int) -> None:
-        super().__init__("bench.serving_cpu", "--child", arm, path, "--tokens", str(tokens))
+        arguments = ("--child", arm, path, "--tokens", str(tokens))
+        super().__init__("bench.serving_cpu", *arguments, environment=STEADY_MALLOC)
         self.pid: int = self.answer()
 
     def charged(self) -> Charged:
