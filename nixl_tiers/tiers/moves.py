@@ -22,6 +22,7 @@ from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
 
 HOLD_S: Final = 0.25  # how long loads hold up stores, before these have their turn
 HELD_POLL_S: Final = 0.002  # while stores are held up and nothing runs: how often to look whether they still are
+FIRST_POLL: Final = 0.75  # of a transfer of stores, as a part of the time that one took lately
 STORE_POLLS: Final = 16  # of a transfer of stores, in the time that it has taken: a look costs 0.1 ms of a processor
 STORE_POLL_S: Final = 0.02  # at the latest
 PACED_ROWS: Final = 8  # NIXL goes on with a file transfer only while it is polled: 64 small rows take several looks
@@ -142,7 +143,7 @@ class MoveQueue:
         self.prepared: list[Unit] = []
         """Those of `running` that wait for their turn."""
         self.transfer_s = 0.0
-        """How long the transfer of a unit took lately."""
+        """How long the transfer of a unit took lately; where that varies, the shorter ones count more."""
         self.on_end = on_end
         self._limit = limit
         self._ahead = ahead
@@ -268,7 +269,8 @@ class MovePipeline:
         good = yield from transferred(transfer)
         unit.transferred_since_s = None
         took_s = self._clock() - began_s
-        unit.queue.transfer_s = (unit.queue.transfer_s + took_s) / 2 if unit.queue.transfer_s else took_s
+        queue = unit.queue
+        queue.transfer_s = min(took_s, (queue.transfer_s + took_s) / 2) if queue.transfer_s else took_s
         return good
 
     def make_way(self, unit: Unit) -> None:
@@ -315,7 +317,7 @@ class MovePipeline:
         if unit.transferred_since_s is None:
             return 0.0
         taken_s = now - unit.transferred_since_s
-        return min(STORE_POLL_S, max(unit.queue.transfer_s / 2 - taken_s, taken_s / STORE_POLLS))
+        return min(STORE_POLL_S, max(FIRST_POLL * unit.queue.transfer_s - taken_s, taken_s / STORE_POLLS))
 
     def _start(self, queue: MoveQueue) -> None:
         if self._may_start() and (queue is self.loads or not self._holds_stores()):

@@ -10,6 +10,7 @@ import pytest
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.moves import (
+    FIRST_POLL,
     HELD_POLL_S,
     HOLD_S,
     PACED_ROWS,
@@ -399,15 +400,17 @@ def test_transfers_of_stores_are_polled_seldom_and_their_end_is_seen_soon(took_s
         disk.asked = 0
         late_s = disk.wait(rows, took_s)
         assert late_s <= min(took_s / STORE_POLLS + took_s / 500, STORE_POLL_S) or not first
-    assert disk.asked <= 4 * (16 + took_s / STORE_POLL_S)
+    assert disk.asked <= 4 * (8 + took_s / STORE_POLL_S)
 
 
-def test_stores_that_take_shorter_than_the_last_ones_are_seen_by_half_of_their_time() -> None:
+def test_stores_that_take_shorter_than_before_are_soon_seen_in_time() -> None:
     disk = Disk()
-    disk.pipeline.store(moves(1))
-    disk.wait([1], 0.02)
-    disk.pipeline.store(moves(2))
-    assert disk.pipeline.poll_s == pytest.approx(0.01, rel=0.2)
+    late = []
+    for row in range(12):
+        disk.pipeline.store(moves(row))
+        late.append(disk.wait([row], 0.02 if row < 2 else 0.005))
+    assert late[2] <= FIRST_POLL * 0.02 * 1.1 - 0.005
+    assert max(late[9:]) <= 0.005 / STORE_POLLS * 1.1
 
 
 def test_polling_is_not_put_off_while_a_load_runs() -> None:
