@@ -1,7 +1,7 @@
 """Cost and gain of tiers in real vLLM: engines with and without tiers, on requests that miss and requests that hit.
 
-    python -m bench.serving [--rounds 7] [--prompts 8] [--tokens 600] [--workloads new decode again] [--no-dead-s3]
-                            [--json FILE]
+    python -m bench.serving [--rounds 7] [--starts 1] [--prompts 8] [--tokens 600]
+                            [--workloads new decode again] [--no-dead-s3] [--json FILE]
 
 Three engines run at the same time, each in a process of its own, and alternate: without a connector, with cpu and file
 tiers, and with these plus an S3 tier whose server accepts connections but never responds. Each round sends the same
@@ -21,7 +21,8 @@ and the second 1.02 or less: raise --prompts and --rounds until a p99 means some
 The JSON file is written after each round.
 
 Engines have STEADY_MALLOC of engine_process.py: without it, chance decides which one is a sixth faster. vLLM computes
-all prompts of a round that fit in a step together, so they end together, and the p99 is that of the slowest rounds.
+all prompts of a round that fit in a step together, so they end together, and the p99 is that of the slowest rounds. Two
+engines without tiers still differ by some hundredths from start to start: --starts 4 and more, to tell 0.98 from 1.
 
 All engines must generate the same tokens (float32). XDG_CACHE_HOME=$(mktemp -d) keeps the prefill speed that they learn
 to themselves.
@@ -130,6 +131,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--starts", type=int, default=1, help="of each engine, each with so many rounds")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=600, help="length of a new prompt")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
@@ -160,18 +162,20 @@ def main() -> None:
         if options.no_dead_s3:
             del kinds[DEAD_S3]
         rounds: list[dict[str, dict[str, list[float]]]] = []
-        engines = {name: Engine(tiers, options.tokens) for name, tiers in kinds.items()}
-        try:
-            for number in range(options.rounds + 1):
-                found = measure(engines, number, options.prompts, options.tokens, options.workloads)
-                if number:  # the first is a warm-up
-                    rounds.append(found)
-                    if options.json:
-                        options.json.write_text(json.dumps(rounds, indent=1))
-        finally:
-            for engine in engines.values():
-                engine.close()
-    others = [name for name in engines if name != WITHOUT]
+        for start in range(options.starts):
+            first = start * (options.rounds + 1)
+            engines = {name: Engine(tiers, options.tokens) for name, tiers in kinds.items()}
+            try:
+                for number in range(options.rounds + 1):
+                    found = measure(engines, first + number, options.prompts, options.tokens, options.workloads)
+                    if number:  # the first is a warm-up
+                        rounds.append(found)
+                        if options.json:
+                            options.json.write_text(json.dumps(rounds, indent=1))
+            finally:
+                for engine in engines.values():
+                    engine.close()
+    others = [name for name in kinds if name != WITHOUT]
     print("medians: seconds without tiers; then seconds with / seconds without, lowest and highest round in brackets")
     for workload in options.workloads:
         base = statistics.median(max(r[workload][WITHOUT]) for r in rounds)
