@@ -71,7 +71,7 @@ class Health:
 
     def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
-        moved = sum(outcome is Outcome.OK for outcome in outcomes)
+        moved, failed = outcomes.count(Outcome.OK), outcomes.count(Outcome.FAILED)
         beside = self._state.leave_burst(job)
         if moved:
             tier.throughput[job.direction].record(job.nbytes, now - job.started_s)
@@ -82,16 +82,15 @@ class Health:
                     tier.loads.record(rows * self._state.row_bytes, now - job.started_s, now)
         if job.abandoned:
             return  # it was a failure when it was abandoned
-        for move, outcome in zip(job.moves, outcomes, strict=True):
+        for move, outcome in zip(job.moves, outcomes, strict=True) if tier.denylist.keys or failed else ():
             if outcome is Outcome.OK:
                 # Try the rest of its batch unasked: the request asks for one of them at a time.
                 batch = tier.denylist.clear(move.key)
                 tier.trials.update((key, None) for key in batch if tier.denylist.is_suspect(key))
             elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or tier.denylist.is_suspect(move.key)):
                 tier.denylist.record_failure(move.key, now)
-        failed = sum(outcome is Outcome.FAILED for outcome in outcomes)
         # A full medium is not a failing one: it refuses at once, and works again when there is room.
-        full = all(outcome is Outcome.NO_SPACE for outcome in outcomes)
+        full = outcomes.count(Outcome.NO_SPACE) == len(outcomes)
         if not full or job.probe_episode is not None:
             self._record(tier, job, 2 * failed < len(outcomes), now)
 

@@ -33,24 +33,20 @@ class ThroughputEstimate:
     latency. So small jobs look slow: latency is covered by the floor of a timeout, not by this.
     """
 
-    __slots__ = ("_assumed", "_samples")
+    __slots__ = ("_assumed", "_samples", "bytes_per_s")
 
     def __init__(self, assumed_bytes_per_s: float) -> None:
         """`assumed_bytes_per_s`: until jobs have been seen."""
         self._assumed = assumed_bytes_per_s
         self._samples: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self.bytes_per_s = assumed_bytes_per_s
+        """What nine jobs in ten exceed."""
 
     def record(self, nbytes: int, seconds: float) -> None:
         """A job has succeeded, late or not, after `seconds`, with `nbytes` under way when it began."""
         self._samples.append(nbytes / max(seconds, 1e-6))
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What nine jobs in ten exceed."""
-        if not self._samples:
-            return self._assumed
         slow = sorted(self._samples)[len(self._samples) // SLOWEST_PART]
-        return slow if len(self._samples) >= ENOUGH_SAMPLES else min(slow, self._assumed)
+        self.bytes_per_s = slow if len(self._samples) >= ENOUGH_SAMPLES else min(slow, self._assumed)
 
     def timeout_s(self, nbytes: int, least_s: float, most_s: float) -> float:
         """The timeout of a job that has `nbytes` under way when it begins, its own included."""

@@ -47,8 +47,9 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     spilled_at: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedMove:
+class PlannedMove(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """One row's part of a job; hidden from the garbage collector, as what it refers to is."""
+
     row: Row
     entry: Entry
     key: Key
