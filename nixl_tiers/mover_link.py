@@ -47,13 +47,14 @@ from nixl_tiers.mover.protocol import (
     Touch,
     sendable,
 )
-from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
+from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor, Turn
 from nixl_tiers.tier_log import LogQueue, TierLog, Write
 from nixl_tiers.tiers.base import Move
 
 TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
 USES_A_PART: Final = 256
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
+_OUTCOMES: Final = tuple(Outcome)
 MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this engine's own capacity
 
 
@@ -134,6 +135,13 @@ class MoverLink:
         if self.tiers:
             self.supervisor.reopen(self._open_message())
 
+    def wake(self, urgent: bool) -> None:
+        """There is work for the movers."""
+        if urgent:
+            self.supervisor.wake()
+        else:
+            self.supervisor.wake_soon()
+
     def flush_recent_uses(self) -> None:
         """The movers are about to be stopped: the next tick sends all recent uses, in as many packets as they take.
         Call it with the lock held."""
@@ -162,7 +170,7 @@ class MoverLink:
             now = self._clock()
             match message:
                 case Finished():
-                    outcomes = [Outcome(code) for code in message.outcomes]
+                    outcomes = [_OUTCOMES[code] for code in message.outcomes]
                     self._core.events.finished(tier, message.job, outcomes, now, message.partial)
                 case Heartbeat():
                     status.used_bytes = message.used_bytes
@@ -235,9 +243,7 @@ class MoverLink:
             self._core.events.lost(tier, self._clock())
             self.changed.notify_all()
 
-    def on_tick(
-        self, received_s: float, send_credits: Sequence[int]
-    ) -> tuple[list[tuple[int, ToMover]], dict[int, str], float]:
+    def on_tick(self, received_s: float, send_credits: Sequence[int]) -> Turn:
         with self._locked():
             now = self._clock()
             for index, free in zip(self._core.tiers, send_credits, strict=True):
@@ -260,12 +266,15 @@ class MoverLink:
             self._spill.wake()
             overdue = self._core.health.overdue(received_s)
             busy, unfinished = self._core.events.busy, self._core.events.unfinished
+            pause_s = self._core.events.pause_s
         messages += self._touches(now)
         garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)
         if self.after_tick is not None:
             self.after_tick()
-        return messages, overdue, 0.0 if unfinished or garbage else TICK_S if busy else IDLE_S
+        if unfinished or garbage:
+            return Turn(messages, overdue, wait_s=0.0)
+        return Turn(messages, overdue, TICK_S if busy else IDLE_S, pause_s)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -282,11 +291,13 @@ class MoverLink:
         """The rows used lately, in at most one packet a tier every `_touch_s`. Takes the lock for a part at a time."""
         messages: list[tuple[int, ToMover]] = []
         for tier, (status, index) in enumerate(zip(self.tiers, self._core.tiers, strict=True)):
-            while now >= status.touch_at_s and index.send_credits > 0:
+            while now >= status.touch_at_s and index.send_credits > 0 and index.recent_uses:
                 used: list[tuple[int, int]] = []
                 for _ in range(MAX_TOUCHED // USES_A_PART):
                     with self.changed:
                         used += index.take_recent_uses(USES_A_PART)
+                    if not index.recent_uses:
+                        break
                 if not used:
                     break
                 messages.append((tier, Touch(used)))

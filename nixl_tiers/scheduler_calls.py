@@ -167,12 +167,13 @@ class SchedulerCalls:
     def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
         with self._lock:
             self._core.end_step(began, preempted)
-            work = self._core.events.busy or bool(self._core.garbage)
+            urgent = self._core.events.urgent
+            work = urgent or self._core.events.can_write_back or bool(self._core.garbage)
             if work and not self._tiers:
                 now = self._clock()
                 self._core.turn(now, now)
         if work and self._tiers:
-            self._link.supervisor.wake()
+            self._link.wake(urgent)
         elif work:
             self._core.garbage.drop(DROPPED_PER_TURN)
 
@@ -245,9 +246,10 @@ class SchedulerCalls:
         with self._lock:
             rows = self._copies.rows_being_filled(keys)
             self._copies.complete_store(rows, *bad_rows(self.region, rows))
-            work = self._core.events.busy
+            urgent = self._core.events.urgent
+            work = urgent or self._core.events.can_write_back
         if work:
-            self._link.supervisor.wake()
+            self._link.wake(urgent)
 
     def end_call(self, call: str) -> None:
         """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
@@ -256,10 +258,11 @@ class SchedulerCalls:
             rows = self._copies.rows_being_filled_by_call(call)
             self._copies.end_call(call, *bad_rows(self.region, rows))
             self._open_loads.end_call(call)
-            work = self._core.events.busy
+            urgent = self._core.events.urgent
+            work = urgent or self._core.events.can_write_back
             self.changed.notify_all()
         if work:
-            self._link.supervisor.wake()
+            self._link.wake(urgent)
 
     def pin(self, keys: Sequence[Key], request: str) -> None:
         """Keep the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""

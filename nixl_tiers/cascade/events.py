@@ -17,6 +17,7 @@ from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
 
+PAUSE_SHARE: Final = 0.25  # of the time that a tier needs for what it is moving
 MAX_LISTED_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not use up the numbers of a journal
 
 
@@ -118,25 +119,47 @@ class Events:
     @property
     def busy(self) -> bool:
         """Whether deadlines run, or jobs could be planned without any other event."""
+        return (
+            self.urgent
+            or self.can_write_back
+            or any(tier.jobs or (tier.to_store and tier.writable) for tier in self._state.tiers)
+        )
+
+    @property
+    def can_write_back(self) -> bool:
+        """Whether a turn might write something back, or delete something, now."""
+        return any(
+            tier.to_delete
+            or tier.to_demote
+            or (tier.to_store and (tier.refuses_stores or self._writeback.has_room(tier)))
+            or (tier.writable and self._writeback.rows_to_clean(tier) > 0)
+            for tier in self._state.tiers
+        )
+
+    @property
+    def urgent(self) -> bool:
+        """Whether anything is to be done, or is under way, for which a request may wait."""
         return bool(
             self._promotion.busy
-            or self._promotion_jobs.busy
+            or self._promotion_jobs.under_way
             or self._checks.busy
             or self._state.host.has_old
             or self._state.host.searching
             or any(
-                tier.jobs
-                or tier.dead
-                or tier.to_cancel > 0
-                or tier.to_delete
-                or tier.to_load
-                or tier.to_demote
-                or (tier.readable and tier.trials)
-                or (tier.to_store and (tier.writable or tier.refuses_stores))
-                or (tier.writable and self._writeback.rows_to_clean(tier) > 0)
+                tier.dead or tier.to_cancel > 0 or tier.trials_running or (tier.readable and tier.trials)
                 for tier in self._state.tiers
             )
         )
+
+    @property
+    def pause_s(self) -> float:
+        """How long the ends of jobs may wait, so that one turn applies several: 0 unless only write-back is under way,
+        no allocation waits for it, and no tier idles for want of jobs meanwhile."""
+        tiers = self._state.tiers
+        if self.urgent or any(tier.state is TierState.LISTING or self._writeback.short_of_room(tier) for tier in tiers):
+            return 0.0
+        running_s = min((self._state.running_s(tier) for tier in tiers if tier.jobs), default=0.0)
+        return min(self._state.limits.pause_s, PAUSE_SHARE * running_s)
 
     @property
     def unfinished(self) -> bool:
@@ -246,10 +269,10 @@ class Events:
         tier.loose += reversed(job.moves)
         tier.jobs.pop(job.id, None)
         self._state.job_ended(tier, job)
-        for move, outcome in zip(job.moves, outcomes, strict=True):
-            if job.direction is Direction.STORE:
-                self._writeback.store_ended(tier, move, outcome)
-            else:
+        if job.direction is Direction.LOAD:
+            for move, outcome in zip(job.moves, outcomes, strict=True):
                 self._promotion_jobs.load_ended(tier, move, outcome, now)
-        if job.direction is Direction.STORE:
-            self._writeback.unpark(job.moves)
+            return
+        for move, outcome in zip(job.moves, outcomes, strict=True):
+            self._writeback.store_ended(tier, move, outcome)
+        self._writeback.unpark(job.moves)

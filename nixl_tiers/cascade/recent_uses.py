@@ -22,6 +22,9 @@ class RecentUses:
     def __init__(self) -> None:
         self._ticks: dict[Key, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._ticks)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._ticks
 

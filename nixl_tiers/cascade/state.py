@@ -130,6 +130,11 @@ class CascadeState:
         # Demotion goes through the host: more than all of it cannot be brought up at once.
         return source.slots.free, max(1, min(int(source.slots.limit * share), self.host.rows))
 
+    def running_s(self, tier: TierIndex) -> float:
+        """How long the rows that are being moved to and from this tier take it, as far as is known."""
+        rows = {Direction.LOAD: tier.rows_loading, Direction.STORE: tier.rows_storing}
+        return sum(count * self.row_bytes / tier.throughput[each].bytes_per_s for each, count in rows.items() if count)
+
     def tick_of(self, request: Request) -> int:
         """The request's tick; it gets one at its first use of any row."""
         if request.tick is None:

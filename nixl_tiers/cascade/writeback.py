@@ -80,6 +80,16 @@ class WriteBack:
         # A victim without a slot would be dropped, and selected again at the next turn.
         return min(missing, target.slots.limit - target.rows_loading - target.rows_to_write)
 
+    def has_room(self, tier: TierIndex) -> bool:
+        """Whether stores to this tier can be started, as far as promotions do not hold them up."""
+        return tier.writable and tier.rows_storing < self._state.store_window and tier.store_credits > 0
+
+    def short_of_room(self, target: TierIndex) -> bool:
+        """Whether the tier above `target` has used up half of its reserve: with less, promotions and stores of the
+        engine would wait for write-back."""
+        free, reserve = self._state.room_above(target)
+        return 2 * free < reserve
+
     def backlog(self) -> int:
         """Rows queued for or being written to the tier that is furthest behind."""
         return max((tier.rows_to_write for tier in self._state.tiers), default=0)

@@ -73,6 +73,7 @@ class Child:
                 os.close(fd)
             raise
         self.socket = ours
+        self.fds = (ours.fileno(), self.stderr.fd, self.pidfd)
         self.received_s = clock()  # when the last message came
         self.killed_s: float | None = None
         self.eof = False  # nothing more will be read from its socket

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -44,6 +46,20 @@ UNREAPED_S: Final = 5.0  # a killed process that is still there after this is st
 REAP_TIMEOUT_S: Final = 1.0  # how long `close` waits for movers that it had to kill, at most
 
 
+class Turn(NamedTuple):
+    """What the handler has planned at a turn.
+
+    `messages`: to send now, in order, each with its tier; `overdue`: tiers whose movers must be killed, and why;
+    `wait_s`: how long the next turn may wait if nothing happens, in seconds: 0 if work is left that was put off to keep
+    this one short; `pause_s`: for so long the next turn may wait whatever movers report meanwhile.
+    """
+
+    messages: Sequence[tuple[int, ToMover]]
+    overdue: Mapping[int, str]
+    wait_s: float
+    pause_s: float = 0.0
+
+
 class Handler(Protocol):
     """Callbacks of the supervisor, on its own thread. They must not block."""
 
@@ -65,22 +81,17 @@ class Handler(Protocol):
     def on_reaped(self, tier: int) -> None:
         """The tier's mover is dead and reaped. Called again if it raises."""
 
-    def on_tick(
-        self, received_s: float, send_credits: Sequence[int]
-    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], float]:
+    def on_tick(self, received_s: float, send_credits: Sequence[int]) -> Turn:
         """All messages that movers had sent by `received_s` have been handled: later deadlines must not be judged yet.
-        `send_credits`: how many messages each mover takes now; one that is sent many more is killed.
-
-        Returns (messages to send now, tiers whose movers must be killed and why, how many seconds the next call may
-        wait if nothing happens: 0 if work is left that was put off to keep this call short)."""
+        `send_credits`: how many messages each mover takes now; one that is sent many more is killed."""
 
 
 class Supervisor:
     """Keeps one mover alive for each storage tier and carries messages both ways.
 
-    `reopen`, `wake` and `close` may be called from any thread; everything else happens on the supervisor's own. That
-    thread ends with `close` and for no other reason: an error about a mover ends that mover only, any other error ends
-    all of them, since it is unknown what they have not been sent. New ones are started as after any death.
+    `reopen`, `wake`, `wake_soon` and `close` may be called from any thread; everything else happens on the supervisor's
+    own. That thread ends with `close` and for no other reason: an error about a mover ends that mover only, any other
+    error ends all of them, since it is unknown what they have not been sent. New ones are started as after any death.
     """
 
     def __init__(
@@ -114,6 +125,10 @@ class Supervisor:
         self._wake_lock = threading.RLock()  # a garbage collection while it is held may close this very supervisor
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._wakes = select.poll()  # of all that the selector watches, what ends a pause
+        self._wakes.register(self._wake_fd, select.POLLIN)
+        self._pausing = False
+        self._turn_wanted = False  # since the last one
         self._thread = threading.Thread(target=self._run, name="nixl-tiers-supervisor", daemon=True)
 
     def start(self, message: Open) -> None:
@@ -133,6 +148,12 @@ class Supervisor:
         with self._wake_lock:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
+
+    def wake_soon(self) -> None:
+        """The same, after the pause if the handler has asked for one."""
+        self._turn_wanted = True  # before the next line: the pause may be over by now
+        if not self._pausing:
+            self.wake()
 
     def close(self, timeout_s: float) -> bool:
         """Stop every mover; kill those that have not exited after `timeout_s`. True if none was killed.
@@ -176,24 +197,26 @@ class Supervisor:
     # --- the supervisor's thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        wait_s = 0.0
+        wait_s = pause_s = 0.0
         while not (self._stopping and not any(self._movers)):
             self.turns += 1
             try:
-                self._wait(wait_s)
+                if pause_s > 0 and self._pause(pause_s):
+                    wait_s = 0.0
+                # Deadlines are judged by the time before the wait: all messages that movers had sent by then are
+                # received first, however long this thread, or this process, did not run.
+                now, ready = self._wait(wait_s)
                 self._report()
-                now = self._clock()
-                # Before deadlines are judged: messages may have come while this thread, or this process, did not run.
                 for tier, mover in enumerate(self._movers):
-                    if mover is not None:
-                        self._receive(tier, mover)
-                wait_s = self._step(now)
+                    if mover is not None and not ready.isdisjoint(mover.fds):
+                        self._receive(tier, mover, ready)
+                wait_s, pause_s = self._step(now)
             except Exception as error:  # noqa: BLE001 (whatever it is: without this thread all tiers are lost)
                 self._log_once("the supervisor", error)
                 for tier, mover in enumerate(self._movers):
                     if mover is not None:
                         self._end(tier, mover, f"the supervisor failed ({type(error).__name__})")
-                wait_s = 0.0
+                wait_s = pause_s = 0.0
                 time.sleep(TICK_S)  # it may be raised again at once
         self._release()
 
@@ -204,17 +227,27 @@ class Supervisor:
             if fd >= 0:
                 os.close(fd)
 
-    def _wait(self, wait_s: float) -> None:
-        now = self._clock()
-        waits = [wait_s]
-        waits += [max(0.0, at - now) for at in self._spawn_at.values()]
-        for key, _ in self._selector.select(min(waits)):
-            if key.fd == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
+    def _pause(self, pause_s: float) -> bool:
+        """Let reports of movers gather, so that one turn handles all of them: each turn takes the interpreter's lock
+        from the engine's step. Ends at a `wake`; whether there was a `wake_soon`."""
+        self._pausing = True
+        self._wakes.poll(1e3 * pause_s)
+        self._pausing = False
+        return self._turn_wanted
 
-    def _step(self, now: float) -> float:
-        """Messages that movers had sent by `now` have been handled."""
+    def _wait(self, wait_s: float) -> tuple[float, set[int]]:
+        """Wait until something has happened; returns the time before that, and the descriptors that are ready."""
+        now = self._clock()
+        if self._spawn_at:
+            wait_s = max(0.0, min(wait_s, min(self._spawn_at.values()) - now))
+        ready = {key.fd for key, _ in self._selector.select(wait_s)}
+        if self._wake_fd in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        return now, ready
+
+    def _step(self, now: float) -> tuple[float, float]:
+        """Messages that movers had sent by `now` have been handled. Returns for how long to wait, and to pause."""
         for tier, at in list(self._spawn_at.items()):
             if at <= now:
                 del self._spawn_at[tier]
@@ -229,15 +262,16 @@ class Supervisor:
                 self._to_open.remove(tier)
                 self._send(tier, mover, self._open)
         send_credits = [mover.send_credits if mover is not None else 0 for mover in self._movers]
-        messages, overdue, wait_s = self._handler.on_tick(now, send_credits)
-        for tier, message in messages:
+        self._turn_wanted = False
+        turn = self._handler.on_tick(now, send_credits)
+        for tier, message in turn.messages:
             mover = self._movers[tier]
             if mover is not None:
                 self._send(tier, mover, message)
         for tier, mover in enumerate(self._movers):
             if mover is not None:
-                self._flush_or_kill(tier, mover, overdue.get(tier), now)
-        return wait_s
+                self._flush_or_kill(tier, mover, turn.overdue.get(tier), now)
+        return turn.wait_s, turn.pause_s
 
     def _flush_or_kill(self, tier: int, mover: Child, why: str | None, now: float) -> None:
         """Kill it if it must be killed (`why`, or a timeout), else send what its socket takes."""
@@ -287,10 +321,12 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 (whatever an encoder raises ends this mover, and no other)
             self._kill(tier, mover, f"a message cannot be sent to it ({error})")
 
-    def _receive(self, tier: int, mover: Child) -> None:
-        exited = mover.exited  # checked first: messages that it sent before it exited count
+    def _receive(self, tier: int, mover: Child, ready: AbstractSet[int]) -> None:
+        # Checked first: what it has sent and written before it exited counts.
+        exited = mover.pidfd in ready and mover.exited
         try:
-            self._relay_log(tier, mover)
+            if exited or mover.stderr.fd in ready:
+                self._relay_log(tier, mover)
             for message, table in mover.receive():
                 if isinstance(message, (Opened, Down)):
                     self._accepted.add(tier)

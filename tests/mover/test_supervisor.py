@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import select
+import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from nixl_tiers.mover.protocol import (
     ToMover,
     encode,
 )
-from nixl_tiers.mover.supervisor import IDLE_S, Supervisor
+from nixl_tiers.mover.supervisor import IDLE_S, Supervisor, Turn
 from tests.mover.harness import KEY_HASH, NAMESPACE
 from tests.support.waiting import until
 
@@ -52,6 +53,8 @@ class Recorder:
         self.killed = self.reaped = self.raises = 0
         self.during: dict[int, Callable[[], None]] = {}  # what happens while the next message of a tier is handled
         self.send: list[tuple[int, ToMover]] = []
+        self.turns: list[Turn] = []  # what the next ones return
+        self.ticks = 0
 
     def on_message(self, tier: int, message: ToCoordinator) -> None:
         self.received.append(message)
@@ -76,11 +79,12 @@ class Recorder:
     def on_reaped(self, tier: int) -> None:
         self.reaped += 1
 
-    def on_tick(
-        self, received_s: float, send_credits: Sequence[int]
-    ) -> tuple[Sequence[tuple[int, ToMover]], Mapping[int, str], float]:
+    def on_tick(self, received_s: float, send_credits: Sequence[int]) -> Turn:
+        self.ticks += 1
+        if self.turns:
+            return self.turns.pop(0)
         send, self.send = self.send, []
-        return send, {}, IDLE_S
+        return Turn(send, {}, IDLE_S)
 
     def opened(self) -> int:
         return sum(isinstance(message, Opened) for message in self.received)
@@ -319,6 +323,45 @@ def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:
         # Every message wakes it, and its own timeout does every second.
         elapsed_s = time.monotonic() - began
         assert supervisor.turns - turns <= len(recorder.received) - before + elapsed_s + 3
+
+
+FOREVER_S = 1e6
+
+
+@contextmanager
+def pausing(turn: Turn) -> Iterator[tuple[Supervisor, Recorder, Callable[[], None]]]:
+    """A supervisor without movers whose first turn is this one, and a call that seems to it a mover's report."""
+    recorder = Recorder()
+    recorder.turns = [turn]
+    supervisor = Supervisor([], [], -1, recorder, time.monotonic)
+    report = os.eventfd(0)
+    supervisor._selector.register(report, selectors.EVENT_READ)
+    supervisor.start(Open(NAMESPACE, 0))
+    try:
+        yield supervisor, recorder, lambda: os.eventfd_write(report, 1)
+    finally:
+        supervisor.close(10)
+        os.close(report)
+
+
+def test_a_pause_is_ended_by_a_wake_and_by_nothing_else() -> None:
+    with pausing(Turn([], {}, 0.0, pause_s=FOREVER_S)) as (supervisor, recorder, report):
+        until(lambda: supervisor._pausing, "the pause", 60)
+        report()
+        supervisor.wake_soon()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(supervisor._wake_fd)
+        assert recorder.ticks == 1
+        supervisor.wake()
+        until(lambda: recorder.ticks > 1, "the next turn", 60)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_a_turn_that_may_wait_for_the_end_of_a_pause_waits_no_longer(pause_s: float) -> None:
+    with pausing(Turn([], {}, FOREVER_S, pause_s)) as (supervisor, recorder, _):
+        until(lambda: recorder.ticks, "the first turn", 60)
+        supervisor.wake_soon()
+        until(lambda: recorder.ticks > 1, "the next turn", 60)
 
 
 def test_kills_are_bounded_by_the_hour_and_deaths_are_not() -> None:

@@ -189,7 +189,7 @@ def test_an_error_on_the_supervisors_thread_ends_its_movers(
     with nixl_tiers.open({"tiers": [CPU, tier], "wait_s": 600}, SIZE, "n") as store:
         assert serves(store)
         failed = fails_once(owner, method)
-        if what in {"the start of a mover", "a death", "an opened tier", "a listing"}:
+        if what in {"the start of a mover", "a death", "an opened tier", "a listing", "log lines"}:
             pid = store.coordinator.mover_pids[0]
             assert pid is not None
             os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,101 @@
+"""When the ends of jobs may wait, so that a turn of the supervisor applies several: while nobody waits for any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nixl_tiers.cascade.events import PAUSE_SHARE
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.manager import Lookup, TierManager
+from nixl_tiers.cascade.types import Job, TierSpec
+from nixl_tiers.chunk import Outcome
+from nixl_tiers.policies import Write
+from tests.support.core import opened, put
+
+ROW = 1 << 20
+ROWS = 400
+WINDOW = 20  # a twentieth of them
+LIMITS = Limits()
+KEYS = [b"key-%d" % number for number in range(2 * ROWS)]
+
+
+def core_of(write: Write = Write.THROUGH) -> TierManager:
+    core = TierManager(ROWS, ROW, [TierSpec("file", write, physical_slots=True)], LIMITS)
+    opened(core, 0, 4 * ROWS)
+    core.events.listed(0, [(3 * ROWS, b"stored", 0)], last=True)
+    return core
+
+
+def end(core: TierManager, jobs: Sequence[Job], now: float) -> None:
+    for job in jobs:
+        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now)
+
+
+def measured(core: TierManager, seconds: float) -> None:
+    """It is known that the tier stores a window in so many seconds."""
+    for number in range(20):
+        now = 100.0 * number
+        put(core, KEYS[WINDOW * number : WINDOW * (number + 1)], f"request {number}")
+        jobs = core.turn(now, now)
+        assert sum(len(job.moves) for job in jobs) == WINDOW
+        end(core, jobs, now + seconds)
+
+
+def test_nothing_under_way_is_no_reason_for_a_pause() -> None:
+    core = core_of()
+    assert core.events.pause_s == 0
+    assert not core.events.can_write_back
+
+
+def test_the_ends_of_stores_may_wait() -> None:
+    core = core_of()
+    put(core, KEYS[:3])
+    assert core.events.can_write_back
+    assert core.turn(0.0, 0.0)
+    assert core.events.pause_s == LIMITS.pause_s
+    assert core.events.busy
+    assert not core.events.urgent
+
+
+def test_a_quick_tier_does_not_idle_meanwhile() -> None:
+    core = core_of()
+    measured(core, seconds=0.04)
+    put(core, KEYS[ROWS : ROWS + WINDOW])
+    core.turn(1e4, 1e4)
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+
+
+def test_a_full_window_is_no_work_for_a_turn() -> None:
+    core = core_of()
+    put(core, KEYS[: WINDOW + 1])
+    jobs = core.turn(0.0, 0.0)
+    assert core.tiers[0].to_store
+    assert not core.events.can_write_back
+    end(core, jobs, 1.0)
+    assert core.events.can_write_back
+
+
+def test_no_request_waits_for_a_pause_to_end() -> None:
+    core = core_of()
+    put(core, KEYS[:3])
+    core.turn(0.0, 0.0)
+    assert core.lookup(b"stored", "request", 0, 0.0) is Lookup.PENDING
+    core.end_step()
+    assert core.events.urgent
+    assert core.events.pause_s == 0
+    jobs = core.turn(0.0, 0.0)
+    core.finish_request("request")  # its row still comes, and another may ask for it
+    assert core.events.urgent
+    end(core, jobs, 0.1)
+    assert not core.events.urgent
+
+
+def test_no_allocation_waits_for_a_pause_to_end() -> None:
+    """Rows are free as soon as they are written, where the host has hardly any that are."""
+    core = core_of(Write.ON_EVICT)
+    put(core, KEYS[: ROWS - 5])
+    jobs = core.turn(0.0, 0.0)
+    assert jobs
+    assert core.events.pause_s == 0
