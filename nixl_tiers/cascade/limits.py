@@ -54,5 +54,5 @@ class Limits:
     # Each end of a job costs the supervisor a turn, with the interpreter's lock that the engine's step needs. Nobody
     # waits for a store, so on a fast tier a job of stores is up to four times as large: as much as it stores in this.
     store_job_s: float = 0.05
-    pause_s: float = 0.05  # while only write-back is under way, the ends of its jobs are applied so seldom
+    pause_s: float = 0.1  # while only write-back is under way, the ends of its jobs are applied so seldom
     breaker: BreakerLimits = field(default_factory=BreakerLimits)

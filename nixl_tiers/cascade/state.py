@@ -132,8 +132,8 @@ class CascadeState:
 
     def running_s(self, tier: TierIndex) -> float:
         """How long the rows that are being moved to and from this tier take it, as far as is known."""
-        rows = {Direction.LOAD: tier.rows_loading, Direction.STORE: tier.rows_storing}
-        return sum(count * self.row_bytes / tier.throughput[each].bytes_per_s for each, count in rows.items() if count)
+        loads, stores = tier.throughput[Direction.LOAD], tier.throughput[Direction.STORE]
+        return loads.seconds(tier.rows_loading * self.row_bytes) + stores.seconds(tier.rows_storing * self.row_bytes)
 
     def tick_of(self, request: Request) -> int:
         """The request's tick; it gets one at its first use of any row."""

@@ -48,6 +48,10 @@ class ThroughputEstimate:
         slow = sorted(self._samples)[len(self._samples) // SLOWEST_PART]
         self.bytes_per_s = slow if len(self._samples) >= ENOUGH_SAMPLES else min(slow, self._assumed)
 
+    def seconds(self, nbytes: int) -> float:
+        """How long nine transfers in ten of `nbytes` would take less than; 0 while that is hardly known."""
+        return nbytes / self.bytes_per_s if len(self._samples) >= ENOUGH_SAMPLES else 0.0
+
     def timeout_s(self, nbytes: int, least_s: float, most_s: float) -> float:
         """The timeout of a job that has `nbytes` under way when it begins, its own included."""
         return min(most_s, max(least_s, TIMEOUT_FACTOR * nbytes / self.bytes_per_s))

@@ -9,14 +9,15 @@ import pytest
 from nixl_tiers.cascade.events import PAUSE_SHARE
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import Job, TierSpec
+from nixl_tiers.cascade.throughput import ENOUGH_SAMPLES
+from nixl_tiers.cascade.types import Direction, Job, TierSpec
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.policies import Write
 from tests.support.core import opened, put
 
 ROW = 1 << 20
 ROWS = 400
-WINDOW = 20  # a twentieth of them
+WINDOW = RESERVE = 20  # a twentieth of them
 LIMITS = Limits()
 KEYS = [b"key-%d" % number for number in range(2 * ROWS)]
 
@@ -51,9 +52,10 @@ def test_nothing_under_way_is_no_reason_for_a_pause() -> None:
 
 def test_the_ends_of_stores_may_wait() -> None:
     core = core_of()
-    put(core, KEYS[:3])
+    measured(core, seconds=10 * LIMITS.pause_s)
+    put(core, KEYS[ROWS : ROWS + WINDOW])
     assert core.events.can_write_back
-    assert core.turn(0.0, 0.0)
+    assert core.turn(1e4, 1e4)
     assert core.events.pause_s == LIMITS.pause_s
     assert core.events.busy
     assert not core.events.urgent
@@ -65,6 +67,13 @@ def test_a_quick_tier_does_not_idle_meanwhile() -> None:
     put(core, KEYS[ROWS : ROWS + WINDOW])
     core.turn(1e4, 1e4)
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+
+
+def test_a_tier_is_waited_for_while_it_is_not_known_how_quick_it_is() -> None:
+    core = core_of()
+    put(core, KEYS[:3])
+    assert core.turn(0.0, 0.0)
+    assert core.events.pause_s == 0
 
 
 def test_a_full_window_is_no_work_for_a_turn() -> None:
@@ -79,23 +88,32 @@ def test_a_full_window_is_no_work_for_a_turn() -> None:
 
 def test_no_request_waits_for_a_pause_to_end() -> None:
     core = core_of()
-    put(core, KEYS[:3])
-    core.turn(0.0, 0.0)
-    assert core.lookup(b"stored", "request", 0, 0.0) is Lookup.PENDING
+    measured(core, seconds=1.0)
+    put(core, KEYS[ROWS : ROWS + WINDOW])
+    stores = core.turn(1e4, 1e4)
+    assert core.events.pause_s > 0
+    assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
     assert core.events.urgent
     assert core.events.pause_s == 0
-    jobs = core.turn(0.0, 0.0)
+    loads = core.turn(1e4, 1e4)
     core.finish_request("request")  # its row still comes, and another may ask for it
     assert core.events.urgent
-    end(core, jobs, 0.1)
+    assert core.events.pause_s == 0
+    end(core, loads, 1e4 + 0.1)
     assert not core.events.urgent
+    assert core.events.pause_s > 0
+    end(core, stores, 1e4 + 1)
 
 
 def test_no_allocation_waits_for_a_pause_to_end() -> None:
     """Rows are free as soon as they are written, where the host has hardly any that are."""
     core = core_of(Write.ON_EVICT)
-    put(core, KEYS[: ROWS - 5])
-    jobs = core.turn(0.0, 0.0)
-    assert jobs
+    for _ in range(ENOUGH_SAMPLES):
+        core.tiers[0].throughput[Direction.STORE].record(ROW, 1.0)
+    put(core, KEYS[: ROWS - RESERVE // 2])
+    core.turn(0.0, 0.0)
+    assert core.events.pause_s > 0
+    put(core, KEYS[ROWS : ROWS + 1])
+    assert core.tiers[0].jobs
     assert core.events.pause_s == 0
