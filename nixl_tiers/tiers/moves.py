@@ -156,10 +156,11 @@ class MoveQueue:
             part = moves[start : start + self._unit_rows]
             self.waiting.append(Unit(self, batch, dict(enumerate(part, start))))
 
-    def start(self) -> None:
-        """Start what waits, as far as there is room for it."""
+    def start(self, may_start: Callable[[], bool]) -> None:
+        """Start what waits, as far as there is room for it. `may_start`: asked before each, since preparing one takes
+        time."""
         most = self._limit + self._ahead
-        while self.waiting and len(self.running) < most and self._admit(self.waiting[0]):
+        while self.waiting and len(self.running) < most and may_start() and self._admit(self.waiting[0]):
             unit = self.waiting.popleft()
             if unit.moves:
                 self.running.append(unit)
@@ -321,7 +322,7 @@ class MovePipeline:
 
     def _start(self, queue: MoveQueue) -> None:
         if self._may_start() and (queue is self.loads or not self._holds_stores()):
-            queue.start()
+            queue.start((lambda: True) if queue is self.loads else lambda: not self._holds_stores())
 
     def _holds_stores(self) -> bool:
         now = self._clock()

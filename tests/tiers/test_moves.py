@@ -244,6 +244,23 @@ def test_no_store_starts_while_the_engine_copies_rows() -> None:
     assert medium.pipeline.poll_s == 0
 
 
+def test_copy_that_begins_while_stores_are_started_is_seen_before_the_next_one() -> None:
+    """A dozen uploads often end together, and to seal and start as many others takes longer than the copy."""
+    medium = Medium(limit=9)
+
+    def begin_copy(_: Unit) -> bool:
+        medium.held_until_s = HOLD_S / 2
+        return True
+
+    medium.admits = begin_copy
+    medium.pipeline.store(moves(1, 2, 3))
+    assert medium.started == [[1]]
+    medium.held_until_s = 0.0
+    medium.admits = lambda _: True
+    medium.poll()
+    assert medium.started == [[1], [2], [3]]
+
+
 def test_moves_are_coalesced_into_units_of_one_batch() -> None:
     medium = Medium(limit=9, unit_rows=2)
     medium.pipeline.load(moves(1, 2, 3))
