@@ -13,6 +13,7 @@ from nixl_tiers.cascade import pricing
 from nixl_tiers.testing import vllm_cpu
 
 READY_S: Final = 300.0
+MEASURES_S: Final = 5.0
 
 
 class Trace:
@@ -34,7 +35,7 @@ class Trace:
         _after(core.copies, "prepare_load", lambda _, keys, *_more, **_named: note("loads", len(keys)))
         _after(core.copies, "copied", lambda _, rows, seconds, *_more, **_named: note("copied", rows, seconds))
         _after(core._promotion, "give_up_waiting", lambda *_: note("gives up"))
-        _after(core._promotion, "measure", lambda _, *given: note("declines", len(given[1])))
+        _after(core._measurements, "declined", lambda _, *given: note("declines", len(given[1])))
         _after(core, "turn", lambda jobs, *_: [self._note_job("starts", job) for job in jobs])
         finished, observe = core.events.finished, manager._meter._observe
 
@@ -50,6 +51,11 @@ class Trace:
             observe(tokens, context, seconds)
 
         core.events.finished, manager._meter._observe = note_finished, note_step
+
+    @property
+    def measures(self) -> bool:
+        """Whether rows are being loaded, or are going to be, that no request waits for."""
+        return self._core._measurements.busy or any(tier.rows_loading for tier in self._core.tiers)
 
     def begin(self) -> None:
         self.events = []
@@ -116,11 +122,15 @@ class Engine(FirstTokenEngine):
             assert self.store.wait_ready(READY_S)
 
     def traced(self, prompts: list[list[int]], params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """`ask`, with what happened meanwhile and the processor seconds of this process and of its movers."""
+        """`ask`, with what happened meanwhile and the processor seconds of this process and of its movers; until what
+        it measures has ended, as that takes some of the medium and of the machine from whatever comes next."""
         if self._trace is not None:
             self._trace.begin()
         own_s, all_s = cpu_seconds(), cpu_seconds(self._movers)
         seconds = self.ask(prompts, params)
+        until_s = time.monotonic() + MEASURES_S
+        while self._trace is not None and self._trace.measures and time.monotonic() < until_s:
+            time.sleep(0.01)
         own_s, all_s = cpu_seconds() - own_s, cpu_seconds(self._movers) - all_s
         events = self._trace.events if self._trace is not None else []
         return {"seconds": seconds, "cpu_s": round(own_s, 3), "movers_cpu_s": round(all_s - own_s, 3), "events": events}

@@ -16,6 +16,7 @@ from nixl_tiers.cascade import pricing
 from nixl_tiers.cascade.chain_rows import Chain, ChainRows, Group, RowFinder
 from nixl_tiers.cascade.existence import ExistenceChecks
 from nixl_tiers.cascade.host import Row, RowState
+from nixl_tiers.cascade.measurements import Measurements
 from nixl_tiers.cascade.pricing import HOST, Run
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.request_index import RequestIndex
@@ -56,13 +57,19 @@ class Chains:
     """Scans of chains on behalf of requests (`TierManager.scan`)."""
 
     def __init__(
-        self, state: CascadeState, checks: ExistenceChecks, promotion: Promotion, requests: RequestIndex
+        self,
+        state: CascadeState,
+        checks: ExistenceChecks,
+        promotion: Promotion,
+        requests: RequestIndex,
+        measurements: Measurements,
     ) -> None:
         self._state = state
         self._host = state.host
         self._checks = checks
         self._promotion = promotion
         self._requests = requests
+        self._measurements = measurements
         self._rows = RowFinder(state)
 
     def scan(self, request: Request, chain: Chain, start: int, first: int, now: float) -> Scan:
@@ -94,7 +101,7 @@ class Chains:
             self._note_refused(look, limit)
         open_end = chosen >= look.known and len(found) == 1 and self._ask_for_unknown(look, limit)
         if request.first_scan and (waits or open_end or chain.windows):
-            request.wait = Wait(now, expected_s, chain.step_tokens, end, self._places(look))
+            request.wait = Wait(now, expected_s, chain.step_tokens, end, self._places(look, chosen))
         if not (waits or open_end):
             if request.waiting and not request.pinned and not request.asked:
                 self._promotion.release(request)  # it has waited for an existence check, which found nothing
@@ -216,7 +223,7 @@ class Chains:
                 if declined := [each.keys[place] for place in places[bisect_left(places, first) :]]:
                     tier = self._state.tiers[number]
                     tier.counters.missed_slower += len(declined)
-                    self._promotion.measure(tier, declined, look.now)
+                    self._measurements.declined(tier, declined, look.now)
 
     def _ask(self, look: _Look, chosen: int) -> bool:
         """Promote what the request is going to load, as far as it is not in host memory; whether it has to wait. What
@@ -299,16 +306,18 @@ class Chains:
                 end = min(end, (each.first + place) * each.group.chunk_tokens)
         return max(look.start, end - end % look.chain.step_tokens)
 
-    def _places(self, look: _Look) -> list[tuple[int, int]]:
-        """The tiers that the request waits for, and its last row's place in the queue of each."""
-        coming = [each.rows[place] for each in look.found for place in each.coming]
-        loading = {row.source for row in coming if row is not None and row.state is _LOADING}
+    def _places(self, look: _Look, chosen: int) -> list[tuple[int, int]]:
+        """The tiers that the request waits for up to token `chosen`, and its last row's place in the queue of each."""
+        queued: set[int] = set()
+        loading: set[int] = set()
+        for each in look.found:
+            stop = max(0, chosen // each.group.chunk_tokens - each.first)
+            queued.update(number for number, places in each.stored.items() if places and places[0] < stop)
+            loading.update(number for number, places in each.loading.items() if places and places[0] < stop)
         places = []
-        for tier in self._state.tiers:
-            if any(tier.number in each.stored for each in look.found):
-                places.append((tier.number, tier.queued))
-            elif tier.spec.name in loading:
-                places.append((tier.number, tier.queued - len(tier.to_load)))
+        for number in sorted(queued | loading):
+            tier = self._state.tiers[number]
+            places.append((number, tier.queued - (0 if number in queued else len(tier.to_load))))
         return places
 
     def _margin_s(self, request: Request, chain: Chain, start: int, now: float) -> float:

@@ -9,6 +9,7 @@ from nixl_tiers.cascade.cold_table import ColdTable, Steps, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.listing import add_table, begin_listing, end_listing
+from nixl_tiers.cascade.measurements import Measurements
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.state import CascadeState
@@ -33,6 +34,7 @@ class Events:
         writeback: WriteBack,
         *,
         health: Health,
+        measurements: Measurements,
     ) -> None:
         self._state = state
         self._checks = checks
@@ -40,6 +42,7 @@ class Events:
         self._promotion_jobs = promotion_jobs
         self._writeback = writeback
         self._health = health
+        self._measurements = measurements
         self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------
@@ -122,6 +125,7 @@ class Events:
         return (
             self.urgent
             or self.can_write_back
+            or self._measurements.busy
             or any(tier.jobs or (tier.to_store and tier.writable) for tier in self._state.tiers)
         )
 
@@ -198,6 +202,8 @@ class Events:
                 jobs.extend(self._promotion_jobs.plan(tier, now))
         for tier in self._promotion_jobs.feed_line(now):
             jobs.extend(self._promotion_jobs.plan(tier, now))
+        for tier in known:
+            jobs.extend(self._measurements.plan(tier, now))
         self._writeback.hold.begin(self._promotion_jobs.under_way, now)
         for tier in known:
             if tier.readable and tier.to_demote:

@@ -44,9 +44,10 @@ class Limits:
     hot_rows: int = 1 << 16  # of a tier, as Python objects at most; with `lru`, and without victims that wait
     burst_s: float = 0.02  # loads that start within it are measured by the last of them to end (types.py)
     measure_s: float = 5.0  # a tier whose rows are declined for its speed is measured again so often,
-    measure_share: float = 0.125  # with so much of a job's rows, for which no request waits,
-    measure_time: float = 0.05  # and which take so much of its time, or one row seldom enough for that
-    measure_again_s: float = 1.0  # so soon, and twice as many, if a measurement contradicts those before
+    measure_share: float = 0.125  # with so much of a job's rows, or more, by turns, for which no request waits,
+    measure_time: float = 0.05  # and which take so much of its time, or seldom enough for that
+    measure_again_s: float = 1.0  # so soon, and twice as many, if it was clearly faster than before
+    measure_busy_s: float = 1.0  # later, if requests are alive until then: while none is, it takes nothing from them
     moves_per_job: int = 64
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job

@@ -26,6 +26,7 @@ from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.line import AFTER_ALL, Rank
+from nixl_tiers.cascade.measurements import Measurements
 from nixl_tiers.cascade.misses import Misses
 from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.promotion import Promotion
@@ -86,14 +87,21 @@ class TierManager:
         self._writeback = WriteBack(self._state)
         self._promotion = Promotion(self._state, self.checks)
         self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion)
-        self.health = Health(self._state, self._promotion_jobs, self._writeback)
-        self.events = Events(
-            self._state, self.checks, self._promotion, self._promotion_jobs, self._writeback, health=self.health
-        )
         self.savings = Savings(self.prefill, self._state.counters_of)
         self._requests = RequestIndex(self.host, self._promotion, self.savings)
+        self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
+        self.health = Health(self._state, self._promotion_jobs, self._writeback)
+        self.events = Events(
+            self._state,
+            self.checks,
+            self._promotion,
+            self._promotion_jobs,
+            self._writeback,
+            health=self.health,
+            measurements=self._measurements,
+        )
         self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
-        self._chains = Chains(self._state, self.checks, self._promotion, self._requests)
+        self._chains = Chains(self._state, self.checks, self._promotion, self._requests, self._measurements)
         self._prefetches = 0
 
     # --- requests ----------------------------------------------------------------------------------------------
@@ -267,6 +275,7 @@ class TierManager:
         self.savings.reset()
         self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
+        self._measurements.reset()
         self._state.gone.clear()
         self.checks.reset(self.garbage)
         self.host.reset(self.garbage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.cascade.existence import ExistenceChecks
@@ -11,14 +10,11 @@ from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.line import Line
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.state import CascadeState
-from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Direction, TierState
 from nixl_tiers.chunk import Key
 
 PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
-BYTES_TO_LATENCY: Final = 2  # of a measurement's time: what the bytes take at least, in latencies
 EXPIRE_EVERY_S: Final = 1.0
-MAX_DOUBLED: Final = 6
 MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it looks all of them up again
 
 
@@ -98,21 +94,6 @@ class Promotion:
         """To compute what the request still waits for is quicker than to wait on: it loads what has come. What is
         queued for it is not promoted any more. No tier is to blame, so no breaker records it."""
         self._end_wait(request)
-
-    def measure(self, tier: TierIndex, keys: Sequence[Key], now: float) -> None:
-        """Promote some of these rows, which were declined because the tier is slow, if its speed was not measured for a
-        while: no request waits for them, and without it nobody would find out that the tier has become faster. While
-        it loads anything, that measures it."""
-        limits, last_s = self._state.limits, tier.loads.last_s
-        doubts = tier.loads.contradictions
-        rows = self._rows_to_measure(tier) << min(doubts, MAX_DOUBLED)
-        rows = min(rows, self._state.rows_per_job)
-        expected_s = tier.loads.seconds(rows * self._state.row_bytes)
-        pause_s = limits.measure_again_s if doubts else max(limits.measure_s, expected_s / limits.measure_time)
-        if now >= max(last_s or 0.0, tier.measured_s) + pause_s and not (tier.to_load or tier.rows_loading):
-            tier.measured_s = now
-            for key in keys[:rows]:
-                tier.queue_load(None, key)
 
     def still_waits(self, request: Request, position: int | None, first: int, now: float) -> bool:
         """Whether the request, whose scan begins at `position`, would find that some of what it waits for is missing.
@@ -197,17 +178,6 @@ class Promotion:
                 tier.trials[key] = None
             elif not tier.breakers[Direction.LOAD].closed:
                 tier.last_refused = key
-
-    def _rows_to_measure(self, tier: TierIndex) -> int:
-        """A share of a job's; more if their time would be the tier's latency and say nothing about its bandwidth; fewer
-        if they took too much of the tier's time."""
-        limits, loads = self._state.limits, tier.loads
-        row_s = loads.s_per_byte * self._state.row_bytes
-        rows = int(self._state.rows_per_job * limits.measure_share)
-        if row_s:
-            rows = max(rows, int(BYTES_TO_LATENCY * loads.latency_s / row_s))
-            rows = min(rows, int((limits.measure_s * limits.measure_time - loads.latency_s) / row_s))
-        return max(1, rows)
 
     def _end_wait(self, request: Request) -> None:
         """It keeps what has come, and gets nothing more."""

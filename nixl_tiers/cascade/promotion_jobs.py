@@ -95,8 +95,7 @@ class PromotionJobs:
             if len(moves) == room:
                 put_off += self._without_room(key, requests)
                 continue
-            tick = self._state.tick_of(requests[0]) if requests else 0
-            row = self._host.insert(key, RowState.LOADING, tick)
+            row = self._host.insert(key, RowState.LOADING, self._state.tick_of(requests[0]))
             row.source = tier.spec.name
             moves.append(tier.start_load(row))
             self._loading_for[row.order] = requests
@@ -104,6 +103,27 @@ class PromotionJobs:
                 request.pin(row)
         tier.to_load.extendleft(reversed(put_off))
         return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_load), most - len(wanted)))
+
+    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+        """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
+        memory has, or is about to get, is loaded into a row that no look-up finds."""
+        if not tier.send_credits or not self._state.take(len(keys)):
+            return []
+        most = min(len(keys), self._state.load_window - tier.rows_loading)
+        # A tier that is written when the host evicts would lose what is evicted now: `clean` keeps some rows free.
+        room = self._state.make_room(most) if self._state.below_host is None else min(most, self._host.free)
+        moves: list[PlannedMove] = []
+        for key in keys[:room]:
+            if tier.open_for_load(key, now) is None:
+                continue
+            if key in self._host.index:
+                row = self._host.allocate_scratch(key)
+            else:
+                row = self._host.insert(key, RowState.LOADING, 0)
+                row.source = tier.spec.name
+                self._loading_for[row.order] = []
+            moves.append(tier.start_load(row))
+        return self._state.start_jobs(tier, Direction.LOAD, moves, now)
 
     # --- ends --------------------------------------------------------------------------------------------------
 
@@ -130,7 +150,7 @@ class PromotionJobs:
         self._writeback.drop_demotions(tier)
         while tier.to_load and self._state.take():
             request, key = tier.to_load.popleft()
-            if request is not None and request.waiting and request.asked.get(key):
+            if request.waiting and request.asked.get(key):
                 self._promotion.enqueue(key, request, now)
 
     def retry(self, now: float) -> None:
@@ -154,13 +174,11 @@ class PromotionJobs:
         wanted: dict[Key, list[Request]] = {}
         while tier.to_load and len(wanted) < most and self._state.take():
             request, key = tier.to_load.popleft()
-            if request is not None and not (request.waiting and request.asked.get(key)):
+            if not (request.waiting and request.asked.get(key)):
                 continue  # it has loaded, expired or ended since it asked
             row = self._host.index.get(key)
             if row is None and tier.open_for_load(key, now) is not None:
-                wanted.setdefault(key, []).extend(() if request is None else (request,))
-            elif request is None:
-                continue
+                wanted.setdefault(key, []).append(request)
             elif row is None:
                 request.withdraw(key)
             else:
@@ -225,7 +243,7 @@ class PromotionJobs:
     def _turn_has_come(self, tier: TierIndex) -> bool:
         """Whether a request at the front of the tier's queue is not in line."""
         front = (request for request, _ in islice(tier.to_load, FRONT))
-        return any(request is not None and request.waiting and not request.in_line for request in front)
+        return any(request.waiting and not request.in_line for request in front)
 
     def _waits_for_writeback(self, now: float) -> bool:
         """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for

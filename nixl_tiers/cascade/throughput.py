@@ -73,6 +73,7 @@ class TransferEstimate:
         "_latency_s",
         "_line",
         "_odd",
+        "_one_size",
         "_s_per_byte",
         "_slower",
         "_sound",
@@ -86,6 +87,7 @@ class TransferEstimate:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of weight, x, y, xx, xy: MB and seconds
         self._sound, self._line = self._sums, (0.0, 0.0)  # those before the first of `_odd`
         self._latency_s = self._s_per_byte = 0.0
+        self._one_size = True
         self._odd: deque[_Odd] = deque(maxlen=MAX_ODD)  # that contradict, in succession
         self._slower = False  # in which direction
         self._witnesses = 0  # of them, those that did not run side by side: one stall delays all that do
@@ -126,6 +128,11 @@ class TransferEstimate:
     def contradictions(self) -> int:
         """How many of the last transfers contradicted those before, if it is not decided yet whether that was noise."""
         return len(self._odd)
+
+    @property
+    def one_size(self) -> bool:
+        """Whether all that count were of about one size, which does not tell the latency from the time of a byte."""
+        return self._one_size
 
     @property
     def latency_s(self) -> float:
@@ -179,7 +186,8 @@ class TransferEstimate:
         spread, whole = sxx / w - mean_x * mean_x, sxy / sxx
         # Of sizes that are nearly the same, all of the time counts as the bytes'. Latency is never negative, and bytes
         # always take a part of the time: a line through noise would make the largest transfers the cheapest.
-        slope = (sxy / w - mean_x * mean_y) / spread if spread > (SAME_SIZE * mean_x) ** 2 else whole
+        self._one_size = spread <= (SAME_SIZE * mean_x) ** 2
+        slope = whole if self._one_size else (sxy / w - mean_x * mean_y) / spread
         if slope >= whole:
             self._s_per_byte, self._latency_s = whole / MB, 0.0
         else:

@@ -63,9 +63,8 @@ class TierIndex:
     quarantined: int = 0  # host rows that cannot be allocated since its mover may still write to them
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first in, first out
     parked: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
-    to_load: deque[tuple[Request | None, Key]] = field(default_factory=deque)
+    to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     queued: int = 0  # rows that were ever put there
-    measured_s: float = -1e9  # when rows were last queued only to measure it
     loaded: int = 0  # rows whose load has ended, however
     burst: Burst | None = None  # the last one
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
@@ -157,8 +156,8 @@ class TierIndex:
             return [each and not self.denylist.is_denied(key, now) for key, each in zip(keys, found, strict=True)]
         return found
 
-    def queue_load(self, request: Request | None, key: Key) -> None:
-        """Queue a row to be promoted; None: for no request."""
+    def queue_load(self, request: Request, key: Key) -> None:
+        """Queue a row to be promoted for a request."""
         self.to_load.append((request, key))
         self.queued += 1
 

@@ -165,6 +165,19 @@ def test_row_that_a_slow_tier_is_loading_is_not_there_yet() -> None:
     assert engine.queued(S3) == []
 
 
+def test_rows_that_are_not_waited_for_do_not_end_a_wait() -> None:
+    """The host's rows are being written, and what of the chain a slow tier has is computed: others may load that."""
+    engine = Engine()
+    engine.core.copies.prepare_store(KEYS[:4], "writer")
+    engine.store(FILE, KEYS[4:], row_s=5.0)
+    assert engine.scan("other", keys=KEYS[4:]) == Scan(False, 0)
+    engine.core.tiers[FILE].queue_load(engine.core._requests.get("other"), KEYS[5])
+    for _ in range(2):
+        assert engine.scan() == Scan(True, 4 * TOKENS)
+    engine.now = 0.1
+    assert engine.scan() == Scan(True, 4 * TOKENS)
+
+
 def test_row_that_another_request_is_loading_is_waited_for_and_not_asked_for_again() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
@@ -431,6 +444,8 @@ def test_slow_tier_is_measured_again_and_no_request_waits_for_that() -> None:
     engine.now = 11.0
     assert engine.scan("second") == Scan(False, 0)
     assert engine.scan("third") == Scan(False, 0)
+    assert engine.plan() == [], "it would take something from the requests that are alive"
+    engine.now += 1.0
     (job,) = engine.plan()
     assert [move.key for move in job.moves] == KEYS[:2]
     engine.now += 0.02
@@ -543,12 +558,15 @@ def test_tier_is_not_measured_while_it_loads_for_requests() -> None:
     engine.store(FILE, KEYS, row_s=0.5)
     engine.now = 11.0
     assert engine.scan("second", keys=KEYS[2:]) == Scan(False, 0)
-    assert engine.queued(FILE) == []
+    engine.now = 12.0
+    assert engine.plan() == []
     engine.end(job)
+    assert engine.plan() == []
     engine.speed(FILE, row_s=0.5)
     engine.now = 22.0
     assert engine.scan("third", keys=KEYS[2:]) == Scan(False, 0)
-    assert engine.queued(FILE) != []
+    engine.now = 23.0
+    assert engine.plan() != []
 
 
 def test_measuring_a_slow_tier_takes_little_of_its_time() -> None:
