@@ -168,7 +168,7 @@ class SchedulerCalls:
         with self._lock:
             self._core.end_step(began, preempted)
             urgent = self._core.events.urgent
-            work = urgent or self._core.events.can_write_back or bool(self._core.garbage)
+            work = urgent or self._core.events.can_start or bool(self._core.garbage)
             if work and not self._tiers:
                 now = self._clock()
                 self._core.turn(now, now)
@@ -247,7 +247,7 @@ class SchedulerCalls:
             rows = self._copies.rows_being_filled(keys)
             self._copies.complete_store(rows, *bad_rows(self.region, rows))
             urgent = self._core.events.urgent
-            work = urgent or self._core.events.can_write_back
+            work = urgent or self._core.events.can_start
         if work:
             self._link.wake(urgent)
 
@@ -259,7 +259,7 @@ class SchedulerCalls:
             self._copies.end_call(call, *bad_rows(self.region, rows))
             self._open_loads.end_call(call)
             urgent = self._core.events.urgent
-            work = urgent or self._core.events.can_write_back
+            work = urgent or self._core.events.can_start
             self.changed.notify_all()
         if work:
             self._link.wake(urgent)

@@ -124,15 +124,14 @@ class Events:
         """Whether deadlines run, or jobs could be planned without any other event."""
         return (
             self.urgent
-            or self.can_write_back
-            or self._measurements.busy
+            or self.can_start
             or any(tier.jobs or (tier.to_store and tier.writable) for tier in self._state.tiers)
         )
 
     @property
-    def can_write_back(self) -> bool:
-        """Whether a turn might write something back, or delete something, now."""
-        return any(
+    def can_start(self) -> bool:
+        """Whether a turn might start something now for which no request waits: write-back, deletions, measurements."""
+        return self._measurements.busy or any(
             tier.to_delete
             or tier.to_demote
             or (tier.to_store and (tier.refuses_stores or self._writeback.has_room(tier)))

@@ -10,6 +10,7 @@ from nixl_tiers.cascade.host import RowState
 from nixl_tiers.cascade.line import Line
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.state import CascadeState
+from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Direction, TierState
 from nixl_tiers.chunk import Key
 

@@ -47,14 +47,14 @@ def measured(core: TierManager, seconds: float) -> None:
 def test_nothing_under_way_is_no_reason_for_a_pause() -> None:
     core = core_of()
     assert core.events.pause_s == 0
-    assert not core.events.can_write_back
+    assert not core.events.can_start
 
 
 def test_the_ends_of_stores_may_wait() -> None:
     core = core_of()
     measured(core, seconds=10 * LIMITS.pause_s)
     put(core, KEYS[ROWS : ROWS + WINDOW])
-    assert core.events.can_write_back
+    assert core.events.can_start
     assert core.turn(1e4, 1e4)
     assert core.events.pause_s == LIMITS.pause_s
     assert core.events.busy
@@ -81,9 +81,9 @@ def test_a_full_window_is_no_work_for_a_turn() -> None:
     put(core, KEYS[: WINDOW + 1])
     jobs = core.turn(0.0, 0.0)
     assert core.tiers[0].to_store
-    assert not core.events.can_write_back
+    assert not core.events.can_start
     end(core, jobs, 1.0)
-    assert core.events.can_write_back
+    assert core.events.can_start
 
 
 def test_no_request_waits_for_a_pause_to_end() -> None:
