@@ -7,7 +7,7 @@ a namespace is the fingerprint of all that must agree before two engines may sha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property
@@ -18,6 +18,7 @@ MAX_KEY_BYTES: Final = 112
 NAMESPACE_BYTES: Final = 16
 
 Key = bytes
+_KEY_SIZES: Final = range(1, MAX_KEY_BYTES + 1)
 
 
 def align(size: int, to: int = PAGE) -> int:
@@ -31,6 +32,13 @@ def check_key(key: Key) -> None:
         raise TypeError(f"a key must be bytes, not {type(key).__name__}")
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, this one has {len(key)}")
+
+
+def check_keys(keys: Collection[Key]) -> None:
+    """`check_key` of each."""
+    if set(map(type, keys)) - {bytes} or not all(map(_KEY_SIZES.__contains__, map(len, keys))):
+        for key in keys:
+            check_key(key)
 
 
 def object_name(key: Key) -> str:

@@ -21,7 +21,7 @@ from nixl_tiers.cascade.line import Rank
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.prefill import MIN_SAMPLES
 from nixl_tiers.cascade.savings import Load
-from nixl_tiers.chunk import Key, Namespace, check_key
+from nixl_tiers.chunk import Key, Namespace, check_key, check_keys
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.mover_link import DROPPED_PER_TURN, MoverLink
 from nixl_tiers.open_loads import OpenLoads
@@ -145,8 +145,7 @@ class SchedulerCalls:
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Promote what storage tiers hold of `keys`, in the background. Raises as `lookup`."""
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         if not self._tiers:
             return
         with self._lock:
@@ -220,8 +219,7 @@ class SchedulerCalls:
         The caller owns them until complete_store; or, if `request` is the `call` of a thread, until end_call.
         Raises TypeError or ValueError for an invalid key.
         """
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         with self._lock:
             if self._core.host.free < len(keys):
                 # After a reset vLLM may never complete the old store jobs, and no new one could end for them either:

@@ -165,12 +165,12 @@ class Copies:
     def complete_store(self, rows: Iterable[Row], failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
         """Workers are done writing these rows. Those of `failed` hold nothing usable; those of `incomplete` lack their
         first sub-blocks, so that no load can use them."""
-        filled = []
+        rows = list(rows)
         for row in rows:
             row.worker_refs = 0
-            if self._filled(row, failed, incomplete):
-                filled.append(row)
-                self._flushed_before(row.generation)
+        filled = self._filled(rows, failed, incomplete)
+        for generation in dict.fromkeys(row.generation for row in filled):
+            self._flushed_before(generation)
         self._writeback.write_through(filled, self._tiers)
         self._writeback.clean()
 
@@ -181,16 +181,16 @@ class Copies:
     def end_call(self, name: str, failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
         """A call has ended, well or not: it neither reads nor writes any row from now on, and its request is finished.
         Of the rows that it was to fill, `failed` and `incomplete` are as in complete_store."""
-        filled = []
+        written = []
         for row in self._calls.pop(name, ()):
             row.call_refs -= 1
             if row.invalidated:
                 self._host.reclaim(row)
             elif row.state is not RowState.FILLING:
                 self._count_read(row)
-            elif self._filled(row, failed, incomplete):
-                filled.append(row)
-        self._writeback.write_through(filled, self._tiers)
+            else:
+                written.append(row)
+        self._writeback.write_through(self._filled(written, failed, incomplete), self._tiers)
         self._writeback.clean()
         self._requests.finish(name)
 
@@ -223,16 +223,21 @@ class Copies:
         else:
             row.worker_refs += 1
 
-    def _filled(self, row: Row, failed: Collection[Key], incomplete: Collection[Key]) -> bool:
-        if row.key in failed or row.key in incomplete:
-            self._host.counters.failed_stores += row.key in failed
-            self._host.counters.incomplete += row.key not in failed
-            self._host.invalidate(row)
-            return False
-        row.state = RowState.READY
-        self._host.counters.stored += 1
-        self._host.counters.bytes_written += self._state.row_bytes
-        return True
+    def _filled(self, rows: list[Row], failed: Collection[Key], incomplete: Collection[Key]) -> list[Row]:
+        """Of rows that nobody writes any more, those that are hits from now on; the others are invalidated."""
+        good, counters = rows, self._host.counters
+        if failed or incomplete:
+            good = [row for row in rows if row.key not in failed and row.key not in incomplete]
+            for row in rows:
+                if row.key in failed or row.key in incomplete:
+                    counters.failed_stores += row.key in failed
+                    counters.incomplete += row.key not in failed
+                    self._host.invalidate(row)
+        for row in good:
+            row.state = RowState.READY
+        counters.stored += len(good)
+        counters.bytes_written += len(good) * self._state.row_bytes
+        return good
 
     def _count_read(self, row: Row) -> None:
         row.source = CPU

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from nixl_tiers.cascade.breaker import BreakerState
 
@@ -83,7 +84,7 @@ class Counters:
 
     @property
     def missed(self) -> int:
-        return sum(getattr(self, name) for name in MISSED)
+        return sum(_missed(self))
 
     @property
     def rows(self) -> int:
@@ -93,10 +94,10 @@ class Counters:
 
 
 MISSED: Final = tuple(field.name for field in fields(Counters) if field.name.startswith("missed_"))
+_missed: Final = attrgetter(*MISSED)
 
 
-@dataclass(frozen=True)
-class TierStats:
+class TierStats(NamedTuple):
     """A tier's numbers: running totals; rows that can be hit; slots in use, including those being written; whether it
     serves; the state of its circuit; host rows in quarantine, which its mover may still write to; rows that wait to be
     loaded and stored, and that are being loaded and stored."""

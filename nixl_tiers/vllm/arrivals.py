@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush, merge
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from nixl_tiers.cascade.line import Rank
@@ -55,8 +55,11 @@ def chain_at_arrival(scheduler: Any, pool: Any, name: str) -> list[OffloadKey]:
         end = len(keys)
         if status.max_load_tokens is not None:
             end = min(end, cached + status.max_load_tokens // tokens)
-        chains.append(((number + 1) * tokens, keys[number]) for number in range(cached, end))
-    return [key for _, key in merge(*chains)]
+        chains.append((cached, tokens, keys[cached:end]))
+    if len(chains) == 1:
+        return chains[0][2]
+    ends = (zip(count(tokens * (cached + 1), tokens), keys, strict=False) for cached, tokens, keys in chains)
+    return [key for _, key in merge(*ends)]
 
 
 def _cached_chunks(pool: Any, hashes: Any, config: Any, chunks: int) -> int:
