@@ -46,7 +46,7 @@ def chain_at_arrival(scheduler: Any, pool: Any, name: str) -> list[OffloadKey]:
     if request.skip_reading_prefix_cache:
         return []
     status.update_offload_keys()
-    chains = []
+    chains: list[tuple[int, int, list[OffloadKey]]] = []
     for config, state in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
         if config.sliding_window_size_in_chunks is not None:
             continue
