@@ -54,7 +54,6 @@ from nixl_tiers.tiers.base import Move
 TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
 USES_A_PART: Final = 256
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
-_OUTCOMES: Final = tuple(Outcome)
 MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this engine's own capacity
 
 
@@ -170,7 +169,7 @@ class MoverLink:
             now = self._clock()
             match message:
                 case Finished():
-                    outcomes = [_OUTCOMES[code] for code in message.outcomes]
+                    outcomes = [Outcome(code) for code in message.outcomes]
                     self._core.events.finished(tier, message.job, outcomes, now, message.partial)
                 case Heartbeat():
                     status.used_bytes = message.used_bytes
