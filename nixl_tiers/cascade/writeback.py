@@ -25,9 +25,8 @@ class WriteBack:
         self._host = state.host
         self.hold = StoreHold(state)
         self._now = 0.0
-        self._kept_s: dict[
-            int, float
-        ] = {}  # by tier: when victims that wait for it were kept, and none has moved since
+        # By tier: when victims that wait for it were kept, and none has moved since.
+        self._kept_s: dict[int, float] = {}
 
     # --- queueing ----------------------------------------------------------------------------------------------
 
