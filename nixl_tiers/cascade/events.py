@@ -149,7 +149,12 @@ class Events:
             or self._state.host.has_old
             or self._state.host.searching
             or any(
-                tier.dead or tier.to_cancel > 0 or tier.trials_running or (tier.readable and tier.trials)
+                # Loads that no request waits for, too: their end measures the tier.
+                tier.rows_loading
+                or tier.dead
+                or tier.to_cancel > 0
+                or tier.trials_running
+                or (tier.readable and tier.trials)
                 for tier in self._state.tiers
             )
         )

@@ -10,6 +10,7 @@ from nixl_tiers.cascade.chains import Chain, Group
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.prefill import PrefillEstimate
+from nixl_tiers.cascade.throughput import ENOUGH_SAMPLES
 from nixl_tiers.cascade.types import Direction, Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
@@ -126,6 +127,19 @@ def test_request_that_has_come_meanwhile_is_alive(alive: str) -> None:
     assert engine.plan() == []
     engine.core.finish_request("next")
     assert engine.measured()
+
+
+def test_end_of_a_measurement_is_not_put_off_to_be_applied_with_others() -> None:
+    """Else a tier that has become much faster would seem to take a part of what it took before."""
+    engine = Engine()
+    for _ in range(ENOUGH_SAMPLES):
+        engine.tier.throughput[Direction.LOAD].record(ROW_BYTES, engine.row_s)
+    engine.decline()
+    engine.now += 0.1
+    engine.finish()
+    (job,) = engine.plan()
+    assert engine.core.events.pause_s == 0
+    engine.end(job)
 
 
 def test_tier_is_measured_once_in_a_while() -> None:
