@@ -329,25 +329,24 @@ FOREVER_S = 1e6
 
 
 @contextmanager
-def pausing(turn: Turn) -> Iterator[tuple[Supervisor, Recorder, Callable[[], None]]]:
-    """A supervisor without movers whose first turn is this one, and a call that seems to it a mover's report."""
+def pausing(turn: Turn, reports: int = 0) -> Iterator[tuple[Supervisor, Recorder]]:
+    """A supervisor without movers whose first turn is this one. `reports`: what it could read all of the time."""
     recorder = Recorder()
     recorder.turns = [turn]
     supervisor = Supervisor([], [], -1, recorder, time.monotonic)
-    report = os.eventfd(0)
+    report = os.eventfd(reports)
     supervisor._selector.register(report, selectors.EVENT_READ)
     supervisor.start(Open(NAMESPACE, 0))
     try:
-        yield supervisor, recorder, lambda: os.eventfd_write(report, 1)
+        yield supervisor, recorder
     finally:
         supervisor.close(10)
         os.close(report)
 
 
 def test_a_pause_is_ended_by_a_wake_and_by_nothing_else() -> None:
-    with pausing(Turn([], {}, 0.0, pause_s=FOREVER_S)) as (supervisor, recorder, report):
+    with pausing(Turn([], {}, 0.0, pause_s=FOREVER_S), reports=1) as (supervisor, recorder):
         until(lambda: supervisor._pausing, "the pause", 60)
-        report()
         supervisor.wake_soon()
         with pytest.raises(BlockingIOError):
             os.eventfd_read(supervisor._wake_fd)
@@ -358,7 +357,7 @@ def test_a_pause_is_ended_by_a_wake_and_by_nothing_else() -> None:
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
 def test_a_turn_that_may_wait_for_the_end_of_a_pause_waits_no_longer(pause_s: float) -> None:
-    with pausing(Turn([], {}, FOREVER_S, pause_s)) as (supervisor, recorder, _):
+    with pausing(Turn([], {}, FOREVER_S, pause_s)) as (supervisor, recorder):
         until(lambda: recorder.ticks, "the first turn", 60)
         supervisor.wake_soon()
         until(lambda: recorder.ticks > 1, "the next turn", 60)
