@@ -22,11 +22,8 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, Final
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from nixl_tiers.chunk import Geometry, Namespace
@@ -36,6 +33,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.manager import NixlTiersManager
+from tests.support.vllm_scheduler import offloading_scheduler
 
 TOKENS: Final = 16
 REQUESTS: Final = 32
@@ -50,24 +48,8 @@ class Connector:
     """The scheduler's side of a connector over a manager, without an engine."""
 
     def __init__(self, manager: Any, made: type[OffloadingConnector]) -> None:
-        spec = SimpleNamespace(
-            config=SimpleNamespace(groups=(SimpleNamespace(group_id=0, tokens_per_block=TOKENS),)),
-            get_manager=lambda: manager,
-            blocks_per_chunk=1,
-            tokens_per_hash=TOKENS,
-            tokens_per_block=(TOKENS,),
-            offload_prompt_only=True,
-            kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
-        )
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
-            parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
-            speculative_config=None,
-        )
-        attention = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-        caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention, is_eagle_group=False)])
         self.connector: Any = object.__new__(made)
-        self.connector.connector_scheduler = OffloadingConnectorScheduler(spec, config, caches)
+        self.connector.connector_scheduler = offloading_scheduler(manager, TOKENS)
         self.connector.connector_worker = None
         self.connector._bounding_group_ids = ()
         self.connector._kv_cache_manager = None

@@ -15,27 +15,32 @@ from nixl_tiers.vllm.manager import NixlTiersManager
 BLOCK: Final = 32  # tokens
 
 
+def offloading_scheduler(manager: Any, block_tokens: int) -> Any:
+    """One full-attention group of blocks of so many tokens, a chunk each."""
+    spec = SimpleNamespace(
+        config=SimpleNamespace(groups=(SimpleNamespace(group_id=0, tokens_per_block=block_tokens),)),
+        get_manager=lambda: manager,
+        blocks_per_chunk=1,
+        tokens_per_hash=block_tokens,
+        tokens_per_block=(block_tokens,),
+        offload_prompt_only=True,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
+    )
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
+        speculative_config=None,
+    )
+    attention = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention, is_eagle_group=False)])
+    return OffloadingConnectorScheduler(spec, config, caches)
+
+
 class ConnectorScheduler:
     """One full-attention group of blocks of BLOCK tokens, a chunk each. The test is the engine and its workers."""
 
     def __init__(self, manager: NixlTiersManager) -> None:
-        spec = SimpleNamespace(
-            config=SimpleNamespace(groups=(SimpleNamespace(group_id=0, tokens_per_block=BLOCK),)),
-            get_manager=lambda: manager,
-            blocks_per_chunk=1,
-            tokens_per_hash=BLOCK,
-            tokens_per_block=(BLOCK,),
-            offload_prompt_only=True,
-            kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
-        )
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
-            parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
-            speculative_config=None,
-        )
-        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-        caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention, is_eagle_group=False)])
-        self.scheduler: Any = OffloadingConnectorScheduler(spec, config, caches)
+        self.scheduler = offloading_scheduler(manager, BLOCK)
 
     def request(self, name: str, hashes: list[bytes], params: dict[str, Any] | None = None) -> Any:
         """A new request of as many blocks as `hashes`, and a token more, as it arrives."""
