@@ -29,7 +29,6 @@ UNPRICED: Final = float("inf")
 IDLE_SHARE: Final = 0.125  # a wait is judged again when so much of what it may still last is over,
 MOST_IDLE_S: Final = 0.05  # or after so long, as what it is judged by may have changed
 _READY: Final = RowState.READY
-_LOADING: Final = RowState.LOADING
 
 
 class Scan(NamedTuple):

@@ -43,11 +43,6 @@ class PromotionJobs:
         self._host_full_since_s: float | None = None  # when promotions began to wait for a write-back
 
     @property
-    def busy(self) -> bool:
-        """Whether requests are to ask the next tier for rows that failed."""
-        return bool(self._retries)
-
-    @property
     def under_way(self) -> bool:
         """Whether rows are queued to be promoted, or are being loaded, for requests."""
         return bool(self._loading_for or self._retries or any(tier.to_load for tier in self._state.tiers))

@@ -93,7 +93,7 @@ class HoldJudge:
         core = self._core
         loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
         dead = any(other.dead for other in core.tiers)
-        perhaps = self._promoting or loads or dead or core._promotion.busy or core._promotion_jobs.busy
+        perhaps = self._promoting or loads or dead or core._promotion.busy or bool(core._promotion_jobs._retries)
         far_behind = index.rows_to_write > core.limits.hold_share * core.host.rows
         return perhaps and not far_behind and not _short_above(core, index)
 
