@@ -111,6 +111,6 @@ class Measurements:
             fits = int((share_s - loads.latency_s) / row_s) if row_s else job
             if fits >= LARGE * few:
                 rows = fits
-            elif loads.one_size:
+            elif loads.one_size and loads.known:
                 rows = max(LARGE * few, int(BYTES_TO_LATENCY * loads.latency_s / row_s))
         return min(rows, job, most)

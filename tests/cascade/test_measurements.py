@@ -269,6 +269,20 @@ def test_full_host_gives_up_its_coldest_row_for_a_measurement() -> None:
     assert all(key in engine.core.host.index for key in KEYS)
 
 
+def test_tier_of_large_rows_that_was_never_loaded_from_is_measured_by_one() -> None:
+    """It costs nothing, but what is before its rows takes too long to load."""
+    specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in ("file", "s3")]
+    core = TierManager(64, 80_000_000, specs, Limits(wait_s=60.0), prefill=PrefillEstimate(3000.0))
+    for number, keys in enumerate([KEYS[:6], KEYS[6:]]):
+        opened(core, number, 1000)
+        core.events.listed(number, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    core.tiers[0].loads.record(80_000_000, 1.0, 0.0)
+    assert core.scan("r", Chain((Group(KEYS, TOKENS),)), 0, 100.0).end == 0
+    core.finish_request("r")
+    jobs = core.turn(100.0, 100.0)
+    assert [(job.tier, len(job.moves)) for job in jobs] == [(0, 1), (1, 1)]
+
+
 def test_what_is_not_written_below_is_not_evicted_for_a_measurement() -> None:
     engine = Engine(write=Write.ON_EVICT, rows=16)
     put(engine.core, [b"old%d" % number for number in range(5)])
