@@ -209,12 +209,15 @@ class Events:
         for tier in known:
             jobs.extend(self._measurements.plan(tier, now))
         self._writeback.hold.begin(self._promotion_jobs.under_way, now)
+        for tier in known:  # before other tiers seal these rows, whose end may be that they leave the host
+            if not tier.writable and tier.store_credits > 0:
+                jobs.extend(self._health.plan_store_probe(tier, now))
         for tier in known:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
             if tier.writable and tier.to_store:
                 jobs.extend(self._writeback.plan_stores(tier, now))
-            if (tier.trials or not (tier.readable and tier.writable)) and tier.store_credits > 0:
+            if (tier.trials or not tier.readable) and tier.store_credits > 0:
                 jobs.extend(self._health.plan_trials(tier, now))
         self._state.unfinished |= self._state.slice_used_up
         return jobs

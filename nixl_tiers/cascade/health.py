@@ -136,9 +136,9 @@ class Health:
     # --- trials ------------------------------------------------------------------------------------------------
 
     def plan_trials(self, tier: TierIndex, now: float) -> list[Job]:
-        """A load of one suspect that was asked for, or a probe of each half-open circuit: no request waits for it."""
+        """A load of one suspect that was asked for, or a probe of a half-open circuit: no request waits for it."""
         jobs: list[Job] = []
-        loads, stores = tier.breakers[Direction.LOAD], tier.breakers[Direction.STORE]
+        loads = tier.breakers[Direction.LOAD]
         if tier.readable and not tier.trials_running:
             while tier.trials and not jobs:
                 key, _ = tier.trials.popitem(last=False)
@@ -154,15 +154,19 @@ class Health:
                     job.probe_episode = loads.begin_probe()
             elif not len(tier.slots):  # no load can fail; and no existence check was sent while it was not readable
                 loads.end_probe(loads.begin_probe(), True, now)
-        if tier.state is TierState.UP and stores.wants_probe:
-            row = self._row_for_probe(tier)
-            if row is not None:
-                moves = self._writeback.start_stores(tier, [(row, row.tick)])
-                probes = self._state.start_trials(tier, Direction.STORE, moves, now)
-                for job in probes:
-                    job.probe_episode = stores.begin_probe()
-                jobs += probes
         return jobs
+
+    def plan_store_probe(self, tier: TierIndex, now: float) -> list[Job]:
+        """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
+        stores = tier.breakers[Direction.STORE]
+        row = self._row_for_probe(tier) if tier.state is TierState.UP and stores.wants_probe else None
+        if row is None:
+            return []
+        moves = self._writeback.start_stores(tier, [(row, row.tick)])
+        probes = self._state.start_trials(tier, Direction.STORE, moves, now)
+        for job in probes:
+            job.probe_episode = stores.begin_probe()
+        return probes
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -218,11 +222,15 @@ class Health:
         return self._state.start_trials(tier, Direction.LOAD, [move], now)
 
     def _row_for_probe(self, tier: TierIndex) -> Row | None:
-        """One of the host's newest rows that `tier` lacks, to see whether stores work."""
+        """One of the host's newest rows that `tier` lacks, to see whether stores work: if possible one that is sealed,
+        as other tiers cannot be written while a probe seals it."""
         if tier.spec.write is Write.OFF:
             return None
+        found: Row | None = None
         for key, row in islice(reversed(self._state.host.index.items()), MAX_SAMPLED):
             ready = row.state is RowState.READY and not row.sealing and not row.host_only
-            if ready and key not in tier and not tier.denylist.is_suspect(key):
-                return row
-        return None
+            if ready and (row.sealed or found is None) and key not in tier and not tier.denylist.is_suspect(key):
+                if row.sealed:
+                    return row
+                found = row
+        return found

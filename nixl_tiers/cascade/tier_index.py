@@ -183,12 +183,18 @@ class TierIndex:
 
     def probe_candidate(self) -> Key | None:
         """A stored row that is no suspect, to see whether loads work: the one asked for last while the circuit was not
-        closed, or one of the newest."""
+        closed, or one of the newest, or of the coldest, as all rows are cold after the tier was opened again."""
         last = self.last_refused
         if last is not None and last in self and not self.denylist.is_suspect(last):
             return last
         newest = islice(reversed(self.index.items()), MAX_SAMPLED)
-        return next((k for k, e in newest if e.stored and not e.evicting and not self.denylist.is_suspect(k)), None)
+        found = next((k for k, e in newest if e.stored and not e.evicting and not self.denylist.is_suspect(k)), None)
+        if found is not None or not self.cold.tables:
+            return found
+        coldest = take_coldest(self, min(MAX_SAMPLED, 1 + len(self.denylist.keys)))
+        for key in coldest:
+            self.policy.add(key, 0)  # as cold as before
+        return next((key for key in coldest if not self.denylist.is_suspect(key)), None)
 
     def make_room(self, count: int) -> list[Key]:
         """Evict the least valuable rows until `count` slots are free, or all that are left are pinned. Returns the

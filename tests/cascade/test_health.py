@@ -6,11 +6,14 @@ import pytest
 
 from nixl_tiers.cascade.breaker import BreakerState
 from nixl_tiers.cascade.chain_rows import Chain, Group
+from nixl_tiers.cascade.cold_table import take_all
+from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import TierSpec
+from nixl_tiers.cascade.types import Direction, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-from tests.support.core import opened
+from tests.support.cold_table import PlainColdTable
+from tests.support.core import opened, put
 
 
 def killed(write: Write, rows: list[tuple[int, Key, int]]) -> TierManager:
@@ -57,6 +60,65 @@ def test_suspect_probes_a_circuit_if_no_other_row_is_known() -> None:
     assert [move.key for move in job.moves] == [b"a"]
     core.events.finished(0, job.id, [Outcome.OK], now)
     assert not tier.denylist.keys
+
+
+def test_row_that_leaves_the_host_once_it_is_written_above_probes_stores() -> None:
+    """Else a small host, each row of which is written to the tier above as it comes, would never have one."""
+    specs = [TierSpec(name, Write.ON_EVICT, physical_slots=name == "file") for name in ("file", "s3")]
+    core = TierManager(2, 4096, specs, Limits(reserve_share=1.0))
+    for tier in range(2):
+        opened(core, tier, 10)
+        core.events.listed(tier, [], last=True)
+    core.events.killed(1, 0.0)
+    core.events.lost(1, 0.0)
+    opened(core, 1, 10)
+    core.events.listed(1, [], last=True)
+    core.turn(1.0, 1.0)
+    assert core.tiers[1].circuit is BreakerState.HALF_OPEN
+    for key in (b"a", b"b"):
+        put(core, [key])
+        stored = []
+        while jobs := core.turn(2.0, 2.0):
+            stored += [job.tier for job in jobs if job.direction is Direction.STORE]
+            for job in jobs:
+                core.events.finished(job.tier, job.id, [Outcome.OK], 2.0)
+        assert stored == [1, 0]
+        assert not core.host.index
+    assert core.tiers[1].circuit is BreakerState.CLOSED
+
+
+def test_sealed_row_probes_stores_before_one_that_another_tier_is_about_to_seal() -> None:
+    specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in ("file", "s3")]
+    core = TierManager(4, 4096, specs)
+    for tier in range(2):
+        opened(core, tier, 10)
+        core.events.listed(tier, [], last=True)
+    core.events.killed(1, 0.0)
+    core.events.lost(1, 0.0)
+    opened(core, 1, 10)
+    core.events.listed(1, [], last=True)
+    put(core, [b"sealed"])
+    (job,) = core.turn(0.5, 0.5)
+    core.events.finished(0, job.id, [Outcome.OK], 0.5)
+    put(core, [b"new"])
+    jobs = core.turn(1.0, 1.0)
+    assert {(job.tier, move.key) for job in jobs for move in job.moves} == {(1, b"sealed"), (0, b"new")}
+
+
+def test_cold_row_probes_loads_though_no_request_asks_for_it() -> None:
+    """All rows are cold after the tier was opened again: else the first request for them would find it closed."""
+    core = killed(Write.THROUGH, [])
+    tier = core.tiers[0]
+    opened(core, 0, 10)
+    table = PlainColdTable([(slot, key, slot) for slot, key in enumerate([b"suspect", b"a", b"b"])])
+    take_all(core.events.table_listed(0, table, 2))
+    core.events.listed(0, [], last=True)
+    tier.denylist.suspect([b"suspect"], 0.0)
+    for _ in range(2):
+        (job,) = core.turn(1.0, 1.0)
+        assert [move.key for move in job.moves] != [b"suspect"]
+        core.events.finished(0, job.id, [Outcome.OK], 1.0)
+    assert tier.readable
 
 
 @pytest.mark.parametrize("groups", [1, 2])
