@@ -39,7 +39,7 @@ WINDOW_CHUNKS = 2
 WINDOWED = b"w"  # before a key of a hybrid model's windowed group
 USES_S = 1.0  # between two messages of recent uses
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
-ROUNDING_S = 1e-9  # the core counts a check's deadline back from another deadline, whose last digit is a coarser one
+ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
 
 
 class Content(NamedTuple):
@@ -742,7 +742,10 @@ class Simulation:
                 )
                 waits = job.direction is Direction.LOAD and any(not move.row.invalidated for move in job.moves)
                 patient = not waits or core.events.unfinished
-                require(patient or waited_s <= self.limits.wait_s, "requests wait for a job after its soft deadline")
+                require(
+                    patient or waited_s <= self.limits.wait_s + ROUNDING_S,
+                    "requests wait for a job after its soft deadline",
+                )
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
         promotion = core._promotion
@@ -807,6 +810,7 @@ class Simulation:
             if all(only_read and not held for only_read, held in tiers):
                 return
             self.request([b"recover%d" % number])
+            self._run_out()  # a promotion may need its row, in a host of two
             for _, held in tiers:
                 if held:
                     self.request([held[number % len(held)]])

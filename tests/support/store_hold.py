@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nixl_tiers.cascade.manager import TierManager
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Direction, Job, TierState
+from nixl_tiers.chunk import Key
 from nixl_tiers.policies import Write
 
 
@@ -17,6 +18,7 @@ class _Tier:
     let_go_s: float = 0.0
     rows_let_go: int = 0
     waits_since_s: float | None = None
+    first: Key | None = None  # of those that wait
 
 
 class HoldJudge:
@@ -41,11 +43,13 @@ class HoldJudge:
         for index, tier in zip(self._core.tiers, self._tiers, strict=True):
             room = index.store_credits > 0 and index.rows_storing < self._core._state.store_window
             could = index.writable and index.to_store and not index.dead and room and not self._core.events.unfinished
+            first = next(iter(index.to_store), None)
             if not could or index.number in stores:
                 tier.waits_since_s = None
                 continue
-            if tier.waits_since_s is None:
+            if tier.waits_since_s is None or first != tier.first:  # those before it found no slot, and were dropped
                 tier.waits_since_s = now
+            tier.first = first
             self._require(now - tier.waits_since_s <= self._core.limits.store_hold_s, "a store is held up for too long")
 
     def _judged_plan(self, tier: TierIndex, now: float) -> list[Job]:
