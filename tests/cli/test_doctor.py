@@ -25,6 +25,7 @@ from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.testing.servers import S3Server, SeaweedServer, free_ports
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from tests.support.machine import SHMEM_ENABLED, setting
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 
 SLOW_MACHINE_S = 300.0
@@ -104,6 +105,42 @@ def test_cpu_tier_that_does_not_fit_is_broken() -> None:
     memory = next(machine._memory(config))
     assert memory.status is Status.BROKEN
     assert "the region needs 1048576.00 GiB" in memory.text
+
+
+@pytest.mark.parametrize(("free", "status"), [(64 << 20, Status.OK), (62 << 20, Status.WARNING)])
+def test_pool_of_huge_pages_that_is_too_small_is_a_warning(
+    free: int, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load({"tiers": [{"type": "cpu", "capacity": "64MiB", "huge_pages": "hugetlb"}]})
+    monkeypatch.setattr(machine, "hugetlb_rooms", lambda: [Room("the pool", 1 << 40), Room("the cgroup", free)])
+    (found,) = machine._pages(config)
+    assert found.status is status
+    assert f"{free >> 21} pages of 2 MiB in the pool are free" in found.text
+    assert ("vm.nr_hugepages of at least 32 more" in found.change) == (status is Status.WARNING)
+
+
+@pytest.mark.parametrize("value", ["advise", "never"])
+def test_pages_that_shared_memory_gets_are_found_out(value: str) -> None:
+    with setting(SHMEM_ENABLED, value):
+        (found,) = machine._pages(None)
+    assert f"(shmem_enabled: {value};" in found.text
+    if value == "advise":
+        assert found.status is Status.OK
+    else:
+        assert (found.status, found.details["huge_bytes"]) == (Status.WARNING, 0)
+        assert "write `advise`" in found.change
+
+
+@pytest.mark.parametrize(("free", "status"), [(2 << 30, Status.OK), (1 << 20, Status.BROKEN)])
+def test_memory_out_of_a_pool_need_not_fit_into_other_limits(
+    free: int, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool's pages are not charged to them, unlike those that the region gets where the pool has too few."""
+    config = load({"tiers": [{"type": "cpu", "capacity": "1GiB", "huge_pages": "hugetlb"}]})
+    monkeypatch.setattr(machine, "hugetlb_rooms", lambda: [Room("the pool", free)])
+    monkeypatch.setattr(machine, "rooms", lambda: [Room("the memory cgroup", 64 << 20, 64 << 20)])
+    (memory,) = machine._memory(config)
+    assert memory.status is status
 
 
 def test_memory_that_is_taken_now_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,9 @@ def _memory(config: TiersConfig | None) -> Iterator[Finding]:
     if config is None:
         return
     capacity, bounds = config.cpu.capacity, rooms()
+    if config.cpu.huge_pages is HugePages.HUGETLB and not shortage(capacity, hugetlb_rooms()):
+        yield ok("memory", f"{format_size(capacity)} for the cpu tier fit into the pool of 2 MiB pages now")
+        return
     problem = shortage(capacity, bounds)
     if not problem:
         yield ok("memory", f"{format_size(capacity)} for the cpu tier fit into this process's limits now")
