@@ -19,7 +19,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import Layout, RegionError
 from nixl_tiers.policies import HugePages
 from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting, tree
-from tests.support.waiting import until_up
+from tests.support.waiting import until, until_up
 
 GEOMETRY = Geometry(cells=1, cell_payload=1 << 20)
 ROWS = 9
@@ -82,6 +82,25 @@ def test_pages_that_others_take_meanwhile_fall_back_with_a_sentence(
     assert f"while {PAGES} pages of 2 MiB were taken" in caplog.text
 
 
+def test_pages_that_are_denied_only_when_they_are_taken_fall_back_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a cgroup: the pool has reserved them by then, and a page that is missing later is a SIGBUS."""
+    monkeypatch.setattr(huge_pages, "populate", lambda *_: errno.EFAULT)
+    with setting(NR_HUGEPAGES, str(PAGES)), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
+        assert not made.hugetlb
+        made.rows_view[:] = 1
+        assert free_pages() == PAGES
+    assert f"{os.strerror(errno.EFAULT)} while {PAGES} pages of 2 MiB were taken" in caplog.text
+
+
+def test_all_pages_are_taken_on_a_kernel_that_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "populate", lambda *_: errno.EINVAL)
+    with setting(NR_HUGEPAGES, str(PAGES)), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
+        assert made.hugetlb
+        assert free_pages() == 0
+
+
 def test_a_kernel_without_huge_pages_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,6 +129,7 @@ def test_a_fork_keeps_no_page_of_the_pool() -> None:
         gone, go = os.pipe()
         child = os.fork()
         if not child:
+            os.close(go)  # or a test that fails would leave this process behind
             os.write(wake, b"1")
             os.read(gone, 1)
             os._exit(0)
@@ -133,8 +153,10 @@ def test_rows_go_to_files_and_back_through_a_pool(tmp_path: Path) -> None:
     keys = [bytes((i,)) for i in range(24)]
     rows = np.random.default_rng(0).integers(0, 256, (24, 1 << 20), np.uint8)
     with setting(NR_HUGEPAGES, "8"), nixl_tiers.open(config, 1 << 20, "test") as store:
-        assert free_pages() < 8
+        taken = 8 - free_pages()
+        assert taken > 0
         until_up(store)
+        until(lambda: store.stats()["cpu"]["huge_page_bytes"] == taken * HUGE_PAGE_BYTES, "the gauge to show them")
         for key, row in zip(keys, rows, strict=True):
             assert store.put([key], row[None]) == 1
         assert store.flush(120)

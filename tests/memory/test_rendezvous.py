@@ -25,6 +25,7 @@ from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import address_of, rendezvous
+from nixl_tiers.policies import HugePages
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=4)
 ROWS = 6
@@ -428,3 +429,20 @@ def test_another_users_region_is_refused(name: str) -> None:
         with pytest.raises(RegionError, match=rf"process {squatter.pid} of another user \(uid {NOBODY_UID}\)"):
             rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
         squatter.kill()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_region_is_made_with_the_pages_that_its_processes_ask_for(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[HugePages] = []
+
+    def refuse(*_: object, huge_pages: HugePages) -> HostRegion:
+        asked.append(huge_pages)
+        raise RegionError("refused")
+
+    monkeypatch.setattr(HostRegion, "create", refuse)
+    for pages in HugePages:
+        with pytest.raises(RegionError, match="refused"):
+            rendezvous(f"pages-{os.getpid()}", GEOMETRY, ROWS, processes, TIMEOUT_S, huge_pages=pages)
+    assert asked == list(HugePages)

@@ -27,6 +27,7 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.policies import HugePages
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of
 
@@ -95,6 +96,17 @@ def test_the_cpu_tiers_capacity_is_divided_by_the_replicas_of_the_node(
     caplog.clear()
     assert NixlTiersSpec(offloading_config(shared, index=3)).rows == whole // 2
     assert not caplog.records
+
+
+@pytest.mark.parametrize("pages", HugePages)
+def test_region_is_made_with_the_pages_that_are_configured(
+    pages: HugePages, offloading_config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[HugePages] = []
+    monkeypatch.setattr("nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages: asked.append(huge_pages))
+    NixlTiersSpec(offloading_config({"tiers": [{**CPU, "huge_pages": pages}]}))._rendezvous()
+    NixlTiersSpec(offloading_config({"tiers": [CPU]}))._rendezvous()
+    assert asked == [pages, HugePages.AUTO]
 
 
 def test_file_tiers_are_divided_by_the_replicas_of_the_node(
