@@ -385,6 +385,20 @@ def test_wait_that_ends_by_its_price_is_no_failure_of_the_tier(monkeypatch: pyte
     assert False not in verdicts
 
 
+def test_wait_that_lasts_as_long_as_it_may_is_a_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though none of its jobs is known to be late."""
+    engine = Engine(chunk_s=1000.0)
+    engine.store(FILE, KEYS, row_s=0.1)
+    verdicts: list[bool] = []
+    loads = engine.core.tiers[FILE].breakers[Direction.LOAD]
+    monkeypatch.setattr(loads, "record", lambda good, now: verdicts.append(good))
+    engine.scan()
+    assert engine.plan()
+    engine.now = LIMITS.wait_s + 0.1
+    assert engine.scan() == Scan(False, 0)
+    assert verdicts == [False]
+
+
 def test_tier_that_hangs_is_found_although_no_request_waits_for_it() -> None:
     engine = Engine(chunk_s=0.2)
     engine.store(FILE, KEYS, row_s=0.1)
@@ -623,6 +637,16 @@ def test_load_ends_where_the_windows_of_all_groups_exist() -> None:
     engine.store(FILE, [*KEYS, *own[2:5], own[7]], row_s=0.01)
     assert engine.scan("r", window) == Scan(True, 5 * TOKENS)
     assert engine.queued(FILE) == KEYS[:5]
+
+
+def test_rows_of_windowed_groups_take_time_too() -> None:
+    engine = Engine()
+    own = [b"w%d" % number for number in range(8)]
+    engine.store(FILE, [*KEYS, *own], row_s=0.09)
+    assert engine.scan("all of them full") == Scan(True, END)
+    engine.core.finish_request("all of them full")
+    engine.load_all()
+    assert engine.scan("r", Group(own, TOKENS, window=2)) == Scan(False, 0)
 
 
 def test_load_ends_where_all_full_groups_are() -> None:

@@ -156,6 +156,22 @@ def test_load_ends_where_the_window_exists() -> None:
     engine.manager.shutdown()
 
 
+def test_windowed_group_promotes_nothing_beyond_the_end_of_the_load() -> None:
+    engine = Engine(windows=(None, 2))
+    chunks = hashes(CHUNKS)
+    engine.store([*keys_of(chunks)[:4], *keys_of(chunks, 1)])
+    for name in ("first", "second"):  # the first request shows which group is windowed
+        state = engine.vllm.request(name, chunks)
+        loaded: list[Key] = []
+        while (tokens := engine.step(state)) is None:
+            loaded += engine.load_all()
+        assert tokens == 4 * TOKENS
+        engine.manager.on_request_finished(state.req_context)
+        engine.core.reset(keep_tiers=True)
+    assert sorted(loaded) == sorted([*keys_of(chunks)[:4], *keys_of(chunks, 1)[2:4]])
+    engine.manager.shutdown()
+
+
 def test_model_of_windowed_groups_only_is_looked_up_key_by_key() -> None:
     engine = Engine(windows=(2,))
     chunks = hashes(CHUNKS)

@@ -115,6 +115,30 @@ def test_load_is_credited_with_the_tokens_that_it_saved(rig: ManagerRig) -> None
     assert counters["saved_first_token_s"] < counters["saved_prefill_s"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("local", [True, False])
+def test_speed_of_prefill_is_learned_from_what_is_behind_a_hit(
+    rig: ManagerRig, local: bool, asynchronous: bool
+) -> None:
+    """vLLM's own hit, which shows in where its look-ups begin, or a load."""
+    keys = keys_of(12)
+    rig.store(rig.request("writer", *keys[:3]), *keys[:3])
+    reader = rig.request("reader", *keys)
+    found = [rig.manager.lookup(key, reader) for key in keys[3 * local : 4]]
+    assert found == [LookupResult.HIT] * 3 * (not local) + [LookupResult.MISS]
+    if not local:
+        rig.manager.prepare_load(keys[:3], reader)
+        rig.manager.complete_load(set(keys[:3]), reader)
+    rig.manager.get_stats()
+    rig.manager.on_schedule_end(ScheduleEndContext(("reader",), ()))
+    rig.manager.prepare_store(keys, reader)
+    if asynchronous:
+        rig.manager.on_schedule_end(STEP)  # the next step, while this one runs
+    rig.manager.get_stats()
+    ((tokens, context, _),) = rig.manager._coordinator._core.prefill.samples()
+    assert (tokens, context) == (9 * 64, 64 * (3 + 12) / 2)
+
+
 def test_a_row_that_one_worker_did_not_write_is_a_miss(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
     context = rig.request("r", key)
