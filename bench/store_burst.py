@@ -1,9 +1,11 @@
 """What a burst of stores costs the supervisor's thread, in us of processor time a row.
 
-    python -m bench.store_burst [--rows 400] [--row-kib 2048] [--tiers 1] [--rounds 5] [--profile]
+    python -m bench.store_burst [--rows 400] [--row-kib 2048] [--tiers 1] [--s3] [--rounds 5] [--profile]
+                                [--part 64] [--every-ms 0]
 
 The engine's step needs the interpreter's lock for as long as the supervisor has it. A real store over file tiers (the
-second one written through too), real movers; rows complete 64 at a time, and a step ends every 10 ms until all are
+second one written through too), or over an S3 tier whose server keeps objects in memory, with real movers. Rows
+complete `--part` at a time, `--every-ms` after the last (a steady trickle), and a step ends every 10 ms until all are
 written, as in an engine that decodes meanwhile. Prints a line for each round: us a row, turns of the supervisor, us a
 turn, and how often the thread gave up the processor (each time it may have to wait for the interpreter's lock again).
 """
@@ -11,8 +13,10 @@ turn, and how often the thread gave up the processor (each time it may have to w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import hashlib
+import os
 import pstats
 import tempfile
 import threading
@@ -23,9 +27,9 @@ from typing import Final
 import numpy as np
 
 import nixl_tiers
+from bench.memory_s3 import memory_server
 from nixl_tiers.mover.supervisor import Supervisor
 
-PART: Final = 64
 STEP_S: Final = 0.01
 FLUSH_S: Final = 300.0
 
@@ -60,6 +64,9 @@ def main() -> None:
     parser.add_argument("--host-rows", type=int, help="4 times --rows by default")
     parser.add_argument("--tiers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--s3", action="store_true", help="instead of file tiers")
+    parser.add_argument("--part", type=int, default=64)
+    parser.add_argument("--every-ms", type=float, default=0.0)
     parser.add_argument("--path", help="where the file tiers are; a temporary directory by default")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -67,15 +74,23 @@ def main() -> None:
     watched = Watched(profile)
     nbytes = args.row_kib << 10
     host_rows = args.host_rows or 4 * args.rows
-    with tempfile.TemporaryDirectory(dir=args.path) as path:
-        tiers: list[dict[str, object]] = [{"type": "cpu", "capacity": host_rows * (nbytes + 4096)}]
-        for number in range(args.tiers):
-            capacity = 2 * host_rows * (nbytes + 4096)
-            tiers.append({"type": "file", "path": f"{path}/{number}", "capacity": capacity})
-        with nixl_tiers.open({"tiers": tiers}, nbytes, "burst") as store:
-            store.wait_ready(60)
-            for round_ in range(args.rounds):
-                _round(store, watched, args, round_)
+    capacity = 2 * host_rows * (nbytes + 4096)
+    tiers: list[dict[str, object]] = [{"type": "cpu", "capacity": capacity // 2}]
+    with contextlib.ExitStack() as stack:
+        if args.s3:
+            server = stack.enter_context(memory_server())
+            os.environ.update(server.env)
+            tiers.append({"type": "s3", "bucket": "burst", "endpoint": server.endpoint, "capacity": capacity})
+        else:
+            path = stack.enter_context(tempfile.TemporaryDirectory(dir=args.path))
+            tiers += (
+                {"type": "file", "path": f"{path}/{number}", "capacity": capacity, "min_free": 0}
+                for number in range(args.tiers)
+            )
+        store = stack.enter_context(nixl_tiers.open({"tiers": tiers}, nbytes, "burst"))
+        store.wait_ready(60)
+        for round_ in range(args.rounds):
+            _round(store, watched, args, round_)
     if profile is not None:
         pstats.Stats(profile).sort_stats("cumtime").print_stats(45)
 
@@ -94,9 +109,10 @@ def _round(store: nixl_tiers.TieredStore, watched: Watched, args: argparse.Names
     thread = threading.Thread(target=steps, daemon=True)
     thread.start()
     keys = [hashlib.sha256(b"%d/%d" % (round_, number)).digest() for number in range(args.rows)]
-    for start in range(0, args.rows, PART):
-        part = keys[start : start + PART]
+    for start in range(0, args.rows, args.part):
+        part = keys[start : start + args.part]
         store.put(part, [data] * len(part))
+        time.sleep(args.every_ms / 1e3)
     store.flush(FLUSH_S)
     stop.set()
     thread.join()

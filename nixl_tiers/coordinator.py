@@ -174,7 +174,8 @@ class Coordinator(SchedulerCalls):
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every write to a storage tier has ended, or until `close` begins; whether that took no longer
         than `timeout_s`."""
-        return self._wait_for(lambda: self.closed or self.backlog() == 0, timeout_s)
+        with self.awaiting_writes():
+            return self._wait_for(lambda: self.closed or self.backlog() == 0, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write down what `flush_on_exit_s` of the configuration has time for, let the movers write their journals and
@@ -190,7 +191,8 @@ class Coordinator(SchedulerCalls):
                 until_s = time.monotonic() + flush_s
                 self._wait_for(lambda: self.ready, flush_s)  # nothing is written to a tier before it is listed
                 self.demote_all()
-                self._wait_for(lambda: self.backlog() == 0, max(0.0, until_s - time.monotonic()))
+                with self.awaiting_writes():
+                    self._wait_for(lambda: self.backlog() == 0, max(0.0, until_s - time.monotonic()))
         finally:
             with self._lock:
                 self._link.flush_recent_uses()

@@ -134,9 +134,9 @@ class MoverLink:
         if self.tiers:
             self.supervisor.reopen(self._open_message())
 
-    def wake(self, urgent: bool) -> None:
+    def wake(self, at_once: bool) -> None:
         """There is work for the movers."""
-        if urgent:
+        if at_once:
             self.supervisor.wake()
         else:
             self.supervisor.wake_soon()
@@ -170,7 +170,9 @@ class MoverLink:
             match message:
                 case Finished():
                     outcomes = [Outcome(code) for code in message.outcomes]
-                    self._core.events.finished(tier, message.job, outcomes, now, message.partial)
+                    self._core.events.finished(
+                        tier, message.job, outcomes, now, message.partial, seconds=message.seconds
+                    )
                 case Heartbeat():
                     status.used_bytes = message.used_bytes
                     status.listed_rows = message.listed

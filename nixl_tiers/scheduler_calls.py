@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -166,13 +167,13 @@ class SchedulerCalls:
     def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
         with self._lock:
             self._core.end_step(began, preempted)
-            urgent = self._core.events.urgent
-            work = urgent or self._core.events.can_start or bool(self._core.garbage)
+            work, at_once = self._core.events.wants_turn
+            work = work or bool(self._core.garbage)
             if work and not self._tiers:
                 now = self._clock()
                 self._core.turn(now, now)
         if work and self._tiers:
-            self._link.wake(urgent)
+            self._link.wake(at_once)
         elif work:
             self._core.garbage.drop(DROPPED_PER_TURN)
 
@@ -244,10 +245,9 @@ class SchedulerCalls:
         with self._lock:
             rows = self._copies.rows_being_filled(keys)
             self._copies.complete_store(rows, *bad_rows(self.region, rows))
-            urgent = self._core.events.urgent
-            work = urgent or self._core.events.can_start
+            work, at_once = self._core.events.wants_turn
         if work:
-            self._link.wake(urgent)
+            self._link.wake(at_once)
 
     def end_call(self, call: str) -> None:
         """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
@@ -256,11 +256,10 @@ class SchedulerCalls:
             rows = self._copies.rows_being_filled_by_call(call)
             self._copies.end_call(call, *bad_rows(self.region, rows))
             self._open_loads.end_call(call)
-            urgent = self._core.events.urgent
-            work = urgent or self._core.events.can_start
+            work, at_once = self._core.events.wants_turn
             self.changed.notify_all()
         if work:
-            self._link.wake(urgent)
+            self._link.wake(at_once)
 
     def pin(self, keys: Sequence[Key], request: str) -> None:
         """Keep the host's rows of `keys` from eviction until `request` ends, if no tier below could take them."""
@@ -350,6 +349,18 @@ class SchedulerCalls:
         """Rows that are still to be written to some tier; 0 when all writes have ended, successfully or not."""
         with self._lock:
             return self._core.backlog()
+
+    @contextmanager
+    def awaiting_writes(self) -> Iterator[None]:
+        """For as long as a thread waits for rows to be written: the supervisor looks sooner whether they are."""
+        with self._lock:
+            self._core.await_writes(1)
+        self._link.wake(at_once=True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._core.await_writes(-1)
 
     def pressure(self) -> int:
         """The same, without the rows that wait for a tier to be listed: a measure for back-pressure."""

@@ -287,8 +287,10 @@ class TieredStore:
 
     def _wait_for_room(self, stall: StallTimeout, interrupts: Interrupts) -> None:
         """Back-pressure: hold up a put that is faster than the tiers."""
+        if self.coordinator.pressure() <= 2 * self._batch:
+            return
         until_s = time.monotonic() + self._wait_s
-        with self.coordinator.changed:
+        with self.coordinator.awaiting_writes(), self.coordinator.changed:
             stall.restart()
             while (backlog := self.coordinator.pressure()) > 2 * self._batch and time.monotonic() < until_s:
                 if stall.expired(-backlog):

@@ -18,7 +18,7 @@ from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
 
-PAUSE_SHARE: Final = 0.25  # of the time that a tier needs for what it is moving
+PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
 MAX_LISTED_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not use up the numbers of a journal
 
 
@@ -160,14 +160,29 @@ class Events:
         )
 
     @property
+    def wants_turn(self) -> tuple[bool, bool]:
+        """Whether a turn is of use now, and whether it must not wait for the end of a pause."""
+        urgent = self.urgent
+        work = urgent or self.can_start
+        return work, urgent or (work and self.short_of_room)
+
+    @property
+    def short_of_room(self) -> bool:
+        """Whether allocations would soon wait for rows to be written."""
+        return any(self._writeback.short_of_room(tier) for tier in self._state.tiers)
+
+    @property
     def pause_s(self) -> float:
-        """How long the ends of jobs may wait, so that one turn applies several: 0 unless only write-back is under way,
-        no allocation waits for it, and no tier idles for want of jobs meanwhile."""
-        tiers = self._state.tiers
-        if self.urgent or any(tier.state is TierState.LISTING or self._writeback.short_of_room(tier) for tier in tiers):
+        """How long the ends of jobs may wait, so that one turn applies several: 0 unless only write-back is under way
+        and no allocation waits for it. No tier idles meanwhile for want of jobs that could be planned now, and no
+        thread that waits for its writes waits for much longer; what is stored in a pause may wait for its end."""
+        tiers, pause_s = self._state.tiers, self._state.limits.pause_s
+        running = [tier for tier in tiers if tier.jobs]
+        if not running or self.urgent or self.short_of_room or any(tier.state is TierState.LISTING for tier in tiers):
             return 0.0
-        running_s = min((self._state.running_s(tier) for tier in tiers if tier.jobs), default=0.0)
-        return min(self._state.limits.pause_s, PAUSE_SHARE * running_s)
+        if self._writeback.awaited or any(tier.to_store or tier.parked for tier in tiers):
+            return min(pause_s, *(PAUSE_SHARE * self._state.running_s(tier) for tier in running))
+        return pause_s
 
     @property
     def unfinished(self) -> bool:
@@ -233,8 +248,11 @@ class Events:
         outcomes: Sequence[Outcome],
         now: float,
         partial: Sequence[tuple[int, int]] = (),
+        *,
+        seconds: float | None = None,
     ) -> None:
-        """A job has ended: its mover is done with the rows. An id of no open job is ignored.
+        """A job has ended: its mover is done with the rows. An id of no open job is ignored. `seconds`: how long the
+        mover took, if that is known; a pause may lie between its end and `now`.
 
         `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many). Raises
         ValueError for a report that does not fit the job; it stays open then, until its mover is dead.
@@ -249,7 +267,10 @@ class Events:
         self._state.begin_slice()
         for place, missing in partial:
             job.moves[place].row.missing = missing
-        self._health.job_ended(index, job, outcomes, now)
+        took_s = now - job.started_s
+        if seconds is not None and job.direction is Direction.STORE:  # a request waits for a load until `now`
+            took_s = min(took_s, seconds)
+        self._health.job_ended(index, job, outcomes, now, took_s)
         self._state.take(len(job.moves))
         self._end_moves(index, job, outcomes, now)
         self._promotion_jobs.retry(now)

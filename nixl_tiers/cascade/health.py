@@ -69,17 +69,17 @@ class Health:
 
     # --- what movers report ------------------------------------------------------------------------------------
 
-    def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+    def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float, took_s: float) -> None:
         """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
         moved, failed = outcomes.count(Outcome.OK), outcomes.count(Outcome.FAILED)
         beside = self._state.leave_burst(job)
         if moved:
-            tier.throughput[job.direction].record(job.nbytes, now - job.started_s)
-            self._observe(tier, job, moved, now)
+            tier.throughput[job.direction].record(job.nbytes, took_s)
+            self._observe(tier, job, moved, now, took_s)
             if job.direction is Direction.LOAD:
                 rows = tier.loaded - job.loaded_before + len(job.moves)
                 if not beside:
-                    tier.loads.record(rows * self._state.row_bytes, now - job.started_s, now)
+                    tier.loads.record(rows * self._state.row_bytes, took_s, now)
         if job.abandoned:
             return  # it was a failure when it was abandoned
         for move, outcome in zip(job.moves, outcomes, strict=True) if tier.denylist.keys or failed else ():
@@ -207,9 +207,9 @@ class Health:
         elif good or not job.is_trial:
             breaker.record(good, now)
 
-    def _observe(self, tier: TierIndex, job: Job, moved: int, now: float) -> None:
+    def _observe(self, tier: TierIndex, job: Job, moved: int, now: float, took_s: float) -> None:
         name, samples = tier.spec.name, self._state.samples
-        samples.observe(name, f"{job.direction.value}_seconds", now - job.started_s)
+        samples.observe(name, f"{job.direction.value}_seconds", took_s)
         samples.observe(name, f"{job.direction.value}_bytes", moved * self._state.row_bytes)
         if job.direction is Direction.LOAD and (since_s := self._promotion_jobs.waited_since(job)) is not None:
             samples.observe(name, "promotion_seconds", now - since_s)

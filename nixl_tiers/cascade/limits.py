@@ -52,8 +52,8 @@ class Limits:
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
     job_bytes: int = 16 << 20  # small jobs keep a window full: a row is free, or a hit, when its own job ends
-    # Each end of a job costs the supervisor a turn, with the interpreter's lock that the engine's step needs. Nobody
-    # waits for a store, so on a fast tier a job of stores is up to four times as large: as much as it stores in this.
-    store_job_s: float = 0.05
-    pause_s: float = 0.1  # while only write-back is under way, the ends of its jobs are applied so seldom
+    # Each turn of the supervisor, and each job, costs it the interpreter's lock that the engine's step needs. So while
+    # only write-back is under way, turns are as seldom as this; and a job of stores, for which nobody waits, is up to
+    # four times as large as one of loads, on a tier that stores so much in this time.
+    pause_s: float = 0.2
     breaker: BreakerLimits = field(default_factory=BreakerLimits)

@@ -256,6 +256,10 @@ class TierManager:
         """The engine shuts down: queue those of the host's rows that the tier below it lacks."""
         self._writeback.demote(rows)
 
+    def await_writes(self, threads: int) -> None:
+        """So many more threads wait for rows to be written (fewer, if negative)."""
+        self._writeback.awaited += threads
+
     def backlog(self) -> int:
         """Rows queued for or being written to the tier that is furthest behind."""
         return self._writeback.backlog()

@@ -20,7 +20,7 @@ from nixl_tiers.cascade.types import Burst, Direction, Job, PlannedMove, TierSta
 from nixl_tiers.policies import Prefer, Write
 
 STORE_JOBS: Final = 4  # a job of stores is at most so many times as large as one of loads
-JOBS_A_WINDOW: Final = 8  # and leaves room for so many in a window
+JOBS_A_WINDOW: Final = 4  # and leaves room for so many in a window
 
 
 class CascadeState:
@@ -183,7 +183,7 @@ class CascadeState:
 
     def _rows_per_store_job(self, tier: TierIndex) -> int:
         limits = self.limits
-        fast = int(tier.throughput[Direction.STORE].bytes_per_s * limits.store_job_s) // self.row_bytes
+        fast = int(tier.throughput[Direction.STORE].bytes_per_s * limits.pause_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
         largest = min(STORE_JOBS * self.rows_per_job, limits.moves_per_job, self.store_window // JOBS_A_WINDOW)
         return max(self.rows_per_job, min(fast, largest))

@@ -24,6 +24,8 @@ class WriteBack:
         self._state = state
         self._host = state.host
         self.hold = StoreHold(state)
+        self.awaited = 0
+        """How many threads wait for rows to be written."""
         self._now = 0.0
         # By tier: when victims that wait for it were kept, and none has moved since.
         self._kept_s: dict[int, float] = {}

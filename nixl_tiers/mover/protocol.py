@@ -150,7 +150,7 @@ class Finished(msgspec.Struct, tag="finished", frozen=True):
 
     job: int
     outcomes: bytes
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
     partial: list[tuple[Count, Count]] = []
 
 

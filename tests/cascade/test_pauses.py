@@ -61,19 +61,58 @@ def test_the_ends_of_stores_may_wait() -> None:
     assert not core.events.urgent
 
 
-def test_a_quick_tier_does_not_idle_meanwhile() -> None:
+def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
     core = core_of()
     measured(core, seconds=0.04)
-    put(core, KEYS[ROWS : ROWS + WINDOW])
+    put(core, KEYS[ROWS : ROWS + WINDOW + 1])
     core.turn(1e4, 1e4)
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
+def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued() -> None:
+    core = core_of()
+    measured(core, seconds=0.04)
+    put(core, KEYS[ROWS : ROWS + WINDOW])
+    core.turn(1e4, 1e4)
+    assert core.events.pause_s == LIMITS.pause_s
+
+
+def test_who_waits_for_writes_waits_for_no_long_pause() -> None:
+    core = core_of()
+    measured(core, seconds=0.04)
+    put(core, KEYS[ROWS : ROWS + WINDOW])
+    core.turn(1e4, 1e4)
+    core.await_writes(1)
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+    core.await_writes(-1)
+    assert core.events.pause_s == LIMITS.pause_s
+
+
 def test_a_tier_is_waited_for_while_it_is_not_known_how_quick_it_is() -> None:
     core = core_of()
-    put(core, KEYS[:3])
+    put(core, KEYS[: WINDOW + 1])
     assert core.turn(0.0, 0.0)
     assert core.events.pause_s == 0
+
+
+def test_a_pause_does_not_make_a_tier_look_slow() -> None:
+    core = core_of()
+    for number in range(ENOUGH_SAMPLES):
+        now = 100.0 * number
+        put(core, KEYS[WINDOW * number : WINDOW * (number + 1)], f"request {number}")
+        for job in core.turn(now, now):
+            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + 50, seconds=0.5)
+    assert core.tiers[0].throughput[Direction.STORE].bytes_per_s == pytest.approx(WINDOW * ROW / 0.5)
+
+
+def test_a_mover_cannot_have_taken_longer_than_its_job_was_open() -> None:
+    core = core_of()
+    for number in range(ENOUGH_SAMPLES):
+        now = 100.0 * number
+        put(core, KEYS[WINDOW * number : WINDOW * (number + 1)], f"request {number}")
+        for job in core.turn(now, now):
+            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + 0.5, seconds=1e9)
+    assert core.tiers[0].throughput[Direction.STORE].bytes_per_s == pytest.approx(WINDOW * ROW / 0.5)
 
 
 def test_a_full_window_is_no_work_for_a_turn() -> None:
@@ -117,3 +156,13 @@ def test_no_allocation_waits_for_a_pause_to_end() -> None:
     put(core, KEYS[ROWS : ROWS + 1])
     assert core.tiers[0].jobs
     assert core.events.pause_s == 0
+
+
+def test_an_allocation_that_leaves_hardly_any_room_ends_a_pause() -> None:
+    core = core_of(Write.ON_EVICT)
+    put(core, KEYS[: ROWS - RESERVE + 2])
+    core.turn(0.0, 0.0)
+    put(core, KEYS[ROWS : ROWS + 1])
+    assert core.events.wants_turn == (True, False)
+    put(core, KEYS[ROWS + 1 : ROWS + RESERVE // 2])
+    assert core.events.wants_turn == (True, True)
