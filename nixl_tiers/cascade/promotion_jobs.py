@@ -105,8 +105,7 @@ class PromotionJobs:
         if not tier.send_credits or not self._state.take(len(keys)):
             return []
         most = min(len(keys), self._state.load_window - tier.rows_loading)
-        # A tier that is written when the host evicts would lose what is evicted now: `clean` keeps some rows free.
-        room = self._state.make_room(most) if self._state.below_host is None else min(most, self._host.free)
+        room = self._make_room_unasked(most)
         moves: list[PlannedMove] = []
         for key in keys[:room]:
             if tier.open_for_load(key, now) is None:
@@ -163,6 +162,17 @@ class PromotionJobs:
             self._retries.popleft()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _make_room_unasked(self, count: int) -> int:
+        """How many of `count` rows are free, after the coldest were evicted that no tier is still to be written."""
+        # A tier that is written when the host evicts would lose what is evicted now: `clean` keeps some rows free.
+        if self._state.below_host is None and (missing := count - self._host.free) > 0:
+            for row in self._host.select_victims(missing):
+                if any(row.key in tier.to_store or row.key in tier.parked for tier in self._state.tiers):
+                    self._host.cancel_eviction(row, row.tick)
+                else:
+                    self._host.finish_eviction(row)
+        return min(count, self._host.free)
 
     def _take_queued(self, tier: TierIndex, most: int, now: float) -> dict[Key, list[Request]]:
         """Up to `most` keys from the front of the tier's queue that are to be loaded, and the requests that wait."""

@@ -258,12 +258,17 @@ def test_reset_ends_what_is_to_be_measured() -> None:
     assert not engine.core.events.busy
 
 
-def test_full_host_gives_up_its_coldest_row_for_a_measurement() -> None:
+def test_full_host_gives_up_its_coldest_row_for_a_measurement_once_it_is_written() -> None:
     engine = Engine(rows=16)
     put(engine.core, [b"old%d" % number for number in range(5)])
     engine.decline()
     engine.finish()
     assert engine.core.host.free == 0
+    for stored in (4, 1):  # a window at a time
+        (store,) = engine.core.turn(engine.now, engine.now)
+        assert (store.direction, len(store.moves)) == (Direction.STORE, stored)
+        assert engine.core.host.free == 0, "nothing is evicted that is still to be written"
+        engine.core.events.finished(0, store.id, [Outcome.OK] * stored, engine.now)
     assert engine.measured() == 1
     assert engine.core.host.free == 1
     assert all(key in engine.core.host.index for key in KEYS)
