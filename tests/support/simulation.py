@@ -24,12 +24,14 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.spill import spill_steps
+from nixl_tiers.cascade.throughput import ENOUGH
 from nixl_tiers.cascade.tier_index import UNLIMITED, TierIndex
 from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Eviction, Write
 from tests.support.cold_table import PlainColdTable, build_table
 from tests.support.core import expire
+from tests.support.measuring import MeasurementJudge
 from tests.support.store_hold import HoldJudge
 
 ROW_BYTES = 4096
@@ -38,6 +40,7 @@ TOKENS = 16  # of a chunk
 WINDOW_CHUNKS = 2
 WINDOWED = b"w"  # before a key of a hybrid model's windowed group
 USES_S = 1.0  # between two messages of recent uses
+LONG_AGO_S = 1000.0
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
 ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
 
@@ -212,6 +215,8 @@ class Simulation:
             absent_s=8.0,
             store_hold_s=0.5,
             hold_share=0.5,
+            measure_s=2.0,
+            measure_time=0.5,  # so that a tier that takes seconds for a row is measured often
             reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
             breaker=BreakerLimits(max_backoff_s=20.0),
         )
@@ -301,6 +306,12 @@ class Simulation:
     def abort(self, name: str) -> None:
         next(kind for kind in (self.queued, self.waiting, self.running) if name in kind).pop(name)
         self._finish(name)
+
+    def abort_all(self) -> None:
+        """No request is alive any more; calls go on."""
+        for name in [*self.queued, *self.waiting, *self.running]:
+            self.abort(name)
+        self.tick()
 
     def end_step(self) -> None:
         self.core.end_step()
@@ -689,6 +700,17 @@ class Simulation:
         held = self.movers[tier].here
         held.update({place: (key, GARBAGE) for place, (key, _) in held.items()})
 
+    def slow_down(self, tier: int, row_s: float) -> None:
+        """The tier's last loads, some time ago, took so long a row."""
+        for _ in range(ENOUGH + 1):
+            self.core.tiers[tier].loads.record(ROW_BYTES, row_s, self.now - LONG_AGO_S)
+
+    def held_below(self, tier: int) -> list[Key]:
+        """Rows that the tier can load, and that the host lacks."""
+        index = self.core.tiers[tier]
+        keys = sorted({*index.index, *(key for _, key, _ in _rows_of(index))})
+        return [key for key in keys if index.can_load(key, self.now) and key not in self.core.host.index]
+
     # --- invariants --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -796,6 +818,7 @@ class Simulation:
         require(not self.core._requests.queued, "a request waits for its turn for ever")
         require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
         require(not any(s.dead or s.trials_running or s.quarantined for s in self.core.tiers), "a dead job never ends")
+        self._measuring.ended()
         self._recover()
 
     def _recover(self) -> None:
@@ -849,6 +872,7 @@ class Simulation:
         core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, self._policy, prefill=prefill)
         self.core = core
         self._hold = HoldJudge(core, require)
+        self._measuring = MeasurementJudge(core, require)
         for tier in range(len(self.movers)):
             self._announce(tier)
         return core

@@ -18,6 +18,9 @@ PICK = st.integers(0, 31)
 # Prompts share prefixes, as prompts do: chunk n of a prompt is named by all of the prompt up to it.
 PROMPTS = st.text(alphabet="ab", min_size=1, max_size=5)
 WRITES = [(Write.THROUGH, Write.THROUGH), (Write.THROUGH, Write.ON_EVICT), (Write.ON_EVICT, Write.ON_EVICT)]
+# Of a host of two rows one is free, or about to be; and a tier of one slot is full while anything is stored there.
+ROWS = [6, 6, 6, 2, 3, 4, 12]
+SLOTS = [(6, 12), (6, 12), (1, 12), (2, 2), (6, 1)]
 SCANS = st.sampled_from([Scan.CHAIN, Scan.CHAIN, Scan.CHAIN, Scan.HYBRID, Scan.PREFIX, Scan.WINDOW, Scan.EACH])
 RARELY = st.sampled_from([False, False, False, False, True])
 OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.NO_SPACE])
@@ -36,6 +39,8 @@ class CascadeStateMachine(RuleBasedStateMachine):
         looks=st.sampled_from([MAX_LOOKS, 2, 3]),
         tokens_per_s=st.sampled_from([None, None, 5.0, 100.0]),
         policy=st.sampled_from(["lru", "lru", "s3fifo", "arc"]),
+        rows=st.sampled_from(ROWS),
+        slots=st.sampled_from(SLOTS),
     )
     def begin(
         self,
@@ -44,11 +49,19 @@ class CascadeStateMachine(RuleBasedStateMachine):
         looks: int,
         tokens_per_s: float | None = None,
         policy: Eviction = "lru",
+        rows: int = 6,
+        slots: tuple[int, int] = (6, 12),
     ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
         self.simulation = self.simulated(
-            core=self.core, writes=writes, listed=listed, tokens_per_s=tokens_per_s, policy=policy
+            rows,
+            slots,
+            core=self.core,
+            writes=writes,
+            listed=listed,
+            tokens_per_s=tokens_per_s,
+            policy=policy,
         )
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
@@ -269,6 +282,23 @@ class CascadeStateMachine(RuleBasedStateMachine):
         for name in sorted(self.simulation.waiting):
             self.simulation.again(name)
         self.request(prompt)
+
+    @rule(
+        tier=TIERS,
+        row_s=st.sampled_from([4.0, 8.0]),
+        keys=st.integers(1, 3),
+        lives=st.booleans(),
+        wait_s=st.sampled_from([0.4, 1.5, 1.5, 6.0]),
+    )
+    def slow_tier_is_declined(self, tier: int, row_s: float, keys: int, lives: bool, wait_s: float) -> None:
+        """A request computes what a tier holds that has become slow, which is measured when it disturbs least."""
+        self.simulation.slow_down(tier, row_s)
+        if held := self.simulation.held_below(tier)[:keys]:
+            self.simulation.request(held, Scan.CHAIN, stays=lives)
+            self.catch_up()
+            if not lives:
+                self.simulation.abort_all()
+            self.simulation.advance(wait_s)
 
     @rule(tier=TIERS, pick=PICK)
     def medium_rots(self, tier: int, pick: int) -> None:

@@ -18,7 +18,7 @@ from nixl_tiers.cascade.existence import ExistenceCheck
 from nixl_tiers.cascade.tier_index import UNLIMITED
 from nixl_tiers.chunk import Key, Outcome
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, SimulatedJob, Simulation, Uses
-from tests.support.stateful import WRITES, CascadeStateMachine
+from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
 
 WALK: Final = 150  # steps until the next simulation begins
 
@@ -43,6 +43,8 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "ends": lambda random: random.randrange(32),
     "good": lambda random: not _rarely(random),
     "host_only": _rarely,
+    "keys": lambda random: random.randint(1, 3),
+    "lives": lambda random: random.random() < 0.5,
     "outcome": lambda random: random.choice([Outcome.OK] * 6 + [Outcome.FAILED, Outcome.NO_SPACE]),
     "pick": lambda random: random.randrange(32),
     "prompt": _prompt,
@@ -53,6 +55,7 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "really": _rarely,
     "room": lambda random: random.choice([1, SOME_ROOM, UNLIMITED, UNLIMITED]),
     "rots": _rarely,
+    "row_s": lambda random: random.choice([4.0, 8.0]),
     "scan": lambda random: random.choice(list(Scan)),
     "seconds": lambda random: random.choice([0.1, 0.1, 0.4, 1.0, 6.0]),
     "stale": _rarely,
@@ -61,6 +64,7 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "store": lambda random: random.random() < 0.5,
     "tier": lambda random: random.randrange(2),
     "turns": lambda random: random.choice([1, 2, MANY_TURNS, MANY_TURNS]),
+    "wait_s": lambda random: random.choice([0.4, 1.5, 1.5, 6.0]),
 }
 """How the walk draws an argument, by its name; or by its rule's too, where others mean something else by it."""
 
@@ -106,6 +110,8 @@ def trace(seed: int, steps: int) -> Iterator[str]:
                 random.choice([256, 2, 3]),
                 random.choice([None, 5.0, 100.0]),
                 random.choice(["lru", "s3fifo", "arc"]),
+                random.choice(ROWS),
+                random.choice(SLOTS),
             )
         name = random.choice(names)
         arguments = list(inspect.signature(rules[name]).parameters)[1:]

@@ -1,0 +1,81 @@
+"""Judges whether a core measures its tiers as it promises: what nobody waits for takes nothing from anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nixl_tiers.cascade.host import RowState
+from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.tier_index import TierIndex
+from nixl_tiers.cascade.types import Job, TierState
+from nixl_tiers.chunk import Key
+from nixl_tiers.policies import Write
+
+
+class MeasurementJudge:
+    """Watches what one core's requests decline, and the loads that measure its tiers."""
+
+    def __init__(self, core: TierManager, require: Callable[[bool, str], None]) -> None:
+        self._core = core
+        self._require = require
+        self._declined: list[list[tuple[float, frozenset[Key]]]] = [[] for _ in core.tiers]  # by tier, since a reset
+        self.measured = 0
+        """Rows that were loaded for nothing else."""
+        measurements = core._measurements
+        self._decline, self._plan, self._reset = measurements.declined, measurements.plan, measurements.reset
+        measurements.declined = self._watched_decline  # type: ignore[method-assign]
+        measurements.plan = self._judged_plan  # type: ignore[method-assign]
+        measurements.reset = self._watched_reset  # type: ignore[method-assign]
+
+    def ended(self) -> None:
+        """All has ended, and more time has passed than what was declined is of use."""
+        self._require(not self._core._measurements.busy, "a measurement is to come for ever")
+        self._require(not self._core._promotion_jobs.under_way, "a load counts as under way for ever")
+
+    def _watched_decline(self, tier: TierIndex, keys: Sequence[Key], now: float) -> None:
+        self._declined[tier.number].append((now, frozenset(keys)))
+        self._decline(tier, keys, now)
+
+    def _watched_reset(self) -> None:
+        self._declined = [[] for _ in self._core.tiers]
+        self._reset()
+
+    def _judged_plan(self, tier: TierIndex, now: float) -> list[Job]:
+        if not self._core._measurements.busy:
+            return self._plan(tier, now)
+        busy, needed = bool(tier.to_load or tier.rows_loading), self._needed()
+        jobs = self._plan(tier, now)
+        keys = [move.key for job in jobs for move in job.moves]
+        self.measured += len(keys)
+        self._require(needed <= self._core.host.index.keys(), "a measurement evicts what is needed")
+        if keys:
+            self._judge(tier, keys, now, busy)
+        return jobs
+
+    def _judge(self, tier: TierIndex, keys: list[Key], now: float, busy: bool) -> None:
+        core, limits = self._core, self._core.limits
+        self._require(tier.state is not TierState.DOWN and tier.readable, "a tier that is down is measured")
+        self._require(not busy, "a tier is measured that loads for requests")
+        self._require(len(keys) <= core._state.rows_per_job, "a measurement of more than a job")
+        denied = any(tier.denylist.is_denied(key, now) for key in keys)
+        self._require(not denied, "a tier is measured with a row that failed")
+        alive = bool(core._requests.by_name or core._requests.queued)
+        latest = now - limits.measure_busy_s if alive else now
+        for key in keys:
+            times = [when for when, declined in self._declined[tier.number] if key in declined]
+            recent = any(now - limits.measure_s <= when <= latest for when in times)
+            self._require(recent, "a tier is measured while requests are alive, or with rows that none declines")
+
+    def _needed(self) -> set[Key]:
+        """Keys of host rows that may not be evicted now, for what nobody waits for."""
+        host, tiers = self._core.host, self._core.tiers
+        on_evict = self._core._state.below_host
+        needed = set()
+        for key, row in host.index.items():
+            used = row.referenced or row.request_pins or row.state is not RowState.READY or row.step == host.step
+            queued = any(
+                key in tier.to_store or key in tier.parked for tier in tiers if tier.spec.write is not Write.OFF
+            )
+            if used or queued or (on_evict is not None and not row.host_only and key not in on_evict):
+                needed.add(key)
+        return needed
