@@ -68,14 +68,13 @@ class MeasurementJudge:
 
     def _needed(self) -> set[Key]:
         """Keys of host rows that may not be evicted now, for what nobody waits for."""
-        host, tiers = self._core.host, self._core.tiers
+        host = self._core.host
+        writable = [tier for tier in self._core.tiers if tier.spec.write is not Write.OFF]
         on_evict = self._core._state.below_host
         needed = set()
         for key, row in host.index.items():
             used = row.referenced or row.request_pins or row.state is not RowState.READY or row.step == host.step
-            queued = any(
-                key in tier.to_store or key in tier.parked for tier in tiers if tier.spec.write is not Write.OFF
-            )
+            queued = any(key in tier.to_store or key in tier.parked for tier in writable)
             if used or queued or (on_evict is not None and not row.host_only and key not in on_evict):
                 needed.add(key)
         return needed

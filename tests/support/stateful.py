@@ -49,6 +49,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         looks: int,
         tokens_per_s: float | None = None,
         policy: Eviction = "lru",
+        *,
         rows: int = 6,
         slots: tuple[int, int] = (6, 12),
     ) -> None:

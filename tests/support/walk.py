@@ -110,8 +110,8 @@ def trace(seed: int, steps: int) -> Iterator[str]:
                 random.choice([256, 2, 3]),
                 random.choice([None, 5.0, 100.0]),
                 random.choice(["lru", "s3fifo", "arc"]),
-                random.choice(ROWS),
-                random.choice(SLOTS),
+                rows=random.choice(ROWS),
+                slots=random.choice(SLOTS),
             )
         name = random.choice(names)
         arguments = list(inspect.signature(rules[name]).parameters)[1:]
