@@ -102,14 +102,14 @@ class PromotionJobs:
     def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
         """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
         memory has, or is about to get, is loaded into a row that no look-up finds."""
-        if not tier.send_credits or not self._state.take(len(keys)):
+        loadable = [key for key in keys if tier.can_load(key, now)]
+        most = min(len(loadable), self._state.load_window - tier.rows_loading)
+        room = self._make_room_unasked(most) if tier.send_credits else 0
+        if room <= 0 or not self._state.take(room):  # without room there is no work that is left
             return []
-        most = min(len(keys), self._state.load_window - tier.rows_loading)
-        room = self._make_room_unasked(most)
         moves: list[PlannedMove] = []
-        for key in keys[:room]:
-            if tier.open_for_load(key, now) is None:
-                continue
+        for key in loadable[:room]:
+            tier.open_for_load(key, now)
             if key in self._host.index:
                 row = self._host.allocate_scratch(key)
             else:

@@ -26,11 +26,17 @@ class Engine:
     """A core over an S3 tier that takes `row_s` a row after `latency_s`, where computing one takes 43 ms."""
 
     def __init__(
-        self, row_s: float = 0.2, latency_s: float = 0.0, write: Write = Write.THROUGH, rows: int = 64
+        self,
+        row_s: float = 0.2,
+        latency_s: float = 0.0,
+        write: Write = Write.THROUGH,
+        rows: int = 64,
+        limits: Limits | None = None,
     ) -> None:
         self.row_s, self.latency_s, self.now = row_s, latency_s, 100.0
         specs = [TierSpec("s3", write, physical_slots=False)]
-        self.core = TierManager(rows, ROW_BYTES, specs, Limits(wait_s=60.0), prefill=PrefillEstimate(3000.0))
+        limits = limits or Limits(wait_s=60.0)
+        self.core = TierManager(rows, ROW_BYTES, specs, limits, prefill=PrefillEstimate(3000.0))
         opened(self.core, 0, 1000)
         self.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(KEYS)], last=True)
         self.tier = self.core.tiers[0]
@@ -298,3 +304,14 @@ def test_what_is_not_written_below_is_not_evicted_for_a_measurement() -> None:
     engine.now += 1.0
     assert engine.plan() == []
     assert engine.core.host.counters.evictions == evictions
+
+
+def test_measurement_without_room_is_no_work_that_is_left() -> None:
+    """Else the supervisor would take one turn after the other until there is room, or nothing to be measured."""
+    engine = Engine(rows=11, limits=Limits(wait_s=60.0, rows_per_slice=1))
+    engine.decline()
+    engine.now += 1.0
+    assert engine.plan() == []
+    assert not engine.core.events.unfinished
+    engine.finish()
+    assert engine.plan()
