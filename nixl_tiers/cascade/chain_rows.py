@@ -32,18 +32,25 @@ class Group(NamedTuple):
 class Chain:
     """The keys of a request. At least one group has full attention.
 
-    `full`: the groups that have; `windows`: the others. `end`: the last token up to which all of `full` have keys;
-    `step_tokens`: of which all of them have whole chunks, `step_rows` together.
+    `full`: the groups that have; `windows`: the others, of which a load needs `window_rows` rows. `end`: the last token
+    up to which all of `full` have keys; `step_tokens`: of which all of them have whole chunks, `step_rows` together.
     """
 
-    __slots__ = ("end", "full", "groups", "step_rows", "step_tokens", "windows")
+    __slots__ = ("end", "full", "groups", "step_rows", "step_tokens", "window_rows", "windows")
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
-        self.full = [group for group in groups if group.window is None]
-        self.windows = [group for group in groups if group.window is not None]
+        self.full: list[Group] = []
+        self.windows: list[Group] = []
+        self.window_rows, self.step_tokens = 0, 1
+        for group in groups:
+            if group.window is None:
+                self.full.append(group)
+                self.step_tokens = lcm(self.step_tokens, group.chunk_tokens)
+            else:
+                self.windows.append(group)
+                self.window_rows += group.window
         self.end = min([len(group.keys) * group.chunk_tokens for group in self.full])
-        self.step_tokens = lcm(*[group.chunk_tokens for group in self.full])
         self.step_rows = sum([self.step_tokens // group.chunk_tokens for group in self.full])
 
 
@@ -51,27 +58,26 @@ class Chain:
 class ChainRows:
     """The rows of one full-attention group from a request's start on, as far as they are known to exist.
 
-    Places are in `rows`, ascending: `stored` has those that the host lacks, by the number of the first tier that holds
-    them, and `coming` those that are being filled or loaded in the host; of these, `loading` has those of each tier.
+    Places are in `group.keys`, ascending: `stored` has those that the host lacks, by the number of the first tier that
+    holds them, `coming` those being filled or loaded in the host; of these, `loading` has those of each tier.
     """
 
     group: Group
-    first: int  # the place of the first in `group.keys`
-    keys: Sequence[Key]
-    rows: list[Row | None]  # as the host's index has them
+    first: int  # the first place
+    rows: list[Row | None]  # from there on: those in host memory
     stored: dict[int, list[int]]
     coming: list[int]
     loading: dict[int, list[int]]
 
     @property
-    def end(self) -> int:
-        """The token up to which they are."""
-        return (self.first + len(self.rows)) * self.group.chunk_tokens
+    def stop(self) -> int:
+        """The place behind the last."""
+        return self.first + len(self.rows)
 
     @property
     def first_unready(self) -> int:
-        """The place of the first row that is not in host memory; how many there are if all are."""
-        return min([places[0] for places in (self.coming, *self.stored.values()) if places], default=len(self.rows))
+        """The place of the first row that is not in host memory; `stop` if all are."""
+        return min([places[0] for places in (self.coming, *self.stored.values()) if places], default=self.stop)
 
     def sources(self) -> list[int]:
         """Of each row, the number of the tier that it comes from, or HOST. One that is being loaded, for another
@@ -79,7 +85,7 @@ class ChainRows:
         sources = [HOST] * len(self.rows)
         for tier, places in (*self.stored.items(), *self.loading.items()):
             for place in places:
-                sources[place] = tier
+                sources[place - self.first] = tier
         return sources
 
 
@@ -95,12 +101,11 @@ class RowFinder:
         """Where the group's rows are in this span of tokens, from its start up to the first that is nowhere. `first`:
         the first sub-block of each that is going to be read."""
         begin, stop = span[0] // group.chunk_tokens, span[1] // group.chunk_tokens
-        found = ChainRows(group, begin, (), [], {}, [], {})
+        found = ChainRows(group, begin, [], {}, [], {})
         if begin < stop and self.exists(request, group.keys[begin], now):  # most prompts without any hit end here
             for at in range(begin, stop, BATCH):
-                if not self._find_batch(request, found, group.keys[at : min(at + BATCH, stop)], first, now):
+                if not self._find_batch(request, found, (at, min(at + BATCH, stop)), first, now):
                     break
-        found.keys = group.keys[begin : begin + len(found.rows)]
         return found
 
     def exists(self, request: Request, key: Key, now: float) -> bool:
@@ -112,12 +117,12 @@ class RowFinder:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _find_batch(self, request: Request, found: ChainRows, keys: Sequence[Key], first: int, now: float) -> bool:
-        """Add the rows of `keys` up to the first that is nowhere; whether all of them are somewhere."""
-        rows: list[Row | None] = list(map(self._host.index.get, keys))
+    def _find_batch(self, request: Request, found: ChainRows, places: tuple[int, int], first: int, now: float) -> bool:
+        """Add the rows of these places up to the first that is nowhere; whether all of them are somewhere."""
+        keys, (begin, stop) = found.group.keys, places
+        rows: list[Row | None] = list(map(self._host.index.get, keys[begin:stop]))
         absent, coming = [], []
-        stop = len(rows)
-        for place, row in enumerate(rows):
+        for place, row in enumerate(rows, begin):
             if row is None:
                 absent.append(place)
             elif row.state is _READY:
@@ -126,30 +131,29 @@ class RowFinder:
                     break
             elif row.state is _LOADING and not row.mover_refs:
                 self._host.invalidate(row)  # an error has ended its load
-                rows[place] = None
+                rows[place - begin] = None
                 absent.append(place)
             else:
-                coming.append(place)
+                rows[place - begin] = None
+                coming.append((place, row))
         stored: dict[int, list[int]] = {}
         if absent:
             stop = min(stop, self._find_stored(request, keys, absent, stored, now))
-        before = len(found.rows)
-        found.rows += rows[:stop]
-        if coming:
-            found.coming += (placed := _placed(coming, stop, before))
-            for place in placed:
-                row = found.rows[place]
-                if row is not None and row.state is _LOADING:
+        found.rows += rows[: stop - begin]
+        for place, row in coming:
+            if place < stop:
+                found.coming.append(place)
+                if row.state is _LOADING:
                     found.loading.setdefault(self._numbers[row.source], []).append(place)
-        for tier, places in stored.items():
-            if placed := _placed(places, stop, before):
-                found.stored.setdefault(tier, []).extend(placed)
-        return stop == len(keys)
+        for tier, some in stored.items():
+            if some := below(some, stop):
+                found.stored.setdefault(tier, []).extend(some)
+        return stop == places[1]
 
     def _find_stored(
         self, request: Request, keys: Sequence[Key], absent: list[int], stored: dict[int, list[int]], now: float
     ) -> int:
-        """Note in `stored` which tier holds those of `keys` that the host lacks. Returns the first place of one that
+        """Note in `stored` which tier holds the keys at places that the host lacks. Returns the first place of one that
         none does, or where the host had no room for a row that was asked for: the chain ends there."""
         stop = len(keys)
         if request.to_come < len(request.asked):
@@ -166,8 +170,6 @@ class RowFinder:
         return min(stop, absent[0])
 
 
-def _placed(places: list[int], stop: int, before: int) -> list[int]:
-    """Those below `stop`, of a list that begins `before` places further on."""
-    if places and places[-1] >= stop:
-        places = places[: bisect_left(places, stop)]
-    return [before + place for place in places] if before else places
+def below(places: list[int], stop: int) -> list[int]:
+    """Those below `stop`, of ascending places."""
+    return places[: bisect_left(places, stop)] if places and places[-1] >= stop else places

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from nixl_tiers.cascade import pricing
-from nixl_tiers.cascade.chain_rows import Chain, ChainRows, Group, RowFinder
+from nixl_tiers.cascade.chain_rows import Chain, ChainRows, Group, RowFinder, below
 from nixl_tiers.cascade.existence import ExistenceChecks
 from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.measurements import Measurements
@@ -89,7 +89,7 @@ class Chains:
         request.position = end  # what vLLM looks up next is no longer this scan
         limit = end if request.chosen is None else min(end, request.chosen)
         found = [self._rows.find(request, group, (start, limit), first, now) for group in chain.full]
-        known = min([each.end for each in found])
+        known = min([each.stop * each.group.chunk_tokens for each in found])
         look = _Look(request, chain, start, now, found, known - known % chain.step_tokens)
         if request.first_scan and request.chosen is None and not request.expired and self._state.tiers:
             chosen, expected_s = self._choose(look)
@@ -129,12 +129,11 @@ class Chains:
     def _choose(self, look: _Look) -> tuple[int, float]:
         """Up to which token to load, and when that is expected to be in host memory."""
         state, prefill, chain = self._state, self._state.prefill, look.chain
-        if not chain.windows and not any(each.stored or each.loading for each in look.found):
+        if not chain.windows and not [each for each in look.found if each.stored or each.loading]:
             return max(look.start, look.known), look.now
         runs = self._runs(look)
-        unmeasured = any(run.source >= 0 and not state.tiers[run.source].loads.known for run in runs)
+        unmeasured = [run for run in runs if run.source != HOST and not state.tiers[run.source].loads.known]
         first = look.start - look.start % chain.step_tokens
-        window_rows = sum([group.window or 0 for group in chain.windows])
         crowd, end = self._crowd(), chain.end
 
         def compute_s(at: int) -> float | None:
@@ -143,7 +142,7 @@ class Chains:
 
         choice = pricing.choose(
             runs,
-            pricing.Chain(first, chain.step_tokens, chain.step_rows, window_rows),
+            pricing.Chain(first, chain.step_tokens, chain.step_rows, chain.window_rows),
             self._prices(look),
             pricing.Costs(compute_s, state.price_of_copies(), state.limits.wait_s),
             self._fits(look),
@@ -217,9 +216,9 @@ class Chains:
     def _decline(self, look: _Look, chosen: int) -> None:
         """What is beyond token `chosen` is not loaded, because that would take longer than to compute it."""
         for each in look.found:
-            first = max(0, chosen // each.group.chunk_tokens - each.first)
+            keys, first = each.group.keys, chosen // each.group.chunk_tokens
             for number, places in each.stored.items():
-                if declined := [each.keys[place] for place in places[bisect_left(places, first) :]]:
+                if declined := [keys[place] for place in places[bisect_left(places, first) :]]:
                     tier = self._state.tiers[number]
                     tier.counters.missed_slower += len(declined)
                     self._measurements.declined(tier, declined, look.now)
@@ -232,13 +231,13 @@ class Chains:
         missing: list[tuple[int, Key]] = []  # by their ends
         wanted: dict[int, list[tuple[int, Key]]] = {}  # those of each tier
         for each in look.found:
-            tokens, keys = each.group.chunk_tokens, each.keys
-            end = tokens * (each.first + 1)  # of the first
-            stop = max(0, chosen // tokens - each.first)
-            ready += [row for row in each.rows[:stop] if row is not None and row.state is _READY]
-            missing += [(end + tokens * place, keys[place]) for place in each.coming if place < stop]
+            tokens, keys = each.group.chunk_tokens, each.group.keys
+            stop = chosen // tokens
+            ready += filter(None, each.rows[: stop - each.first])
+            if each.coming:
+                missing += [(tokens * (place + 1), keys[place]) for place in below(each.coming, stop)]
             for number, places in each.stored.items():
-                if some := [(end + tokens * place, keys[place]) for place in places if place < stop]:
+                if some := [(tokens * (place + 1), keys[place]) for place in below(places, stop)]:
                     missing += some
                     wanted.setdefault(number, []).extend(some)
         request.missing.clear()
@@ -275,7 +274,7 @@ class Chains:
         (found,) = look.found
         request, group, now = look.request, found.group, look.now
         waits = False
-        for place in range(found.first + len(found.keys), limit // group.chunk_tokens):
+        for place in range(found.stop, limit // group.chunk_tokens):
             key = group.keys[place]
             row = self._host.index.get(key)
             if (row is not None and row.state is _READY) or self._promotion.has_expired(request, now):
@@ -294,30 +293,28 @@ class Chains:
     def _note_refused(self, look: _Look, limit: int) -> None:
         """The first key of each group that is nowhere may be a suspect, or the tier's circuit is open."""
         for each in look.found:
-            if (place := each.first + len(each.keys)) < limit // each.group.chunk_tokens:
-                self._promotion.note_refused(each.group.keys[place], look.now)
+            if each.stop < limit // each.group.chunk_tokens:
+                self._promotion.note_refused(each.group.keys[each.stop], look.now)
 
     def _ready_end(self, look: _Look, chosen: int) -> int:
         """Up to which token all rows are in host memory."""
         end = chosen
         for each in look.found:
-            if (place := each.first_unready) < len(each.rows):
-                end = min(end, (each.first + place) * each.group.chunk_tokens)
+            if (place := each.first_unready) < each.stop:
+                end = min(end, place * each.group.chunk_tokens)
         return max(look.start, end - end % look.chain.step_tokens)
 
     def _places(self, look: _Look, chosen: int) -> list[tuple[int, int]]:
         """The tiers that the request waits for up to token `chosen`, and its last row's place in the queue of each."""
-        queued: set[int] = set()
-        loading: set[int] = set()
+        queued: dict[int, bool] = {}  # of those tiers, whether some of its rows are, and not all under way
         for each in look.found:
-            stop = max(0, chosen // each.group.chunk_tokens - each.first)
-            queued.update(number for number, places in each.stored.items() if places and places[0] < stop)
-            loading.update(number for number, places in each.loading.items() if places and places[0] < stop)
-        places = []
-        for number in sorted(queued | loading):
-            tier = self._state.tiers[number]
-            places.append((number, tier.queued - (0 if number in queued else len(tier.to_load))))
-        return places
+            stop = chosen // each.group.chunk_tokens
+            for rows, is_queued in ((each.loading, False), (each.stored, True)):
+                for number, places in rows.items():
+                    if places[0] < stop:
+                        queued[number] = is_queued or queued.get(number, False)
+        tiers = self._state.tiers
+        return [(n, tiers[n].queued - (0 if queued[n] else len(tiers[n].to_load))) for n in sorted(queued)]
 
     def _margin_s(self, request: Request, chain: Chain, start: int, now: float) -> float:
         """How much longer what the request waits for may take for that to be as quick as to compute it; less than 0 if

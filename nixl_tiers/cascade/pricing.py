@@ -82,7 +82,7 @@ def choose(
         at, rows = at + runs[0].steps * step_tokens, runs[0].steps * step_rows
         runs = runs[1:]
     end = fits(at)
-    best, best_s = Choice(end, 0.0), _sum(0.0, copy.seconds(rows), compute_s(end))
+    best, best_s = (end, 0.0), _sum(0.0, copy.seconds(rows), compute_s(end))
     loading, waits_s = [0] * len(tiers), [0.0] * len(tiers)  # of each tier: rows of the runs before, and their time
     for source, steps in runs:
         others_s = max([wait_s for tier, wait_s in enumerate(waits_s) if tier != source], default=0.0)
@@ -98,12 +98,12 @@ def choose(
                 continue
             sum_s = _sum(wait_s, copy.seconds(rows + count), compute_s(end))
             if sum_s is None or best_s is None or sum_s <= best_s:
-                best, best_s = Choice(end, wait_s), sum_s
+                best, best_s = (end, wait_s), sum_s
         at, rows = at + steps * step_tokens, rows + steps * step_rows
         if source != HOST:
             loading[source] += steps * step_rows
             waits_s[source] = tiers[source].seconds(loading[source])
-    return best
+    return Choice(*best)
 
 
 def _ends(steps: int, price: TierPrice, before: int, step_rows: int, limits_s: Iterable[float]) -> list[int]:

@@ -184,8 +184,8 @@ class Request:
             for row in rows:
                 self.pin(row)
             return
-        self.pinned = {row.key: row for row in rows}
         for row in rows:
+            self.pinned[row.key] = row
             row.request_pins += 1
         self._count()
 

@@ -140,7 +140,7 @@ class TierIndex:
 
     def can_load_many(self, keys: Sequence[Key], now: float) -> list[bool]:
         """`can_load` of each key."""
-        if not self.readable:
+        if self.state is _DOWN or self._loads.state is not _CLOSED:  # as `readable`
             return [False] * len(keys)
         entries = list(map(self.index.get, keys))
         absent = entries.count(None)
