@@ -27,7 +27,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import MAX_MOVES, Load, Store
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.staging_trial import Measured, all_remembered
-from tests.mover.harness import LAYOUTS, MoverProcess, key_of
+from tests.mover.harness import MoverProcess, key_of
+from tests.support.file_tier import LAYOUTS
 
 THREADS: Final = 4
 TRIES: Final = 2
@@ -39,9 +40,9 @@ class FileTier(Side):
     def __init__(self, folder: Path, region: HostRegion, layout: str, staging: str) -> None:
         self.region = region
         self._cache = folder / "cache"  # of its own: what another layout has measured must not decide for this one
-        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20))
+        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20), staging=staging)
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
-            self._mover = MoverProcess({**tier, "staging": staging}, region.geometry, region.rows, region)
+            self._mover = MoverProcess(tier, region.geometry, region.rows, region)
         self.pids = [self._mover.process.pid]
         self._mover.open()
         self._mover.listed_rows()

@@ -119,7 +119,7 @@ class Plan:
     def _tiers(self) -> list[dict[str, Any]]:
         host = {"type": "cpu", "capacity": self.workload.host_bytes}
         if self.kind == "file":
-            return [host, {"type": "file", "path": str(self.tier), "capacity": "8GiB"}]
+            return [host, {"type": "file", "path": str(self.tier), "capacity": "8GiB", "min_free": 0}]
         if self.kind == "s3":
             assert self.s3
             return [host, {"type": "s3", **self.s3, "capacity": "8GiB"}]

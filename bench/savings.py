@@ -73,7 +73,7 @@ def compare(model: Path, requests: int, concurrency: int, tokens: int, scratch: 
     host = sum(map(len, documents)) * kv_bytes_per_token(model) // 3
     tiers = [
         {"type": "cpu", "capacity": host},
-        {"type": "file", "path": str(scratch / "tier"), "capacity": "4GiB"},
+        {"type": "file", "path": str(scratch / "tier"), "capacity": "4GiB", "min_free": 0},
     ]
     arms = {
         "off": EngineProcess("bench.savings", "engine", str(model), "[]", log=scratch / "off.log"),

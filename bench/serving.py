@@ -156,8 +156,8 @@ def main() -> None:
         }
         kinds = {
             WITHOUT: [],
-            TIERS: [host, {"type": "file", "path": f"{place}/a", "capacity": "4GiB"}],
-            DEAD_S3: [host, {"type": "file", "path": f"{place}/b", "capacity": "4GiB"}, dead],
+            TIERS: [host, {"type": "file", "path": f"{place}/a", "capacity": "4GiB", "min_free": 0}],
+            DEAD_S3: [host, {"type": "file", "path": f"{place}/b", "capacity": "4GiB", "min_free": 0}, dead],
         }
         if options.no_dead_s3:
             del kinds[DEAD_S3]

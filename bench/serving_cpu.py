@@ -102,7 +102,7 @@ def connector(arm: str, path: str) -> dict[str, Any] | None:
             "cpu_bytes_to_use": 1 << 30,
         }
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    tiers = [host, {"type": "file", "path": path, "capacity": "4GiB"}]
+    tiers = [host, {"type": "file", "path": path, "capacity": "4GiB", "min_free": 0}]
     return vllm_cpu.kv_transfer(tiers[:1] if arm == "cpu" else tiers)
 
 

@@ -184,7 +184,7 @@ class Tiers:
         geometry = Geometry(1, row_bytes - 4096)
         tiers: list[dict[str, Any]] = [{"type": "cpu", "capacity": rows * geometry.row_bytes}]
         if path is not None:
-            tiers.append({"type": "file", "path": path, "capacity": 2 * rows * geometry.row_bytes})
+            tiers.append({"type": "file", "path": path, "capacity": 2 * rows * geometry.row_bytes, "min_free": 0})
         config = schema.load({"prefill_tokens_per_s": 10_000, "tiers": tiers})
         self.region = HostRegion.create(geometry, rows)
         self.region.rows_view[:] = 1

@@ -113,7 +113,7 @@ class Plan:
         if self.kind == "native":
             extra = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": host_bytes}
             return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        file = {"type": "file", "path": str(self.tier), "capacity": 2 * host_bytes + (1 << 30)}
+        file = {"type": "file", "path": str(self.tier), "capacity": 2 * host_bytes + (1 << 30), "min_free": 0}
         tiers: list[dict[str, Any]] = [{"type": "cpu", "capacity": host_bytes}, file]
         if self.kind == "host":
             del tiers[1:]

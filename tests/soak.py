@@ -37,6 +37,7 @@ from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule
 from nixl_tiers.testing.servers import moto_server
+from tests.support.file_tier import file_tier
 from tests.support.leaks import ResourceCount, reclaim_all_host_rows, resident_bytes
 from tests.support.load import LoadGenerator, get, put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
@@ -110,7 +111,7 @@ class Soak:
         private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
         shared = {**fast, **place, "prefix": f"shared-{seed}", "shared": True}
         cpu = {"type": "cpu", "capacity": HOST}
-        file = {"type": "file", "path": str(directory / "kv"), "capacity": CAPACITY, "replicas": 2}
+        file = file_tier(directory / "kv", CAPACITY, replicas=2)
         self._configs = [
             configuration.load({"tiers": [cpu, file, s3], "wait_s": LIMITS.wait_s}) for s3 in (private, shared)
         ]

@@ -17,6 +17,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
+from tests.support.file_tier import file_tier
 from tests.support.waiting import until, until_up
 
 CHUNK_BYTES = 60_000
@@ -40,7 +41,7 @@ def store_over(path: Path, *rules: Rule, wait_s: float = 60.0, overdue_s: float 
         {
             "tiers": [
                 {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes},
-                {"type": "file", "path": str(path), "capacity": "16MiB"},
+                file_tier(path, "16MiB"),
             ],
             "wait_s": wait_s,
         }

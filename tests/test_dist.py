@@ -43,7 +43,8 @@ import nixl_tiers
 home = Path(nixl_tiers.__file__).parent
 assert home.is_relative_to(sys.prefix), home
 keys, rows = [b"a", b"b"], np.arange(10_000).astype(np.uint8).reshape(2, 5000)
-config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": sys.argv[1], "capacity": "64MiB"}]}
+file = {"type": "file", "path": sys.argv[1], "capacity": "64MiB", "min_free": 0}
+config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}, file]}
 for first in (True, False):
     with nixl_tiers.open(config, 5000, "n") as store:
         assert store.wait_ready(300)

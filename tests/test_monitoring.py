@@ -21,6 +21,7 @@ import nixl_tiers
 from nixl_tiers.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from tests.support.dashboard import DASHBOARD, ROOT, RULES, firing, panels, queries, rules, still_unchanged
+from tests.support.file_tier import file_tier
 from tests.support.load import LoadGenerator
 from tests.support.metrics_page import ENGINE, StorePage, served
 from tests.support.prometheus import program, prometheus
@@ -186,7 +187,7 @@ def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> N
     plan = FaultPlan(
         (Rule(Fault.BIT_FLIP, Way.LOAD, chance=0.2), Rule(Fault.UNAVAILABLE, chance=0.5)), switch=str(switch)
     )
-    file = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "8MiB"}
+    file = file_tier(tmp_path / "kv", "8MiB")
     faulty = {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": file, "plan": plan.to_dict()}
     config = {"tiers": [{"type": "cpu", "capacity": "4MiB"}, faulty], "wait_s": 5.0}
     tiers = [TierTraits("cpu"), TierTraits(TIER, checked=True, disk=True)]

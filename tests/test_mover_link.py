@@ -19,6 +19,7 @@ from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
 from nixl_tiers.mover_link import MoverLink
+from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(1, 60_000)
 
@@ -27,7 +28,7 @@ GEOMETRY = Geometry(1, 60_000)
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     """Over a file tier without a mover."""
     cpu = {"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}
-    tier = {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}
+    tier = file_tier(tmp_path, "16MiB")
     config = configuration.load({"tiers": [cpu, tier]})
     with mock.patch("nixl_tiers.mover_link.Supervisor"):
         coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4))

@@ -15,6 +15,7 @@ import nixl_tiers
 from nixl_tiers import mover_link
 from nixl_tiers.mover.protocol import Store, ToMover, sendable
 from nixl_tiers.testing.servers import MotoServer, S3Server
+from tests.support.file_tier import file_tier
 from tests.support.leaks import host_rows_in_use
 from tests.support.waiting import until, until_up
 
@@ -206,7 +207,7 @@ def test_put_returns_the_length_of_the_stored_prefix() -> None:
 
 
 def test_used_bytes_are_known_when_a_tier_is_up(tmp_path: Any) -> None:
-    config = {"tiers": [*CPU["tiers"], {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}]}
+    config = {"tiers": [*CPU["tiers"], file_tier(tmp_path, "16MiB")]}
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)
         store.put([b"a", b"b"], [bytes(SIZE)] * 2)
@@ -226,7 +227,7 @@ def test_a_job_that_no_mover_would_accept_fails_alone(tmp_path: Any, monkeypatch
         return sendable(message) and not (isinstance(message, Store) and message.moves[0].key == b"bad")
 
     monkeypatch.setattr(mover_link, "sendable", fits)
-    config = {"tiers": [*CPU["tiers"], {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}]}
+    config = {"tiers": [*CPU["tiers"], file_tier(tmp_path, "16MiB")]}
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)
         movers = store.coordinator.mover_pids

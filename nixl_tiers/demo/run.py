@@ -212,9 +212,10 @@ class Demo:
     @contextmanager
     def _server(self, model: Path, s3: S3Server) -> Iterator[VllmServer]:
         prefix = s3.prefix if isinstance(s3, RunningServer) else "nixl-tiers"
-        tiers = [
+        tiers: list[dict[str, Any]] = [
             {"type": "cpu", "capacity": "1GiB"},
-            {"type": "file", "path": str(self._files), "capacity": "2GiB"},
+            # `min_free` keeps room for others, for as long as a tier is there: this one goes with the demo.
+            {"type": "file", "path": str(self._files), "capacity": "2GiB", "min_free": 0},
             {"type": "s3", "bucket": self._bucket, "prefix": prefix, "endpoint": s3.endpoint, "capacity": "4GiB"},
         ]
         self._servers += 1
@@ -303,7 +304,7 @@ def _least(stored: Mapping[str, float]) -> float:
     return min(stored["file"], stored["s3"])
 
 
-def _options(tiers: list[dict[str, str]]) -> list[str]:
+def _options(tiers: list[dict[str, Any]]) -> list[str]:
     limit = ["--max-model-len", str(MAX_PROMPT_TOKENS + MAX_TOKENS), "--dtype", "float32"]
     hashes = ["--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details"]
     return [*limit, *hashes, "--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers))]

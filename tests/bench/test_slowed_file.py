@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
+from tests.support.file_tier import file_tier
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 1 << 20
@@ -18,8 +19,9 @@ def test_loads_take_as_long_as_their_bytes_at_that_speed(tmp_path: Path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     speed = tmp_path / "speed"
     speed.write_text("0")
-    slowed = {"type": "bench.slowed_file:SlowedFileConfig", "path": str(tmp_path / "files"), "speed": str(speed)}
-    tiers = [{"type": "cpu", "capacity": "8MiB"}, slowed | {"capacity": "64MiB"}]
+    kind = "bench.slowed_file:SlowedFileConfig"
+    slowed = file_tier(tmp_path / "files", "64MiB", type=kind, speed=str(speed))
+    tiers = [{"type": "cpu", "capacity": "8MiB"}, slowed]
     keys = [b"%d" % number for number in range(20)]
     rows = np.random.default_rng(1).integers(0, 256, (20, CHUNK), np.uint8)
     with nixl_tiers.open({"tiers": tiers}, chunk_bytes=CHUNK, namespace="slowed") as store:

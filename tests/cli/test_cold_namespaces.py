@@ -10,6 +10,7 @@ import pytest
 from nixl_tiers import cli
 from nixl_tiers.cli.cold_namespaces import why_cold
 from nixl_tiers.manifest import MANIFEST_NAME, Description, Manifest, salt_digest
+from tests.support.file_tier import file_tier
 
 OLD = Manifest("a" * 32, Description("my/model", vllm="0.32.0"), 4096, last_used=1_700_000_000)
 
@@ -39,7 +40,7 @@ def test_namespaces_of_both_layouts_are_named(folder: str, tmp_path: Path, capsy
     home.mkdir(parents=True)
     (home / MANIFEST_NAME).write_bytes(OLD.encode())
     (tmp_path / "lost+found").mkdir()
-    storage = {"type": "file", "path": str(tmp_path), "capacity": "1GiB"}
+    storage = file_tier(tmp_path, "1GiB")
     config = json.dumps({"tiers": [{"type": "cpu", "capacity": "64MiB"}, storage]})
     assert cli.main(["config", config, "--vllm", "0.33.1"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if OLD.namespace in line)

@@ -19,12 +19,13 @@ from nixl_tiers.cli import BAD_INPUT, main
 from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
 from nixl_tiers.cli.checks.finding import Finding, Status, broken, exit_code, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME
-from nixl_tiers.config.schema import FileConfig, S3Config, load
+from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.testing.servers import S3Server, SeaweedServer, free_ports
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from tests.support.file_tier import file_config, file_tier
 from tests.support.machine import SHMEM_ENABLED, setting
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 
@@ -33,11 +34,6 @@ SLOW_MACHINE_S = 300.0
 
 def named(findings: Iterable[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
-
-
-def file_tier(path: Path, **fields: Any) -> FileConfig:
-    # The machine that runs the tests may have a full disk, or a container's.
-    return FileConfig(type="file", path=path, **({"capacity": "1GiB", "min_free": 0} | fields))
 
 
 def scratch_in(path: Path) -> list[Path]:
@@ -78,7 +74,7 @@ def test_remembered_staging_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.usefixtures("quiet_machine")
 def test_json_has_every_finding_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    storage = {"type": "file", "path": str(tmp_path / "file" / "kv"), "capacity": "1GiB"}
+    storage = file_tier(tmp_path / "file" / "kv", "1GiB")
     config = {"tiers": [{"type": "cpu", "capacity": "64MiB"}, storage]}
     assert main(["doctor", json.dumps(config), "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
@@ -167,7 +163,7 @@ def test_old_vllm_is_broken(release: str, status: Status, monkeypatch: pytest.Mo
 
 def test_tier_that_hangs_is_broken_after_the_deadline(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir()
-    found = named(tiers.examine(tmp_path, file_tier(tmp_path / "kv"), deadline_s=0.1))
+    found = named(tiers.examine(tmp_path, file_config(tmp_path / "kv", "1GiB"), deadline_s=0.1))
     assert found["examination"].status is Status.BROKEN
     assert "did not return within 0.1 s" in found["examination"].text
     assert scratch_in(tmp_path / "kv") == []
@@ -178,7 +174,7 @@ def test_missing_plugin_is_broken_only_where_it_is_needed(tmp_path: Path, monkey
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise ImportError('hidden')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = load({"tiers": [{"type": "cpu", "capacity": 1}, {"type": "file", "path": "/kv", "capacity": "1G"}]})
+    config = load({"tiers": [{"type": "cpu", "capacity": 1}, file_tier("/kv", "1G")]})
     monkeypatch.setattr(tiers, "_PLUGINS", {"POSIX": "file tiers", "OBJ": "s3 tiers"})
     found = named(tiers.plugins(tmp_path, config))
     assert found["NIXL POSIX"].status is Status.BROKEN
@@ -191,7 +187,7 @@ def test_missing_plugin_is_broken_only_where_it_is_needed(tmp_path: Path, monkey
 @pytest.mark.parametrize("layout", ["slabs", "files"])
 def test_directory_is_tried_and_left_as_it_was(layout: str, tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    found = named(tiers.examine(tmp_path, file_tier(path, layout=layout), SLOW_MACHINE_S))
+    found = named(tiers.examine(tmp_path, file_config(path, "1GiB", layout=layout), SLOW_MACHINE_S))
     assert found[NAME].status in (Status.OK, Status.WARNING), found  # a warning: this disk is slow
     assert "64 rows of 1 MiB written" in found[NAME].text
     assert found[NAME].details["read_bytes_per_s"] > 0
@@ -200,12 +196,12 @@ def test_directory_is_tried_and_left_as_it_was(layout: str, tmp_path: Path) -> N
 
 
 def test_nothing_is_written_beside_an_engine(tmp_path: Path) -> None:
-    storage = {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "min_free": 0}
+    storage = file_tier(tmp_path, "64MiB")
     config = {"tiers": [{"type": "cpu", "capacity": "8MiB"}, storage]}
     with nixl_tiers.open(config, chunk_bytes=1 << 20, namespace="engine") as store:
         assert store.wait_ready(SLOW_MACHINE_S)
         before = tmp_path.stat().st_mtime_ns
-        found = named(directory.examine(file_tier(tmp_path), "token"))
+        found = named(directory.examine(file_config(tmp_path, "1GiB"), "token"))
         assert tmp_path.stat().st_mtime_ns == before
     assert found[NAME].status is Status.NOT_TRIED
     assert found[NAME].text == f"an engine uses {tmp_path} (part-0): nothing was written here"
@@ -220,7 +216,7 @@ def test_nothing_is_written_that_the_configuration_does_not_allow(
     fields: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     before = tmp_path.stat().st_mtime_ns
-    found = named(directory.examine(file_tier(tmp_path, **fields), "token"))
+    found = named(directory.examine(file_config(tmp_path, "1GiB", **fields), "token"))
     assert found[NAME].status is Status.NOT_TRIED
     assert text in found[NAME].text
     assert tmp_path.stat().st_mtime_ns == before
@@ -228,11 +224,11 @@ def test_nothing_is_written_that_the_configuration_does_not_allow(
 
 def test_other_layout_is_broken(tmp_path: Path) -> None:
     (tmp_path / ".incoming").mkdir()
-    assert named(directory.examine(file_tier(tmp_path), "token"))["layout"].status is Status.BROKEN
+    assert named(directory.examine(file_config(tmp_path, "1GiB"), "token"))["layout"].status is Status.BROKEN
 
 
 def test_capacity_beyond_the_file_system_is_a_warning(tmp_path: Path) -> None:
-    found = named(directory.examine(file_tier(tmp_path, capacity="1EiB", write="off"), "token"))
+    found = named(directory.examine(file_config(tmp_path, "1EiB", write="off"), "token"))
     assert found["file system"].status is Status.WARNING
     assert found["file system"].change
 
@@ -247,7 +243,7 @@ def test_capacity_beyond_what_others_leave_is_a_warning_with_the_room_that_is_le
     monkeypatch.setattr(directory, "os", SimpleNamespace(**{**vars(os), "statvfs": lambda _: disk}))
     monkeypatch.setattr(directory, "file_systems", lambda: {directory.device_of(tmp_path): "ext4"})
     for capacity, status in (("35GiB", Status.OK), ("36GiB", Status.WARNING)):
-        found = next(directory._file_system(file_tier(tmp_path, capacity=capacity, min_free="5GiB"), tmp_path))
+        found = next(directory._file_system(file_config(tmp_path, capacity, min_free="5GiB"), tmp_path))
         assert found.status is status
     assert "a capacity of 35 GiB" in found.change
 
@@ -255,7 +251,7 @@ def test_capacity_beyond_what_others_leave_is_a_warning_with_the_room_that_is_le
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_directory_that_cannot_be_written_is_broken(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert named(directory.examine(file_tier(tmp_path / "kv"), "token"))["directory"].status is Status.BROKEN
+    assert named(directory.examine(file_config(tmp_path / "kv", "1GiB"), "token"))["directory"].status is Status.BROKEN
 
 
 def test_failing_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +259,7 @@ def test_failing_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(directory, "direct_works", full)
-    found = named(directory.examine(file_tier(tmp_path), "token"))
+    found = named(directory.examine(file_config(tmp_path, "1GiB"), "token"))
     assert found[NAME].status is Status.BROKEN
     assert "No space left on device" in found[NAME].text
     assert scratch_in(tmp_path) == []
@@ -275,7 +271,7 @@ def test_scratch_of_a_doctor_that_was_killed_is_removed(tmp_path: Path) -> None:
         scratch.mkdir()
     long_ago = time.time() - 2 * directory.STALE_S
     os.utime(old, (long_ago, long_ago))
-    probe.clean(file_tier(tmp_path), "mine")
+    probe.clean(file_config(tmp_path, "1GiB"), "mine")
     assert scratch_in(tmp_path) == [running]
 
 

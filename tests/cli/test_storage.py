@@ -22,6 +22,7 @@ from nixl_tiers.cli.storage.rowfiles import RowFileStorage
 from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifest_keeper
+from tests.support.file_tier import file_tier
 from tests.tiers.file_tiers import FileTier, load, make_tier, store
 
 LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
@@ -299,7 +300,7 @@ def test_verify_is_right_while_an_engine_overwrites_rows(
     tiers = {
         "tiers": [
             {"type": "cpu", "capacity": "16MiB"},
-            {"type": "file", "path": str(tmp_path), "capacity": "4MiB", "layout": layout},
+            file_tier(tmp_path, "4MiB", layout=layout),
         ]
     }
     chunk = 60_000

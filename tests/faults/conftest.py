@@ -16,6 +16,7 @@ from nixl_tiers.mover import backoff, child
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from tests.faults.interposer import Interposer, build
 from tests.faults.rig import CAPACITY, LIMITS, FaultRig, MatrixRow
+from tests.support.file_tier import file_tier
 from tests.support.proxy import FaultProxy
 
 SOAK = "\n## Soak\n"  # the page from here on is written by hand, and kept
@@ -52,8 +53,7 @@ def file_rig(tmp_path: Path) -> MakeRig:
     def make(fault: str, layout: str, *, fields: dict[str, object] | None = None, **more: Any) -> FaultRig:
         row = MatrixRow(fault, ", ".join(["file", layout, *map(str, (fields or {}).values())]))
         _rows.append(row)
-        tier = {"type": "file", "layout": layout, "path": str(tmp_path / "kv"), "capacity": CAPACITY}
-        return FaultRig(row, tier | (fields or {}), **more)
+        return FaultRig(row, file_tier(tmp_path / "kv", CAPACITY, layout=layout, **(fields or {})), **more)
 
     return make
 

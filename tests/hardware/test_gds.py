@@ -17,7 +17,8 @@ from bench.gds_paths import Setup
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.cli.gds.report import Report, inspect
 from nixl_tiers.cli.gds.verdict import Kind
-from tests.mover.harness import LAYOUTS, MoverProcess
+from tests.mover.harness import MoverProcess
+from tests.support.file_tier import LAYOUTS
 
 VARIABLE = "NIXL_TIERS_GDS_DIR"
 pytestmark = pytest.mark.gds
@@ -50,7 +51,7 @@ def gpu(doctor: Report) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_file_tier_over_gds_mt_loads_what_it_stored(layout: str, doctor: Report, directory: Path) -> None:
     geometry = Geometry(1, 1 << 20)
-    tier = {**LAYOUTS[layout](directory / layout, 256 << 20), "backend": "gds_mt", "min_free": 0}
+    tier = LAYOUTS[layout](directory / layout, 256 << 20, backend="gds_mt")
     numbers = range(16)
     with MoverProcess(tier, geometry, len(numbers)) as mover:
         mover.open()

@@ -12,8 +12,9 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
-from tests.integration.test_round_trips import KIB, MIB, chunks, config, file_tier
+from tests.integration.test_round_trips import KIB, MIB, chunks, config
 from tests.support.disks import assert_never_exceeds, least_disk_bytes, tmpfs, volume_bytes
+from tests.support.file_tier import file_tier
 
 SIZE = 64 * KIB
 BUDGET = 12 * MIB
@@ -53,7 +54,7 @@ def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout
     """
     ahead = 0 if layout == "slabs" or engines == 1 else engines * max(SCAN_ROWS * SIZE, BUDGET // SCAN_SHARE)
     parts = {"replicas": engines} if layout == "slabs" else {}
-    setting = config({**file_tier(tmp_path / "kv", BUDGET), "layout": layout, **parts}, host=HOST)
+    setting = config(file_tier(tmp_path / "kv", BUDGET, layout=layout, **parts), host=HOST)
     taken: Callable[[Path], int] = least_disk_bytes
     written = 0
     with ExitStack() as around:

@@ -16,6 +16,7 @@ from nixl_tiers.memory.seal import read
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.s3.names import RowNames
 from tests.integration.test_round_trips import MIB, chunks
+from tests.support.file_tier import file_tier, files_tier
 from tests.support.waiting import until, until_up
 
 SIZE = 60_000
@@ -40,7 +41,7 @@ class Medium(ABC):
 
 class Slabs(Medium):
     def __init__(self, path: Path) -> None:
-        self.tier = {"type": "file", "path": str(path), "capacity": 16 * MIB}
+        self.tier = file_tier(path, 16 * MIB)
         self._path = path
 
     def places(self) -> list[tuple[Path, int]]:
@@ -60,7 +61,7 @@ class Slabs(Medium):
 
 class Files(Medium):
     def __init__(self, path: Path) -> None:
-        self.tier = {"type": "file", "layout": "files", "path": str(path), "capacity": 16 * MIB}
+        self.tier = files_tier(path, 16 * MIB)
         self._path = path
 
     def places(self) -> list[Path]:

@@ -31,7 +31,7 @@ path, endpoint = sys.argv[1:]
 KEYS = [b"key-%06d" % n for n in range(8)]
 ROWS = np.random.default_rng(1).integers(0, 256, (8, 65536), np.uint8)
 CPU = {"type": "cpu", "capacity": "4MiB"}
-FILE = {"type": "file", "path": path, "capacity": "64MiB"}
+FILE = {"type": "file", "path": path, "capacity": "64MiB", "min_free": 0}
 S3 = {"type": "s3", "bucket": "bucket", "endpoint": endpoint, "capacity": "64MiB"}
 
 def opened(*tiers, **fields):

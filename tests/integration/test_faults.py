@@ -19,6 +19,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.cascade.types import TierState
 from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
+from tests.support.file_tier import file_tier
 from tests.support.waiting import until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -48,7 +49,7 @@ def verified_hits(store: nixl_tiers.TieredStore, keys: list[bytes]) -> int:
 
 def with_file(path: Path, host: int = 2 * MIB, **more: object) -> dict[str, object]:
     return {
-        "tiers": [{"type": "cpu", "capacity": host}, {"type": "file", "path": str(path), "capacity": "64MiB"}],
+        "tiers": [{"type": "cpu", "capacity": host}, file_tier(path, "64MiB")],
         "wait_s": 120.0,
         **more,
     }

@@ -42,6 +42,7 @@ from nixl_tiers.mover.protocol import (
 )
 from nixl_tiers.store import TieredStore
 from nixl_tiers.tiers.base import Entry, Move
+from tests.support.file_tier import file_tier
 from tests.support.leaks import ResourceCount
 from tests.support.load import get, put
 from tests.support.waiting import until
@@ -72,7 +73,7 @@ FEW = ("half a message",)
 
 
 def coordinator_of(tmp_path: Path, **fields: object) -> tuple[Coordinator, HostRegion]:
-    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "32MiB", **fields}
+    tier = file_tier(tmp_path / "kv", "32MiB", **fields)
     config = configuration.load({"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, tier]})
     region = HostRegion.create(GEOMETRY, ROWS)
     limits = replace(Limits(), retry_s=0.1, breaker=BreakerLimits(min_backoff_s=0.1, max_backoff_s=0.2))

@@ -32,6 +32,7 @@ from tests.support.engines import (
     least_s3_bytes,
     sleep_a_moment,
 )
+from tests.support.file_tier import file_tier
 from tests.support.leaks import shared_memory_names
 from tests.support.waiting import until
 
@@ -88,7 +89,7 @@ class Parts(Medium):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bound = 3 << 20
-        self.tier = {"type": "file", "path": str(path), "capacity": self.bound, "replicas": 2}
+        self.tier = file_tier(path, self.bound, replicas=2)
 
     def nbytes(self, _: object = None) -> int:
         return least_disk_bytes(self.path)

@@ -21,6 +21,7 @@ from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
 from tests.support.disks import disk_bytes
 from tests.support.engines import MOST_ROWS, ROW, TIMEOUT_S, Engine, Engines, Tier, s3_rows, sleep_a_moment
+from tests.support.file_tier import file_tier
 from tests.support.leaks import shared_memory_names
 from tests.support.waiting import until
 
@@ -70,7 +71,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
     if request.param != "s3":
         capacity = FILES_BYTES if request.param == "files" else 4 << 20
         kind = "tests.mover.stub_tiers:FastScanConfig" if request.param == "files" else "file"
-        yield Medium({"type": kind, "layout": request.param, "path": str(tmp_path / "kv"), "capacity": capacity})
+        yield Medium(file_tier(tmp_path / "kv", capacity, type=kind, layout=request.param))
         return
     moto: MotoServer = request.getfixturevalue("moto")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")

@@ -16,6 +16,7 @@ from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
+from tests.support.file_tier import file_tier
 from tests.support.waiting import until, until_up
 
 MIB = 1 << 20
@@ -26,7 +27,7 @@ Tier = dict[str, Any]
 @pytest.fixture(params=["slabs", "files", pytest.param("s3", marks=pytest.mark.s3)])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
     if request.param != "s3":
-        return {"type": "file", "layout": request.param, "path": str(tmp_path / "kv"), "capacity": 16 * MIB}
+        return file_tier(tmp_path / "kv", 16 * MIB, layout=request.param)
     server: S3Server = request.getfixturevalue("any_s3")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
     request.getfixturevalue("s3_credentials")(server)

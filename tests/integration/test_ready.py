@@ -19,6 +19,7 @@ from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
+from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.waiting import until
 
@@ -27,7 +28,7 @@ KEYS: list[Key] = [b"key-%d" % number for number in range(8)]
 
 
 def settings(tmp_path: Path, **fields: object) -> dict[str, Any]:
-    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20}
+    tier = file_tier(tmp_path / "kv", 64 << 20)
     return {"tiers": [{"type": "cpu", "capacity": 4 << 20}, tier], **fields}
 
 

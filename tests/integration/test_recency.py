@@ -17,13 +17,13 @@ import nixl_tiers
 from nixl_tiers import mover_link
 from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Touch
 from nixl_tiers.tiers.slab.shard import slots_within
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.support.core import opened
+from tests.support.file_tier import file_config, file_tier
 from tests.support.waiting import until, until_up
 
 SIZE = 16 << 10
@@ -33,7 +33,7 @@ CAPACITY = next(n for n in range(0, 1 << 30, 4096) if slots_within(n, GEOMETRY.r
 
 
 def config(path: Path, **file: Any) -> dict[str, Any]:
-    tier = {"type": "file", "path": str(path), "capacity": CAPACITY, **file}
+    tier = file_tier(path, CAPACITY, **file)
     return {"tiers": [{"type": "cpu", "capacity": 4 * SLOTS * SIZE}, tier], "wait_s": 120.0}
 
 
@@ -170,7 +170,7 @@ def _journalled(tmp_path: Path) -> list[bytes]:
     (description,) = copy.rglob("namespace.json")
     namespace = bytes.fromhex(description.parent.name)
     with HostRegion.create(GEOMETRY, 1) as region:
-        tier = SlabTier(FileConfig(type="file", path=copy, capacity=CAPACITY), GEOMETRY, region)
+        tier = SlabTier(file_config(copy, CAPACITY), GEOMETRY, region)
         try:
             tier.open(namespace, 0)
             return [b"", *(entry.key for batch in tier.list_rows() for entry in batch)]

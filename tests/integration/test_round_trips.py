@@ -12,6 +12,7 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.testing.servers import S3Server
+from tests.support.file_tier import file_tier
 from tests.support.waiting import until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -20,10 +21,6 @@ KIB, MIB = 1 << 10, 1 << 20
 def chunks(count: int, size: int, seed: int = 0) -> tuple[list[bytes], np.ndarray]:
     random = np.random.default_rng(seed)
     return [b"%04d" % n + random.bytes(28) for n in range(count)], random.integers(0, 256, (count, size), np.uint8)
-
-
-def file_tier(path: Path, capacity: int) -> dict[str, Any]:
-    return {"type": "file", "path": str(path), "capacity": capacity}
 
 
 @pytest.fixture
@@ -167,7 +164,7 @@ def test_put_accepts_buffers_and_names_the_error_of_bad_ones(tmp_path: Path) -> 
 @pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc"])
 def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_path: Path, eviction: str) -> None:
     keys, rows = chunks(100, 64 * KIB)
-    lazy = {**file_tier(tmp_path, 64 * MIB), "write": "on_evict", "eviction": eviction}
+    lazy = file_tier(tmp_path, 64 * MIB, write="on_evict", eviction=eviction)
     setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 300.0}
     setting["tiers"][0]["eviction"] = eviction
     with nixl_tiers.open(setting, 64 * KIB, "n") as store:

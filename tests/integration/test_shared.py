@@ -9,12 +9,13 @@ import numpy as np
 
 import nixl_tiers
 from tests.integration.test_round_trips import KIB, MIB, check, chunks
+from tests.support.file_tier import files_tier
 from tests.support.waiting import until, until_up
 
 
 def test_another_engine_hits_stored_rows_unless_the_salt_differs(tmp_path: Path) -> None:
     kind = "tests.mover.stub_tiers:FastScanConfig"
-    files = {"type": kind, "layout": "files", "path": str(tmp_path / "kv"), "capacity": 32 * MIB}
+    files = files_tier(tmp_path / "kv", 32 * MIB, type=kind)
     shared: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": 4 * MIB}, files], "wait_s": 120.0}
     keys, rows = chunks(80, 64 * KIB)  # more than a host tier holds
     with (

@@ -14,6 +14,7 @@ import nixl_tiers
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Open
 from nixl_tiers.mover.supervisor import Supervisor
+from tests.support.file_tier import file_tier
 from tests.support.leaks import host_rows_in_use
 from tests.support.waiting import until_up
 
@@ -161,7 +162,7 @@ def test_of_two_concurrent_resets_the_last_one_is_sent_last(
             second_done.wait(0.5)  # it cannot be done before this one is, or overtakes it
         reopen(self, message)
 
-    tiers = [{"type": "cpu", "capacity": ROWS * 2 * SIZE}, {"type": "file", "path": str(tmp_path), "capacity": "8MiB"}]
+    tiers = [{"type": "cpu", "capacity": ROWS * 2 * SIZE}, file_tier(tmp_path, "8MiB")]
     with nixl_tiers.open({"tiers": tiers}, SIZE, "threads") as store:
         until_up(store)
         monkeypatch.setattr(Supervisor, "reopen", held_up)

@@ -18,6 +18,7 @@ from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, found, hugetlb
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import Layout, RegionError
 from nixl_tiers.policies import HugePages
+from tests.support.file_tier import file_tier
 from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting, tree
 from tests.support.waiting import until, until_up
 
@@ -146,7 +147,7 @@ def test_rows_go_to_files_and_back_through_a_pool(tmp_path: Path) -> None:
     config = {
         "tiers": [
             {"type": "cpu", "capacity": "8MiB", "huge_pages": "hugetlb"},
-            {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"},
+            file_tier(tmp_path / "kv", "64MiB"),
         ],
         "wait_s": 120.0,  # on a busy machine a load is late, and then no hit
     }

@@ -198,20 +198,9 @@ class MoverProcess:
         return self.process.stderr.read().decode()
 
 
-def file_tier(path: Path, capacity: int) -> dict[str, object]:
-    return {"type": "file", "path": str(path), "capacity": capacity}
-
-
 def shard_dir(path: Path, namespace: bytes = NAMESPACE, part: int = 0) -> Path:
     """Where `layout: slabs` keeps the rows of a namespace in a part of its path."""
     return path / f"part-{part}" / namespace.hex()
-
-
-def files_tier(path: Path, capacity: int) -> dict[str, object]:
-    return {**file_tier(path, capacity), "layout": "files"}
-
-
-LAYOUTS = {"slabs": file_tier, "files": files_tier}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:

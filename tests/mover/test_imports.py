@@ -27,7 +27,7 @@ path, python_path, first, last = json.loads(sys.argv[1])
 sys.path[:] = [*first, *sys.path, *last]
 import nixl_tiers
 os.environ["PYTHONPATH"] = python_path
-tiers = [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": path, "capacity": "64MiB"}]
+tiers = [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": path, "capacity": "64MiB", "min_free": 0}]
 with nixl_tiers.open({"tiers": tiers}, chunk_bytes=4096, namespace="n") as store:
     while not store.stats()["file"]["up"]:
         time.sleep(0.01)

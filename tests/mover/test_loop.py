@@ -31,7 +31,8 @@ from nixl_tiers.mover.protocol import (
     Store,
 )
 from nixl_tiers.tiers.base import Entry, Move
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, has_exited, key_of, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, has_exited, key_of, wait_until
+from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(1, 60_000)
 
@@ -272,8 +273,9 @@ def test_the_watchdog_spares_a_process_that_was_stopped(tmp_path: Path) -> None:
 PARENT = """
     import os, sys, time
     from pathlib import Path
-    from tests.mover.harness import MoverProcess, file_tier
     from nixl_tiers.chunk import Geometry
+    from tests.mover.harness import MoverProcess
+    from tests.support.file_tier import file_tier
 
     mover = MoverProcess(file_tier(Path(sys.argv[1]), 16 << 20), Geometry(1, 60_000), 8)
     mover.open()

@@ -24,6 +24,7 @@ from nixl_tiers.mover.stderr import Stderr
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
 from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config
+from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.waiting import until, until_up
 
@@ -73,7 +74,7 @@ def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, thread: str
 ) -> None:
     layout, method = FILE_THREADS[thread]
-    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20, "layout": layout}
+    tier = file_tier(tmp_path / "kv", 64 << 20, layout=layout)
     if thread == "seal-scan":  # it runs where the journal is lost
         with nixl_tiers.open({"tiers": [CPU, tier]}, SIZE, "n") as store:
             assert serves(store)
@@ -185,7 +186,7 @@ def test_an_error_on_the_supervisors_thread_ends_its_movers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_once: Callable[[type, str], list[bool]], what: str
 ) -> None:
     owner, method, reason = SUPERVISED[what]
-    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20}
+    tier = file_tier(tmp_path / "kv", 64 << 20)
     with nixl_tiers.open({"tiers": [CPU, tier], "wait_s": 600}, SIZE, "n") as store:
         assert serves(store)
         failed = fails_once(owner, method)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import GONE, Entry, Move
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import key_of, payload
+from tests.support.file_tier import file_config
 
 GEOMETRY = Geometry(1, 50_000)
 ROWS = 16
@@ -35,7 +35,7 @@ class Clock:
 
 
 def make_tier(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY, **fields: Any) -> FileTier:
-    config = FileConfig(type="file", path=path, capacity=capacity, layout=layout, **fields)  # type: ignore[arg-type]
+    config = file_config(path, capacity, layout=layout, **fields)
     return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from nixl_tiers.chunk import Geometry, Key, object_name
-from nixl_tiers.config.schema import FileConfig, S3Config
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.testing.medium import Medium
@@ -21,6 +21,7 @@ from nixl_tiers.tiers.s3.tier import S3Tier
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import shard_dir
 from tests.support.disks import disk_bytes
+from tests.support.file_tier import file_config
 from tests.support.journals import journal_in, rows
 
 
@@ -63,9 +64,7 @@ class SlabFiles(Medium):
     exact: ClassVar[bool] = False
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = FileConfig(
-            type="file", path=self.path, capacity=capacity_bytes, staging=self.staging, backend=self.backend
-        )
+        config = file_config(self.path, capacity_bytes, staging=self.staging, backend=self.backend)
         return SlabTier(config, geometry, region)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
@@ -114,14 +113,7 @@ class RowFiles(Medium):
     exact: ClassVar[bool] = False  # names in directories are counted ahead
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = FileConfig(
-            type="file",
-            path=self.path,
-            capacity=capacity_bytes,
-            layout="files",
-            staging=self.staging,
-            backend=self.backend,
-        )
+        config = file_config(self.path, capacity_bytes, layout="files", staging=self.staging, backend=self.backend)
         return RowFileTier(config, geometry, region)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:

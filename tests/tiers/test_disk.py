@@ -13,8 +13,9 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Heartbeat
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import FreeSpace
-from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, wait_until
 from tests.support.disks import assert_never_exceeds, run, tmpfs, volume_bytes
+from tests.support.file_tier import files_tier
 from tests.tiers.file_tiers import FileTier, make_tier
 from tests.tiers.test_folder import serves
 
@@ -119,7 +120,7 @@ def test_below_min_free_row_files_are_only_replaced(tmp_path: Path) -> None:
     geometry, batch = Geometry(1, 120_000), 32
     with (
         tmpfs(tmp_path, "64m"),
-        MoverProcess({**files_tier(tmp_path, 56 << 20), "min_free": "50%"}, geometry, batch) as mover,
+        MoverProcess(files_tier(tmp_path, 56 << 20, min_free="50%"), geometry, batch) as mover,
     ):
         mover.open()
         mover.listed_rows()

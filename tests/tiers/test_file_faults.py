@@ -12,8 +12,9 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
-from tests.mover.harness import LAYOUTS, NAMESPACE, MoverProcess, shard_dir, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir, wait_until
 from tests.support.disks import disk_bytes
+from tests.support.file_tier import LAYOUTS
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -27,7 +28,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 def mover_on(path: Path, layout: str = "slabs", capacity: int = CAPACITY) -> MoverProcess:
     name, _, staged = layout.partition(", ")
-    tier = {**LAYOUTS[name](path, capacity), "staging": "on" if staged else "off"}
+    tier = LAYOUTS[name](path, capacity, staging="on" if staged else "off")
     return MoverProcess(tier, GEOMETRY, ROWS)
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.mover.protocol import Down, Opened
-from tests.mover.harness import LAYOUTS, MoverProcess, wait_until
+from tests.mover.harness import MoverProcess, wait_until
 from tests.support.disks import Ext4, ext4, run, tmpfs
+from tests.support.file_tier import LAYOUTS
 from tests.tiers.test_file_faults import ROWS, mover_on, stored
 
 EXT4_SHUTDOWN = 0x8004587D

@@ -22,6 +22,7 @@ from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
 from nixl_tiers.tiers.staging_trial import Measured
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
+from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.pages import mapped
 from tests.tiers.file_tiers import GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
@@ -290,7 +291,7 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
 
 @pytest.mark.parametrize("staging", ["on", "off"])
 def test_gauges_show_what_is_staged(tmp_path: Path, staging: str) -> None:
-    file = {"type": "file", "path": str(tmp_path / "kv"), "capacity": 64 << 20, "staging": staging}
+    file = file_tier(tmp_path / "kv", 64 << 20, staging=staging)
     tiers = [{"type": "cpu", "capacity": 4 << 20}, file]
     with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, 60_000, "n") as store:
         put(store, [b"one"])

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from nixl_tiers.chunk import Key
 from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
+from tests.support.file_tier import file_tier
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler, keys_of
 from tests.support.waiting import until
 from tests.vllm.test_wishes import STEP, Rig, hashes_of
@@ -110,7 +111,7 @@ def test_vllm_that_keeps_its_queue_in_another_way_is_left_alone(queue: Any, capl
 
 
 def test_rows_come_up_while_their_request_waits_for_its_turn(tmp_path: Path) -> None:
-    rig = Rig({"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}, rows=8)
+    rig = Rig(file_tier(tmp_path / "kv", "64MiB"), rows=8)
     try:
         assert rig.coordinator.wait_ready(300)
         prompts = [hashes_of(4, number) for number in range(4)]

@@ -18,6 +18,7 @@ from nixl_tiers.config import schema
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.manager import NixlTiersManager, _publish
+from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(cells=1, cell_payload=4096)
 ROWS = 64
@@ -31,7 +32,7 @@ class Engine:
     def __init__(self, windows: Sequence[int | None] = (None,), chunk_s: float = 1.0) -> None:
         tiers = [
             {"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes},
-            {"type": "file", "path": "/nonexistent/nixl-tiers", "capacity": 100 * GEOMETRY.row_bytes},
+            file_tier("/nonexistent/nixl-tiers", 100 * GEOMETRY.row_bytes),
         ]
         config = schema.load({"tiers": tiers, "prefill_tokens_per_s": int(TOKENS / chunk_s)})
         region = HostRegion.create(GEOMETRY, ROWS)

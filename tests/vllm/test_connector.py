@@ -18,6 +18,7 @@ from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.vllm import plugin
 from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
+from tests.support.file_tier import file_tier
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
 Engine = Callable[..., list[Any]]
@@ -34,7 +35,7 @@ def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
     tiers = {
         "tiers": [
             {"type": "cpu", "capacity": "256MiB"},
-            {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB", "write": "off"},
+            file_tier(tmp_path / "kv", "64MiB", write="off"),
         ]
     }
     options = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32"}

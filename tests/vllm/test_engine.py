@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
+from tests.support.file_tier import file_tier
 from tests.support.models import save_random
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -64,7 +65,7 @@ def test_one_prompt_through_every_tier(
         "endpoint": moto.endpoint,
         "capacity": "256MiB",
     }
-    tiers = {"tiers": [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB"}, s3]}
+    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "256MiB"), s3]}
 
     without = engine(None, ask, ask)
     cold, gpu, _, cpu, stats, _, first = engine(
@@ -105,7 +106,7 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     tiers = {
         "blocks_per_chunk": 3,
         # Room for what is stored before the reset and for what is stored after it.
-        "tiers": [{**CPU, "capacity": "512MiB"}, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB"}],
+        "tiers": [{**CPU, "capacity": "512MiB"}, file_tier(tmp_path / "kv", "1GiB")],
     }
     ask = ["generate", prompts, 12]
     # Leaves one block of the prompt in the engine's own cache, so that a load begins at the chunk's second block.
@@ -147,7 +148,7 @@ def test_steps_pause_while_a_request_waits_for_its_copy_and_none_computes(engine
 def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path) -> None:
     prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
     ask = ["generate", [prompt], 16]
-    tiers = {"tiers": [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}]}
+    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
     cores = vllm_cpu.cores()
     options: dict[str, Any] = {
         "path": small_model,
@@ -183,7 +184,7 @@ def windowed_model(tmp_path: Path) -> Path:
 def test_windowed_layers_are_groups_of_their_own(engine: Engine, windowed_model: Path, tmp_path: Path) -> None:
     prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
     ask = ["generate", [prompt], 8]
-    tiers = {"blocks_per_chunk": 2, "tiers": [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}]}
+    tiers = {"blocks_per_chunk": 2, "tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
     options: dict[str, Any] = {"path": windowed_model, "skip_tokenizer_init": True, "dtype": "float32"}
     cold, gpu, _, cpu, _ = engine(tiers, ask, ask, ["forget"], ask, ["flush"], **options)
     file, stats = engine(tiers, ask, ["stats"], **options)

@@ -25,6 +25,7 @@ from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.manager import PAUSE_S, SHUTDOWN_S, NixlTiersManager
+from tests.support.file_tier import file_tier, files_tier
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=2)
 ROWS = 4
@@ -343,7 +344,7 @@ def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: C
             "tiers": [
                 {"type": "cpu", "capacity": "1MiB"},
                 {"type": "s3", "bucket": "bucket", "capacity": "1MiB"},
-                {"type": "file", "path": str(tmp_path), "capacity": "1MiB"},
+                file_tier(tmp_path, "1MiB"),
             ]
         }
     )
@@ -494,8 +495,8 @@ def test_a_request_may_restrict_its_storage_tiers(
         {
             "tiers": [
                 {"type": "cpu", "capacity": "1MiB"},
-                {"type": "file", "path": str(tmp_path / "own"), "capacity": "1MiB"},
-                {"type": "file", "layout": "files", "path": str(tmp_path / "shared"), "capacity": "1MiB"},
+                file_tier(tmp_path / "own", "1MiB"),
+                files_tier(tmp_path / "shared", "1MiB"),
                 {"type": "s3", "bucket": "bucket", "capacity": "1MiB"},
             ]
         }

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from nixl_tiers.demo.server import VllmServer
 from nixl_tiers.testing import vllm_cpu
 from tests.support.dashboard import still_unchanged
+from tests.support.file_tier import file_tier
 from tests.support.leaks import command_line, process_tree
 from tests.support.prometheus import Prometheus, program, prometheus
 from tests.support.waiting import until
@@ -54,7 +55,7 @@ def serve(tmp_path: Path, *more: str, host: str = "128MiB") -> Iterator[VllmServ
     tiers = [
         {"type": "cpu", "capacity": host},
         # What this user has measured before about staging would be lines in the log.
-        {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB", "staging": "off"},
+        file_tier(tmp_path / "kv", "256MiB", staging="off"),
     ]
     options = [
         "--max-model-len",

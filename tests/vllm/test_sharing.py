@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import MotoServer
+from tests.support.file_tier import files_tier
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -49,7 +50,7 @@ def stored(
     engine: Engine, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[Any]]:
     """The tiers in which an engine, gone by now, has stored one prompt before a reset and one after it; its answers."""
-    files = {"type": "file", "layout": "files", "path": str(tmp_path_factory.mktemp("kv")), "capacity": "64MiB"}
+    files = files_tier(tmp_path_factory.mktemp("kv"), "64MiB")
     tiers = {"tiers": [CPU, files]}
     first, _, _, second, _, stats = engine(tiers, ask(0), ["flush"], ["reset"], ask(1), ["flush"], ["stats"], **options)
     assert stats["file"]["rows"] == CHUNKS, "rows stored after the reset are in another namespace"
@@ -122,7 +123,7 @@ def test_engines_find_each_others_chunks_while_both_run(
     engine: Engine, options: dict[str, Any], tmp_path: Path, medium: str, moto: MotoServer
 ) -> None:
     if medium == "files":
-        shared: dict[str, Any] = {"type": "file", "layout": "files", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+        shared: dict[str, Any] = files_tier(tmp_path / "kv", "64MiB")
     else:
         shared = {
             "type": "s3",

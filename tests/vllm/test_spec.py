@@ -30,6 +30,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.policies import HugePages
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of
+from tests.support.file_tier import file_tier
 
 CPU = {"type": "cpu", "capacity": "1MiB"}
 Build = Callable[..., Any]
@@ -44,7 +45,7 @@ Build = Callable[..., Any]
         ({"tiers": [CPU], "cpu_bytes_to_use": 1 << 30}, "cpu_bytes_to_use: unknown field"),
         ({"tiers": [{"type": "cpu", "capacity": "1KiB"}]}, r"tiers\[0\].capacity: 1 KiB does not hold one chunk"),
         (
-            {"tiers": [CPU, {"type": "file", "path": "/proc/no/such", "capacity": "1MiB"}]},
+            {"tiers": [CPU, file_tier("/proc/no/such", "1MiB")]},
             r"tiers\[1\].path: cannot write to /proc/no/such",
         ),
         (
@@ -112,7 +113,7 @@ def test_region_is_made_with_the_pages_that_are_configured(
 def test_file_tiers_are_divided_by_the_replicas_of_the_node(
     offloading_config: Build, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    tiers = [CPU, {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB"}]
+    tiers = [CPU, file_tier(tmp_path / "kv", "1GiB")]
 
     def parts(config: Any) -> object:
         return getattr(NixlTiersSpec(config).tiers.storage[0], "replicas", None)

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from nixl_tiers.testing import vllm_cpu
+from tests.support.file_tier import file_tier
 from tests.support.models import save_random
 
 pytestmark = [pytest.mark.vllm]
@@ -55,7 +56,7 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
         rng = random.Random(seed)
         tiers = [
             {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
-            {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"},
+            file_tier(tmp_path / "kv", "64MiB"),
         ]
         options = {
             "offload_prompt_only": rng.random() < 0.5,

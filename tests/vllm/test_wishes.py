@@ -23,6 +23,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.wishes import Scope, Wishes, WishReader
+from tests.support.file_tier import files_tier
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
 from tests.support.waiting import until
 
@@ -229,7 +230,7 @@ def test_what_a_request_keeps_from_storage_is_on_no_medium(
     tmp_path: Path, objects: tuple[dict[str, Any], Callable[[], list[str]]]
 ) -> None:
     tier, listing = objects
-    rig = Rig({"type": "file", "layout": "files", "path": str(tmp_path / "kv"), "capacity": "16MiB"}, tier)
+    rig = Rig(files_tier(tmp_path / "kv", "16MiB"), tier)
 
     def stored(hashes: list[bytes]) -> list[int]:
         """How many of the prompt's chunks are on each medium, once every write has ended."""

@@ -14,7 +14,8 @@ import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Opened
-from tests.mover.harness import LAYOUTS, NAMESPACE, MoverProcess, shard_dir
+from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir
+from tests.support.file_tier import LAYOUTS
 from tests.support.no_gpu import NoGpu
 
 GEOMETRY = Geometry(1, 120_000)
@@ -37,7 +38,7 @@ def cufile(no_gpu: NoGpu, cufile_place: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def stored(layout: str, path: Path) -> MoverProcess:
-    mover = MoverProcess({**LAYOUTS[layout](path, CAPACITY), "backend": "gds_mt"}, GEOMETRY, ROWS)
+    mover = MoverProcess(LAYOUTS[layout](path, CAPACITY, backend="gds_mt"), GEOMETRY, ROWS)
     mover.open()
     mover.listed_rows()
     assert set(mover.store(range(ROWS))) == {Outcome.OK}

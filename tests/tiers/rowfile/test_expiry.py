@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import INCOMING
@@ -19,6 +18,7 @@ from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from tests.mover.harness import NAMESPACE, key_of, wait_until
+from tests.support.file_tier import file_config
 from tests.tiers import file_tiers
 from tests.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, Clock, gone, load
 
@@ -50,7 +50,7 @@ def open_tier(
     ahead_s: float = 0.0,
 ) -> RowFileTier:
     """`clock` is the file server's; the engine's is ahead of it by `ahead_s`."""
-    config = FileConfig(type="file", layout="files", path=path, capacity=CAPACITY, max_age=AGE_S, write=write)  # type: ignore[arg-type]
+    config = file_config(path, CAPACITY, layout="files", max_age=AGE_S, write=write)
     tier = RowFileTier(config, GEOMETRY, region, lambda: clock() + ahead_s, Server(clock))
     tier.open(namespace, 0)
     return tier
@@ -223,7 +223,7 @@ def test_orphans_and_changed_directories_are_judged_by_the_server_clock(
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (real() + ahead_s)))
-    config = FileConfig(type="file", layout="files", path=tmp_path, capacity=CAPACITY)
+    config = file_config(tmp_path, CAPACITY, layout="files")
     tier = RowFileTier(config, GEOMETRY, region)
     tier.open(NAMESPACE, 0)
     fresh, old = (tmp_path / INCOMING / f"{name}-01234567-1-01234567-0.tmp" for name in ("fresh", "old"))

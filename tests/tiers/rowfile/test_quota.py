@@ -14,8 +14,9 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Heartbeat, Open, Refused
 from nixl_tiers.tiers.base import MAX_SLOTS
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
-from tests.mover.harness import NAMESPACE, MoverProcess, files_tier, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, wait_until
 from tests.support.disks import assert_never_exceeds, disk_bytes, tmpfs, volume_bytes
+from tests.support.file_tier import files_tier
 from tests.tiers.rowfile.test_shared import listed_next, mover_on, row_of
 
 GEOMETRY = Geometry(1, 120_000)
@@ -129,7 +130,7 @@ def test_reader_deletes_nothing(tmp_path: Path) -> None:
         slots = mover.open()
         mover.listed_rows()
         fill(mover, range(slots))
-    reader = {**files_tier(tmp_path, CAPACITY // 2), "write": "off"}
+    reader = files_tier(tmp_path, CAPACITY // 2, write="off")
     with MoverProcess(reader, GEOMETRY, BATCH) as mover:
         mover.open()
         (newest, *_) = reversed(mover.listed_rows())

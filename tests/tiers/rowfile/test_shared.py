@@ -20,8 +20,9 @@ from nixl_tiers.tiers.base import GONE, Entry, Move
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, files_tier, key_of, payload, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, wait_until
 from tests.support.disks import disk_bytes
+from tests.support.file_tier import file_tier, files_tier
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 64 << 20

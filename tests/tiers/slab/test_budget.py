@@ -8,8 +8,9 @@ from pathlib import Path
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Heartbeat, Open, Opened, Refused, Store
 from nixl_tiers.tiers.base import Move
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
 from tests.support.disks import assert_never_exceeds, disk_bytes, run, tmpfs
+from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
@@ -50,7 +51,7 @@ def test_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
 def test_two_shards_of_three_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
     """Two replicas fill their parts at once, and reopen."""
     stored = 0
-    tier = {**file_tier(tmp_path, CAPACITY), "replicas": 2}
+    tier = file_tier(tmp_path, CAPACITY, replicas=2)
     with (
         assert_never_exceeds(tmp_path, CAPACITY),
         MoverProcess(tier, GEOMETRY, BATCH) as first,
@@ -82,7 +83,7 @@ def test_tier_without_room_for_a_journal_is_down_until_there_is_some(tmp_path: P
     with (
         assert_never_exceeds(tmp_path, capacity),
         MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as first,
-        MoverProcess({**file_tier(tmp_path, capacity), "replicas": 2}, GEOMETRY, BATCH) as second,
+        MoverProcess(file_tier(tmp_path, capacity, replicas=2), GEOMETRY, BATCH) as second,
     ):
         assert set(fill(first, first.open())) == {Outcome.OK}
         (tmp_path / "rest").write_bytes(bytes(capacity - disk_bytes(tmp_path) - (64 << 10)))
@@ -131,7 +132,7 @@ def test_capacity_below_one_row_is_refused(tmp_path: Path) -> None:
 
 def test_min_free_stops_growth_and_rows_are_served_and_replaced(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "32m"):
-        tier = {**file_tier(tmp_path, 64 << 20), "min_free": "50%"}
+        tier = file_tier(tmp_path, 64 << 20, min_free="50%")
         with MoverProcess(tier, GEOMETRY, BATCH) as mover:
             mover.open()
             outcomes = fill(mover, 4 * BATCH)
@@ -156,7 +157,7 @@ def test_min_free_stops_growth_and_rows_are_served_and_replaced(tmp_path: Path) 
 
 def test_stores_work_again_after_a_full_disk(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "12m"):
-        with MoverProcess({**file_tier(tmp_path, 64 << 20), "min_free": 0}, GEOMETRY, BATCH) as mover:
+        with MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
             mover.open()
             outcomes = mover.store(range(BATCH)) + mover.store(range(BATCH, 2 * BATCH))
             assert set(outcomes) == {Outcome.OK, Outcome.NO_SPACE}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
@@ -18,7 +17,8 @@ from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.slab.journal_file import Header
 from nixl_tiers.tiers.slab.journal_record import encode, tags_of
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
+from tests.support.file_tier import file_config, file_tier
 from tests.support.journals import journal_in, overwrite_record, rows
 from tests.support.waiting import until
 
@@ -117,7 +117,7 @@ def test_rows_behind_the_end_of_a_slab_truncated_meanwhile_fail_alone(
     """NIXL fails the whole transfer; each row has an outcome of its own all the same."""
     monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 3600.0)  # or the tier may notice it before that
     with HostRegion.create(GEOMETRY, ROWS) as region:
-        tier = SlabTier(FileConfig(type="file", path=stored, capacity=CAPACITY), GEOMETRY, region)
+        tier = SlabTier(file_config(stored, CAPACITY), GEOMETRY, region)
         tier.open(NAMESPACE, 0)
         with slab(stored).open("r+b") as file:
             file.truncate(10 * GEOMETRY.row_bytes)

@@ -10,8 +10,9 @@ from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Delete, Load, Store
 from nixl_tiers.tiers.base import Move
-from tests.mover.harness import MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
+from tests.mover.harness import MoverProcess, key_of, payload, shard_dir, wait_until
 from tests.support.disks import disk_bytes
+from tests.support.file_tier import file_tier
 from tests.support.journals import journal_in, rows
 
 GEOMETRY = Geometry(1, 250_000)

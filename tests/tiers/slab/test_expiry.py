@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Listed, Load
 from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.slab import shard, slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, MoverProcess, file_tier, key_of, payload, shard_dir, wait_until
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
+from tests.support.file_tier import file_config, file_tier
 from tests.support.journals import records
 from tests.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, ROWS, Clock, gone, load, outcomes, store
 
 
 def open_tier(path: Path, region: HostRegion, clock: Clock, namespace: bytes = NAMESPACE) -> SlabTier:
-    tier = SlabTier(FileConfig(type="file", path=path, capacity=CAPACITY, max_age=AGE_S), GEOMETRY, region, clock)
+    tier = SlabTier(file_config(path, CAPACITY, max_age=AGE_S), GEOMETRY, region, clock)
     tier.open(namespace, 0)
     return tier
 
@@ -292,7 +292,7 @@ def test_store_into_a_slot_being_erased_waits(tmp_path: Path, region: HostRegion
 
 
 def test_mover_reports_expired_rows_as_gone(tmp_path: Path) -> None:
-    with MoverProcess({**file_tier(tmp_path, 16 << 20), "max_age": 1}, GEOMETRY, ROWS) as mover:
+    with MoverProcess(file_tier(tmp_path, 16 << 20, max_age=1), GEOMETRY, ROWS) as mover:
         mover.open()
         mover.listed_rows()
         assert set(mover.store(range(4))) == {Outcome.OK}

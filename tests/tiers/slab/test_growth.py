@@ -10,8 +10,9 @@ from pathlib import Path
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Listed, Slots
 from nixl_tiers.tiers.base import GONE
-from tests.mover.harness import MoverProcess, file_tier, key_of, wait_until
+from tests.mover.harness import MoverProcess, key_of, wait_until
 from tests.support.disks import assert_never_exceeds, disk_bytes
+from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20

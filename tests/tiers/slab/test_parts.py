@@ -25,8 +25,9 @@ from nixl_tiers.tiers.base import Move, TierDown
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import FreePart, preferred
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from tests.mover.harness import KEY_HASH, NAMESPACE, MoverProcess, file_tier, key_of, shard_dir
+from tests.mover.harness import KEY_HASH, NAMESPACE, MoverProcess, key_of, shard_dir
 from tests.support.disks import assert_never_exceeds, disk_bytes
+from tests.support.file_tier import file_config, file_tier
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 120_000)
@@ -36,7 +37,7 @@ MIB = 1 << 20
 
 
 def mover_on(path: Path, replicas: int = 1, capacity: int = CAPACITY) -> MoverProcess:
-    return MoverProcess({**file_tier(path, capacity), "replicas": replicas}, GEOMETRY, BATCH)
+    return MoverProcess(file_tier(path, capacity, replicas=replicas), GEOMETRY, BATCH)
 
 
 def listed(mover: MoverProcess) -> set[int]:
@@ -183,7 +184,7 @@ def test_second_engine_is_down_with_the_holders_name_and_adopts_its_rows_warm(tm
 
 
 def test_waiting_engine_tries_again_every_two_seconds_however_long_it_has_waited(tmp_path: Path) -> None:
-    config = FileConfig(type="file", path=tmp_path, capacity=CAPACITY)
+    config = file_config(tmp_path, CAPACITY)
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with HostRegion.create(GEOMETRY, 4) as region, ends[0], ends[1]:
         first = slab_tier.SlabTier(config, GEOMETRY, region)
@@ -281,10 +282,10 @@ def test_reset_keeps_the_part_though_another_engine_waits_for_it(
             asked.append("refused")
 
     monkeypatch.setattr(slab_tier, "prepare_path", while_it_resets)
-    first_config = FileConfig(type="file", path=tmp_path, capacity=CAPACITY)
+    first_config = file_config(tmp_path, CAPACITY)
     with HostRegion.create(GEOMETRY, 4) as region:
         first = slab_tier.SlabTier(first_config, GEOMETRY, region)
-        second = slab_tier.SlabTier(FileConfig(type="file", path=tmp_path, capacity=CAPACITY), GEOMETRY, region)
+        second = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
         first.open(NAMESPACE, 0)
         asked.append("reset")
         first.open(NAMESPACE, 1)
@@ -327,7 +328,7 @@ def test_tier_that_cannot_make_room_at_open_leaves_nothing_behind(
         return make_room(quota, need_bytes)
 
     with HostRegion.create(GEOMETRY, 4) as region:
-        tier = slab_tier.SlabTier(FileConfig(type="file", path=tmp_path, capacity=CAPACITY), GEOMETRY, region)
+        tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
         before = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
         with monkeypatch.context() as patch:
             patch.setattr(SlabQuota, "make_room", failing)

@@ -9,8 +9,9 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Touch
 from nixl_tiers.tiers.base import Entry
-from tests.mover.harness import MoverProcess, file_tier, key_of
+from tests.mover.harness import MoverProcess, key_of
 from tests.support.disks import disk_bytes
+from tests.support.file_tier import file_tier
 
 SIZES = {
     "64KiB": Geometry(1, 64 << 10),

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.slab import journal, slabs
 from nixl_tiers.tiers.slab.journal_file import JournalFile
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, wait_until
+from tests.support.file_tier import file_config
 from tests.support.journals import rows
 from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, outcomes, store
 
 
 def make(path: Path, region: HostRegion, **fields: Any) -> SlabTier:
-    return SlabTier(FileConfig(type="file", path=path, **{"capacity": CAPACITY, **fields}), GEOMETRY, region)
+    return SlabTier(file_config(path, **{"capacity": CAPACITY, **fields}), GEOMETRY, region)
 
 
 def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
@@ -112,7 +112,7 @@ def test_loads_and_stores_run_at_once_with_more_rows_than_one_kernel_queue(tmp_p
     geometry = Geometry(1, 3000)
     rows = 4096
     with HostRegion.create(geometry, rows) as region:
-        tier = SlabTier(FileConfig(type="file", path=tmp_path, capacity=64 << 20), geometry, region)
+        tier = SlabTier(file_config(tmp_path, 64 << 20), geometry, region)
         assert tier.open(NAMESPACE, 0) >= rows
         half = rows // 2
         region.rows_view[:, :3000] = 5
