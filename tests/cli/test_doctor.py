@@ -216,7 +216,7 @@ def test_nothing_is_written_that_the_configuration_does_not_allow(
     fields: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     before = tmp_path.stat().st_mtime_ns
-    found = named(directory.examine(file_config(tmp_path, "1GiB", **fields), "token"))
+    found = named(directory.examine(file_config(tmp_path, **{"capacity": "1GiB", **fields}), "token"))
     assert found[NAME].status is Status.NOT_TRIED
     assert text in found[NAME].text
     assert tmp_path.stat().st_mtime_ns == before

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.client import client_of
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, answered_at_s, conditional_writes_work, put_if, status_of
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
 
@@ -162,9 +161,8 @@ def _owner(client: Any, config: S3Config) -> str:
     try:
         answer = client.get_object(Bucket=config.bucket, Key=f"{config.prefix}/{LEASE_NAME}")
         record = Record.decode(answer["Body"].read(1 << 16))
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        now_s = parsedate_to_datetime(date).timestamp() if date else time.time()
-        age_s = now_s - answer["LastModified"].timestamp()
+        now_s = answered_at_s(answer)
+        age_s = (time.time() if now_s is None else now_s) - answer["LastModified"].timestamp()
     except (*REQUEST_ERRORS, ValueError, TypeError):
         return ""
     if record is None or not record.engine or age_s > record.lease_s:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3 import janitor, lease
 from nixl_tiers.tiers.s3.aws_region import configured_region
 from nixl_tiers.tiers.s3.client import client_of
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, small_object, status_of
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, answered_at_s, small_object, status_of
 from nixl_tiers.tiers.s3.open_errors import tier_error
 
 _NAME: Final = re.compile(r"(?:(?P<root>.*)/)?(?P<namespace>[0-9a-f]{32})/(?P<rest>[^/]+/[^/]+|about\.json)")
@@ -137,8 +136,7 @@ class S3Storage(Storage):
         """Rows and manifests below a prefix."""
         pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self._config.bucket, Prefix=prefix))
         while (page := self._asked(lambda: next(pages, None))) is not None:
-            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
-            self._now_s = parsedate_to_datetime(date).timestamp() if date else self._now_s
+            self._now_s = self._asked(lambda: answered_at_s(page)) or self._now_s
             count = 0
             for found in page.get("Contents", ()):
                 each = _parse(found)
@@ -175,8 +173,10 @@ class S3Storage(Storage):
                 if status_of(error) == 404:
                     return None
                 raise
-            date = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
-            return bytes(found["Body"].read(1 << 16)), (date - found["LastModified"]).total_seconds()
+            now_s = answered_at_s(found)
+            if now_s is None:
+                raise KeyError("Date")
+            return bytes(found["Body"].read(1 << 16)), now_s - found["LastModified"].timestamp()
 
         return self._asked(get)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -12,7 +13,8 @@ from urllib3.exceptions import HTTPError
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 REQUEST_ERRORS: Final = (BotoCoreError, ClientError, HTTPError, ResponseParserError)
-"""What boto3 raises without a good answer. urllib3's error: GetObject's error page is read outside of its handlers."""
+"""What boto3 raises without a good answer. ResponseParserError: for all that was damaged on its way (xml_parser.py).
+urllib3's error: GetObject's error page is read outside of its handlers."""
 
 _CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
 _UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
@@ -55,6 +57,15 @@ def conditional_writes_work(put: Callable[..., object | None]) -> bool:
         if error.response.get("Error", {}).get("Code") not in _UNSUPPORTED:
             raise
         return False
+
+
+def answered_at_s(answer: Mapping[str, Any]) -> float | None:
+    """The server's Unix time when it answered, in whole seconds; None if it has no Date. Raises ResponseParserError."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp()
+    except (ValueError, TypeError, IndexError, OverflowError) as error:
+        raise ResponseParserError(f"the Date of an answer is damaged ({type(error).__name__})") from error
 
 
 def status_of(error: ClientError) -> int:

@@ -18,6 +18,7 @@ from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
 from nixl_tiers.tiers.s3.client import make_client
+from nixl_tiers.tiers.s3.conditional import answered_at_s
 from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.encryption import encryption_problem
@@ -88,9 +89,8 @@ class S3Connection:
             found = self._quick_client.head_object(Bucket=self._tier.bucket, Key=name)
         except ClientError as error:
             return False if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
-        date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
-        if self._tier.max_age is not None and date is not None:
-            age_s = parsedate_to_datetime(date).timestamp() - found["LastModified"].timestamp()
+        if self._tier.max_age is not None and (now_s := answered_at_s(found)) is not None:
+            age_s = now_s - found["LastModified"].timestamp()
             return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
         return bool(found["ContentLength"] == nbytes)
 

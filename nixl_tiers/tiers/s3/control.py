@@ -22,6 +22,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.manifest import RETRY_S
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS
 from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.listing import Listing
@@ -240,7 +241,7 @@ class S3Control:
         """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
         self._check_requested = False
         self._upload_check_at = time.monotonic() + UPLOAD_CHECK_S
-        with contextlib.suppress(BotoCoreError, ClientError):
+        with contextlib.suppress(*REQUEST_ERRORS):
             name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
             self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
 

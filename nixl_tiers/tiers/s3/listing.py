@@ -13,13 +13,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+from botocore.parsers import ResponseParserError
 
 from nixl_tiers.chunk import Key
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
+from nixl_tiers.tiers.s3.conditional import answered_at_s
 from nixl_tiers.tiers.s3.key_set import LEAF_KEYS, KeySet, Place, pack, place_in, place_of, unpack
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import Group, Kind, PrefixQuota
@@ -51,7 +52,7 @@ class Page:
     """At most 1000 objects, in the order of their names; those that are no rows are left out."""
 
     rows: Sequence[ListedRow]
-    last: str | None  # the last object's name; None: the listing ends here
+    last: str | None  # the name behind which the next page begins; None: the listing ends here
 
 
 class Listing(ABC):
@@ -135,17 +136,23 @@ class Listing(ABC):
             token = answer["NextContinuationToken"]
             answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, ContinuationToken=token)
         oldest_s = float("-inf")
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        if self._max_age_s is not None and date is not None:
-            oldest_s = parsedate_to_datetime(date).timestamp() - self._max_age_s
+        if self._max_age_s is not None and (now_s := answered_at_s(answer)) is not None:
+            oldest_s = now_s - self._max_age_s
         found = answer.get("Contents", ())
         rows = []
+        before = self._after if self._names.parse(self._after) else ""
         for each in found:
             row = self._names.parse(each["Key"])
             if row is not None:
+                if each["Key"] <= before:  # damaged on its way: what follows needs names that ascend
+                    raise ResponseParserError("the names of a page are not in order")
+                before = each["Key"]
                 modified_s = each["LastModified"].timestamp()
                 rows.append(ListedRow(*row, each["Size"], modified_s, modified_s < oldest_s))
-        return Page(rows, found[-1]["Key"] if found and answer.get("IsTruncated") else None)
+        if not (found and answer.get("IsTruncated")):
+            return Page(rows, None)
+        # From the last row on, not from an object behind it: a name that was damaged would skip rows, or repeat them.
+        return Page(rows, before if rows else found[-1]["Key"])
 
 
 class FullListing(Listing):

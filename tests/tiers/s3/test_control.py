@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
+from botocore.parsers import ResponseParserError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3 import control
@@ -80,6 +81,13 @@ def test_dropped_delete_that_fails_is_not_queued_again() -> None:
     bucket.delete(["nixl-tiers/row"])
     bucket._delete_some()
     assert not bucket.has_pending_deletes
+
+
+def test_damaged_answer_to_the_test_of_uploads_is_none() -> None:
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    bucket.connection.client = mock.Mock()
+    bucket.connection.client.put_object.side_effect = ResponseParserError("damaged")
+    bucket._check_uploads()
 
 
 def test_unknown_error_of_a_listing_is_logged_and_the_listing_retried(
