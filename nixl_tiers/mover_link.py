@@ -53,6 +53,7 @@ from nixl_tiers.tiers.base import Move
 
 TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
 USES_A_PART: Final = 256
+_OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
 MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this engine's own capacity
 
@@ -169,7 +170,7 @@ class MoverLink:
             now = self._clock()
             match message:
                 case Finished():
-                    outcomes = [Outcome(code) for code in message.outcomes]
+                    outcomes = [_OUTCOMES[code] for code in message.outcomes]
                     self._core.events.finished(
                         tier, message.job, outcomes, now, message.partial, seconds=message.seconds
                     )
@@ -266,8 +267,8 @@ class MoverLink:
                 status.log.watch(index.breakers, now)
             self._spill.wake()
             overdue = self._core.health.overdue(received_s)
-            busy, unfinished = self._core.events.busy, self._core.events.unfinished
-            pause_s = self._core.events.pause_s
+            unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
+            busy = pause_s > 0 or self._core.events.busy
         messages += self._touches(now)
         garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)

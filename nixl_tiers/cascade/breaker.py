@@ -64,6 +64,8 @@ class Breaker:
         if self.state is not BreakerState.CLOSED:
             return
         self._results.append((now, good))
+        if good:
+            return
         bad = sum(not was_good for when, was_good in self._results if now - when <= self.limits.window_s)
         if bad >= self.limits.failures_to_open:
             self.trip(now)

@@ -18,6 +18,7 @@ from nixl_tiers.cascade.types import Direction, Job, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
 
+_LISTING: Final = TierState.LISTING  # members of an enum are found by a slow attribute look-up before Python 3.12
 PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
 MAX_LISTED_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not use up the numbers of a journal
 
@@ -142,22 +143,22 @@ class Events:
     @property
     def urgent(self) -> bool:
         """Whether anything is to be done, or is under way, for which a request may wait."""
-        return bool(
+        host = self._state.host
+        if (
             self._promotion.busy
             or self._promotion_jobs.under_way
             or self._checks.busy
-            or self._state.host.has_old
-            or self._state.host.searching
-            or any(
-                # Loads that no request waits for, too: their end measures the tier.
-                tier.rows_loading
-                or tier.dead
-                or tier.to_cancel > 0
-                or tier.trials_running
-                or (tier.readable and tier.trials)
-                for tier in self._state.tiers
-            )
-        )
+            or host.has_old
+            or host.searching
+        ):
+            return True
+        for tier in self._state.tiers:  # `any` of these costs each step of the engine more
+            # Loads that no request waits for, too: their end measures the tier.
+            if tier.rows_loading or tier.dead or tier.to_cancel > 0 or tier.trials_running:
+                return True
+            if tier.trials and tier.readable:
+                return True
+        return False
 
     @property
     def wants_turn(self) -> tuple[bool, bool]:
@@ -176,13 +177,18 @@ class Events:
         """How long the ends of jobs may wait, so that one turn applies several: 0 unless only write-back is under way
         and no allocation waits for it. No tier idles meanwhile for want of jobs that could be planned now, and no
         thread that waits for its writes waits for much longer; what is stored in a pause may wait for its end."""
-        tiers, pause_s = self._state.tiers, self._state.limits.pause_s
-        running = [tier for tier in tiers if tier.jobs]
-        if not running or self.urgent or self.short_of_room or any(tier.state is TierState.LISTING for tier in tiers):
+        running, idles = [], self._writeback.awaited > 0
+        for tier in self._state.tiers:
+            if tier.state is _LISTING:
+                return 0.0
+            if tier.jobs:
+                running.append(tier)
+            if tier.to_store or tier.parked:
+                idles = True
+        if not running or self.urgent or self.short_of_room:
             return 0.0
-        if self._writeback.awaited or any(tier.to_store or tier.parked for tier in tiers):
-            return min(pause_s, *(PAUSE_SHARE * self._state.running_s(tier) for tier in running))
-        return pause_s
+        pause_s = self._state.limits.pause_s
+        return min(pause_s, *(PAUSE_SHARE * self._state.running_s(tier) for tier in running)) if idles else pause_s
 
     @property
     def unfinished(self) -> bool:
@@ -307,6 +313,4 @@ class Events:
             for move, outcome in zip(job.moves, outcomes, strict=True):
                 self._promotion_jobs.load_ended(tier, move, outcome, now)
             return
-        for move, outcome in zip(job.moves, outcomes, strict=True):
-            self._writeback.store_ended(tier, move, outcome)
-        self._writeback.unpark(job.moves)
+        self._writeback.stores_ended(tier, job.moves, outcomes)

@@ -71,7 +71,8 @@ class Health:
 
     def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float, took_s: float) -> None:
         """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
-        moved, failed = outcomes.count(Outcome.OK), outcomes.count(Outcome.FAILED)
+        moved = outcomes.count(Outcome.OK)
+        failed = outcomes.count(Outcome.FAILED) if moved < len(outcomes) else 0
         beside = self._state.leave_burst(job)
         if moved:
             tier.throughput[job.direction].record(job.nbytes, took_s)
@@ -90,7 +91,7 @@ class Health:
             elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or tier.denylist.is_suspect(move.key)):
                 tier.denylist.record_failure(move.key, now)
         # A full medium is not a failing one: it refuses at once, and works again when there is room.
-        full = outcomes.count(Outcome.NO_SPACE) == len(outcomes)
+        full = not moved and outcomes.count(Outcome.NO_SPACE) == len(outcomes)
         if not full or job.probe_episode is not None:
             self._record(tier, job, 2 * failed < len(outcomes), now)
 

@@ -98,7 +98,7 @@ class Slots(SlotCount):
             if slot < self._limit and not self._map[slot]:
                 break
         else:
-            slot = self._map.find(b"\0", self._searched, self._end)
+            slot = self._map.find(b"\0", self._searched, self._end) if self._searched < self._end else -1
             slot = self._end if slot < 0 else slot
             if slot >= self._limit:
                 return None

@@ -54,7 +54,8 @@ class CascadeState:
         self.tick = 0  # logical clock of use: one tick a request
         self.last_job_id = 0
         self.unfinished = False  # whether the last turn left work that could be done at once
-        self._slice_left = limits.rows_per_slice
+        self.slice_left = limits.rows_per_slice
+        """How many more rows the slice has room for (`begin_slice`); zero or less: it is used up."""
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
         tier_count = max(1, len(self.tiers))
         self.load_window = max(few, int(host.rows * limits.load_share) // tier_count)
@@ -95,19 +96,19 @@ class CascadeState:
 
     def begin_slice(self) -> None:
         """What follows holds the lock for as long as about `rows_per_slice` rows take; the next turn goes on."""
-        self._slice_left = self.limits.rows_per_slice
+        self.slice_left = self.limits.rows_per_slice
 
     def take(self, rows: int = 1) -> bool:
         """Whether the slice has room for work on so many rows. Nothing follows in this slice once it has not."""
-        if self._slice_left < min(rows, self.limits.rows_per_slice):
-            self._slice_left = 0
+        if self.slice_left < min(rows, self.limits.rows_per_slice):
+            self.slice_left = 0
             return False
-        self._slice_left -= rows
+        self.slice_left -= rows
         return True
 
     @property
     def slice_used_up(self) -> bool:
-        return self._slice_left <= 0
+        return self.slice_left <= 0
 
     def below(self, tier: TierIndex) -> TierIndex | None:
         """The tier that is written when `tier` evicts, if there is one."""

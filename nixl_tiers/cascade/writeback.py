@@ -14,6 +14,7 @@ from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
 
 MAX_VICTIMS_PER_PASS: Final = 256
+_READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
 CLEAN_AGAIN_S: Final = 0.05  # others are selected so long after victims of which none could be written
 
 
@@ -111,15 +112,17 @@ class WriteBack:
             self._state.store_window - tier.rows_storing,
             tier.store_credits * self._state.rows_per_job,
         )
-        while tier.to_store and len(rows) < most and self._state.take():
+        looks = self._state.slice_left
+        while tier.to_store and len(rows) < most and looks > 0:
+            looks -= 1
             key, tick = tier.to_store.popitem(last=False)
             row = self._host.index.get(key)
-            if key in tier:
+            if key in tier.index or (tier.cold.tables and key in tier.cold):
                 self._finish_eviction_above(tier, key, written=True)
-            elif row is None or row.state is not RowState.READY or row.host_only:
+            elif row is None or row.state is not _READY or row.host_only:
                 tier.counters.dropped_evicted += 1
                 self._give_up(tier, key)
-            elif tier.denylist.is_suspect(key):
+            elif tier.denylist.keys and tier.denylist.is_suspect(key):
                 if not suspect and not tier.trials_running and tier.denylist.trial_due(key, now):
                     suspect = [(row, tick)]
                 else:
@@ -129,6 +132,7 @@ class WriteBack:
                 tier.parked[key] = tick  # one sealer at a time
             else:
                 rows.append((row, tick))
+        self._state.slice_left = looks
         self.hold.started(tier, len(rows) + len(suspect))
         if rows:
             self._kept_s.pop(tier.number, None)
@@ -142,14 +146,15 @@ class WriteBack:
         """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped."""
         self._count_unwritten(tier, tier.make_room(len(rows)))
         moves: list[PlannedMove] = []
+        listed = tier.newest_listed
         for row, last_used in rows:
-            tick = max(last_used, tier.newest_listed)  # it may be of a request that began before the listing ended
+            tick = max(listed, last_used)  # its request may have begun before the listing ended
             entry = tier.reserve(row.key, tick)
             if entry is None:
                 tier.counters.dropped_no_room += 1
                 self._give_up(tier, row.key)
                 continue
-            move = PlannedMove(row, entry, row.key, tick, seal=not row.sealed)
+            move = PlannedMove(row, entry, row.key, tick, not row.sealed)
             row.mover_refs += 1
             row.sealing = move.seal
             tier.rows_storing += 1
@@ -200,31 +205,38 @@ class WriteBack:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
-    def store_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome) -> None:
-        """A mover is done with this store, the last of `tier.loose`; its row and slot are no longer pinned by it."""
-        row = move.row
-        tier.loose.pop()
-        tier.rows_storing -= 1
-        row.mover_refs -= 1
-        if move.seal:
-            row.sealing = False
-            row.sealed = outcome is Outcome.OK
-        current = tier.index.get(move.key) is move.entry
-        if outcome is Outcome.OK:
-            move.entry.stored = True
-            tier.counters.bytes_written += self._state.row_bytes
-            if current:
-                tier.counters.stored += 1
-                self._finish_eviction_above(tier, move.key, written=True)
-        else:
-            tier.counters.failed_stores += 1
-            tier.invalidate(move.key, move.entry)
-            if current:
-                tier.counters.dropped_failed += 1
-                self._give_up(tier, move.key)
-        self._host.reclaim(row)
+    def stores_ended(self, tier: TierIndex, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome]) -> None:
+        """A mover is done with these stores, which are in `tier.loose`, the first one last; their rows and slots are no
+        longer pinned by them."""
+        loose, index, counters, ok = tier.loose, tier.index, tier.counters, Outcome.OK
+        row_bytes, reclaim = self._state.row_bytes, self._host.reclaim
+        on_evict = tier.spec.write is Write.ON_EVICT
+        for move, outcome in zip(moves, outcomes, strict=True):
+            row, entry, key = move.row, move.entry, move.key
+            loose.pop()
+            tier.rows_storing -= 1
+            row.mover_refs -= 1
+            if move.seal:
+                row.sealing = False
+                row.sealed = outcome is ok
+            current = index.get(key) is entry
+            if outcome is ok:
+                entry.stored = True
+                counters.bytes_written += row_bytes
+                if current:
+                    counters.stored += 1
+                    if on_evict:
+                        self._finish_eviction_above(tier, key, written=True)
+            else:
+                counters.failed_stores += 1
+                tier.invalidate(key, entry)
+                if current:
+                    counters.dropped_failed += 1
+                    self._give_up(tier, key)
+            reclaim(row)
+        self._unpark(moves)
 
-    def unpark(self, moves: Sequence[PlannedMove]) -> None:
+    def _unpark(self, moves: Sequence[PlannedMove]) -> None:
         """These stores have ended, and the sealing of their rows: they are next in the queues of the other tiers."""
         for tier in self._state.tiers:
             for move in reversed(moves if tier.parked else ()):

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,6 +31,7 @@ MAX_UNSENT: Final = 1024  # messages
 RESERVED_UNSENT: Final = 16  # of these, for messages that cannot wait: existence checks, Open, Stop
 SEND_TIMEOUT_S: Final = 120.0  # without the socket taking anything, though heartbeats come
 MAX_RECEIVED: Final = 4096  # messages in one call of `receive`; more than a socket's buffer has room for
+FD_SPACE: Final = socket.CMSG_SPACE(array("i").itemsize)  # for one descriptor
 SOCKET_BYTES: Final = 1 << 20
 
 
@@ -76,6 +78,8 @@ class Child:
         self.fds = (ours.fileno(), self.stderr.fd, self.pidfd)
         self.received_s = clock()  # when the last message came
         self.killed_s: float | None = None
+        self._buffer = bytearray(MAX_PACKET)
+        self.congested = False  # its socket has not taken all
         self.eof = False  # nothing more will be read from its socket
         self.stopping = False
         self.started = False  # has sent a message
@@ -139,19 +143,21 @@ class Child:
             if self.eof or self.killed:
                 return
             try:
-                packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+                # Not `socket.recv_fds`, which allocates a whole packet each time.
+                received = self.socket.recvmsg_into([self._buffer], FD_SPACE, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it closed without reading all; reported once, before what it had sent
             except OSError:
-                packet, fds = b"", []
-            if not packet:
+                received = 0, [], 0, None
+            nbytes, ancillary, _, _ = received
+            if not nbytes:
                 self.eof = True
                 return
             self.received_s = self._clock()
             self.started = True
-            yield _read(packet, fds)
+            yield _read(memoryview(self._buffer)[:nbytes], _descriptors(ancillary) if ancillary else [])
 
     def kill(self) -> None:
         if self.killed_s is None:
@@ -181,7 +187,14 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def _read(packet: bytes, fds: list[int]) -> tuple[ToCoordinator, RowTable | None]:
+def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    fds = array("i")
+    for _, _, data in ancillary:
+        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def _read(packet: memoryview, fds: list[int]) -> tuple[ToCoordinator, RowTable | None]:
     """The message, and its row table. All other descriptors are closed, also on errors. Raises RowTableError."""
     try:
         message = decode_to_coordinator(packet)

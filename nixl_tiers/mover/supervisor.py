@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import select
-import selectors
 import threading
 import time
 from collections import deque
@@ -121,11 +120,11 @@ class Supervisor:
         self._stopping = False
         self.turns = 0
         """How often the thread has woken up."""
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
         self._wake_lock = threading.RLock()  # a garbage collection while it is held may close this very supervisor
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ)
-        self._wakes = select.poll()  # of all that the selector watches, what ends a pause
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._wakes = select.poll()  # of all that is watched, what ends a pause
         self._wakes.register(self._wake_fd, select.POLLIN)
         self._pausing = False
         self._turn_wanted = False  # since the last one
@@ -221,7 +220,7 @@ class Supervisor:
         self._release()
 
     def _release(self) -> None:
-        self._selector.close()
+        self._epoll.close()
         with self._wake_lock:
             fd, self._wake_fd = self._wake_fd, -1
             if fd >= 0:
@@ -240,7 +239,7 @@ class Supervisor:
         now = self._clock()
         if self._spawn_at:
             wait_s = max(0.0, min(wait_s, min(self._spawn_at.values()) - now))
-        ready = {key.fd for key, _ in self._selector.select(wait_s)}
+        ready = {fd for fd, _ in self._epoll.poll(wait_s)}
         if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
@@ -293,10 +292,9 @@ class Supervisor:
             why = "it does not read its messages"
         if why is not None:
             self._kill(tier, mover, why)
-        elif not mover.eof:
-            events = selectors.EVENT_READ if sent_all else selectors.EVENT_READ | selectors.EVENT_WRITE
-            if self._selector.get_key(mover.socket).events != events:
-                self._selector.modify(mover.socket, events)
+        elif not mover.eof and sent_all is mover.congested:
+            mover.congested = not sent_all
+            self._epoll.modify(mover.socket, select.EPOLLIN if sent_all else select.EPOLLIN | select.EPOLLOUT)
 
     def _spawn(self, tier: int) -> None:
         if self._stopping or self._open is None:
@@ -310,9 +308,8 @@ class Supervisor:
         self._to_open.discard(tier)
         mover.send(self._open)
         self._movers[tier] = mover
-        self._selector.register(mover.socket, selectors.EVENT_READ)
-        self._selector.register(mover.pidfd, selectors.EVENT_READ)
-        self._selector.register(mover.stderr.fd, selectors.EVENT_READ)
+        for fd in mover.fds:
+            self._epoll.register(fd, select.EPOLLIN)
 
     def _send(self, tier: int, mover: Child, message: ToMover) -> None:
         """No message may be left out: a mover that cannot be sent one is killed."""
@@ -373,13 +370,16 @@ class Supervisor:
         """Pass on the lines that it has written to its standard error."""
         for level, text in mover.stderr.read():
             self._handler.on_log_line(tier, level, text)
-        if mover.stderr.eof and mover.stderr.fd in self._selector.get_map():
-            self._selector.unregister(mover.stderr.fd)
+        if mover.stderr.eof:
+            self._unwatch(mover.stderr.fd)
 
     def _stop_reading(self, mover: Child) -> None:
         mover.eof = True
-        if mover.socket in self._selector.get_map():
-            self._selector.unregister(mover.socket)
+        self._unwatch(mover.socket.fileno())
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(FileNotFoundError):  # as when that was done before
+            self._epoll.unregister(fd)
 
     def _reap(self, tier: int, mover: Child) -> None:
         self._movers[tier] = None
@@ -391,9 +391,8 @@ class Supervisor:
             self._spawn_at[tier] = self._backoff[tier].died(self._clock())
         self._reports.append(partial(self._handler.on_reaped, tier))
         self._stop_reading(mover)
-        self._selector.unregister(mover.pidfd)
-        if mover.stderr.fd in self._selector.get_map():  # a process that it has started holds the other end
-            self._selector.unregister(mover.stderr.fd)
+        self._unwatch(mover.pidfd)
+        self._unwatch(mover.stderr.fd)  # a process that it has started may hold the other end
         mover.close()
         self._report()
 

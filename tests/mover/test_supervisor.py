@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import selectors
 import signal
 import socket
 import time
@@ -22,6 +21,7 @@ from nixl_tiers.memory.row_table import RowTable
 from nixl_tiers.mover import child
 from nixl_tiers.mover.backoff import KILLS_AN_HOUR, RestartBackoff
 from nixl_tiers.mover.protocol import (
+    MAX_PACKET,
     CheckExistence,
     Configure,
     Delete,
@@ -307,6 +307,7 @@ def test_packets_queued_before_a_reset_are_received() -> None:
         theirs.close()
         mover = object.__new__(child.Child)
         mover.socket, mover.eof, mover.killed_s, mover._clock = ours, False, None, time.monotonic
+        mover._buffer = bytearray(MAX_PACKET)
         assert [message for message, _ in mover.receive()] == [Refused("bucket: there is no such thing")]
         assert mover.eof
 
@@ -335,7 +336,7 @@ def pausing(turn: Turn, reports: int = 0) -> Iterator[tuple[Supervisor, Recorder
     recorder.turns = [turn]
     supervisor = Supervisor([], [], -1, recorder, time.monotonic)
     report = os.eventfd(reports)
-    supervisor._selector.register(report, selectors.EVENT_READ)
+    supervisor._epoll.register(report, select.EPOLLIN)
     supervisor.start(Open(NAMESPACE, 0))
     try:
         yield supervisor, recorder
