@@ -71,9 +71,11 @@ class Trace:
         waited = sum(move.row.request_pins > 0 for move in job.moves)
         self._note(f"{what} {job.direction.value}", len(job.moves), waited, self._clock() - job.started_s)
 
-    def _chosen(self, choice: pricing.Choice, runs: Sequence[pricing.Run], chain: pricing.Chain, *rest: Any) -> None:
+    def _chosen(
+        self, choice: pricing.Choice, runs: Sequence[pricing.Run], chain: pricing.Chain, *rest: Any, **_named: Any
+    ) -> None:
         """Of three ends, seconds to compute what is behind them: nothing loaded, the choice, all that is known."""
-        tiers, costs = rest[0], rest[1]
+        tiers, compute_s = rest
         known = sum(run.steps for run in runs)
         ends = (chain.start, choice.end, chain.start + known * chain.step_tokens)
         self._note("chooses", (choice.end - chain.start) // chain.step_tokens, known)
@@ -81,7 +83,7 @@ class Trace:
             {
                 "runs": [list(run) for run in runs],
                 "tiers": [[round(number, 5) for number in price] for price in tiers],  # latency, a row, rows ahead
-                "compute_s": [round(costs.compute_s(end) or 0.0, 4) for end in ends],
+                "compute_s": [round(compute_s(end) or 0.0, 4) for end in ends],
                 "wait_s": round(choice.wait_s, 4),
             }
         )

@@ -144,8 +144,10 @@ class Chains:
             runs,
             pricing.Chain(first, chain.step_tokens, chain.step_rows, chain.window_rows),
             self._prices(look),
-            pricing.Costs(compute_s, state.price_of_copies(), state.limits.wait_s),
-            self._fits(look),
+            compute_s,
+            copy=state.price_of_copies(),
+            most_s=state.limits.wait_s,
+            fits=self._fits(look),
         )
         chosen = max(look.start, choice.end)
         if chosen < look.known:

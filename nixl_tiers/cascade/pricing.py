@@ -30,10 +30,8 @@ class TierPrice(NamedTuple):
         """Until so many more rows are in host memory."""
         return self.latency_s + self.row_s * (self.ahead + rows) if rows else 0.0
 
-    def rows_within(self, seconds: float) -> float:
-        """How many more rows are in host memory after `seconds`."""
-        return (seconds - self.latency_s) / self.row_s - self.ahead if self.row_s else float("inf")
 
+_FREE: Final = TierPrice(0.0, 0.0, 0)
 
 Fits = Callable[[int], int]
 
@@ -55,17 +53,15 @@ class Chain(NamedTuple):
     window_rows: int = 0
 
 
-class Costs(NamedTuple):
-    """`compute_s`: seconds to compute what is beyond a token (None: unknown). `copy`: of rows from host memory to the
-    engine. `most_s`: the longest wait."""
-
-    compute_s: Callable[[int], float | None]
-    copy: TierPrice
-    most_s: float
-
-
 def choose(
-    runs: Sequence[Run], chain: Chain, tiers: Sequence[TierPrice], costs: Costs, fits: Fits = lambda end: end
+    runs: Sequence[Run],
+    chain: Chain,
+    tiers: Sequence[TierPrice],
+    compute_s: Callable[[int], float | None],
+    *,
+    copy: TierPrice,
+    most_s: float,
+    fits: Fits = lambda end: end,
 ) -> Choice:
     """The end of the load with the earliest first token: the seconds until its rows are in host memory (tiers load in
     parallel), plus those to copy them to the engine, plus those to compute the tokens from there on.
@@ -73,52 +69,49 @@ def choose(
     Rows at the beginning that are in host memory are always loaded. Loads that take longer than the longest wait are
     not considered. Of ends within one run, the sum is least at one of the run's, or where this tier begins to take
     longer than all others, since computing a token takes the longer the more tokens are before it. While computing has
-    no price, the longest load is chosen. `fits(end)`: the last end up to `end` at which all KV groups can be loaded.
+    no price, the longest load is chosen.
+
+    `compute_s`: seconds to compute what is beyond a token (None: unknown). `copy`: of rows from host memory to the
+    engine. `most_s`: the longest wait. `fits(end)`: the last end up to `end` at which all KV groups can be loaded.
     """
     at, step_tokens, step_rows, window_rows = chain
-    compute_s, copy, most_s = costs
     rows = 0
     if runs and runs[0].source == HOST:
         at, rows = at + runs[0].steps * step_tokens, runs[0].steps * step_rows
         runs = runs[1:]
-    end = fits(at)
-    best, best_s = (end, 0.0), _sum(0.0, copy.seconds(rows), compute_s(end))
-    loading, waits_s = [0] * len(tiers), [0.0] * len(tiers)  # of each tier: rows of the runs before, and their time
+    best, best_wait_s = fits(at), 0.0
+    rest_s = compute_s(best)
+    least_s = None if rest_s is None else copy.seconds(rows) + rest_s
+    prices = [*tiers, _FREE]  # the last is HOST's
+    loading, waits_s = [0] * len(prices), [0.0] * len(prices)  # of each: rows of the runs before, and their time
     for source, steps in runs:
-        others_s = max([wait_s for tier, wait_s in enumerate(waits_s) if tier != source], default=0.0)
-        before = 0 if source == HOST else loading[source] + window_rows
-        lasts = [steps] if source == HOST else _ends(steps, tiers[source], before, step_rows, (others_s, most_s))
-        for last in lasts:
+        price, before = prices[source], loading[source] + window_rows
+        others_s = max(waits_s[:source] + waits_s[source + 1 :])
+        for last in _ends(steps, price, before, step_rows, (others_s, most_s)):
             end = fits(at + last * step_tokens)
             count = -(-(end - at) // step_tokens) * step_rows
-            if count <= 0:
+            wait_s = max(others_s, price.seconds(before + count))
+            if count <= 0 or wait_s > most_s:
                 continue
-            wait_s = others_s if source == HOST else max(others_s, tiers[source].seconds(before + count))
-            if wait_s > most_s:
-                continue
-            sum_s = _sum(wait_s, copy.seconds(rows + count), compute_s(end))
-            if sum_s is None or best_s is None or sum_s <= best_s:
-                best, best_s = (end, wait_s), sum_s
+            rest_s = compute_s(end)
+            sum_s = None if rest_s is None else wait_s + copy.seconds(rows + count) + rest_s
+            if sum_s is None or least_s is None or sum_s <= least_s:
+                best, best_wait_s, least_s = end, wait_s, sum_s
         at, rows = at + steps * step_tokens, rows + steps * step_rows
-        if source != HOST:
-            loading[source] += steps * step_rows
-            waits_s[source] = tiers[source].seconds(loading[source])
-    return Choice(*best)
+        loading[source] += steps * step_rows
+        waits_s[source] = price.seconds(loading[source])
+    return Choice(best, best_wait_s)
 
 
 def _ends(steps: int, price: TierPrice, before: int, step_rows: int, limits_s: Iterable[float]) -> list[int]:
     """After how many steps of a run the load may end, in ascending order: after all, or where its rows, with `before`
     others of the tier, take as long as one of the limits."""
     ends = [steps]
-    for limit_s in limits_s:
-        within = (price.rows_within(limit_s) - before) // step_rows
+    for limit_s in limits_s if price.row_s else ():
+        within = ((limit_s - price.latency_s) / price.row_s - price.ahead - before) // step_rows
         if 0 < within < steps:
             ends.append(int(within))
     return sorted(ends)
-
-
-def _sum(wait_s: float, copy_s: float, compute_s: float | None) -> float | None:
-    return None if compute_s is None else wait_s + copy_s + compute_s
 
 
 def left_s(now: float, expected_s: float, rest_s: float, latency_s: float) -> float:

@@ -174,10 +174,11 @@ class Promotion:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _note_refused(self, tier: TierIndex, key: Key, now: float) -> None:
-        if key in tier:
-            if tier.denylist.trial_due(key, now):
+        trial, is_open = tier.denylist.trial_due(key, now), not tier.breakers[Direction.LOAD].closed
+        if (trial or is_open) and key in tier:  # seldom: that takes longest
+            if trial:
                 tier.trials[key] = None
-            elif not tier.breakers[Direction.LOAD].closed:
+            else:
                 tier.last_refused = key
 
     def _end_wait(self, request: Request) -> None:

@@ -70,24 +70,24 @@ class TransferEstimate:
     """
 
     __slots__ = (
-        "_latency_s",
         "_line",
         "_odd",
-        "_one_size",
-        "_s_per_byte",
         "_slower",
         "_sound",
         "_sums",
         "_witness_s",
         "_witnesses",
         "last_s",
+        "latency_s",
+        "one_size",
+        "s_per_byte",
     )
 
     def __init__(self) -> None:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of weight, x, y, xx, xy: MB and seconds
         self._sound, self._line = self._sums, (0.0, 0.0)  # those before the first of `_odd`
-        self._latency_s = self._s_per_byte = 0.0
-        self._one_size = True
+        self.latency_s = self.s_per_byte = 0.0
+        self.one_size = True  # of about one are all that count, which does not tell the latency from the time of a byte
         self._odd: deque[_Odd] = deque(maxlen=MAX_ODD)  # that contradict, in succession
         self._slower = False  # in which direction
         self._witnesses = 0  # of them, those that did not run side by side: one stall delays all that do
@@ -101,7 +101,7 @@ class TransferEstimate:
         if not known:
             self._fit((x, y))
             return
-        before_s, sums, line = self.seconds(nbytes), self._sums, (self._latency_s, self._s_per_byte)
+        before_s, sums, line = self.seconds(nbytes), self._sums, (self.latency_s, self.s_per_byte)
         self._fit((x, y), before_s)
         change, times = y / self.seconds(nbytes), y / before_s
         if self._odd and not self._slower:
@@ -129,22 +129,9 @@ class TransferEstimate:
         """How many of the last transfers contradicted those before, if it is not decided yet whether that was noise."""
         return len(self._odd)
 
-    @property
-    def one_size(self) -> bool:
-        """Whether all that count were of about one size, which does not tell the latency from the time of a byte."""
-        return self._one_size
-
-    @property
-    def latency_s(self) -> float:
-        return self._latency_s
-
-    @property
-    def s_per_byte(self) -> float:
-        return self._s_per_byte
-
     def seconds(self, nbytes: int) -> float:
         """0 while unknown."""
-        return self._latency_s + self._s_per_byte * nbytes
+        return self.latency_s + self.s_per_byte * nbytes
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -186,13 +173,13 @@ class TransferEstimate:
         spread, whole = sxx / w - mean_x * mean_x, sxy / sxx
         # Of sizes that are nearly the same, all of the time counts as the bytes'. Latency is never negative, and bytes
         # always take a part of the time: a line through noise would make the largest transfers the cheapest.
-        self._one_size = spread <= (SAME_SIZE * mean_x) ** 2
-        slope = whole if self._one_size else (sxy / w - mean_x * mean_y) / spread
+        self.one_size = spread <= (SAME_SIZE * mean_x) ** 2
+        slope = whole if self.one_size else (sxy / w - mean_x * mean_y) / spread
         if slope >= whole:
-            self._s_per_byte, self._latency_s = whole / MB, 0.0
+            self.s_per_byte, self.latency_s = whole / MB, 0.0
         else:
             slope = max(LEAST_SLOPE * whole, slope)
-            self._s_per_byte, self._latency_s = slope / MB, mean_y - slope * mean_x
+            self.s_per_byte, self.latency_s = slope / MB, mean_y - slope * mean_x
 
 
 def _near(seconds: float, expected_s: float) -> float:

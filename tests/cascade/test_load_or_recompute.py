@@ -15,7 +15,7 @@ from nixl_tiers.cascade.chains import Scan
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.prefill import PrefillEstimate
-from nixl_tiers.cascade.pricing import HOST, Costs, Run, TierPrice, choose
+from nixl_tiers.cascade.pricing import HOST, Run, TierPrice, choose
 from nixl_tiers.cascade.types import Direction, Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Prefer, Write
@@ -707,7 +707,7 @@ def test_choice_is_the_best_of_all_ends(
     def wait_s(steps: int) -> float:
         return max(price.seconds(sources[:steps].count(tier)) for tier, price in enumerate(prices))
 
-    choice = choose(runs, chain, prices, Costs(compute_s, TierPrice(0.0, 0.0, 0), most_s))
+    choice = choose(runs, chain, prices, compute_s, copy=TierPrice(0.0, 0.0, 0), most_s=most_s)
     first = next((step for step, source in enumerate(sources) if source != HOST), len(sources))
     ends = [steps for steps in range(first, len(sources) + 1) if steps == first or wait_s(steps) <= most_s]
     best_s = min(wait_s(steps) + compute_s(TOKENS * steps) for steps in ends)
