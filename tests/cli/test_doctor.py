@@ -71,6 +71,17 @@ def test_remembered_staging_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert line in [finding.text for finding in machine.examine(None)]
 
 
+def test_staging_that_was_measured_in_a_directory_is_shown_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for row_bytes, path in ((4096, tmp_path / "kv"), (8192, tmp_path / "other")):
+        path.mkdir()
+        staging_trial.remember(staging_trial.Measured("stores", str(path), row_bytes, 3.6e9, 3.6e9))
+    found = named(directory.examine(file_tier(tmp_path / "kv"), "token"))
+    assert found["staging of stores"].text.startswith(f"stores of rows of 4096 bytes, {tmp_path}/kv: ")
+
+
 @pytest.mark.usefixtures("quiet_machine")
 def test_json_has_every_finding_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")

@@ -7,13 +7,17 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import nixl_tiers
 from nixl_tiers.chunk import Outcome
+from nixl_tiers.config.file import FileConfig
+from nixl_tiers.memory import seal
+from nixl_tiers.memory.hash_copy import hash_copy
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers import staging as module
@@ -25,7 +29,10 @@ from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.pages import mapped
-from tests.tiers.file_tiers import GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
+from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @pytest.fixture(params=["slabs", "files"])
@@ -111,6 +118,24 @@ def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, mo
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
     assert not in_use(tier)
+
+
+def test_rows_are_hashed_in_the_pass_that_copies_them(
+    tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[bool, bool]] = []  # whether it reads the region, and writes it
+
+    def noted(target: NDArray[np.uint8], source: NDArray[np.uint8], piece_bytes: int) -> bytes:
+        passes.append((np.may_share_memory(source, region.rows_view), np.may_share_memory(target, region.rows_view)))
+        return hash_copy(target, source, piece_bytes)
+
+    monkeypatch.setattr(seal, "hash_copy", noted)
+    monkeypatch.setattr(seal, "cell_digest", lambda *_: pytest.fail("a pass that only hashes"))
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert passes == [(True, False)] * ROWS * GEOMETRY.cells
+    passes.clear()
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert passes == [(False, True)] * ROWS * GEOMETRY.cells
 
 
 def test_sealed_rows_are_stored_unchanged(tier: FileTier, region: HostRegion) -> None:
@@ -287,6 +312,17 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
     tier.close()
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("fields", [{"staging": "off"}, {"backend": "gds_mt"}], ids=["off", "cuFile"])
+def test_no_buffer_where_nothing_can_be_staged(tmp_path: Path, region: HostRegion, fields: dict[str, Any]) -> None:
+    """cuFile has buffers of its own."""
+    config = FileConfig(type="file", path=tmp_path, capacity=CAPACITY, **fields)
+    staging = module.Staging(config, region, SimpleNamespace())  # type: ignore[arg-type]
+    staging.open()
+    assert staging.staged == (False, False)
+    assert staging.loads._buffer is staging.stores._buffer is None
 
 
 @pytest.mark.parametrize("staging", ["on", "off"])
