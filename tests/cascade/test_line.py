@@ -93,6 +93,26 @@ def test_request_whose_turn_has_come_goes_before_the_line() -> None:
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == b
 
 
+def test_of_those_with_one_rank_the_first_to_arrive_comes_first() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=16)
+    wait_in_line(core, "b", b, FIRST)
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == [*b, *a]
+
+
+def test_line_queues_no_more_than_the_window_of_loads() -> None:
+    """However fast the tier is: one whose turn comes is next when these have come."""
+    a, b = chain("a", 16), chain("b", 2)
+    core = stored(a, b, rows=64, ahead_s=1e3)
+    core._state.load_window = 4
+    wait_in_line(core, "a", a, FIRST)
+    jobs = core.events.plan(0.0)
+    assert scan(core, b, "b") == [PENDING] * 2
+    run(core, jobs)
+    assert come_up(core)[:2] == b
+
+
 def test_line_holds_its_share_of_the_host_and_no_more() -> None:
     a, b, c = chain("a"), chain("b"), chain("c")
     core = stored(a, b, c, rows=12)
@@ -104,6 +124,26 @@ def test_line_holds_its_share_of_the_host_and_no_more() -> None:
     assert (in_host(core, a), in_host(core, b), in_host(core, other)) == (4, 2, 6), "and keeps them"
     core.finish_request("r0")
     assert come_up(core) == [*b[2:], *c[:2]]
+
+
+def test_rows_that_are_in_host_memory_are_kept_for_the_line() -> None:
+    a, b = chain("a"), chain("b", 16)
+    core = stored(a, rows=16)
+    put(core, a)
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == []
+    put(core, b)
+    assert (in_host(core, a), in_host(core, b)) == (4, 12)
+
+
+def test_rows_come_up_for_the_requests_that_are_next_only() -> None:
+    a, b, c = chain("a"), chain("b"), chain("c")
+    core = stored(a, b, c, rows=64, line_requests=2)
+    for number, keys in enumerate((a, b, c)):
+        wait_in_line(core, f"r{number}", keys, (number,))
+    assert come_up(core) == [*a, *b]
+    core.finish_request("r0")
+    assert come_up(core) == c
 
 
 def test_last_in_line_gives_way_to_one_that_comes_before_it() -> None:
@@ -124,7 +164,9 @@ def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
     wait_in_line(core, "a", a, FIRST)
     come_up(core)
     assert scan(core, b, "b") == [PENDING] * 8
-    assert come_up(core) == b
+    jobs = core.events.plan(0.0)
+    assert [move.key for job in jobs for move in job.moves] == b, "all at once"
+    run(core, jobs)
     core.end_step()
     assert scan(core, b, "b") == [HIT] * 8
     core.finish_request("b")
