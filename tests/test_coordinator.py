@@ -1,4 +1,4 @@
-"""A failing medium end to end: a real mover, the coordinator above it, and the results for a caller of the store."""
+"""The coordinator over a real mover: a failing medium end to end, and what it is configured with."""
 
 from __future__ import annotations
 
@@ -137,3 +137,16 @@ def test_movers_receive_the_names_of_variables_that_hold_secrets() -> None:
         Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, HOST_ROWS))._end()
     configures = supervisor.call_args.args[0]
     assert [configure.secret_variables for configure in configures] == [["KV_A", "KV_B"]] * 2
+
+
+def test_what_is_configured_reaches_the_core() -> None:
+    fields = {"prefer": "throughput", "wait_s": 3.0, "probe_s": 1.5, "prefill_tokens_per_s": 1234}
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}], **fields})
+    region = HostRegion.create(GEOMETRY, HOST_ROWS)
+    coordinator = Coordinator(config, Namespace.of({"test": 1}), region)
+    core = coordinator._core
+    assert core._state.prefer == "throughput"
+    assert (core.limits.wait_s, core.limits.check_timeout_s) == (3.0, 1.5)
+    assert core.limits.pin_s > 3.0
+    assert core.prefill.seconds(0, 1234) == 1.0
+    coordinator.close()

@@ -369,6 +369,24 @@ def test_queued_rows_of_a_request_that_ended_its_wait_are_not_promoted() -> None
     assert engine.queued(FILE) == []
 
 
+def test_seconds_that_were_waited_for_nothing_are_counted() -> None:
+    engine = Engine(chunk_s=0.2)
+    engine.store(FILE, KEYS, row_s=0.1)
+    lost = engine.core.tiers[FILE].counters
+    engine.scan()
+    engine.now = 4.0
+    assert engine.scan() == Scan(False, 0)
+    engine.core.finish_request("r")
+    assert lost.lost_vain_s == pytest.approx(4.0)
+    engine.scan("another")
+    engine.load_all()
+    engine.now += 1.0
+    assert engine.scan("another") == Scan(False, END)
+    engine.core.copies.prepare_load(KEYS, "another")
+    engine.core.finish_request("another")
+    assert lost.lost_vain_s == pytest.approx(4.0), "that wait has brought something"
+
+
 def test_wait_that_ends_by_its_price_is_no_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(chunk_s=0.2)
     engine.store(FILE, KEYS, row_s=0.1)
@@ -611,6 +629,19 @@ def test_requests_whose_turn_is_still_to_come_are_counted_while_one_computes() -
     engine.core.finish_request("first")
     engine.core.end_step(began=["next"])
     assert engine.scan("second") == Scan(False, 0)
+
+
+def test_wait_lasts_longer_while_others_wait_for_their_turn() -> None:
+    """To compute instead would hold them up."""
+    engine = Engine()  # all of it: 0.8 s
+    engine.store(FILE, KEYS, row_s=0.01)
+    engine.core.queue("next")
+    assert engine.scan() == Scan(True, END)
+    engine.plan()
+    engine.now = 0.08 + 1.5
+    assert engine.scan() == Scan(True, END)
+    engine.now = 0.08 + 1.7
+    assert engine.scan() == Scan(False, 0)
 
 
 def test_requests_that_wait_for_storage_lose_nothing_while_another_computes() -> None:

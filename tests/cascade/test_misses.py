@@ -112,6 +112,17 @@ def test_a_chunk_that_comes_too_late() -> None:
     assert miss(core, ONE, TWO, now=11.0) == {("s3", "late"): 2}
 
 
+def test_a_chunk_that_the_host_has_no_room_for() -> None:
+    """It is full of what the request itself waits with for more."""
+    core = cascade(ONE, TWO, rows=1)
+    assert core.lookup(ONE, "get", 0, 0.0) is core.lookup(TWO, "get", 1, 0.0) is Lookup.PENDING
+    core.end_step()
+    while jobs := core.events.plan(0.0):
+        for job in jobs:
+            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert miss(core, ONE, TWO) == {("cpu", "no_room"): 1}
+
+
 def test_a_chunk_that_is_there_behind_a_miss_has_the_reason_of_that_miss() -> None:
     core = cascade(TWO, rows=1)
     put(core, [ONE])

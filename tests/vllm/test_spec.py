@@ -28,7 +28,7 @@ from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.policies import HugePages
-from nixl_tiers.vllm import fingerprint
+from nixl_tiers.vllm import compat, fingerprint
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of
 from tests.support.file_tier import file_tier
 
@@ -226,6 +226,8 @@ def test_two_workers_and_a_scheduler_in_one_process(
     spec = NixlTiersSpec(offloading_config(**options))
     manager = spec.get_manager()
     assert spec.get_manager() is manager
+    kept = manager._coordinator._prefill_cache
+    assert kept.device == compat.device_name(), "the next start knows the speed of prefill"
     key = make_offload_key(b"k" * 32, 0)
     context = ReqContext("r")
     output = manager.prepare_store([key], context)
