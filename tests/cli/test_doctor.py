@@ -78,7 +78,7 @@ def test_staging_that_was_measured_in_a_directory_is_shown_with_it(
     for row_bytes, path in ((4096, tmp_path / "kv"), (8192, tmp_path / "other")):
         path.mkdir()
         staging_trial.remember(staging_trial.Measured("stores", str(path), row_bytes, 3.6e9, 3.6e9))
-    found = named(directory.examine(file_tier(tmp_path / "kv"), "token"))
+    found = named(directory.examine(file_config(tmp_path / "kv", "1GiB"), "token"))
     assert found["staging of stores"].text.startswith(f"stores of rows of 4096 bytes, {tmp_path}/kv: ")
 
 

@@ -15,7 +15,6 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.config.file import FileConfig
 from nixl_tiers.memory import seal
 from nixl_tiers.memory.hash_copy import hash_copy
 from nixl_tiers.memory.region import HostRegion
@@ -26,7 +25,7 @@ from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
 from nixl_tiers.tiers.staging_trial import Measured
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.support.file_tier import file_tier
+from tests.support.file_tier import file_config, file_tier
 from tests.support.load import get, put
 from tests.support.pages import mapped
 from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
@@ -318,7 +317,7 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
 @pytest.mark.parametrize("fields", [{"staging": "off"}, {"backend": "gds_mt"}], ids=["off", "cuFile"])
 def test_no_buffer_where_nothing_can_be_staged(tmp_path: Path, region: HostRegion, fields: dict[str, Any]) -> None:
     """cuFile has buffers of its own."""
-    config = FileConfig(type="file", path=tmp_path, capacity=CAPACITY, **fields)
+    config = file_config(tmp_path, CAPACITY, **fields)
     staging = module.Staging(config, region, SimpleNamespace())  # type: ignore[arg-type]
     staging.open()
     assert staging.staged == (False, False)
