@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers import moves as moves_module
 from nixl_tiers.tiers.base import Move
-from nixl_tiers.tiers.s3.concurrency import FIRST
+from nixl_tiers.tiers.s3.concurrency import FIRST, TransferLimit
 from tests.support.pages import mapped
 from tests.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, key_of, wait_until
 
@@ -269,3 +269,31 @@ def test_s3_tier_starts_no_upload_while_they_are_held(place: dict[str, Any], mon
             time.sleep(0.002)
         driver.region.stores_held_until_s = 0.0
         assert driver.finish(batch) == [[Outcome.OK]]
+
+
+@pytest.mark.parametrize(("most", "limit"), [(3, None), (64, 2)], ids=["configured", "measured"])
+def test_no_more_transfers_run_than_are_configured_and_measured(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, most: int, limit: int | None
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(TransferLimit, "limit", limit)
+    with TierDriver(SMALL, 32, max_transfers=most, **place) as driver:
+        driver.open()
+        transfers, running = driver.tier._transfers, list[int]()
+        data = transfers.data
+
+        def noted(begin: Callable[..., Any]) -> Callable[..., Any]:
+            def begin_and_note(*where: Any) -> Any:
+                transfer = begin(*where)
+                running.append(sum(not each.over() for each in data._running))
+                return transfer
+
+            return begin_and_note
+
+        monkeypatch.setattr(data, "upload", noted(data.upload))
+        monkeypatch.setattr(data, "download", noted(data.download))
+        for move in (driver.store, driver.load):
+            running.clear()
+            assert move(range(32)) == [Outcome.OK] * 32
+            assert max(running) == (limit or most)
+        assert transfers._uploads._seen == transfers._downloads._seen == 32, "the limits follow each of them"
