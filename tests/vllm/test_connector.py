@@ -118,9 +118,15 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     """And publish its time by it: both ends of NixlTiersConnector, between them vLLM's own part, played."""
     connector = object.__new__(NixlTiersConnector)
     connector._arrivals = Arrivals()
+    connector._arrivals.add("ended", (0.0,))
     vllm = "nixl_tiers.vllm.connector.OffloadingConnector."
     meta = OffloadingConnectorMetadata(load_jobs={1: "load"}, store_jobs={}, jobs_to_flush={3})
-    manager = SimpleNamespace(scheduled=lambda requests: 41 + len(requests), line_has_room=lambda rank: True)
+    asked: list[str] = []
+    manager = SimpleNamespace(
+        scheduled=lambda requests: 41 + len(requests),
+        line_has_room=lambda rank: True,
+        is_queued=asked.append,
+    )
     calls: list[object] = []
     worker = SimpleNamespace(step_clock=SimpleNamespace(begin=calls.append, end=lambda: calls.append("end")))
     monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
@@ -136,6 +142,7 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     )
     sent = pickle.loads(pickle.dumps(connector.build_connector_meta(output)))
     assert (sent.load_jobs, sent.store_jobs, sent.jobs_to_flush, sent.step) == ({1: "load"}, {}, {3}, 42)
+    assert asked == ["ended"], "at each step some may be next in line that were not before"
     assert isinstance(sent, OffloadingConnectorMetadata)
     connector.handle_preemptions(sent)
     connector.wait_for_save()
