@@ -441,6 +441,9 @@ def test_a_request_that_computed_before_and_was_preempted_never_pauses_a_step_in
     assert not engine.step(pending="b", preempted=("a",))
     assert not engine.step(pending="b"), "a may have been resumed"
     assert engine.step(pending="ab"), "a waits for storage again"
+    assert not engine.step(pending="b", hit="a", load="a")
+    assert engine.step(pending="b"), "and then for its copy"
+    engine.load_ends("a")
     assert not engine.step(pending="b")
 
 
