@@ -82,6 +82,7 @@ class PromotionJobs:
         wanted = self._take_queued(tier, most, now)
         room = self._state.make_room(len(wanted))
         if room < len(wanted) and self._line_gives_way(wanted, room):
+            wanted = _still_wanted(wanted)
             room = self._state.make_room(len(wanted))
         self._promotion.crowded = room < len(wanted) and (room > 0 or self._waits_for_others())
         moves: list[PlannedMove] = []
@@ -269,3 +270,9 @@ class PromotionJobs:
         if self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
             return True
         return self._host.generation.stuck < self._host.used
+
+
+def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
+    """Without the requests that ask for nothing any more, as they have given way."""
+    asking = {key: [request for request in requests if request.asked.get(key)] for key, requests in wanted.items()}
+    return {key: requests for key, requests in asking.items() if requests}

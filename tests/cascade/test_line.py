@@ -288,6 +288,23 @@ def test_line_gives_way_although_promotions_wait_for_room() -> None:
     assert a[0] in come_up(core)
 
 
+def test_request_that_has_given_way_gets_nothing_that_was_queued_for_it() -> None:
+    line, turn = chain("line", 2), chain("turn", 1)
+    core = stored(line[1:], turn, rows=8)
+    put(core, line[:1])
+    wait_in_line(core, "line", line, FIRST)
+    core.tiers[0].send_credits = 0
+    assert core.events.plan(0.0) == []
+    assert len(core.tiers[0].to_load) == 1, "its mover takes nothing now"
+    assert len(core.copies.prepare_store(chain("busy", 7), "busy").rows) == 7
+    assert scan(core, turn, "turn") == [PENDING]
+    core.tiers[0].send_credits = 10
+    loads = [job for job in core.events.plan(0.0) if job.direction is Direction.LOAD]
+    assert [move.key for job in loads for move in job.moves] == turn
+    run(core, loads)
+    assert not any(row.request_pins for row in core.host.index.values() if row.key not in turn)
+
+
 def test_line_without_anything_left_to_promote_is_not_busy() -> None:
     a = chain("a")
     core = stored(a, rows=8)
