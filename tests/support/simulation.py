@@ -929,14 +929,19 @@ class Simulation:
             self.core.wait_for_listing(name)
         if prompt.scan in {Scan.CHAIN, Scan.HYBRID}:
             return self._scan(name, prompt)
+        waits_for = (
+            prompt.chain if name in self._since else []
+        )  # its first look-up is told whether any of these is missing
         for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
             answer = self.core.lookup(key, name, None if prompt.scan is Scan.EACH else position, self.now)
             if answer is Lookup.PENDING:
                 put_off = True
                 since = self._since.setdefault(name, self.now)
                 require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
-                known = key in self.core.host.index or any(key in index for index in self.core.tiers)
-                known |= any(queued == key for index in self.core.tiers for _, queued in index.to_load)
+                keys, waits_for = [key, *waits_for], []
+                known = any(key in self.core.host.index for key in keys)
+                known |= any(key in index for index in self.core.tiers for key in keys)
+                known |= any(queued in keys for index in self.core.tiers for _, queued in index.to_load)
                 known |= prompt.scan is Scan.EACH and self._listing()
                 known |= self.core.events.unfinished
                 require(known or self._may_be_checked(since), "a request waits too long for a check")
