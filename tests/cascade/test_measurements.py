@@ -255,6 +255,19 @@ def test_tier_that_loads_for_requests_meanwhile_is_not_measured() -> None:
     assert engine.plan() == []
 
 
+def test_tier_whose_mover_was_killed_is_not_measured() -> None:
+    """Its circuit is probed by itself, and what was declined before says nothing of the next mover."""
+    engine = Engine()
+    engine.decline()
+    engine.core.events.killed(0, engine.now)
+    engine.core.events.lost(0, engine.now)
+    opened(engine.core, 0, 1000)
+    engine.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(KEYS)], last=True)
+    engine.now += 0.5
+    assert engine.plan() == []
+    assert not engine.core._measurements.busy
+
+
 def test_reset_ends_what_is_to_be_measured() -> None:
     engine = Engine()
     engine.decline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partialmethod
 
@@ -17,6 +18,7 @@ from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import HostTier, Row, RowState
 from nixl_tiers.cascade.manager import TierManager
+from nixl_tiers.cascade.measurements import Measurements
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.requests import Request
@@ -376,7 +378,73 @@ class RunningPromotionsUncounted(PromotionJobs):
         return bool(self._retries) or any(tier.to_load for tier in self._state.tiers)
 
 
+class MeasuresBesideRequests(Measurements):
+    """As soon as something is declined, whether requests are alive or not."""
+
+    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+        self._plans[tier.number].due_s = now
+        return super().plan(tier, now)
+
+
+class MeasuresBesideLoads(Measurements):
+    """While the tier loads for requests."""
+
+    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+        (queue, tier.to_load), (loading, tier.rows_loading) = (tier.to_load, deque()), (tier.rows_loading, 0)
+        try:
+            return super().plan(tier, now)
+        finally:
+            tier.to_load = queue
+            tier.rows_loading += loading
+
+
+class MeasuresLongAfter(Measurements):
+    """With what was declined however long ago."""
+
+    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+        self._plans[tier.number].until_s = now
+        return super().plan(tier, now)
+
+
+class MeasurementEvictsUnwritten(PromotionJobs):
+    def _make_room_unasked(self, count: int) -> int:
+        return self._state.make_room(count)
+
+
+class MeasuresIntoRowsInUse(PromotionJobs):
+    """What the host has is loaded over it, and not into a row that no look-up finds."""
+
+    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+        jobs = super().load_unasked(tier, keys, now)
+        for move in (move for job in jobs for move in job.moves):
+            if move.row.removed:
+                move.row.index = self._host.index[move.key].index
+        return jobs
+
+
+class MeasuredRowCountsAsUnderWay(PromotionJobs):
+    """A load that no request waited for holds up stores for ever."""
+
+    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        unasked = self._loading_for.get(move.row.order) == []
+        super().load_ended(tier, move, outcome, now)
+        if unasked:
+            self._loading_for[move.row.order] = []
+
+
+class MeasurementWithoutRoomIsWorkLeft(PromotionJobs):
+    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+        return super().load_unasked(tier, keys, now) if self._state.take(self._state.limits.rows_per_slice) else []
+
+
 MUTANTS = [
+    MeasuresBesideRequests,
+    MeasuresBesideLoads,
+    MeasuresLongAfter,
+    MeasurementEvictsUnwritten,
+    MeasuresIntoRowsInUse,
+    MeasuredRowCountsAsUnderWay,
+    MeasurementWithoutRoomIsWorkLeft,
     ListedRowHasTwoOwners,
     ListedSlotsStayFree,
     ChecksAbsentKeysAgain,
@@ -431,6 +499,9 @@ FOCUS: dict[type, tuple[str, ...]] = {
     HitsAreNotKept: ("another_engine_stores", "time_passes"),
     HostOnlyRowIsWritten: ("catch_up",),
     LateIsWaitedFor: ("medium_stalls", "mover_hangs", "time_passes"),
+    MeasuresBesideLoads: ("slow_tier_is_declined", "another_engine_stores"),
+    MeasurementEvictsUnwritten: ("slow_tier_is_declined", "traffic"),
+    MeasuredRowCountsAsUnderWay: ("slow_tier_is_declined", "another_engine_stores"),
     MissesWhileListing: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),
 }
 

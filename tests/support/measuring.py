@@ -11,6 +11,8 @@ from nixl_tiers.cascade.types import Job, TierState
 from nixl_tiers.chunk import Key
 from nixl_tiers.policies import Write
 
+ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
+
 
 class MeasurementJudge:
     """Watches what one core's requests decline, and the loads that measure its tiers."""
@@ -63,7 +65,7 @@ class MeasurementJudge:
         latest = now - limits.measure_busy_s if alive else now
         for key in keys:
             times = [when for when, declined in self._declined[tier.number] if key in declined]
-            recent = any(now - limits.measure_s <= when <= latest for when in times)
+            recent = any(now - limits.measure_s - ROUNDING_S <= when <= latest + ROUNDING_S for when in times)
             self._require(recent, "a tier is measured while requests are alive, or with rows that none declines")
 
     def _needed(self) -> set[Key]:

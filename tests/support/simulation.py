@@ -282,6 +282,15 @@ class Simulation:
         self.tick()
         return name
 
+    def look_up_in_vain(self, chain: Sequence[Key]) -> None:
+        """A request that is aborted before it has computed or loaded anything."""
+        self._requests += 1
+        name = f"request-{self._requests}"
+        self.allowed.update(chain)
+        self._look_up(name, Prompt(list(chain), Scan.CHAIN, stays=False))
+        self._finish(name)
+        self.tick()
+
     def turn(self, name: str) -> None:
         self._run(name, self.queued.pop(name))
 

@@ -288,17 +288,26 @@ class CascadeStateMachine(RuleBasedStateMachine):
         tier=TIERS,
         row_s=st.sampled_from([4.0, 8.0]),
         keys=st.integers(1, 3),
-        lives=st.booleans(),
+        ends=st.sampled_from(["aborted", "finished", "lives"]),
+        beside=RARELY,
         wait_s=st.sampled_from([0.4, 1.5, 1.5, 6.0]),
     )
-    def slow_tier_is_declined(self, tier: int, row_s: float, keys: int, lives: bool, wait_s: float) -> None:
-        """A request computes what a tier holds that has become slow, which is measured when it disturbs least."""
+    def slow_tier_is_declined(
+        self, tier: int, row_s: float, keys: int, *, ends: str, beside: bool, wait_s: float
+    ) -> None:
+        """A request computes what a tier holds that has become slow, which is measured when it disturbs least; `beside`
+        another request, perhaps, which is not priced and waits for the tier."""
         self.simulation.slow_down(tier, row_s)
         if held := self.simulation.held_below(tier)[:keys]:
-            self.simulation.request(held, Scan.CHAIN, stays=lives)
+            if ends == "aborted":
+                self.simulation.look_up_in_vain(held)
+            else:
+                self.simulation.request(held, Scan.CHAIN, stays=ends == "lives")
             self.catch_up()
-            if not lives:
+            if ends != "lives":
                 self.simulation.abort_all()
+            if beside:
+                self.simulation.request(self.simulation.held_below(tier)[-1:] or held, Scan.PREFIX)
             self.simulation.advance(wait_s)
 
     @rule(tier=TIERS, pick=PICK)
