@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -38,16 +37,16 @@ class Misses:
         holds = [list(map(self._state.host.index.__contains__, keys)), *(tier.has_many(keys) for tier in tiers)]
         listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
         unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
-        reasons: Iterable[Reason | int | None] = self._state.gone.find_many(keys)  # tags; 0 if not known
+        reasons: Sequence[Reason | int | None] = self._state.gone.find_many(keys)  # tags; 0 if not known
         if any(True in each for each in holds):
-            reasons = self._along(zip(keys, reasons, zip(*holds, strict=True), strict=True), request, now)
-        for reason, count in Counter(reasons).items():
+            reasons = list(self._along(zip(keys, reasons, zip(*holds, strict=True), strict=True), request, now))
+        for reason in set(reasons):  # few
             if reason is None:
                 continue
             tier, name = reason if isinstance(reason, tuple) else _of_tag(reason) if reason else unknown
             if tier < len(tiers):
                 counters = self._state.host.counters if tier == HOST else tiers[tier].counters
-                setattr(counters, name, getattr(counters, name) + count)
+                setattr(counters, name, getattr(counters, name) + reasons.count(reason))
 
     def _along(
         self, chunks: Iterable[tuple[Key, Reason | int | None, Sequence[bool]]], request: Request, now: float
