@@ -33,24 +33,26 @@ class ThroughputEstimate:
     latency. So small jobs look slow: latency is covered by the floor of a timeout, not by this.
     """
 
-    __slots__ = ("_assumed", "_samples", "bytes_per_s")
+    __slots__ = ("_assumed", "_median", "_samples", "bytes_per_s")
 
     def __init__(self, assumed_bytes_per_s: float) -> None:
         """`assumed_bytes_per_s`: until jobs have been seen."""
         self._assumed = assumed_bytes_per_s
         self._samples: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._median = assumed_bytes_per_s
         self.bytes_per_s = assumed_bytes_per_s
         """What nine jobs in ten exceed."""
 
     def record(self, nbytes: int, seconds: float) -> None:
         """A job has succeeded, late or not, after `seconds`, with `nbytes` under way when it began."""
         self._samples.append(nbytes / max(seconds, 1e-6))
-        slow = sorted(self._samples)[len(self._samples) // SLOWEST_PART]
+        ordered = sorted(self._samples)
+        slow, self._median = ordered[len(ordered) // SLOWEST_PART], ordered[len(ordered) // 2]
         self.bytes_per_s = slow if len(self._samples) >= ENOUGH_SAMPLES else min(slow, self._assumed)
 
     def seconds(self, nbytes: int) -> float:
-        """How long nine transfers in ten of `nbytes` would take less than; 0 while that is hardly known."""
-        return nbytes / self.bytes_per_s if len(self._samples) >= ENOUGH_SAMPLES else 0.0
+        """How long half of all transfers of `nbytes` would take less than; 0 while that is hardly known."""
+        return nbytes / self._median if len(self._samples) >= ENOUGH_SAMPLES else 0.0
 
     def timeout_s(self, nbytes: int, least_s: float, most_s: float) -> float:
         """The timeout of a job that has `nbytes` under way when it begins, its own included."""

@@ -69,6 +69,16 @@ def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
+def test_a_tier_that_was_slow_for_a_while_does_not_idle_either() -> None:
+    core = core_of()
+    measured(core, seconds=0.04)
+    for _ in range(ENOUGH_SAMPLES):
+        core.tiers[0].throughput[Direction.STORE].record(WINDOW * ROW, 10.0)
+    put(core, KEYS[ROWS : ROWS + WINDOW + 1])
+    core.turn(1e4, 1e4)
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+
+
 def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued() -> None:
     core = core_of()
     measured(core, seconds=0.04)
