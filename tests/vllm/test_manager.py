@@ -140,6 +140,14 @@ def test_speed_of_prefill_is_learned_from_what_is_behind_a_hit(
     assert (tokens, context) == (9 * 64, 64 * (3 + 12) / 2)
 
 
+def test_speed_of_prefill_is_learned_from_the_times_that_workers_publish(rig: ManagerRig) -> None:
+    rig.manager.times_are_published(2048)
+    rig.manager.on_schedule_end(ScheduleEndContext(("r",), ()))
+    rig.region.publish_step(rig.manager.scheduled([(0, 512, True)]), 2.0)
+    rig.manager.get_stats()
+    assert [*rig.manager._coordinator._core.prefill.samples()] == [(512, 256.0, 2.0)]
+
+
 def test_a_row_that_one_worker_did_not_write_is_a_miss(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
     context = rig.request("r", key)

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
@@ -245,6 +245,18 @@ def test_two_workers_and_a_scheduler_in_one_process(
     manager.shutdown()
     for worker in workers:
         worker.shutdown()
+
+
+@pytest.mark.parametrize(("replicas", "pauses"), [(1, True), (2, False)])
+def test_an_engine_that_steps_with_others_never_waits_in_a_step(
+    replicas: int, pauses: bool, offloading_config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = HostRegion.create(Geometry(cells=1, cell_payload=8192), 4)
+    monkeypatch.setattr(NixlTiersSpec, "_rendezvous", lambda _: region)
+    monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_: Namespace.of({"test": 1}))
+    manager = NixlTiersSpec(offloading_config(replicas=replicas)).get_manager()
+    assert bool(manager._pause_s) is pauses
+    manager.shutdown()
 
 
 class TestAgreement:
