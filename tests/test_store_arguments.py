@@ -206,6 +206,12 @@ def test_put_returns_the_length_of_the_stored_prefix() -> None:
         assert store.put(keys[20:30], rows[20:30]) == 10  # rows of a put that has ended are not pinned
 
 
+def test_rows_that_get_lacks_are_counted_as_misses(store: nixl_tiers.TieredStore) -> None:
+    store.put([b"a"], [bytes(SIZE)])
+    store.get([b"a", b"b", b"c"], np.empty((3, SIZE), np.uint8))
+    assert store.stats()["cpu"]["missed_never_stored"] == 2
+
+
 def test_used_bytes_are_known_when_a_tier_is_up(tmp_path: Any) -> None:
     config = {"tiers": [*CPU["tiers"], file_tier(tmp_path, "16MiB")]}
     with nixl_tiers.open(config, SIZE, "n") as store:

@@ -61,6 +61,24 @@ def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
     assert stats["cpu"]["failed"] == whole // BLOCK
 
 
+def test_the_scheduler_is_told_at_once_that_workers_publish_the_times_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    manager = SimpleNamespace(times_are_published=told.append)
+    monkeypatch.setattr(NixlTiersConnector, "_manager", lambda self: manager)
+    monkeypatch.setattr(
+        "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
+        lambda self, *_: setattr(self, "connector_scheduler", object()),
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy="recompute"
+        ),
+        scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
+    )
+    NixlTiersConnector(config, None, None)
+    assert told == [512], "the most tokens that one step computes of a prompt"
+
+
 def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> None:
     """The connector between a worker that keeps failed loads to itself and vLLM's own part of it, both played."""
     connector = object.__new__(NixlTiersConnector)

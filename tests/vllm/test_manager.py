@@ -140,8 +140,13 @@ def test_speed_of_prefill_is_learned_from_what_is_behind_a_hit(
     assert (tokens, context) == (9 * 64, 64 * (3 + 12) / 2)
 
 
-def test_speed_of_prefill_is_learned_from_the_times_that_workers_publish(rig: ManagerRig) -> None:
+def test_speed_of_prefill_is_learned_from_the_times_that_workers_publish(
+    rig: ManagerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(rig.manager._coordinator, "limit_step", limits.append)
     rig.manager.times_are_published(2048)
+    assert limits == [2048]
     rig.manager.on_schedule_end(ScheduleEndContext(("r",), ()))
     rig.region.publish_step(rig.manager.scheduled([(0, 512, True)]), 2.0)
     rig.manager.get_stats()
