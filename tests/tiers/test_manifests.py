@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nixl_tiers import manifest
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.manifest import MANIFEST_NAME, REFRESH_S, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifest_keeper
+from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
 from nixl_tiers.tiers.slab.quota import ShardDir
@@ -39,14 +40,15 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Grows each time that a tier decides whether to write its manifest."""
+    """Grows each time that a tier has decided whether to write its manifest, and written it."""
     found: list[bool] = []
+    update = ManifestKeeper.update
 
-    def refreshed(*given: Manifest) -> Manifest | None:
+    def judge(self: ManifestKeeper, *given: Any) -> None:
+        update(self, *given)
         found.append(True)
-        return manifest.refreshed(*given)
 
-    monkeypatch.setattr(manifest_keeper, "refreshed", refreshed)
+    monkeypatch.setattr(ManifestKeeper, "update", judge)
     return found
 
 
