@@ -39,10 +39,10 @@ class Trace:
         _after(core, "turn", lambda jobs, *_: [self._note_job("starts", job) for job in jobs])
         finished, observe = core.events.finished, manager._meter._observe
 
-        def note_finished(tier: int, job_id: int, *more: Any) -> None:
+        def note_finished(tier: int, job_id: int, *more: Any, **named: Any) -> None:
             if (job := core.tiers[tier].jobs.get(job_id)) is not None:
                 self._note_job("ends", job)
-            finished(tier, job_id, *more)
+            finished(tier, job_id, *more, **named)
 
         def note_step(tokens: int, context: float, seconds: float) -> None:
             half = tokens / 2
