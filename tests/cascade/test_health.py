@@ -62,10 +62,10 @@ def test_suspect_probes_a_circuit_if_no_other_row_is_known() -> None:
     assert not tier.denylist.keys
 
 
-def test_row_that_leaves_the_host_once_it_is_written_above_probes_stores() -> None:
-    """Else a small host, each row of which is written to the tier above as it comes, would never have one."""
-    specs = [TierSpec(name, Write.ON_EVICT, physical_slots=name == "file") for name in ("file", "s3")]
-    core = TierManager(2, 4096, specs, Limits(reserve_share=1.0))
+def whose_s3_was_killed(rows: int, write: Write, limits: Limits | None = None) -> TierManager:
+    """A file and an S3 tier, both without rows; the mover of the second has been replaced."""
+    specs = [TierSpec(name, write, physical_slots=name == "file") for name in ("file", "s3")]
+    core = TierManager(rows, 4096, specs, limits or Limits())
     for tier in range(2):
         opened(core, tier, 10)
         core.events.listed(tier, [], last=True)
@@ -73,6 +73,12 @@ def test_row_that_leaves_the_host_once_it_is_written_above_probes_stores() -> No
     core.events.lost(1, 0.0)
     opened(core, 1, 10)
     core.events.listed(1, [], last=True)
+    return core
+
+
+def test_row_that_leaves_the_host_once_it_is_written_above_probes_stores() -> None:
+    """Else a small host, each row of which is written to the tier above as it comes, would never have one."""
+    core = whose_s3_was_killed(2, Write.ON_EVICT, Limits(reserve_share=1.0))
     core.turn(1.0, 1.0)
     assert core.tiers[1].circuit is BreakerState.HALF_OPEN
     for key in (b"a", b"b"):
@@ -88,15 +94,7 @@ def test_row_that_leaves_the_host_once_it_is_written_above_probes_stores() -> No
 
 
 def test_sealed_row_probes_stores_before_one_that_another_tier_is_about_to_seal() -> None:
-    specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in ("file", "s3")]
-    core = TierManager(4, 4096, specs)
-    for tier in range(2):
-        opened(core, tier, 10)
-        core.events.listed(tier, [], last=True)
-    core.events.killed(1, 0.0)
-    core.events.lost(1, 0.0)
-    opened(core, 1, 10)
-    core.events.listed(1, [], last=True)
+    core = whose_s3_was_killed(4, Write.THROUGH)
     put(core, [b"sealed"])
     (job,) = core.turn(0.5, 0.5)
     core.events.finished(0, job.id, [Outcome.OK], 0.5)
