@@ -230,7 +230,7 @@ class HostTier:
 
     def reclaim(self, row: Row) -> None:
         """Call when a job on `row` has ended: frees an invalidated row after its last job."""
-        if (row.removed or row.generation.ended) and not row.referenced and row.index >= 0:  # mostly not: no calls
+        if row.invalidated and not row.referenced and row.index >= 0:
             self._slots.release(row.index)
             row.index = -1
 

@@ -123,7 +123,7 @@ class TierIndex:
         return len(self.to_store) + len(self.parked) + self.rows_storing
 
     def __contains__(self, key: Key) -> bool:
-        return key in self.index or key in self.cold
+        return key in self.index or (bool(self.cold.tables) and key in self.cold)
 
     def has_many(self, keys: Sequence[Key]) -> list[bool]:
         """`in`, of each key."""

@@ -117,12 +117,12 @@ class WriteBack:
             looks -= 1
             key, tick = tier.to_store.popitem(last=False)
             row = self._host.index.get(key)
-            if key in tier.index or (tier.cold.tables and key in tier.cold):
+            if key in tier:
                 self._finish_eviction_above(tier, key, written=True)
             elif row is None or row.state is not _READY or row.host_only:
                 tier.counters.dropped_evicted += 1
                 self._give_up(tier, key)
-            elif tier.denylist.keys and tier.denylist.is_suspect(key):
+            elif tier.denylist.is_suspect(key):
                 if not suspect and not tier.trials_running and tier.denylist.trial_due(key, now):
                     suspect = [(row, tick)]
                 else:
