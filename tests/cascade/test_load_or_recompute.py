@@ -387,12 +387,18 @@ def test_seconds_that_were_waited_for_nothing_are_counted() -> None:
     assert lost.lost_vain_s == pytest.approx(4.0), "that wait has brought something"
 
 
-def test_wait_that_ends_by_its_price_is_no_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(chunk_s=0.2)
-    engine.store(FILE, KEYS, row_s=0.1)
+def verdicts_on_loads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What the file tier's circuit is told from now on."""
     verdicts: list[bool] = []
     loads = engine.core.tiers[FILE].breakers[Direction.LOAD]
     monkeypatch.setattr(loads, "record", lambda good, now: verdicts.append(good))
+    return verdicts
+
+
+def test_wait_that_ends_by_its_price_is_no_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(chunk_s=0.2)
+    engine.store(FILE, KEYS, row_s=0.1)
+    verdicts = verdicts_on_loads(engine, monkeypatch)
     assert engine.scan() == Scan(True, END)
     jobs = engine.plan()
     engine.now = 4.0  # the jobs are not late yet
@@ -407,9 +413,7 @@ def test_wait_that_lasts_as_long_as_it_may_is_a_failure_of_the_tier(monkeypatch:
     """Though none of its jobs is known to be late."""
     engine = Engine(chunk_s=1000.0)
     engine.store(FILE, KEYS, row_s=0.1)
-    verdicts: list[bool] = []
-    loads = engine.core.tiers[FILE].breakers[Direction.LOAD]
-    monkeypatch.setattr(loads, "record", lambda good, now: verdicts.append(good))
+    verdicts = verdicts_on_loads(engine, monkeypatch)
     engine.scan()
     assert engine.plan()
     engine.now = LIMITS.wait_s + 0.1

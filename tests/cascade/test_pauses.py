@@ -105,23 +105,14 @@ def test_a_tier_is_waited_for_while_it_is_not_known_how_quick_it_is() -> None:
     assert core.events.pause_s == 0
 
 
-def test_a_pause_does_not_make_a_tier_look_slow() -> None:
+@pytest.mark.parametrize(("open_s", "mover_s"), [(50.0, 0.5), (0.5, 1e9)], ids=["a pause", "no honest mover"])
+def test_a_store_took_what_its_mover_says_but_no_longer_than_its_job_was_open(open_s: float, mover_s: float) -> None:
     core = core_of()
     for number in range(ENOUGH_SAMPLES):
         now = 100.0 * number
         put(core, KEYS[WINDOW * number : WINDOW * (number + 1)], f"request {number}")
         for job in core.turn(now, now):
-            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + 50, seconds=0.5)
-    assert core.tiers[0].throughput[Direction.STORE].bytes_per_s == pytest.approx(WINDOW * ROW / 0.5)
-
-
-def test_a_mover_cannot_have_taken_longer_than_its_job_was_open() -> None:
-    core = core_of()
-    for number in range(ENOUGH_SAMPLES):
-        now = 100.0 * number
-        put(core, KEYS[WINDOW * number : WINDOW * (number + 1)], f"request {number}")
-        for job in core.turn(now, now):
-            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + 0.5, seconds=1e9)
+            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + open_s, seconds=mover_s)
     assert core.tiers[0].throughput[Direction.STORE].bytes_per_s == pytest.approx(WINDOW * ROW / 0.5)
 
 
