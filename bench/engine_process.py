@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -16,23 +16,21 @@ EXIT_S: Final = 60.0
 STEADY_MALLOC: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """With glibc's own settings a process of vLLM on the CPU gives its large tensors back to the kernel after each step and
 faults them in again, or does not, by what happens to lie at the end of its heap: 700,000 page faults or none in 5 s,
-and a sixth of its speed. No two engines can be compared unless none does."""
+and a sixth of its speed. No two engines can be compared unless none does, so all of them have these settings."""
 
 
 class EngineProcess:
     """`python -m MODULE ARGUMENTS...`, idle between requests. Several of them start at the same time if the first
     answers are read after the last constructor."""
 
-    def __init__(
-        self, module: str, *arguments: str, log: Path | None = None, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """`log`: the file for its standard error, by default the caller's. `environment`: beside the caller's."""
+    def __init__(self, module: str, *arguments: str, log: Path | None = None) -> None:
+        """`log`: the file for its standard error, by default the caller's."""
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         stderr = log.open("a") if log else None
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
+                env=os.environ | STEADY_MALLOC | {"PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

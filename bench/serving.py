@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine_process import STEADY_MALLOC, EngineProcess, answer_requests, claim_stdout
+from bench.engine_process import EngineProcess, answer_requests, claim_stdout
 
 WITHOUT, TIERS, DEAD_S3 = "without", "cpu + file", "cpu + file + dead s3"
 WORKLOADS = ("new", "decode", "again")
@@ -51,7 +51,7 @@ VOCABULARY = 3000
 class Engine(EngineProcess):
     def __init__(self, tiers: Sequence[dict[str, Any]], tokens: int) -> None:
         arguments = ("--child", json.dumps(tiers), "--tokens", str(tokens))
-        super().__init__("bench.serving", *arguments, environment=STEADY_MALLOC)
+        super().__init__("bench.serving", *arguments)
         self.answer()
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[float], list[list[int]]]:

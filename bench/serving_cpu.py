@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine_process import STEADY_MALLOC, EngineProcess, answer_requests, claim_stdout
+from bench.engine_process import EngineProcess, answer_requests, claim_stdout
 from bench.machine import machine
 from bench.serving import prompts_of
 from nixl_tiers.testing import vllm_cpu
@@ -47,7 +47,7 @@ Charged = Counter[str]  # thread -> ms
 class Engine(EngineProcess):
     def __init__(self, arm: str, path: str, tokens: int) -> None:
         arguments = ("--child", arm, path, "--tokens", str(tokens))
-        super().__init__("bench.serving_cpu", *arguments, environment=STEADY_MALLOC)
+        super().__init__("bench.serving_cpu", *arguments)
         self.pid: int = self.answer()
 
     def charged(self) -> Charged:
