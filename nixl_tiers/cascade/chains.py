@@ -128,7 +128,7 @@ class Chains:
 
     def _choose(self, look: _Look) -> tuple[int, float]:
         """Up to which token to load, and when that is expected to be in host memory."""
-        state, prefill, chain = self._state, self._state.prefill, look.chain
+        state, chain = self._state, look.chain
         if not chain.windows and not [each for each in look.found if each.stored or each.loading]:
             return max(look.start, look.known), look.now
         runs = self._runs(look)
@@ -137,7 +137,7 @@ class Chains:
         crowd, end = self._crowd(), chain.end
 
         def compute_s(at: int) -> float | None:
-            seconds = prefill.seconds(at, end)
+            seconds = self._compute_s(at, end)
             return None if seconds is None else crowd * seconds
 
         choice = pricing.choose(
@@ -153,6 +153,12 @@ class Chains:
         if chosen < look.known:
             self._decline(look, chosen)
         return chosen, look.now if unmeasured else look.now + choice.wait_s
+
+    def _compute_s(self, at: int, end: int) -> float | None:
+        """Seconds to compute a chain that ends at token `end` from token `at` on, and the token behind it, which the
+        engine computes whatever is loaded: so a step is needed for a whole hit too, and none is saved by loading what
+        one step computes. None while unknown."""
+        return self._state.prefill.seconds(at, end + 1)
 
     def _prices(self, look: _Look) -> list[pricing.TierPrice]:
         """Of the tiers now. The chain's own rows that are being loaded are counted with the others of the chain."""
@@ -328,7 +334,7 @@ class Chains:
         if not chain.windows:  # what has come is of use without the rest
             have = max(have, (request.missing[0][0] or 0) - wait.step_tokens)
         upto = wait.end if request.chosen is None else request.chosen
-        rest, kept = state.prefill.seconds(have, wait.end), state.prefill.seconds(upto, wait.end)
+        rest, kept = self._compute_s(have, wait.end), self._compute_s(upto, wait.end)
         if rest is None or kept is None:
             return UNPRICED
         rest_s = latency_s = 0.0

@@ -41,9 +41,16 @@ class Engine:
     """A core over a file tier and an S3 tier, whose movers do what a test says. Computing a chunk takes
     `chunk_s` seconds."""
 
-    def __init__(self, chunk_s: float | None = 0.1, prefer: Prefer = "latency", limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        chunk_s: float | None = 0.1,
+        prefer: Prefer = "latency",
+        limits: Limits = LIMITS,
+        prefill: PrefillEstimate | None = None,
+    ) -> None:
+        """`prefill`: instead of `chunk_s`."""
         specs = [TierSpec("file", Write.THROUGH, True), TierSpec("s3", Write.THROUGH, False)]
-        prefill = PrefillEstimate(None if chunk_s is None else TOKENS / chunk_s)
+        prefill = prefill or PrefillEstimate(None if chunk_s is None else TOKENS / chunk_s)
         self.core = TierManager(256, ROW_BYTES, specs, limits, prefill=prefill, prefer=prefer)
         for tier in range(2):
             opened(self.core, tier, 1000)
@@ -105,6 +112,31 @@ def test_chain_that_computes_sooner_than_it_loads_is_computed() -> None:
     assert engine.scan() == Scan(False, 0)
     assert engine.queued(FILE) == []
     assert engine.core.tiers[FILE].counters.missed_slower == len(KEYS)
+
+
+def a_step_takes(step_s: float, token_s: float) -> PrefillEstimate:
+    """The estimate of an engine whose steps took that long, and so much longer for each token."""
+    prefill = PrefillEstimate()
+    prefill.restore([(tokens, tokens / 2, step_s + token_s * tokens) for tokens in (1, 16, 64, 256, 1024)])
+    return prefill
+
+
+def test_step_that_is_needed_anyway_is_no_reason_to_load() -> None:
+    """The engine computes the token behind the chain in any case: what computing the chain takes is its tokens."""
+    engine = Engine(prefill=a_step_takes(1.0, 0.001))  # a whole hit still takes 1 s, and the chain 0.13 s more
+    engine.store(FILE, KEYS, row_s=0.05)  # 0.4 s
+    assert engine.scan() == Scan(False, 0)
+
+
+def test_wait_is_not_longer_because_of_a_step_that_is_needed_anyway() -> None:
+    engine = Engine(prefill=a_step_takes(1.0, 0.005))  # the chain: 0.64 s
+    engine.store(FILE, KEYS, row_s=0.05)  # 0.4 s
+    assert engine.scan() == Scan(True, END)
+    engine.plan()
+    engine.now = 0.4 + 0.6
+    assert engine.scan() == Scan(True, END)
+    engine.now = 0.4 + 0.7
+    assert engine.scan() == Scan(False, 0)
 
 
 def test_latency_counts_for_short_chains_only() -> None:
