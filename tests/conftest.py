@@ -61,6 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} is marked `vllm`: `make test` runs such tests in tests/vllm only")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What earlier runs on this machine have measured and compiled is not read, and nothing is left for later ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_aws_models() -> Iterator[None]:
     """Each boto3 session reads and parses the description of S3 for itself, which is most of what opening a tier costs:
