@@ -165,7 +165,11 @@ class Events:
         """Whether a turn is of use now, and whether it must not wait for the end of a pause."""
         urgent = self.urgent
         work = urgent or self.can_start
-        return work, urgent or (work and self.short_of_room)
+        # Stores that have ended in a pause are room, too, though none can be started before that is known.
+        at_once = urgent or any(
+            (work or tier.rows_storing) and self._writeback.short_of_room(tier) for tier in self._state.tiers
+        )
+        return work or at_once, at_once
 
     @property
     def short_of_room(self) -> bool:
@@ -183,7 +187,7 @@ class Events:
                 return 0.0
             if tier.jobs:
                 running.append(tier)
-            if tier.to_store or tier.parked:
+            if tier.to_store or tier.parked or tier.to_demote:
                 idles = True
         if not running or self.urgent or self.short_of_room:
             return 0.0

@@ -87,6 +87,27 @@ def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued(
     assert core.events.pause_s == LIMITS.pause_s
 
 
+def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it() -> None:
+    """As many of them as may come up are being written: the others are queued only when some of these are done."""
+    specs = [
+        TierSpec("file", Write.THROUGH, physical_slots=True),
+        TierSpec("s3", Write.ON_EVICT, physical_slots=False),
+    ]
+    core = TierManager(ROWS, ROW, specs, LIMITS)
+    opened(core, 0, 1000)
+    core.events.listed(0, [(slot, b"stored-%d" % slot, slot) for slot in range(970)], last=True)
+    opened(core, 1, 4 * ROWS)
+    core.events.listed(1, [], last=True)
+    file, s3 = core.tiers
+    for _ in range(ENOUGH_SAMPLES):
+        s3.throughput[Direction.STORE].record(WINDOW // 2 * ROW, 0.04)
+    for _ in range(3):
+        end(core, [job for job in core.turn(0.0, 0.0) if job.direction is Direction.LOAD], 0.0)
+    assert (len(file.to_demote), s3.rows_storing, len(s3.to_store)) == (10, WINDOW // 2, 0)
+    assert not core.events.short_of_room
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+
+
 def test_who_waits_for_writes_waits_for_no_long_pause() -> None:
     core = core_of()
     measured(core, seconds=0.04)
@@ -166,4 +187,23 @@ def test_an_allocation_that_leaves_hardly_any_room_ends_a_pause() -> None:
     put(core, KEYS[ROWS : ROWS + 1])
     assert core.events.wants_turn == (True, False)
     put(core, KEYS[ROWS + 1 : ROWS + RESERVE // 2])
+    assert core.events.wants_turn == (True, True)
+
+
+def test_stores_that_may_have_ended_in_a_pause_end_it_when_allocations_leave_hardly_any_room() -> None:
+    """Their window is full, so that no other can start; but theirs is the room that the next allocations need."""
+    specs = [
+        TierSpec("file", Write.ON_EVICT, physical_slots=True),
+        TierSpec("s3", Write.OFF, physical_slots=False),
+    ]
+    core = TierManager(ROWS, ROW, specs, LIMITS)
+    for tier in range(2):
+        opened(core, tier, 4 * ROWS)
+        core.events.listed(tier, [], last=True)
+    put(core, KEYS[: ROWS - RESERVE // 2])
+    core.turn(0.0, 0.0)
+    assert (core.tiers[0].rows_storing, len(core.tiers[0].to_store), core.host.free) == (10, 0, 10)
+    assert core.events.wants_turn == (False, False)
+    put(core, KEYS[ROWS : ROWS + 1])
+    assert not core.events.can_start
     assert core.events.wants_turn == (True, True)
