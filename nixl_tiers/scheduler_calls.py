@@ -355,8 +355,8 @@ class SchedulerCalls:
         """For as long as a thread waits for rows to be written: the supervisor looks sooner whether they are."""
         with self._lock:
             self._core.await_writes(1)
-        self._link.wake(at_once=True)
         try:
+            self._link.wake(at_once=True)
             yield
         finally:
             with self._lock:
