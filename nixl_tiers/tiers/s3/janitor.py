@@ -18,14 +18,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from botocore.exceptions import ClientError
 
 from nixl_tiers.chunk import NAMESPACE_BYTES
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.conditional import (
+    REQUEST_ERRORS,
+    answered_at_s,
+    conditional_writes_work,
+    put_if,
+    status_of,
+)
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
@@ -308,5 +313,8 @@ class Janitor:
 
 
 def _date(answer: dict[str, Any]) -> float:
-    """The server's Unix time when it answered, in whole seconds."""
-    return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+    """The server's Unix time when it answered, in whole seconds. Raises KeyError if it has no Date."""
+    date_s = answered_at_s(answer)
+    if date_s is None:
+        raise KeyError("date")
+    return date_s

@@ -346,6 +346,31 @@ class TestServersAndRights:
             janitor.close()
         assert not [r for r in caplog.records if "unexpected" in r.getMessage()]
 
+    @pytest.mark.parametrize(
+        ("headers", "reported"),
+        [({}, True), ({"date": "Mon, 2? Nov 2026"}, False), ({"date": "23 Nov 2026 12:00:00 +9999999999"}, False)],
+        ids=["none", "damaged", "far"],
+    )
+    def test_a_server_without_a_date_is_reported_and_a_damaged_one_is_a_failed_request(
+        self, headers: dict[str, str], reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda _: True)
+        names: list[str] = []
+
+        class Client:
+            def put_object(self, *, Key: str, **_: object) -> dict[str, Any]:  # noqa: N803 (boto3's)
+                names.append(Key)
+                return {"ResponseMetadata": {"HTTPHeaders": headers}, "ETag": '"etag"'}
+
+        quota, denials = UploadQuota("me", CAPACITY_ROWS * ROW, ROW), Denials("here")
+        janitor = Janitor(Client, "kv", "p", quota=quota, intervals=FAST_JANITOR, denials=denials)
+        janitor.start()
+        assert wait_until(lambda: len(names) > 2)
+        janitor.close()
+        assert not janitor.holds_lease
+        assert ("shared prefix" in denials.current()) is reported
+        assert not [r for r in caplog.records if "unexpected" in r.getMessage()]
+
     def test_a_read_only_tier_writes_nothing(
         self, place: dict[str, Any], s3_server: S3Server, drivers: list[TierDriver]
     ) -> None:
