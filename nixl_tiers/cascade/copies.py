@@ -125,7 +125,9 @@ class Copies:
     def copied(self, rows: int, seconds: float, now: float, *, at_most: bool = False) -> None:
         """Workers have taken so long to copy these rows to the engine, and the engine to take notice. `at_most`: or
         less, as it took notice only when it had computed something else; that says nothing unless it is quicker than
-        expected."""
+        expected. No rows say nothing either."""
+        if not rows:
+            return
         nbytes, copies = rows * self._state.row_bytes, self._state.copies
         if not at_most or (copies.known and seconds < copies.seconds(nbytes)):
             copies.record(nbytes, seconds, now)

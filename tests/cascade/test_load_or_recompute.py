@@ -230,6 +230,14 @@ def test_copy_to_the_engine_counts() -> None:
     assert engine.scan() == Scan(False, 0)
 
 
+def test_copy_of_no_rows_says_nothing() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    engine.core.copies.copied(0, 0.2, 0.0)
+    engine.core.copies.copied(1, 0.2, 0.0)
+    assert engine.scan() == Scan(False, 0)
+
+
 def test_copy_that_is_reported_late_does_not_count_but_a_quicker_one_does() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
