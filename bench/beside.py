@@ -54,7 +54,7 @@ class Side:
         self._out = np.zeros_like(self._chunks[:count])
         self._puts = 0
         self._stored = 0.0
-        while not all(numbers["up"] for numbers in self._store.stats().values()):
+        while not all(numbers["up"] and not numbers["listing"] for numbers in self._store.stats().values()):
             time.sleep(0.05)
         self._old = self._put()[:count]
         self._store.flush()

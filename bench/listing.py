@@ -177,7 +177,7 @@ def main() -> None:
         messages_s.clear()
         start = time.perf_counter()
         go.touch()
-        while not coordinator.counters()["lister"]["up"]:
+        while (lister := coordinator.counters()["lister"])["listing"] or not lister["up"]:
             time.sleep(0.05)
         took_s = time.perf_counter() - start
         scheduler.ended = True

@@ -232,7 +232,7 @@ def listed(rows: int) -> dict[str, Figures]:
 
 
 def _until_listed(coordinator: Coordinator, rows: int) -> None:
-    while not (coordinator.counters()["lister"]["up"] and coordinator.counters()["lister"]["rows"] == rows):
+    while (lister := coordinator.counters()["lister"])["listing"] or not lister["up"] or lister["rows"] != rows:
         time.sleep(0.05)
     coordinator.wait_ready(None)  # rows of before the mover was killed count too, until all is listed again
 

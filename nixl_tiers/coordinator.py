@@ -240,6 +240,7 @@ class Coordinator(SchedulerCalls):
                     "missed": tier.counters.missed,
                     "rows": tier.rows,
                     "up": float(tier.up),
+                    "listing": float(tier.listing),
                     "breaker": float(tier.circuit),
                     "quarantined": float(tier.quarantined),
                     "queued_loads": float(tier.queued_loads),

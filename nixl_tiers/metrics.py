@@ -263,7 +263,14 @@ METRICS: Final[Mapping[str, Metric]] = {
         number="listed_rows",
     ),
     # --- health ------------------------------------------------------------------------------------------------
-    "up": _gauge("1 while the tier's medium is open, else 0.", storage, number="up"),
+    "up": _gauge(
+        "1 while the tier's medium is open, also while it is being listed; 0: the tier is down.", storage, number="up"
+    ),
+    "listing": _gauge(
+        "1 while the tier's medium is being listed: what is listed already can be hit, and nothing is written yet.",
+        storage,
+        number="listing",
+    ),
     "breaker": _gauge(
         "The tier's circuit: 0 closed (in use), 1 half-open (being probed), 2 open (not used).",
         storage,

@@ -98,9 +98,9 @@ _missed: Final = attrgetter(*MISSED)
 
 
 class TierStats(NamedTuple):
-    """A tier's numbers: running totals; rows that can be hit; slots in use, including those being written; whether it
-    serves; the state of its circuit; host rows in quarantine, which its mover may still write to; rows that wait to be
-    loaded and stored, and that are being loaded and stored."""
+    """A tier's numbers: running totals; rows that can be hit; slots in use, including those being written; whether
+    its medium is open; the state of its circuit; host rows in quarantine, which its mover may still write to; rows that
+    wait to be loaded and stored, and that are being loaded and stored; whether its medium is still being listed."""
 
     counters: Counters
     rows: int
@@ -112,3 +112,4 @@ class TierStats(NamedTuple):
     queued_stores: int = 0
     loading: int = 0
     storing: int = 0
+    listing: bool = False

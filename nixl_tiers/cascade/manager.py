@@ -317,18 +317,18 @@ class TierManager:
         host = self.host.counters
         stats = {CPU: TierStats(host, host.rows, self.host.used, True, BreakerState.CLOSED, 0)}
         for tier in self.tiers:
-            up = tier.state is TierState.UP
             stats[tier.spec.name] = TierStats(
                 tier.counters,
                 tier.counters.rows,
                 len(tier.slots),
-                up,
+                tier.state is not TierState.DOWN,
                 tier.circuit,
                 tier.quarantined,
                 queued_loads=len(tier.to_load),
                 queued_stores=len(tier.to_store) + len(tier.parked),
                 loading=tier.rows_loading,
                 storing=tier.rows_storing,
+                listing=tier.state is TierState.LISTING,
             )
         return stats
 

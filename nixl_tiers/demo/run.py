@@ -260,11 +260,15 @@ class Demo:
             server.poke()
             page = server.metrics()
             counts = Counts.of(page)
-            down = [tier for tier in TIERS[1:] if not page.total("nixl_tiers:up", tier=tier)]
+            down = [
+                tier
+                for tier in TIERS[1:]
+                if not page.total("nixl_tiers:up", tier=tier) or page.total("nixl_tiers:listing", tier=tier)
+            ]
             if not down and counts == last and condition(counts):
                 return counts
             if time.monotonic() > deadline:
-                why = f"tiers down: {', '.join(down)}" if down else str(counts)
+                why = f"tiers that are down or being listed: {', '.join(down)}" if down else str(counts)
                 raise DemoFailure(f"waited {SETTLE_S:.0f} s for the server until {what} ({why})\n{server.log_tail()}")
             last = counts
             self._progress.tick()

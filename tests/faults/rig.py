@@ -23,7 +23,7 @@ from nixl_tiers.testing.faulty import FaultPlan
 from tests.support.disks import disk_bytes
 from tests.support.leaks import ResourceCount, children, reclaim_all_host_rows
 from tests.support.load import LoadGenerator, get, put
-from tests.support.waiting import until
+from tests.support.waiting import serves, until
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
@@ -175,7 +175,7 @@ class FaultRig:
         return self.store.stats()[self.name]
 
     def is_up(self) -> bool:
-        return self.stats()["up"] == 1.0
+        return serves(self.stats())
 
     def mover_pid(self) -> int | None:
         pid = self.store.coordinator.mover_pids[0]

@@ -17,7 +17,7 @@ from nixl_tiers.mover.protocol import Delete, encode
 from tests.faults.rig import LIMITS, TIMEOUT_S, FaultRig
 from tests.support.leaks import ResourceCount
 from tests.support.load import content, get, put
-from tests.support.waiting import until
+from tests.support.waiting import serves, until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -171,7 +171,7 @@ def test_close_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tie
     rig = make_rig("close while the mover is stopped", tier)
     before = ResourceCount.take()
     store = rig.open()
-    until(lambda: store.stats()[rig.name]["up"], "the tier", TIMEOUT_S)
+    until(lambda: serves(store.stats()[rig.name]), "the tier", TIMEOUT_S)
     put(store, [b"key-%d" % n for n in range(40)])
     pid = store.coordinator.mover_pids[0]
     assert pid is not None

@@ -15,7 +15,7 @@ from tests.faults.rig import CAPACITY, TIMEOUT_S, FaultRig
 from tests.support.leaks import ResourceCount
 from tests.support.load import put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
-from tests.support.waiting import until
+from tests.support.waiting import serves, until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -134,7 +134,7 @@ def test_fault_of_the_tier_below_delays_nothing(
         core = rig.store.coordinator._core
         upper, lower = core.tiers
         prompts = [[b"prompt-%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(140)]
-        until(lambda: rig.store.stats()["s3"]["up"] == 1.0, "the server to be up", TIMEOUT_S)
+        until(lambda: serves(rig.store.stats()["s3"]), "the server to be up", TIMEOUT_S)
         written = iter(prompts[:100])
         until(lambda: put(rig.store, next(written, [])) >= 0 and len(lower.index), "rows to leave the file tier", 600)
         proxy.inject(proxy_fault)

@@ -24,7 +24,7 @@ import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
 from nixl_tiers.cascade.events import Events
-from tests.support.waiting import until
+from tests.support.waiting import serves, until
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
 path, endpoint = sys.argv[1:]
@@ -37,7 +37,7 @@ S3 = {"type": "s3", "bucket": "bucket", "endpoint": endpoint, "capacity": "64MiB
 def opened(*tiers, **fields):
     store = nixl_tiers.open({"tiers": [CPU, *(tiers or (FILE,))], **fields}, 65536, "n")
     if not tiers:
-        until(lambda: store.stats()["file"]["up"], "the file tier")
+        until(lambda: serves(store.stats()["file"]), "the file tier")
     assert store.put(KEYS, ROWS) == 8
     until(lambda: all(store.coordinator.mover_pids), "the movers")
     return store

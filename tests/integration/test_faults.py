@@ -20,7 +20,7 @@ import nixl_tiers
 from nixl_tiers.cascade.types import TierState
 from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
 from tests.support.file_tier import file_tier
-from tests.support.waiting import until, until_up
+from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
@@ -62,7 +62,7 @@ def mover_pid(store: nixl_tiers.TieredStore) -> int:
 
 
 def is_up(store: nixl_tiers.TieredStore, tier: str = "file") -> bool:
-    return store.stats()[tier]["up"] == 1.0
+    return serves(store.stats()[tier])
 
 
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])

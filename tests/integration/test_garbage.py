@@ -45,7 +45,7 @@ from nixl_tiers.tiers.base import Entry, Move
 from tests.support.file_tier import file_tier
 from tests.support.leaks import ResourceCount
 from tests.support.load import get, put
-from tests.support.waiting import until
+from tests.support.waiting import serves, until
 
 GEOMETRY = Geometry(1, 60_000)
 ROWS = 16
@@ -129,7 +129,7 @@ def stats(store: TieredStore) -> dict[str, float]:
 
 
 def stored(store: TieredStore) -> list[bytes]:
-    until(lambda: stats(store)["up"], "the tier", TIMEOUT_S)
+    until(lambda: serves(stats(store)), "the tier", TIMEOUT_S)
     keys = [b"key-%d" % n for n in range(2 * ROWS)]
     assert put(store, keys) == len(keys)
     assert store.flush(TIMEOUT_S)

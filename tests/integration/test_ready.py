@@ -133,6 +133,19 @@ def test_a_start_waits_for_the_listing_up_to_ready_s(
         assert not store.wait_ready(0.0)
 
 
+def test_tier_is_up_while_it_is_listed(tmp_path: Path) -> None:
+    """Half of its rows are hits: an alert that it is down would be false."""
+    with held_up(tmp_path) as (coordinator, store, listed):
+        coordinator.start(120.0)
+        until(lambda: store.locate(KEYS).count("file") == len(KEYS) // 2, "the first half")
+        assert (store.stats()["file"]["up"], store.stats()["file"]["listing"]) == (1.0, 1.0)
+        listed.touch()
+        assert store.wait_ready(120.0)
+        assert (store.stats()["file"]["up"], store.stats()["file"]["listing"]) == (1.0, 0.0)
+        coordinator._core.events.down(0, 0.0)
+        assert (store.stats()["file"]["up"], store.stats()["file"]["listing"]) == (0.0, 0.0)
+
+
 def test_a_tier_that_is_down_is_not_waited_for(tmp_path: Path) -> None:
     with held_up(tmp_path) as (coordinator, store, _):
         coordinator.start(120.0)

@@ -20,7 +20,7 @@ from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.mover.index_builder import SINGLE_ROWS
-from tests.support.waiting import until
+from tests.support.waiting import serves, until
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 16
@@ -65,7 +65,7 @@ def coordinator_over_many_rows(
 
 def wait_until_listed(coordinator: Coordinator, rows: int = ROWS) -> None:
     until(
-        lambda: coordinator.counters()["stub"]["up"] and coordinator.counters()["stub"]["rows"] == rows,
+        lambda: serves(coordinator.counters()["stub"]) and coordinator.counters()["stub"]["rows"] == rows,
         "all rows to be listed",
     )
 
@@ -153,7 +153,7 @@ def test_most_rows_are_spilled_into_tables_and_used_from_there(tmp_path: Path) -
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
-        until(lambda: coordinator.counters()["stub"]["up"], "all rows to be listed again")
+        until(lambda: serves(coordinator.counters()["stub"]), "all rows to be listed again")
         assert coordinator.where(key(2)) == coordinator.where(key(ROWS - 2)) == "stub"
 
 

@@ -13,7 +13,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.testing.servers import S3Server
 from tests.support.file_tier import file_tier
-from tests.support.waiting import until, until_up
+from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -41,7 +41,7 @@ def config(*storage: dict[str, Any], host: int) -> dict[str, Any]:
 
 def known(store: nixl_tiers.TieredStore, tier: str, count: int) -> None:
     """Wait until a tier has listed what it held before."""
-    until(lambda: store.stats()[tier]["up"] == 1.0 and store.stats()[tier]["rows"] >= count, "the tier's listing")
+    until(lambda: serves(store.stats()[tier]) and store.stats()[tier]["rows"] >= count, "the tier's listing")
 
 
 def check(store: nixl_tiers.TieredStore, keys: list[bytes], rows: np.ndarray) -> None:

@@ -29,7 +29,7 @@ import nixl_tiers
 os.environ["PYTHONPATH"] = python_path
 tiers = [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": path, "capacity": "64MiB", "min_free": 0}]
 with nixl_tiers.open({"tiers": tiers}, chunk_bytes=4096, namespace="n") as store:
-    while not store.stats()["file"]["up"]:
+    while (file := store.stats()["file"])["listing"] or not file["up"]:
         time.sleep(0.01)
     pid = store.coordinator.mover_pids[0]
     command = Path(f"/proc/{pid}/cmdline").read_text().split(chr(0))

@@ -22,7 +22,7 @@ import nixl_tiers
 from nixl_tiers.store import TieredStore
 from nixl_tiers.tiers.s3.names import RowNames
 from tests.support.leaks import MARK, ProcessWatch, has_mark, processes_with_mark, reclaim_all_host_rows
-from tests.support.waiting import until
+from tests.support.waiting import serves, until
 
 SIZE: Final = 16 << 10
 ROW: Final = 20 << 10  # with its seal
@@ -82,7 +82,7 @@ class Census:
 
 def _census(store: TieredStore, name: str) -> Census:
     """Writes what is queued, empties the host, so that all hits come from the storage tier, and gets all keys."""
-    until(lambda: store.stats()[name]["up"] == 1.0, "the tier", timeout_s=TIMEOUT_S)
+    until(lambda: serves(store.stats()[name]), "the tier", timeout_s=TIMEOUT_S)
     until(lambda: store.wait_ready(1.0), "the tier to be listed", timeout_s=TIMEOUT_S)
     until(lambda: store.flush(1.0) and reclaim_all_host_rows(store), "every host row to be free", timeout_s=TIMEOUT_S)
     keys = range(KEYS)
@@ -128,7 +128,7 @@ def _serve(tier: Tier, env: dict[str, str], seed: int, talk: Connection, shown: 
             shown[1:] = [
                 store.coordinator.mover_pids[0] or 0,
                 int(numbers["rows"]),
-                int(numbers["up"] == 1.0 and not numbers["problem"]),
+                int(serves(numbers) and not numbers["problem"]),
             ]
             if talk.poll(0.0 if loading else 0.05):
                 request = talk.recv()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,11 +19,16 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 120.0) 
         time.sleep(0.01)
 
 
+def serves(tier: Mapping[str, float]) -> bool:
+    """Whether a tier with these numbers (`stats()`) is up and has listed the rows it held before."""
+    return tier["up"] == 1.0 and not tier["listing"]
+
+
 def until_up(*stores: TieredStore) -> None:
     """Return when every tier of these stores is up and has listed the rows it held before. A store opens without
     waiting for a slow tier: until it is up, nothing is written to it."""
 
     def up() -> bool:
-        return all(tier["up"] == 1.0 for store in stores for tier in store.stats().values())
+        return all(serves(tier) for store in stores for tier in store.stats().values())
 
     until(up, "every tier to be up")

@@ -80,7 +80,8 @@ def test_a_server_whose_s3_does_not_answer_exits_in_time(
 
         def is_up() -> bool:
             server.poke()
-            return server.metrics().total("nixl_tiers:up", tier="s3") == 1
+            page = server.metrics()
+            return page.total("nixl_tiers:up", tier="s3") == 1 and not page.total("nixl_tiers:listing", tier="s3")
 
         until(is_up, "the s3 tier", timeout_s=TIMEOUT_S)
         proxy.inject(ProxyFault(FaultKind.BLACK_HOLE))

@@ -1,0 +1,74 @@
+"""When alerts fire, and when they do not: their rules on made-up series, evaluated by promtool."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.support.dashboard import RULES
+from tests.support.prometheus import program
+
+ENGINE: Final = {"instance": "node:8000", "engine": "0", "tier": "file"}
+GIB: Final = 1 << 30
+
+
+def series(name: str, values: str, **labels: str) -> dict[str, str]:
+    """`values`: one a minute, in promtool's notation: "0x5" is six zeros."""
+    shown = ",".join(f'{label}="{value}"' for label, value in {**ENGINE, **labels}.items())
+    return {"series": f"nixl_tiers:{name}{{{shown}}}", "values": values}
+
+
+def firing(folder: Path, *given: Mapping[str, str], at: str) -> list[str]:
+    """The alerts that fire for these series at that time."""
+    tool = program("promtool")
+    if tool is None:
+        pytest.skip("needs promtool (Debian's package prometheus)")
+    none = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": at, "exp_samples": []}
+    case: dict[str, Any] = {"interval": "1m", "input_series": list(given), "promql_expr_test": [none]}
+    file = folder / "test.json"  # JSON is YAML
+    file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [case]}))
+    done = subprocess.run([tool, "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    found = sorted(re.findall(r'alertname="(\w+)"', done.stdout + done.stderr))
+    assert found or done.returncode == 0, done.stderr
+    return found
+
+
+def test_tier_that_is_down_raises_one_alert(tmp_path: Path) -> None:
+    """Its circuit is open too."""
+    down = series("up", "1x10 0x20"), series("breaker", "0x10 2x20")
+    assert firing(tmp_path, *down, at="10m") == []
+    assert firing(tmp_path, *down, at="17m") == ["NixlTiersTierDown"]
+    assert firing(tmp_path, *down, at="25m") == ["NixlTiersTierDown"]
+
+
+def test_open_circuit_of_a_tier_that_is_up_raises_its_own_alert(tmp_path: Path) -> None:
+    kept_away = series("up", "1x30"), series("breaker", "0x10 2x20")
+    assert firing(tmp_path, *kept_away, at="20m") == ["NixlTiersCircuitOpen"]
+
+
+def test_tier_that_goes_down_again_and_again_is_no_secret(tmp_path: Path) -> None:
+    """Never down for as long as the alert waits, and never usable."""
+    flapping = series("up", "0 0 1 0 0 1 0 0 1 0 0 1 0 0 1 0 0 1"), series("breaker", "2x17")
+    assert firing(tmp_path, *flapping, at="15m") == ["NixlTiersCircuitOpen"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "used", "fires"), [(1, 1.01, False), (1, 1.05, True), (8, 1.12, False), (8, 1.2, True)]
+)
+def test_budget_has_an_upload_window_for_each_engine(engines: int, used: float, fires: bool, tmp_path: Path) -> None:
+    """1/64 of the capacity, which each writer of a shared prefix or directory may exceed it by."""
+    pages = [
+        sample
+        for engine in range(engines)
+        for sample in (
+            series("used_bytes", f"{used * GIB:.0f}x30", instance=f"node-{engine}:8000"),
+            series("capacity_bytes", f"{GIB}x30", instance=f"node-{engine}:8000"),
+        )
+    ]
+    assert firing(tmp_path, *pages, at="20m") == ["NixlTiersOverBudget"] * fires
