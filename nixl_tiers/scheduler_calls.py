@@ -94,6 +94,11 @@ class SchedulerCalls:
         with self._lock:
             return self._core.scan(request, chain, start, self._clock(), first)
 
+    def is_being_loaded(self, key: Key) -> bool:
+        """Whether a worker is copying this row to the engine."""
+        with self._lock:
+            return self._core.is_being_loaded(key)
+
     def still_waits(self, request: str) -> bool:
         """Whether this step's `scan` of a request would say that it waits, as in the step before (TierManager)."""
         with self._lock:

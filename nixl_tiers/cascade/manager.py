@@ -158,6 +158,11 @@ class TierManager:
             return Scan(False, start)
         return self._chains.scan(request, chain, start, first, now)
 
+    def is_being_loaded(self, key: Key) -> bool:
+        """Whether a worker is copying this row to the engine."""
+        row = self.host.index.get(key)
+        return row is not None and row.state is RowState.READY and row.worker_refs > 0
+
     def still_waits(self, name: str, now: float) -> bool:
         """Whether a request that waited in the step before waits in this one too, and need not be scanned for that: a
         long queue of such requests is looked up at every step."""
@@ -227,8 +232,12 @@ class TierManager:
         for name in began:
             self._requests.queued.discard(name)
             request = self._requests.by_name.get(name)
-            if request is not None and request.in_line:  # without a look-up: the engine's own cache had all of it
+            if request is None:
+                continue
+            if request.in_line:  # without a look-up: the engine's own cache had all of it
                 self._promotion.line.leave(request)
+            if request.pending:  # it loads nothing: it gave up, or the engine's own cache has what it waited for
+                self._promotion.observe_wait(request, loaded=False)
                 self._promotion.release(request)
         for name in sorted(preempted):  # a set, in vLLM
             if (request := self._requests.by_name.get(name)) is not None:

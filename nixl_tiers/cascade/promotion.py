@@ -190,12 +190,12 @@ class Promotion:
 
     def _count_late(self, request: Request) -> None:
         """What the request waited for has not come in time."""
-        for _, key in request.missing:
-            row = self._host.index.get(key)
-            if row is None or row.state is not RowState.READY:
-                tier = next((tier for tier in self._state.tiers if key in tier), None)
-                if tier is not None:
-                    tier.counters.missed_late += 1
+        rows = self._host.index
+        late = [key for _, key in request.missing if (row := rows.get(key)) is None or row.state is not RowState.READY]
+        for tier in self._state.tiers:
+            here = tier.has_many(late) if late else []
+            tier.counters.missed_late += sum(here)
+            late = [key for key, held in zip(late, here, strict=True) if not held]
 
     def _blame_slow_tiers(self, request: Request, now: float) -> None:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's

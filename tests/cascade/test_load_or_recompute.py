@@ -409,6 +409,21 @@ def test_queued_rows_of_a_request_that_ended_its_wait_are_not_promoted() -> None
     assert engine.queued(FILE) == []
 
 
+def test_request_that_computes_after_all_keeps_no_rows_and_has_none_promoted() -> None:
+    """The engine's own cache has what it waited for, as another request with the same prompt has computed it."""
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    assert engine.scan() == Scan(True, END)
+    first, second = engine.plan()
+    engine.end(first)
+    assert engine.scan(start=END - TOKENS).waits
+    engine.core.end_step(began=["r"])
+    engine.end(second)
+    engine.load_all()
+    assert not engine.core.events.urgent
+    assert not any(row.request_pins for row in engine.core.host.index.values())
+
+
 def test_seconds_that_were_waited_for_nothing_are_counted() -> None:
     engine = Engine(chunk_s=0.2)
     engine.store(FILE, KEYS, row_s=0.1)
