@@ -72,7 +72,10 @@ class Chains:
         self._rows = RowFinder(state)
 
     def scan(self, request: Request, chain: Chain, start: int, first: int, now: float) -> Scan:
-        """One step's look-ups of a request's chain from token `start` on."""
+        """One step's look-ups of a request's chain from token `start` on, which is before the chain's end."""
+        if request.wait is not None and request.wait.end != chain.end:
+            # The engine has more of it than before, of a request that may load only so much: it is chosen anew.
+            request.wait, request.rescan = None, True
         rescan = request.rescan
         request.begin(self._host.step, start)
         request.idle_until_s = NEVER

@@ -7,7 +7,7 @@ its look-ups, and the length of a window from what it loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class RequestChain:
     first: int = 0  # position of this step's first look-up
     waiting: Answers | None = None
     asked: OffloadKey | None = None  # the first look-up of the last step, if the request waits since then
+    cut_at: int | None = None  # position that `max_load_tokens` was counted from, if the request has that
 
     def start(self, position: int) -> int:
         """The first token that this step looks up, by the end of its first chunk."""
@@ -38,29 +39,34 @@ class RequestChain:
 class RequestChains:
     """The chains of all requests, and what is known of KV groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: Mapping[int, int]) -> None:
+        """`chunk_tokens`: of each group, by vLLM's number."""
+        self._chunk_tokens = chunk_tokens
         self._windows: dict[int, int | None] = {}  # of groups that are known: None is full attention
         self._chains: dict[str, RequestChain] = {}
         self._last: tuple[str, int, int] | None = None  # the last look-up of a group that is not known: its position
 
     def of(self, key: OffloadKey, context: ReqContext, position: int | None) -> RequestChain | None:
         """The chain of a request whose first look-up of a step is of `key`; None if that has to be looked up key by
-        key: vLLM reports no positions (before 0.30), or the group's chunks are not all there."""
+        key: vLLM reports no positions (before 0.30), the group's chunks are not all there, or the chain ends before."""
         group = get_offload_group_idx(key)
         if position is None or self._windows.setdefault(group, None) is not None:
             return None
         positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-        mine = self._chains.get(context.req_id)
-        if mine is None or mine.count != len(positions) or mine.group != group:
+        mine, most = self._chains.get(context.req_id), _max_load_tokens(context)
+        cut_at = None if most is None else position
+        if mine is None or mine.count != len(positions) or mine.group != group or mine.cut_at != cut_at:
             chain = self._build(positions, group)
             if chain is None:
                 return None
-            if (most := _max_load_tokens(context)) is not None:
+            if most is not None:
                 # vLLM counts from inside this chunk on: it may look up one chunk more, which is looked up alone.
                 chain = _cut(chain, position - chain.groups[0].chunk_tokens + most)
-            mine = self._chains[context.req_id] = RequestChain(chain, len(positions), group)
+            mine = self._chains[context.req_id] = RequestChain(chain, len(positions), group, cut_at=cut_at)
         mine.first = position
-        return mine if position % mine.chain.groups[0].chunk_tokens == 0 else None
+        if mine.start(position) >= mine.chain.end or position % mine.chain.groups[0].chunk_tokens:
+            return None
+        return mine
 
     def again(self, key: OffloadKey, context: ReqContext) -> RequestChain | None:
         """The chain of a request that waits, if it looks up in this step what it has looked up in the last one."""
@@ -73,8 +79,8 @@ class RequestChains:
         """Learn from a look-up that the chain's answers do not cover. Returns the position of `key` and the window of
         its group, if it is known to be windowed."""
         position, group = position_of(key, context), get_offload_group_idx(key)
-        if position is None:
-            return None
+        if position is None or (group in self._chunk_tokens and position % self._chunk_tokens[group]):
+            return None  # a chunk's tail, which vLLM looks up in all groups from the end on
         mine = self._chains.get(context.req_id)
         window = self._windows.get(group, 0)
         first = mine.first if mine is not None and mine.scan is not None and mine.group == group else 0
@@ -101,6 +107,9 @@ class RequestChains:
         groups, number = self._chains[context.req_id].chain.groups, get_offload_group_idx(key)
         return next((g.chunk_tokens for g in groups if g.keys and get_offload_group_idx(g.keys[0]) == number), 0)
 
+    def end_step(self) -> None:
+        self._last = None  # the next look-up of that request does not go on from there
+
     def ended(self, request: str) -> None:
         self._chains.pop(request, None)
 
@@ -121,7 +130,7 @@ class RequestChains:
                 by_group.setdefault(get_offload_group_idx(key), []).append(key)
             for number in sorted(by_group, key=lambda number: number != first):
                 if number in self._windows:
-                    whole = _whole(by_group[number], positions)
+                    whole = _whole(by_group[number], positions, self._chunk_tokens.get(number))
                     if whole is not None:
                         groups.append(Group(*whole, self._windows[number]))
                     elif number == first:
@@ -156,9 +165,11 @@ def _cut(chain: Chain, end: int) -> Chain:
     return Chain(tuple(Group(g.keys[: end // g.chunk_tokens], g.chunk_tokens, g.window) for g in chain.groups))
 
 
-def _whole(keys: Sequence[OffloadKey], positions: dict[OffloadKey, int]) -> tuple[list[OffloadKey], int] | None:
+def _whole(
+    keys: Sequence[OffloadKey], positions: dict[OffloadKey, int], tokens: int | None
+) -> tuple[list[OffloadKey], int] | None:
     """The keys of a group's whole chunks, from the first on, and the tokens of one. vLLM also reports positions of keys
     that end within a chunk."""
-    tokens = min(positions[key] for key in keys)
+    tokens = tokens or min(positions[key] for key in keys)
     whole = sorted((key for key in keys if positions[key] % tokens == 0), key=positions.__getitem__)
-    return (whole, tokens) if positions[whole[-1]] == tokens * len(whole) else None
+    return (whole, tokens) if whole and positions[whole[-1]] == tokens * len(whole) else None

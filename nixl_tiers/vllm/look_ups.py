@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from nixl_tiers.cascade.chains import Scan
 from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.vllm import compat
-from nixl_tiers.vllm.chains import Answers, RequestChains, answers_of
+from nixl_tiers.vllm.chains import Answers, RequestChain, RequestChains, answers_of
 from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
 from nixl_tiers.vllm.prefill_meter import PrefillMeter
 from nixl_tiers.vllm.store_gate import StoreGate
@@ -22,13 +23,20 @@ _ANSWERS: Final = {
 
 class LookUps:
     """What each request finds in a step, and what its look-ups show: what vLLM has itself, and what it has to compute.
-    `groups`: how many KV groups there are.
+    `groups`: how many KV groups there are; `chunk_tokens`: of each, by vLLM's number, where they are known.
 
     `answers`: to this step's look-ups so far, by request; `waiting`: requests that they deferred. `load_none`: requests
     that find nothing, as they compute everything themselves.
     """
 
-    def __init__(self, coordinator: Coordinator, groups: int, gate: StoreGate, meter: PrefillMeter) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        groups: int,
+        gate: StoreGate,
+        meter: PrefillMeter,
+        chunk_tokens: Mapping[int, int],
+    ) -> None:
         self._coordinator = coordinator
         self._groups = groups
         self._gate = gate
@@ -39,7 +47,7 @@ class LookUps:
         self.answers: dict[str, Answers] = {}
         self.waiting: set[str] = set()
         self.load_none: set[str] = set()
-        self.chains = RequestChains()
+        self.chains = RequestChains(chunk_tokens)
         self._missed: dict[str, int] = {}  # request -> the position from which on its misses are counted
         self._touched: set[str] = set()  # requests whose prefix in vLLM's own cache was touched
 
@@ -66,7 +74,11 @@ class LookUps:
                 self._touch_prefix(context, position)
             mine = None if name in self.load_none else self.chains.of(key, context, position)
         answers: Answers = {}
-        if mine is not None and position is not None:
+        if mine is not None and position is not None and self._is_deferred(mine, position, key):
+            # vLLM defers it until that load has ended, and would look up all of the chain before, at every step.
+            self.waiting.add(name)
+            answers = answers_of(mine.chain, mine.start(position), Scan(True, mine.chain.end))
+        elif mine is not None and position is not None:
             start = mine.start(position)
             mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
             if not mine.scan.waits:
@@ -126,6 +138,7 @@ class LookUps:
         """Before the next one, each request is looked up anew."""
         self.answers.clear()
         self.waiting.clear()
+        self.chains.end_step()
 
     def ended(self, context: ReqContext) -> None:
         request = context.req_id
@@ -143,6 +156,14 @@ class LookUps:
         self.chains.clear()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _is_deferred(self, mine: RequestChain, position: int, key: OffloadKey) -> bool:
+        """Whether vLLM keeps this request back although its last scan waited for nothing and found this key: another
+        request is loading the chunk, and its blocks are to be shared."""
+        last = mine.scan
+        if last is None or last.waits or last.end < position:
+            return False
+        return self._coordinator.is_being_loaded(key)
 
     def _touch_prefix(self, context: ReqContext, position: int | None) -> None:
         """Touch what vLLM hits in its own cache: all before `position`, or everything if nothing was looked up.

@@ -56,7 +56,7 @@ class NixlTiersManager(OffloadingManager):
     `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log
     of KV events for KV-aware routers, or None if vLLM does not publish them. `pause_s`: the longest wait in a step in
     which the engine has nothing to compute because requests wait for storage or for copies; 0 if replicas step
-    together. `chunk_tokens`: of a chunk of each group, for the metrics. `live`: shows the gauges of an idle
+    together. `chunk_tokens`: of a chunk of each group. `live`: shows the gauges of an idle
     engine.
     """
 
@@ -95,7 +95,8 @@ class NixlTiersManager(OffloadingManager):
         self._failed: set[str] = set()  # requests whose load a worker could not copy
         self._gate = StoreGate(kept=config.on_reset == "keep", one_block=coordinator.region.geometry.sub_blocks == 1)
         self._meter = PrefillMeter(coordinator.observe_prefill)
-        self._look_ups = LookUps(coordinator, len(groups), self._gate, self._meter)
+        tokens = {group: each for group, each in zip(groups, chunk_tokens, strict=False) if each}
+        self._look_ups = LookUps(coordinator, len(groups), self._gate, self._meter, tokens)
         self._closed = False
 
     def times_are_published(self, step_tokens: int) -> None:

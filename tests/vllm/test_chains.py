@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
 from bench.lookups import TOKENS, VllmLookups, hashes
+from nixl_tiers.cascade.chain_rows import Chain, Group
 from nixl_tiers.cascade.cold_table import take_all
 from nixl_tiers.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.manager import NixlTiersManager, _publish
+from tests.support.core import put
 from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(cells=1, cell_payload=4096)
@@ -40,7 +45,9 @@ class Engine:
         self.coordinator = Coordinator(config, Namespace.of({"test": 1}), region, clock=lambda: self.now)
         self.core = self.coordinator._core
         take_all(self.core.events.opened(0, 100))
-        self.manager = NixlTiersManager(self.coordinator, config, range(len(windows)), None, pause_s=0.0)
+        self.manager = NixlTiersManager(
+            self.coordinator, config, range(len(windows)), None, pause_s=0.0, chunk_tokens=[TOKENS] * len(windows)
+        )
         self.vllm = VllmLookups(self.manager, windows)
 
     def store(self, keys: Sequence[Key], row_s: float = 0.01) -> None:
@@ -48,6 +55,10 @@ class Engine:
         self.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
         for rows in (1, 10) * 20:
             self.core.tiers[0].loads.record(rows * GEOMETRY.row_bytes, rows * row_s, 0.0)
+
+    def put(self, keys: Sequence[Key]) -> None:
+        """Host memory holds these."""
+        put(self.core, keys)
 
     def load_all(self) -> list[Key]:
         loaded = []
@@ -194,6 +205,131 @@ def test_request_loads_no_more_than_it_asks_for(engine: Engine) -> None:
     assert engine.step(state) is None
     assert engine.load_all() == keys_of(chunks)[:3]
     assert engine.step(state) == 3 * TOKENS
+
+
+def test_request_whose_local_hit_grows_beyond_what_it_may_load_waits_for_the_next_part(engine: Engine) -> None:
+    """It waits for its load, and meanwhile another request computes the same prompt."""
+    chunks = hashes(CHUNKS)
+    engine.store(keys_of(chunks))
+    state = engine.vllm.request("r", chunks, max_load_tokens=2 * TOKENS)
+    assert engine.step(state) is None
+    for _ in range(2):
+        assert engine.step(state, 3 * TOKENS) is None
+    assert engine.load_all()[-2:] == keys_of(chunks)[3:5]
+    assert engine.step(state, 3 * TOKENS) == 2 * TOKENS
+
+
+def test_deferred_request_whose_local_hit_grows_beyond_what_it_may_load(engine: Engine) -> None:
+    """vLLM defers it, as another request is loading the same chunks, and then that one computes."""
+    chunks = hashes(CHUNKS)
+    engine.store(keys_of(chunks))
+    engine.put(keys_of(chunks)[:2])
+    state = engine.vllm.request("r", chunks, max_load_tokens=2 * TOKENS)
+    engine.vllm._side._chunks_being_loaded.update(keys_of(chunks)[:2])
+    assert engine.step(state) is None
+    engine.vllm._side._chunks_being_loaded.clear()
+    for _ in range(2):
+        assert engine.step(state, 4 * TOKENS) is None
+    engine.load_all()
+    assert engine.step(state, 4 * TOKENS) == 2 * TOKENS
+
+
+def test_local_hit_behind_the_end_of_a_group_of_larger_chunks(engine: Engine) -> None:
+    """Such a key is looked up by itself: the chain ends where the last whole chunk of all groups does."""
+    chain = Chain((Group(keys_of(hashes(5)), TOKENS), Group(keys_of(hashes(1), 1), 4 * TOKENS)))
+    context = engine.vllm.request("r", hashes(5)).req_context
+    chains = engine.manager._look_ups.chains
+    key = next(iter(context._offload_key_positions))
+    assert chains.of(key, context, TOKENS) is not None
+    chains.get("r").chain = chain  # type: ignore[union-attr]
+    assert chains.of(key, context, 4 * TOKENS) is not None
+    assert chains.of(key, context, 5 * TOKENS) is None
+
+
+def test_requests_behind_the_load_of_another_are_not_scanned_at_every_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM defers them until that load has ended, to share its blocks."""
+    chunks = hashes(CHUNKS)
+    engine.put(keys_of(chunks))
+    first, second = (engine.vllm.request(name, chunks) for name in ("first", "second"))
+    assert engine.step(first) == CHUNKS * TOKENS
+    engine.manager.prepare_load(keys_of(chunks), first.req_context)
+    engine.vllm._side._chunks_being_loaded.update(keys_of(chunks))
+    assert engine.step(second) is None
+    scan = engine.coordinator.scan
+    monkeypatch.setattr(engine.coordinator, "scan", lambda *_: pytest.fail("it is scanned"))
+    for _ in range(3):
+        assert engine.step(second) is None
+    monkeypatch.setattr(engine.coordinator, "scan", scan)
+    engine.manager.complete_load(keys_of(chunks), first.req_context)
+    engine.vllm._side._chunks_being_loaded.clear()
+    assert engine.step(second) == CHUNKS * TOKENS
+
+
+class Tails(Engine):
+    """Recurrent states in one group, and `--prefix-match-unit`: vLLM also looks up what ends within a chunk."""
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        super().__init__(windows)
+        side = self.vllm._side
+        groups = side.config.kv_group_configs
+        for group in groups:
+            group.hashes_per_chunk = 2
+        side.config = SimpleNamespace(kv_group_configs=groups, supports_partial_tail=True, tokens_per_hash=TOKENS // 2)
+        side._partial_tail_block_size = side._mamba_align_size = TOKENS
+
+    def request(self, name: str, halves: Sequence[bytes], tokens: int) -> Any:
+        """Of a prompt of so many tokens, whose half chunks have these hashes."""
+        request = SimpleNamespace(
+            request_id=name,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            block_hashes=list(halves[: tokens // (TOKENS // 2)]),
+            kv_transfer_params=None,
+        )
+        context = ReqContext(name)
+        self.manager.on_new_request(context)
+        state = offloading.RequestOffloadState(self.vllm._side.config, request, context, None)
+        state.update_offload_keys()
+        return state
+
+
+@pytest.mark.parametrize("cold_first", [False, True])
+@pytest.mark.parametrize("windows", [(1, None), (None, 1)])
+def test_tails_of_chunks_do_not_tell_what_kind_a_group_is(
+    windows: tuple[int | None, int | None], cold_first: bool
+) -> None:
+    engine = Tails(windows)
+    full, recurrent = windows.index(None), windows.index(1)
+    halves = hashes(20)
+    chunks = halves[1::2]
+    prompts = [("first", halves, 76), ("again", halves, 76), ("longer", halves, 140)]
+    if cold_first:
+        prompts.insert(0, ("cold", hashes(20), 76))
+    engine.put([*keys_of(chunks[:8], full), *(keys_of(chunks, recurrent)[place] for place in (3, 7))])
+    found = []
+    for name, hashed, tokens in prompts:
+        state = engine.request(name, hashed, tokens)
+        found.append(engine.step(state))
+        engine.manager.on_request_finished(state.req_context)
+    engine.manager.shutdown()
+    assert found[-3:] == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS]
+    learned = engine.manager._look_ups.chains._windows
+    assert learned.get(full) is None
+    assert learned.get(recurrent, 1) == 1
+
+
+def test_preempted_request_does_not_make_a_recurrent_group_one_of_full_attention() -> None:
+    """What it looks up then is behind its look-up of before, of which vLLM has stored more since."""
+    engine = Engine(windows=(None, 1))
+    chunks = hashes(8)
+    engine.put([*keys_of(chunks), keys_of(chunks, 1)[5], keys_of(chunks, 1)[7]])
+    assert engine.step(engine.vllm.request("r", chunks[:6])) == 6 * TOKENS
+    assert engine.step(engine.vllm.request("r", chunks)) == 8 * TOKENS
+    other = engine.vllm.request("other", chunks)
+    assert engine.step(other) == 8 * TOKENS
+    engine.manager.shutdown()
 
 
 def test_local_hit_within_a_chunk_does_not_make_a_group_windowed(engine: Engine) -> None:
