@@ -62,6 +62,9 @@ def test_engine_of_compose_has_a_valid_configuration(compose: dict[str, Any]) ->
     assert (COMPOSE.parent / vllm["build"]["context"] / vllm["build"]["dockerfile"]).exists()
     (files,) = (tier for tier in config.storage if isinstance(tier, schema.FileConfig))
     assert f"kv:{files.path}" in vllm["volumes"]
+    # vLLM gives an engine no time at all without it, whatever Docker's grace period.
+    timeout_s = int(vllm["command"][vllm["command"].index("--shutdown-timeout") + 1])
+    assert config.flush_on_exit_s < timeout_s < int(vllm["stop_grace_period"].removesuffix("s"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import yaml
@@ -60,6 +60,22 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
 def test_examples_are_found() -> None:
     assert len(list(examples(PAGES[0].read_text()))) == 6
     assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 17
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs/reference/python-api.md"], ids=lambda page: page.stem
+)
+def test_python_example_runs_when_pasted(page: Path, tmp_path: Path) -> None:
+    """As it is printed, but for the directory and the sizes."""
+    (code,) = re.findall(r"```python\n(import .*?)```", page.read_text(), re.DOTALL)
+    code, changed = re.subn(
+        r'"/[\w/]+", "capacity": "10GiB"', f'"{tmp_path}/kv", "capacity": "64MiB", "min_free": 0', code
+    )
+    assert changed == 1
+    names: dict[str, Any] = {}
+    exec(code.replace('"1GiB"', '"16MiB"'), names)  # noqa: S102 - it is our own page
+    assert names["found"] == len(names["keys"])
+    assert names["hits"] == [True] * len(names["keys"])
 
 
 def test_server_without_a_gpu_is_that_of_the_demo() -> None:

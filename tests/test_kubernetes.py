@@ -118,7 +118,13 @@ def test_memory_limit_holds_the_region_and_the_engine(config: Any, pod: dict[str
     shared = sum(size(volume["emptyDir"]["sizeLimit"]) for volume in pod["volumes"] if "emptyDir" in volume)
     assert limit >= config.cpu.capacity + shared + ENGINE_BYTES
     assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
-    assert pod["terminationGracePeriodSeconds"] >= config.flush_on_exit_s + 60
+
+
+def test_requests_finish_and_rows_are_flushed_before_the_pod_is_killed(config: Any, pod: dict[str, Any]) -> None:
+    """vLLM gives an engine no time at all without --shutdown-timeout, whatever the pod's grace period."""
+    (container,) = pod["containers"]
+    timeout_s = int(container["args"][container["args"].index("--shutdown-timeout") + 1])
+    assert config.flush_on_exit_s + 60 <= timeout_s < pod["terminationGracePeriodSeconds"]
 
 
 def test_names_and_labels_fit_each_other(parts: dict[str, Any], pod: dict[str, Any]) -> None:
