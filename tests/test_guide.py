@@ -73,7 +73,7 @@ def test_python_example_runs_when_pasted(page: Path, tmp_path: Path) -> None:
     )
     assert changed == 1
     names: dict[str, Any] = {}
-    exec(code.replace('"1GiB"', '"16MiB"'), names)  # noqa: S102 - it is our own page
+    exec(code.replace('"1GiB"', '"16MiB"'), names)
     assert names["found"] == len(names["keys"])
     assert names["hits"] == [True] * len(names["keys"])
 
