@@ -48,7 +48,7 @@ class RequestChains:
 
     def of(self, key: OffloadKey, context: ReqContext, position: int | None) -> RequestChain | None:
         """The chain of a request whose first look-up of a step is of `key`; None if that has to be looked up key by
-        key: vLLM reports no positions (before 0.30), the group's chunks are not all there, or the chain ends before."""
+        key: vLLM reports no positions (before 0.31), the group's chunks are not all there, or the chain ends before."""
         group = get_offload_group_idx(key)
         if position is None or self._windows.setdefault(group, None) is not None:
             return None

@@ -79,7 +79,7 @@ if list(inspect.signature(OffloadingSpec.__init__).parameters) != ["self", "conf
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.30 vLLM does not ask for the source of a hit
+except ImportError:  # before 0.32 vLLM does not ask for the source of a hit
     CacheHitSource = None
 
 
@@ -92,7 +92,7 @@ except ImportError:  # before 0.28 a medium is a string
 
 
 def position_of(key: OffloadKey, context: ReqContext) -> int | None:
-    """The end token of `key` in its request; None where vLLM does not report it (before 0.30)."""
+    """The end token of `key` in its request; None where vLLM does not report it (before 0.31)."""
     get_position = getattr(context, "get_offload_key_position", None)
     position: int | None = get_position(key) if get_position is not None else None
     return position
