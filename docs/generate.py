@@ -147,7 +147,7 @@ def _section(level: str, title: str, documented: Any) -> str:
     if inspect.isfunction(documented):
         signature = inspect.signature(documented)
         kept = [parameter for name, parameter in signature.parameters.items() if name not in ("self", "cls")]
-        shown = str(signature.replace(parameters=kept)).replace("'", "")
+        shown = re.sub(r"(?<!')'(?!')", "", str(signature.replace(parameters=kept)))  # those of annotations
         text += f"```python\n{documented.__name__}{shown}\n```\n\n"
     return text + f"{inspect.getdoc(documented)}\n"
 

@@ -10,6 +10,8 @@ OK: Final = 0
 FAILED: Final = 1
 BAD_INPUT: Final = 2
 _EXTRA: Final = ("typer", "rich")
+INSTALL_EXTRA: Final = "pip install '.[cli]' in the checkout of nixl_tiers"
+"""For error messages. Nothing is published yet."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -23,6 +25,6 @@ def main(given: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
-        print(f"nixl-tiers: the command line needs {missing}: pip install 'nixl-tiers[cli]'", file=sys.stderr)
+        print(f"nixl-tiers: the command line needs {missing}: {INSTALL_EXTRA}", file=sys.stderr)
         return BAD_INPUT
     return run(sys.argv[1:] if given is None else given)

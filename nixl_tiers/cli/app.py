@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
+import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT
 from nixl_tiers.cli.config import config
 from nixl_tiers.cli.demo import demo
@@ -29,6 +30,21 @@ app: Final = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"nixl-tiers {nixl_tiers.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """KV cache beyond GPU memory."""
 
 
 for command in COMMANDS:

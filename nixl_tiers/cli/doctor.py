@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -20,15 +20,24 @@ from nixl_tiers.config import schema
 from nixl_tiers.config.schema import TiersConfig
 
 _STYLES: Final = {
-    Status.OK: "green", Status.WARNING: "yellow", Status.BROKEN: "bold red", Status.NOT_TRIED: "dim",
-}  # fmt: skip
-_VERDICTS: Final = ("all is well", "it works, and something should be changed", "something is broken")
+    Status.OK: "green",
+    Status.ADVICE: "cyan",
+    Status.WARNING: "yellow",
+    Status.BROKEN: "bold red",
+    Status.NOT_TRIED: "dim",
+}
+_VERDICTS: Final = {
+    Status.OK: "all is well",
+    Status.ADVICE: "it works, and could be faster",
+    Status.WARNING: "it works, and something should be changed",
+    Status.BROKEN: "something is broken",
+}
 
 
 def doctor(
     config: Annotated[
         str | None,
-        typer.Argument(help="As `nixl-tiers config` takes it: its tiers are tried, too.", metavar="[CONFIG]"),
+        typer.Argument(help="As for `nixl-tiers config`: its tiers are tested too.", metavar="[CONFIG]"),
     ] = None,
     gds: Annotated[
         Path | None,
@@ -37,15 +46,15 @@ def doctor(
     gpu: Annotated[int, typer.Option(help="With --gds: the GPU's ordinal.")] = 0,
     as_json: Json = False,
 ) -> int:
-    """Say what this machine has and what to change, and try every storage tier of a configuration: rights one by one,
-    then rows written, read and verified by the tier's own code.
+    """Say what this machine has and what to change, and test every storage tier of a configuration: permissions one by
+    one, then rows written, read and verified by the tier's own code.
 
-    A trial writes at most 64 MiB within the capacity, below a scratch name of its own, and deletes them. Beside an
-    engine that uses the directory or the private prefix, and with `write: off`, nothing is written. Nothing runs on a
-    GPU. Whatever hangs is killed after 60 seconds.
+    A trial writes at most 64 MiB within the capacity, under a scratch name of its own, and deletes them. Nothing is
+    written while an engine uses the directory or the private prefix, nor with `write: off`. Nothing runs on a GPU.
+    Whatever hangs is killed after 60 seconds.
 
-    Exit code: 0 all is well, 1 warnings, 2 something is broken or the configuration is refused. With --gds it is the
-    verdict's: 0 native, 3 compatibility, 4 unavailable; 2 if DIR cannot be written to.
+    Exit code: 0 all is well, perhaps with advice on speed; 1 warnings; 2 something is broken, or the configuration is
+    refused. With --gds it is the verdict's: 0 native, 3 compatibility, 4 unavailable; 2 if DIR cannot be written to.
     """
     if gds:
         try:
@@ -60,9 +69,9 @@ def doctor(
     code = exit_code(found)
     if as_json:
         findings = [tiers.as_dict(group, finding) for group, findings in groups.items() for finding in findings]
-        print_json({"exit_code": code, "verdict": _VERDICTS[code], "findings": findings})
+        print_json({"exit_code": code, "verdict": _verdict(found), "findings": findings})
     else:
-        _print(groups, code)
+        _print(groups)
     return code
 
 
@@ -82,7 +91,12 @@ def _examine(config: TiersConfig | None) -> Iterator[tuple[str, Finding]]:
             yield from ((group, finding) for finding in tiers.examine(Path(scratch), tier))
 
 
-def _print(groups: dict[str, list[Finding]], code: int) -> None:
+def _verdict(findings: Sequence[Finding]) -> str:
+    found = {finding.status for finding in findings}
+    return next((words for status, words in reversed(_VERDICTS.items()) if status in found), _VERDICTS[Status.OK])
+
+
+def _print(groups: dict[str, list[Finding]]) -> None:
     out = console()
     for group, findings in groups.items():
         out.print(Text(group, style="bold"))
@@ -93,6 +107,7 @@ def _print(groups: dict[str, list[Finding]], code: int) -> None:
             if finding.change:
                 out.print(Text(f"  {'':<9}  {'':<{widest}}  -> {finding.change}"), soft_wrap=True)
         out.print()
-    counted = Counter(finding.status for groups_ in groups.values() for finding in groups_)
+    found = [finding for findings in groups.values() for finding in findings]
+    counted = Counter(finding.status for finding in found)
     rest = ", ".join(f"{counted[status]} {status}" for status in Status if counted[status])
-    out.print(f"verdict: {_VERDICTS[code]} ({rest})", soft_wrap=True)
+    out.print(f"verdict: {_verdict(found)} ({rest})", soft_wrap=True)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from nixl_tiers.cli import FAILED, OK
+from nixl_tiers.cli import FAILED, INSTALL_EXTRA, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table
 from nixl_tiers.metrics import CPU, METRICS, NO_TIER, PREFIX
 
@@ -162,7 +162,7 @@ def parse(page: str, url: str) -> list[Sample]:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ModuleNotFoundError as error:
-        raise InputError("the report needs prometheus-client: pip install 'nixl-tiers[cli]'") from error
+        raise InputError(f"the report needs prometheus-client: {INSTALL_EXTRA}") from error
     try:
         samples: list[Sample] = [s for family in text_string_to_metric_families(page) for s in family.samples]
     except ValueError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT, OK, main
 from nixl_tiers.cli.app import COMMANDS
 from nixl_tiers.cli.output import print_table
@@ -22,7 +23,15 @@ def test_missing_extra_is_one_sentence(missing: str) -> None:
     code = hide + "from nixl_tiers.cli import main; sys.exit(main(['config', 'x']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == BAD_INPUT
-    assert done.stderr == f"nixl-tiers: the command line needs {missing}: pip install 'nixl-tiers[cli]'\n"
+    assert (
+        done.stderr
+        == f"nixl-tiers: the command line needs {missing}: pip install '.[cli]' in the checkout of nixl_tiers\n"
+    )
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == OK
+    assert capsys.readouterr().out == f"nixl-tiers {nixl_tiers.__version__}\n"
 
 
 def test_no_arguments_list_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT, main
 from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
-from nixl_tiers.cli.checks.finding import Finding, Status, broken, exit_code, not_tried, ok, warning
+from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_code, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
@@ -103,8 +103,54 @@ def test_refused_configuration_is_one_sentence(capsys: pytest.CaptureFixture[str
 def test_exit_code_is_that_of_the_worst_finding() -> None:
     findings = [ok("a", ""), not_tried("b", "")]
     assert exit_code(findings) == 0
-    assert exit_code([*findings, warning("c", "")]) == 1
+    assert exit_code([*findings, advise("c", "")]) == 0
+    assert exit_code([advise("c", ""), warning("d", "")]) == 1
     assert exit_code([warning("c", ""), broken("d", ""), ok("e", "")]) == 2
+
+
+@pytest.mark.usefixtures("quiet_machine")
+@pytest.mark.parametrize(
+    ("findings", "code", "verdict"),
+    [
+        ([], 0, "all is well"),
+        ([advise("huge pages", "none")], 0, "it works, and could be faster"),
+        ([advise("huge pages", "none"), warning("memory", "is taken")], 1, "it works, and something should be changed"),
+    ],
+)
+def test_advice_on_speed_is_shown_and_is_no_failure(
+    findings: list[Finding],
+    code: int,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So that the exit code can gate an init container: few machines have huge pages for shared memory."""
+    monkeypatch.setattr(machine, "examine", lambda config: iter([ok("machine", "fits"), *findings]))
+    assert main(["doctor"]) == code
+    assert f"verdict: {verdict} (1 ok" in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["exit_code"], found["verdict"]) == (code, verdict)
+    assert [each["status"] for each in found["findings"]] == ["ok", *(each.status for each in findings)]
+
+
+@pytest.mark.parametrize(("gpus", "built", "status"), [(1, False, Status.BROKEN), (1, True, None), (0, False, None)])
+def test_missing_library_for_gpu_copies_is_broken_where_there_is_a_gpu(
+    gpus: int, built: bool, status: Status | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine refuses to start there."""
+    driver = SimpleNamespace(
+        version=13000,
+        batches=True,
+        device_count=lambda: gpus,
+        capability=lambda ordinal: (9, 0),
+        pci_address=lambda ordinal: "0000:00:00.0",
+        device_name=lambda ordinal: "a GPU",
+    )
+    monkeypatch.setattr(machine, "open_driver", lambda: driver)
+    monkeypatch.setattr(machine.submit, "built", lambda: built)
+    found = named(machine._gpus())
+    assert (found["submission"].status if "submission" in found else None) == status
 
 
 def test_cpu_tier_that_does_not_fit_is_broken() -> None:
@@ -134,7 +180,7 @@ def test_pages_that_shared_memory_gets_are_found_out(value: str) -> None:
     if value == "advise":
         assert found.status is Status.OK
     else:
-        assert (found.status, found.details["huge_bytes"]) == (Status.WARNING, 0)
+        assert (found.status, found.details["huge_bytes"]) == (Status.ADVICE, 0)
         assert "write `advise`" in found.change
 
 
@@ -199,7 +245,7 @@ def test_missing_plugin_is_broken_only_where_it_is_needed(tmp_path: Path, monkey
 def test_directory_is_tried_and_left_as_it_was(layout: str, tmp_path: Path) -> None:
     path = tmp_path / "kv"
     found = named(tiers.examine(tmp_path, file_config(path, "1GiB", layout=layout), SLOW_MACHINE_S))
-    assert found[NAME].status in (Status.OK, Status.WARNING), found  # a warning: this disk is slow
+    assert found[NAME].status in (Status.OK, Status.ADVICE), found  # advice: this disk is slow
     assert "64 rows of 1 MiB written" in found[NAME].text
     assert found[NAME].details["read_bytes_per_s"] > 0
     assert not path.exists()
@@ -313,7 +359,7 @@ def test_bucket_is_tried_and_left_as_it_was(place: S3Config, s3_server: S3Server
     found = named(tiers.examine(tmp_path, place, SLOW_MACHINE_S))
     assert [name for name in ("connection", "list", "head", "get", "put", "delete") if found[name].status != "ok"] == []
     assert found["conditional put"].status is Status.OK
-    assert found[NAME].status in (Status.OK, Status.WARNING), found
+    assert found[NAME].status in (Status.OK, Status.ADVICE), found
     assert "16 rows of 1 MiB written" in found[NAME].text
     assert objects(s3_server, place) == []
 

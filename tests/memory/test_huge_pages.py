@@ -294,6 +294,7 @@ def test_advice_names_the_setting_and_what_it_brings(tmp_path: Path) -> None:
     tree(root, {file: "always within_size [advise] never deny force"})
     assert not advice(root)
     assert "hugetlb" in advice(tmp_path / "none")
+    assert "no staging buffer" in advice(tmp_path / "none")
 
 
 def test_a_sentence_says_how_much_is_huge_and_what_to_do_about_the_rest() -> None:

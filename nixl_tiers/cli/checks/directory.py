@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok, warning
+from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME, bytes_needed, write_read_verify
 from nixl_tiers.cli.gds.findings import say
 from nixl_tiers.config.errors import ConfigError
@@ -164,7 +164,7 @@ def _trial(config: FileConfig, parent: Path, token: str) -> Iterator[Finding]:
             yield ok("O_DIRECT", "works: rows go past the page cache")
         else:
             change = "a file system that has it (ext4, xfs): rows fill the page cache, and are copied once more"
-            yield warning("O_DIRECT", "is refused by this file system", change)
+            yield advise("O_DIRECT", "is refused by this file system", change)
         own: dict[str, object] = {
             "path": scratch,
             "capacity": 2 * bytes_needed(ROWS),

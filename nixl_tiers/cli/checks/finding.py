@@ -10,7 +10,8 @@ from typing import Any
 
 class Status(StrEnum):
     OK = "ok"
-    WARNING = "warning"  # it works, and something should be changed
+    ADVICE = "advice"  # it works as configured, and a change would make it faster
+    WARNING = "warning"  # it works, and something should be changed: it is not as configured, or may not stay so
     BROKEN = "broken"  # an engine would not start, or would have no use of a tier
     NOT_TRIED = "not tried"
 
@@ -29,6 +30,11 @@ def ok(name: str, text: str, **details: Any) -> Finding:
     return Finding(name, Status.OK, text, "", details)
 
 
+def advise(name: str, text: str, change: str = "", **details: Any) -> Finding:
+    """What costs nothing but speed."""
+    return Finding(name, Status.ADVICE, text, change, details)
+
+
 def warning(name: str, text: str, change: str = "", **details: Any) -> Finding:
     return Finding(name, Status.WARNING, text, change, details)
 
@@ -42,6 +48,6 @@ def not_tried(name: str, text: str, change: str = "", **details: Any) -> Finding
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0: all is well; 1: warnings; 2: something is broken."""
+    """0: all is well, with or without advice; 1: warnings; 2: something is broken."""
     found = {finding.status for finding in findings}
     return 2 if Status.BROKEN in found else int(Status.WARNING in found)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.chunk import Geometry
-from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok, warning
+from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.memory.cgroup import rooms, shortage
@@ -71,11 +71,11 @@ def _host() -> Iterator[Finding]:
         yield ok("copies in host memory", "compiled")
     else:
         change = "install with a C compiler: copies of CPU engines are about twice as fast"
-        yield warning("copies in host memory", "numpy (the library was not built)", change)
+        yield advise("copies in host memory", "numpy (the library was not built)", change)
     if compiled():
         yield ok("staging of file tiers", "hash and copy in one pass: compiled")
     else:
-        yield warning(
+        yield advise(
             "staging of file tiers", "hash and copy in two passes: xxhash and numpy", "install with a C compiler"
         )
 
@@ -101,7 +101,7 @@ def _pages(config: TiersConfig | None) -> Iterator[Finding]:
     details = {"setting": setting, "huge_bytes": huge, "pool_bytes": pool}
     text += f" (shmem_enabled: {setting}; {pool // HUGE_PAGE_BYTES} in the pool)"
     if change := advice():
-        yield warning("huge pages", text, change, **details)
+        yield advise("huge pages", text, change, **details)
     else:
         yield ok("huge pages", text, **details)
 
@@ -161,7 +161,7 @@ def _gpus() -> Iterator[Finding]:
         yield ok("driver", f"{cuda}, copies in batches", cuda=driver.version)
     else:
         change = "driver 570 or newer: copies in batches keep the host's threads free"
-        yield warning("driver", f"{cuda}, copies one by one", change, cuda=driver.version)
+        yield advise("driver", f"{cuda}, copies one by one", change, cuda=driver.version)
     for ordinal in range(count):
         capability, address = driver.capability(ordinal), driver.pci_address(ordinal)
         arch, node = "sm_{}{}".format(*capability), numa.node_of(address)
@@ -171,8 +171,9 @@ def _gpus() -> Iterator[Finding]:
         place = "" if node is None else f", NUMA node {node}"
         yield ok(f"GPU {ordinal}", f"{driver.device_name(ordinal)} at {address}{place}; kernels: {found}")
     yield ok("copy strategy", f"{self_check.ENVIRONMENT}={os.environ.get(self_check.ENVIRONMENT, 'auto')}")
-    if not submit.built():
-        yield warning("submission", submit.NOT_BUILT, "install with a C compiler")
+    if count and not submit.built():
+        change = "install a C compiler, then nixl_tiers again: an engine would not start on this GPU"
+        yield broken("submission", submit.NOT_BUILT.partition(":")[0], change)
 
 
 def _driver_version() -> str:

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from nixl_tiers.chunk import NAMESPACE_BYTES, Geometry, Outcome
-from nixl_tiers.cli.checks.finding import Finding, broken, ok, warning
+from nixl_tiers.cli.checks.finding import Finding, advise, broken, ok
 from nixl_tiers.cli.gds.findings import say
 from nixl_tiers.config.schema import StorageConfig
 from nixl_tiers.memory.region import HostRegion
@@ -78,7 +78,7 @@ def _run(tier: StorageTier, region: HostRegion, rows: int) -> Finding:
     speeds = {"write_bytes_per_s": round(write), "read_bytes_per_s": round(read), "bytes": rows * payload}
     if read >= SLOW:
         return ok(NAME, text, **speeds)
-    return warning(NAME, text, "so slow that a GPU computes most prompts sooner: use faster storage", **speeds)
+    return advise(NAME, text, "so slow that a GPU computes most prompts sooner: use faster storage", **speeds)
 
 
 def _open(tier: StorageTier) -> None:
