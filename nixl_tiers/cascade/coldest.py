@@ -17,23 +17,35 @@ def take_coldest(tier: TierIndex, count: int) -> list[Key]:
     before = _coldest_tick(tier)
     while (missing := count - len(keys)) > 0:
         cold = tier.cold.coldest(missing, before)
-        for key, slot in cold:
-            entry = tier.index.get(key)
-            if entry is None:
-                tier.index[key] = Entry(slot, stored=True)
-                keys.append(key)
-            elif entry.spilled_at >= 0 and tier.spill is not None:
-                tier.spill.keep(key, entry)
-                keys.append(key)
-            else:  # it was listed twice: the row in `index` is the newer one
-                tier.counters.relisted += 1
-                tier.slots.release(slot)
-                tier.to_delete += [(slot, key)] if tier.spec.physical_slots else []
+        keys += _out_of_tables(tier, cold)
         hot = [] if cold else _take_hot(tier, 1 if tier.cold.tables else missing)
         keys += hot
         if not (cold or hot or before is not None):
             break
         before = _coldest_tick(tier) if cold or hot else None  # None: all others are pinned
+    return keys
+
+
+def take_cold(tier: TierIndex, count: int) -> list[Key]:
+    """The same of rows in cold tables only."""
+    return _out_of_tables(tier, tier.cold.coldest(count))
+
+
+def _out_of_tables(tier: TierIndex, rows: list[tuple[Key, int]]) -> list[Key]:
+    """Rows (key, slot) that have left their tables are in `index` from now on; returns the keys of those that count."""
+    keys: list[Key] = []
+    for key, slot in rows:
+        entry = tier.index.get(key)
+        if entry is None:
+            tier.index[key] = Entry(slot, stored=True)
+            keys.append(key)
+        elif entry.spilled_at >= 0 and tier.spill is not None:
+            tier.spill.keep(key, entry)
+            keys.append(key)
+        else:  # it was listed twice: the row in `index` is the newer one
+            tier.counters.relisted += 1
+            tier.slots.release(slot)
+            tier.to_delete += [(slot, key)] if tier.spec.physical_slots else []
     return keys
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 
-from nixl_tiers.cascade.host import Row, RowState
+from nixl_tiers.cascade.probes import row_to_load, row_to_store
 from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.state import CascadeState
-from nixl_tiers.cascade.tier_index import MAX_SAMPLED, TierIndex
+from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import DeadJobs, Direction, Job, TierState
 from nixl_tiers.cascade.writeback import WriteBack
 from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.policies import Write
 
 
 class Health:
@@ -148,7 +146,7 @@ class Health:
                     jobs = self._start_trial_load(tier, key, now)
         elif tier.state is not TierState.DOWN and loads.wants_probe:
             suspects = (key for key in tier.trials if tier.denylist.trial_due(key, now))
-            candidate = tier.probe_candidate() or next(suspects, None)
+            candidate = row_to_load(tier) or next(suspects, None)
             if candidate is not None and tier.open_for_trial(candidate) is not None:
                 jobs = self._start_trial_load(tier, candidate, now)
                 for job in jobs:
@@ -160,7 +158,7 @@ class Health:
     def plan_store_probe(self, tier: TierIndex, now: float) -> list[Job]:
         """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
         stores = tier.breakers[Direction.STORE]
-        row = self._row_for_probe(tier) if tier.state is TierState.UP and stores.wants_probe else None
+        row = row_to_store(tier, self._state.host) if tier.state is TierState.UP and stores.wants_probe else None
         if row is None:
             return []
         moves = self._writeback.start_stores(tier, [(row, row.tick)])
@@ -221,17 +219,3 @@ class Health:
             return []
         move = tier.start_load(self._state.host.allocate_scratch(key))
         return self._state.start_trials(tier, Direction.LOAD, [move], now)
-
-    def _row_for_probe(self, tier: TierIndex) -> Row | None:
-        """One of the host's newest rows that `tier` lacks, to see whether stores work: if possible one that is sealed,
-        as other tiers cannot be written while a probe seals it."""
-        if tier.spec.write is Write.OFF:
-            return None
-        found: Row | None = None
-        for key, row in islice(reversed(self._state.host.index.items()), MAX_SAMPLED):
-            ready = row.state is RowState.READY and not row.sealing and not row.host_only
-            if ready and (row.sealed or found is None) and key not in tier and not tier.denylist.is_suspect(key):
-                if row.sealed:
-                    return row
-                found = row
-        return found

@@ -30,7 +30,6 @@ from nixl_tiers.cascade.types import Burst, DeadJobs, Direction, Entry, Job, Pla
 from nixl_tiers.chunk import Key
 from nixl_tiers.policies import Write
 
-MAX_SAMPLED: Final = 64
 UNLIMITED: Final = 1 << 62
 # Members of an enum are found by a slow attribute look-up before Python 3.12.
 _DOWN: Final = TierState.DOWN
@@ -180,21 +179,6 @@ class TierIndex:
         """The entry of a stored row that is about to be tried, even if it is a suspect or the circuit is open."""
         entry = self._entry(key)
         return entry if entry is not None and entry.stored else None
-
-    def probe_candidate(self) -> Key | None:
-        """A stored row that is no suspect, to see whether loads work: the one asked for last while the circuit was not
-        closed, or one of the newest, or of the coldest, as all rows are cold after the tier was opened again."""
-        last = self.last_refused
-        if last is not None and last in self and not self.denylist.is_suspect(last):
-            return last
-        newest = islice(reversed(self.index.items()), MAX_SAMPLED)
-        found = next((k for k, e in newest if e.stored and not e.evicting and not self.denylist.is_suspect(k)), None)
-        if found is not None or not self.cold.tables:
-            return found
-        coldest = take_coldest(self, min(MAX_SAMPLED, 1 + len(self.denylist.keys)))
-        for key in coldest:
-            self.policy.add(key, 0)  # as cold as before
-        return next((key for key in coldest if not self.denylist.is_suspect(key)), None)
 
     def make_room(self, count: int) -> list[Key]:
         """Evict the least valuable rows until `count` slots are free, or all that are left are pinned. Returns the
