@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 REMEMBER_EVERY: Final = 1024  # steps that computed prompts; sooner while there were few
 LOCATE_BATCH: Final = 64  # keys that are looked up while the lock is held
 COUNT_BATCH: Final = 512  # and whose misses are counted, which takes less
+TURNS_A_STEP: Final = 8  # of a cascade without storage tiers, which no supervisor turns
 
 
 class SchedulerCalls:
@@ -175,8 +176,7 @@ class SchedulerCalls:
             work, at_once = self._core.events.wants_turn
             work = work or bool(self._core.garbage)
             if work and not self._tiers:
-                now = self._clock()
-                self._core.turn(now, now)
+                self._turns(self._clock())
         if work and self._tiers:
             self._link.wake(at_once)
         elif work:
@@ -290,11 +290,11 @@ class SchedulerCalls:
             target=self._prefill_cache.remember, args=(samples,), name="nixl_tiers prefill", daemon=True
         ).start()
 
-    def touch(self, keys: Iterable[Key], request: str) -> None:
-        """vLLM used these chunks (in prefix order) from its own cache: mark them as used. Call it before deeper
-        keys."""
+    def touch(self, keys: Sequence[Key], request: str) -> None:
+        """vLLM used these chunks (in prefix order) from its own cache: they are marked as used within the next turns.
+        Nobody may change `keys` from now on."""
         with self._lock:
-            self._copies.touch(keys, request)
+            self._core.engine_hits.add(keys, request)
 
     def finish_request(self, request: str) -> None:
         with self._lock:
@@ -371,3 +371,11 @@ class SchedulerCalls:
         """The same, without the rows that wait for a tier to be listed: a measure for back-pressure."""
         with self._lock:
             return self._core.pressure()
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _turns(self, now: float) -> None:
+        for _ in range(TURNS_A_STEP):
+            self._core.turn(now, now)
+            if not self._core.events.unfinished:
+                break

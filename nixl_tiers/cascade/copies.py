@@ -196,20 +196,6 @@ class Copies:
         self._writeback.clean()
         self._requests.finish(name)
 
-    # --- use ---------------------------------------------------------------------------------------------------
-
-    def touch(self, keys: Iterable[Key], name: str) -> None:
-        """The engine used these chunks (in prefix order) from its own memory: roots stay as recent as leaves.
-
-        Call it before the request's deeper chunks are touched by a load or a store.
-        """
-        tick = self._state.tick_of(self._requests.get(name))
-        for key in keys:
-            if (row := self._host.index.get(key)) is not None:
-                self._use(row, name, tick)
-            for tier in self._tiers:
-                tier.touch(key, tick)
-
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _use(self, row: Row, name: str, tick: int) -> None:

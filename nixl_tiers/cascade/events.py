@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.cascade.cold_table import ColdTable, Steps, take_all
+from nixl_tiers.cascade.engine_hits import EngineHits
 from nixl_tiers.cascade.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.listing import add_table, begin_listing, end_listing
@@ -36,6 +37,7 @@ class Events:
         *,
         health: Health,
         measurements: Measurements,
+        engine_hits: EngineHits,
     ) -> None:
         self._state = state
         self._checks = checks
@@ -44,6 +46,7 @@ class Events:
         self._writeback = writeback
         self._health = health
         self._measurements = measurements
+        self._engine_hits = engine_hits
         self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------
@@ -131,8 +134,9 @@ class Events:
 
     @property
     def can_start(self) -> bool:
-        """Whether a turn might start something now for which no request waits: write-back, deletions, measurements."""
-        return self._measurements.busy or any(
+        """Whether a turn might start something now for which no request waits: write-back, deletions, measurements,
+        uses to be noted."""
+        return bool(self._engine_hits.waiting or self._measurements.busy) or any(
             tier.to_delete
             or tier.to_demote
             or (tier.to_store and (tier.refuses_stores or self._writeback.has_room(tier)))
@@ -302,6 +306,7 @@ class Events:
         if host.searching and self._state.take(self._state.limits.rows_per_slice):
             found = host.look_on()
             host.no_victims = not (found or host.searching)
+        self._engine_hits.work()
 
     def _listed_tick(self, index: TierIndex, tick: int) -> None:
         """Ticks go on from the newest that any process has given, so that recency survives restarts."""

@@ -3,7 +3,8 @@
 Callers report what happened (a look-up, a finished job, a dead mover) and when (`now`, in seconds of any monotonic
 clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
 replays. Rows come up in `promotion.py` and `promotion_jobs.py`, go down in `writeback.py`, and are copied to and from
-the engine in `copies.py`; movers report to `events.py`; `health.py` keeps what fails or hangs out of the way.
+the engine in `copies.py`, whose own hits `engine_hits.py` has; movers report to `events.py`; `health.py` keeps what
+fails or hangs out of the way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from nixl_tiers.cascade.chain_rows import Chain
 from nixl_tiers.cascade.chains import Chains, Scan
 from nixl_tiers.cascade.copies import Copies
 from nixl_tiers.cascade.counters import TierStats
+from nixl_tiers.cascade.engine_hits import EngineHits
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.eviction import make_policy
 from nixl_tiers.cascade.existence import ExistenceChecks
@@ -90,6 +92,7 @@ class TierManager:
         self.savings = Savings(self.prefill, self._state.counters_of)
         self._requests = RequestIndex(self.host, self._promotion, self.savings)
         self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
+        self.engine_hits = EngineHits(self._state, self._requests, self._writeback)
         self.health = Health(self._state, self._promotion_jobs, self._writeback)
         self.events = Events(
             self._state,
@@ -99,6 +102,7 @@ class TierManager:
             self._writeback,
             health=self.health,
             measurements=self._measurements,
+            engine_hits=self.engine_hits,
         )
         self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
         self._chains = Chains(self._state, self.checks, self._promotion, self._requests, self._measurements)
@@ -289,6 +293,7 @@ class TierManager:
         self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
         self._measurements.reset()
+        self.engine_hits.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)
         self.host.reset(self.garbage)

@@ -15,7 +15,7 @@ from nixl_tiers.cascade.types import Direction, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
 from tests.support.cold_table import PlainColdTable
-from tests.support.core import opened
+from tests.support.core import opened, touched
 
 PLACES = TierSpec("file", Write.THROUGH, physical_slots=True)
 COUNT = TierSpec("s3", Write.THROUGH, physical_slots=False)
@@ -85,7 +85,7 @@ class TestAnyTier:
 
     def test_coldest_rows_are_evicted_first_and_deleted_by_key(self, spec: TierSpec) -> None:
         core = open_core(spec, slots=6)
-        core.copies.touch([key(0)], "request")
+        touched(core, [key(0)], "request")
         store(core, 10, 11)
         tier = core.tiers[0]
         assert {name for _, name in dropped(tier)} == {key(1), key(2)}
@@ -116,12 +116,12 @@ class TestAnyTier:
     def test_reopened_tier_serves_stale_rows_until_they_are_listed_again(self, spec: TierSpec) -> None:
         core = open_core(spec, slots=8)
         store(core, 6)
-        core.copies.touch([key(0)], "request")
+        touched(core, [key(0)], "request")
         core.events.lost(0, 0.0)
         assert core.where(key(3), 0.0) is None
         opened(core, 0, 8)
         assert core.where(key(3), 0.0) == spec.name
-        core.copies.touch([key(3)], "request")
+        touched(core, [key(3)], "request")
         again = rows(range(7))
         list_table(core, again, newest=6)
         assert len(core.tiers[0].cold.take_retired()) == 1

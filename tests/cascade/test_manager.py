@@ -11,7 +11,7 @@ from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction, Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Write
-from tests.support.core import expire, opened, put
+from tests.support.core import expire, opened, put, touched
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
@@ -332,7 +332,7 @@ def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
     core = manager(rows=6, tiers=())
     put(core, CHAIN[:4], "first")
     put(core, CHAIN[4:6], "other")
-    core.copies.touch(CHAIN[:2], "again")  # hits in the engine's own memory
+    touched(core, CHAIN[:2], "again")  # hits in the engine's own memory
     assert scan(core, CHAIN[2:4], "again") == [HIT, HIT]
     core.copies.prepare_load(CHAIN[2:4], "again")
     core.copies.complete_load(CHAIN[2:4])
@@ -431,7 +431,7 @@ def test_use_by_another_request_lifts_host_only(use: str) -> None:
         if use == "store":
             core.copies.prepare_store(CHAIN[:1], other)
         elif use == "touch":
-            core.copies.touch(CHAIN[:1], other)
+            touched(core, CHAIN[:1], other)
         else:
             assert scan(core, CHAIN[:1], other) == [HIT]
             core.copies.prepare_load(CHAIN[:1], other)

@@ -7,7 +7,7 @@ from nixl_tiers.cascade.recent_uses import MAX_USES, RecentUses
 from nixl_tiers.cascade.tier_index import TierIndex
 from nixl_tiers.cascade.types import Entry, TierSpec
 from nixl_tiers.policies import Write
-from tests.support.core import opened
+from tests.support.core import opened, touched
 
 
 def key(number: int) -> bytes:
@@ -76,31 +76,31 @@ def test_use_before_the_listing_ended_counts_as_later_than_all_that_is_listed() 
     core, tier = listed(1, 80)
     tier.touch(key(0), 3)
     assert tier.take_recent_uses(10) == [(0, 80)]
-    core.copies.touch([key(1)], "request")
-    assert tier.take_recent_uses(10) == [(1, 81)]
+    touched(core, [key(1)], "request")
+    assert tier.take_recent_uses(10) == [(1, 82)]
 
 
 def test_tick_that_no_counter_reaches_does_not_use_up_the_numbers() -> None:
     core, tier = listed(1, 2**62)
-    core.copies.touch([key(0)], "request")
-    assert tier.take_recent_uses(10) == [(0, 2**39 + 1)]
+    touched(core, [key(0)], "request")
+    assert tier.take_recent_uses(10) == [(0, 2**39 + 2)]
 
 
 def test_nothing_is_sent_while_the_tier_is_not_up() -> None:
     """The slots of another mover's listing may be others."""
     core, tier = listed(1)
-    core.copies.touch([key(0)], "request")
+    touched(core, [key(0)], "request")
     core.events.down(0, 0.0)
     assert tier.take_recent_uses(10) == []
     opened(core, 0, 8)
     assert tier.take_recent_uses(10) == []
     core.events.listed(0, [], last=True)
-    assert tier.take_recent_uses(10) == [(0, 2)]
+    assert tier.take_recent_uses(10) == [(0, 3)]
 
 
 def test_reset_forgets_all_uses() -> None:
     core, tier = listed(1)
-    core.copies.touch([key(0)], "request")
+    touched(core, [key(0)], "request")
     core.reset(keep_tiers=False)
     opened(core, 0, 8)
     core.events.listed(0, [(0, key(0), 1)], last=True)
@@ -109,5 +109,5 @@ def test_reset_forgets_all_uses() -> None:
 
 def test_tier_without_places_keeps_no_uses() -> None:
     core, tier = listed(1, physical_slots=False)
-    core.copies.touch([key(0)], "request")
+    touched(core, [key(0)], "request")
     assert tier.take_recent_uses(10) == []

@@ -26,3 +26,10 @@ def expire(core: TierManager, now: float) -> None:
     """A turn of the supervisor without its plan."""
     core.checks.expire(now)
     core.events.expire(now)
+
+
+def touched(core: TierManager, keys: Sequence[Key], request: str) -> None:
+    """The engine has used these chunks from its own memory, and that has been noted."""
+    core.engine_hits.add(keys, request)
+    while core.engine_hits.waiting:
+        core.events.work(0.0)
