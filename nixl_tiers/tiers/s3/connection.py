@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from email.utils import parsedate_to_datetime
+from collections.abc import Mapping
 from typing import Any, Final
 
 from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown
@@ -127,7 +128,8 @@ class S3Connection:
         client.meta.events.register("after-call.s3", self._on_response)
         return client
 
-    def _on_response(self, http_response: Any, **_: object) -> None:
+    def _on_response(self, parsed: Mapping[str, Any], **_: object) -> None:
         """Called by botocore with each answer."""
-        with contextlib.suppress(TypeError, ValueError):
-            self._server_time = parsedate_to_datetime(http_response.headers.get("date")).timestamp(), time.monotonic()
+        with contextlib.suppress(ResponseParserError):
+            if (date_s := answered_at_s(parsed)) is not None:
+                self._server_time = date_s, time.monotonic()
