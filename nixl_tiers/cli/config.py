@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -15,23 +17,26 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nixl_tiers.cli import OK
+from nixl_tiers.cli.checks.disk_room import DiskRoom
 from nixl_tiers.cli.cold_namespaces import Stored, installed_vllm, stored
 from nixl_tiers.cli.output import Json, print_json
 from nixl_tiers.config import schema
 from nixl_tiers.config import source as config_source
-from nixl_tiers.config.schema import ConfigError, CpuConfig, S3Config, TiersConfig
+from nixl_tiers.config.schema import ConfigError, CpuConfig, FileConfig, S3Config, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 
 _MEANINGS: Final = {
     ("write", "through"): "every chunk is written",
     ("write", "on_evict"): "evicted chunks are written",
     ("write", "off"): "read only",
-    ("backend", "auto"): "POSIX, because cuFile brings nothing for rows in host memory",
-    ("on_reset", "new_epoch"): "stored chunks are no longer used",
-    ("on_reset", "keep"): "stored chunks stay valid",
+    ("backend", "auto"): "POSIX (Linux AIO); GDS_MT is slower for small rows",
+    ("on_reset", "new_epoch"): "after sleep or a weight update, chunks stored before are no longer used",
+    ("on_reset", "keep"): "after sleep or a weight update, chunks stored before stay valid",
     ("lora_storage", True): "chunks of LoRA adapters are stored too",
 }
 _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
+_WIDTH: Final = 100
+_INDENT: Final = " " * 6
 _OPTION: Final = "--kv-transfer-config"
 _CONNECTOR: Final = {
     "kv_connector": "NixlTiersConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -43,32 +48,37 @@ def config(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="A .json, .yaml or .yml file, or JSON text; may be the value of --kv-transfer-config, or after `--` a "
-            "whole `vllm serve` command line with it.",
+            help="A .json, .yaml or .yml file, or JSON text. Either may be the whole value of --kv-transfer-config. "
+            "Or, after `--`, a whole `vllm serve` command line that has this option.",
         ),
     ],
     vllm: Annotated[
         str | None,
-        typer.Option(metavar="VERSION", help="Of the engine to be started; by default that of this environment."),
+        typer.Option(metavar="VERSION", help="Version of vLLM to be started; by default that of this environment."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Check a configuration, explain every field of it, and warn about likely mistakes. Print the command that starts
-    vLLM with it, and which namespaces in its directories an engine with this version of vLLM would not find, and why.
+    """Say whether a configuration is valid, warn about likely mistakes, and explain every field. Print the command that
+    starts vLLM with it, and which namespaces in its directories an engine with this version of vLLM would not find, and
+    why.
 
-    Nothing is created, and no server is contacted: `nixl-tiers doctor` tries the tiers.
+    Nothing is created, and no server is contacted: `nixl-tiers doctor` tests the tiers.
 
-    Exit code: 0 if it is valid, with or without warnings; 2 if it is refused, with one sentence on stderr.
+    Exit code: 0 if it is valid, with or without warnings; 2 if it is not, with an error message on stderr.
     """
     source, model = _source_of(given)
-    read = schema.load(source)
-    schema.check_paths(read, create=False)
-    found = [*warnings_of(read), *warnings_here(read)]
+    try:
+        read = schema.load(source)
+        schema.check_paths(read, create=False)
+    except ConfigError as error:
+        raise ConfigError(f"not valid: {error}") from None
+    found = [*warnings_of(read), *warnings_here(read), *_beyond_the_disk(read)]
     command = serve_command(source, model)
     release = installed_vllm() if vllm is None else vllm
     there = list(stored(read, release))
     if as_json:
         answer = {
+            "valid": True,
             "sections": [block for _, block in _blocks(read)],
             "warnings": found,
             "command": command,
@@ -76,6 +86,11 @@ def config(
         }
         print_json({**answer, "stored": [asdict(each) for each in there]})
         return OK
+    count = f", {len(found)} warning{'s' * (len(found) > 1)}" if found else ""
+    print(f"the configuration is valid{count}")
+    for warning in found:
+        print(f"warning: {warning}")
+    print()
     print("\n".join(_summary(read)))
     print(f"start vLLM with it\n  {command}\n")
     if there:
@@ -83,9 +98,18 @@ def config(
             "\n".join([f"stored there, for an engine with vLLM {release or 'of an unknown version'}", *_stored(there)]),
             "\n",
         )
-    for warning in found:
-        print(f"warning: {warning}")
     return OK
+
+
+def _beyond_the_disk(read: TiersConfig) -> Iterator[str]:
+    """Not logged by engines: they are told when a tier stops growing."""
+    for i, tier in enumerate(read.tiers):
+        if isinstance(tier, FileConfig):
+            with suppress(OSError):
+                disk = DiskRoom.of(tier)
+                if change := disk.shortage(tier.capacity):
+                    free = f"{format_size(disk.free)} of {format_size(disk.size)} are free at {tier.path}"
+                    yield f"tiers[{i}].capacity: {format_size(tier.capacity)} do not fit: {free}; {change}"
 
 
 def _stored(there: Sequence[Stored]) -> Iterator[str]:
@@ -145,8 +169,9 @@ def _summary(read: TiersConfig) -> list[str]:
         widest = max((len(name) for name in block["fields"]), default=0)
         lines.append(title)
         for name, field in block["fields"].items():
-            value = field["value"] + ("" if field["given"] else " (default)")
-            lines.append(f"  {name:<{widest}}  {': '.join(filter(None, (value, field['meaning'])))}")
+            lines.append(f"  {name:<{widest}}  {'' if field['given'] else 'default: '}{field['value']}")
+            if field["meaning"]:
+                lines += textwrap.wrap(field["meaning"], _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
         lines.append("")
     return lines
 

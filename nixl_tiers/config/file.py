@@ -19,40 +19,41 @@ class FileConfig(StorageConfig):
     """A directory."""
 
     type: Literal["file"] = Field(description="kind of the tier")
-    path: AbsolutePath = Field(description="directory of the tier; made with mode 0700 if it does not exist")
-    capacity: Size = Field(description="budget of everything below `path`, of all namespaces that ever lived there")
+    path: AbsolutePath = Field(description="directory of the tier; created with mode 0700 if it does not exist")
+    capacity: Size = Field(description="budget of everything under `path`, of all namespaces ever stored there")
     layout: Literal["slabs", "files"] = Field(
         "slabs",
-        description="`slabs`: fastest, for a disk of this node; `files`: one file a chunk, for a "
+        description="`slabs`: fastest, for a disk of this node; `files`: one file per chunk, for a "
         "directory that several engines share",
     )
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
-        description="how many engines may use `path` at once with `layout: slabs`; each has an equal part of the "
+        description="how many engines may use `path` at once with `layout: slabs`; each has an equal share of the "
         "`capacity`",
         json_schema_extra=when_unset("`replicas` of the top level, else taken from vLLM, else 1"),
     )
     min_free: Annotated[int | str | None, BeforeValidator(fields.parse_min_free)] = Field(
         None,
-        description="what must stay free on the file system: below it the tier takes no more of it, and serves what it "
-        "holds",
+        description="how much of the file system must stay free: with less, the tier stops growing, and still serves "
+        "what it holds",
         json_schema_extra=when_unset("5 % of the file system, at most 50 GiB"),
     )
     require_mount: bool = Field(
         False,
         strict=True,
-        description="the tier is down, and creates nothing, while `path` lies on the file system of `/` "
+        description="the tier is down, and creates nothing, while `path` is on the file system of `/`, "
         "because its disk is not mounted",
     )
     backend: Annotated[Literal["auto", "posix", "gds_mt"], BeforeValidator(fields.no_plain_gds)] = Field(
         "auto",
-        description="NIXL plugin between host memory and files; `gds_mt`: cuFile of GPUDirect Storage; `auto`: "
-        "`posix`, because cuFile brings nothing for rows in host memory",
+        description="NIXL plugin between host memory and files; `posix`: POSIX (Linux AIO); `gds_mt`: GDS_MT, which "
+        "calls cuFile of GPUDirect Storage; `auto`: always `posix`, because GDS_MT is slower for small rows (it was "
+        "faster for rows of 4 MiB in one run)",
     )
     staging: Annotated[Literal["auto", "on", "off"], BeforeValidator(fields.bare_on_or_off)] = Field(
         "auto",
-        description="rows go through a buffer of the mover's own that has huge pages; `auto`: where the cpu tier has "
-        "small pages and the first loads, or stores, are at least a tenth faster with it",
+        description="whether rows go through a buffer of the mover that has huge pages; `auto`: where the cpu tier has "
+        "4 KiB pages and the first loads, or stores, are at least 10 % faster with it",
     )
     max_age: Age = None
 

@@ -21,7 +21,7 @@ class S3Config(StorageConfig):
     bucket: Annotated[str, BeforeValidator(fields.bucket)] = Field(description="name of the bucket")
     prefix: Annotated[str, BeforeValidator(fields.prefix)] = Field(
         "nixl-tiers",
-        description="where in the bucket the tier's objects are",
+        description="prefix of the tier's objects in the bucket",
     )
     endpoint: Annotated[str | None, BeforeValidator(fields.endpoint)] = Field(
         None,
@@ -33,26 +33,26 @@ class S3Config(StorageConfig):
         description="region that requests are signed for",
         json_schema_extra=when_unset("AWS_REGION, AWS_DEFAULT_REGION, the profile's, or the bucket's own"),
     )
-    capacity: Size = Field(description="budget of all rows below `prefix`, of all namespaces that ever lived there")
+    capacity: Size = Field(description="budget of all rows under `prefix`, of all namespaces ever stored there")
     shared: bool = Field(
         False,
         strict=True,
-        description="several engines use this prefix, find each other's chunks and keep its `capacity` together",
+        description="several engines use this prefix, find each other's chunks and share its `capacity`",
     )
     max_age: Age = None
     list_requests_per_hour: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
         2000,
-        description="LIST requests with which the engine looks again for rows that others have stored (`shared`), or "
-        "that have expired (`max_age`): the most per hour. The first listing and the janitor's are not bounded",
+        description="maximum number of LIST requests per hour with which the engine looks for rows that others have "
+        "stored (`shared`) or that have expired (`max_age`). The first listing and the janitor's are not limited",
     )
     max_transfers: Annotated[int, Field(strict=True, ge=1, le=256)] = Field(
         64,
-        description="the most uploads, and the most downloads, at once. How many run follows the measured speed and "
-        "delay of the server",
+        description="maximum number of concurrent uploads, and of concurrent downloads. How many run depends on the "
+        "measured bandwidth and latency of the server",
     )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,
-        description="profile of AWS's own files that has the credentials",
+        description="profile in AWS's configuration files that has the credentials",
     )
     credentials_file: AbsolutePath | None = Field(
         None,
@@ -73,7 +73,7 @@ class S3Config(StorageConfig):
     ca_file: AbsolutePath | None = Field(None, description="certificates (PEM) that verify the endpoint")
     sse: Sse | None = Field(
         None,
-        description="default encryption that the bucket must have; the tier is down while it has another",
+        description="default encryption that the bucket must have; the tier is down while it has a different one",
     )
     sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
         None,

@@ -79,12 +79,12 @@ class TiersConfig(Model):
     """A whole, validated configuration."""
 
     tiers: tuple[TierConfig, ...] = Field(
-        description="the cpu tier first and once, then storage tiers in the order in which they are searched",
+        description="one cpu tier, then the storage tiers in the order in which they are searched",
     )
     model_id: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         None,
-        description="names the weights, where they cannot be identified by their files",
-        json_schema_extra=when_unset("the weights are recognised by their files"),
+        description="identifies the weights, when they cannot be fingerprinted from their files",
+        json_schema_extra=when_unset("a fingerprint of the files"),
     )
     salt: Annotated[str, Field(max_length=512)] = Field(
         "",
@@ -93,48 +93,48 @@ class TiersConfig(Model):
     lora_storage: bool = Field(
         False,
         strict=True,
-        description="allows storage tiers with LoRA, of whose adapters vLLM hashes the names only",
+        description="allows storage tiers with LoRA, although vLLM hashes adapters by name only, not their weights",
     )
     on_reset: Literal["new_epoch", "keep"] = Field(
         "new_epoch",
-        description="`new_epoch`: after sleep or a weight update nothing stored before is a hit; `keep`: "
-        "it stays valid",
+        description="what becomes of stored chunks after sleep or a weight update: `new_epoch`: they are never hits "
+        "again; `keep`: they stay valid",
     )
     wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = Field(
         DEFAULT_WAIT_S,
-        description="the longest that a request waits for chunks to be promoted (prefetched) from storage",
+        description="maximum time that a request waits for chunks to be loaded from storage into host memory",
     )
     prefer: Prefer = Field(
         "latency",
-        description="what counts when loading chunks is weighed against computing them: `latency`: when first tokens "
-        "come, the request's own and those of requests in line behind it; `throughput`: also that requests which "
-        "generate are held up while one computes",
+        description="objective when loading chunks is weighed against computing them. `latency`: time to first token, "
+        "of the request and of those queued behind it; `throughput`: also the delay of requests that are decoding "
+        "while a prompt is computed",
     )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,
-        description="the longest that a request waits for existence checks on a shared prefix, of chunks "
-        "that another engine may have stored; 0: no checks",
+        description="maximum time that a request waits for existence checks on a shared prefix, for chunks that "
+        "another engine may have stored; 0: no checks",
     )
     ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = Field(
         None,
-        description="the longest that opening waits for tiers to list what they hold; 0: not at all",
+        description="maximum time that opening waits for tiers to list what they hold; 0: not at all",
         json_schema_extra=when_unset("10 s in nixl_tiers.open, 3 s in vLLM"),
     )
     flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = Field(
         0.0,
-        description="the longest that closing waits for chunks that no tier with `write: on_evict` holds yet",
+        description="maximum time that closing waits to write chunks that no tier with `write: on_evict` holds yet",
     )
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
-        description="how many data-parallel engines of this node share the `capacity` of the cpu tier and, unless they "
-        "have `replicas` of their own, of file tiers, and of private S3 prefixes",
+        description="number of data-parallel engines of this node that share the `capacity` of the cpu tier, of "
+        "private S3 prefixes, and of file tiers that have no `replicas` of their own",
         json_schema_extra=when_unset("taken from vLLM"),
     )
 
     prefill_tokens_per_s: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = Field(
         None,
-        description="how many tokens of a prompt the engine computes a second; what loading is compared with",
-        json_schema_extra=when_unset("it is learned from the engine's steps"),
+        description="prompt tokens that the engine computes per second, which loading is compared with",
+        json_schema_extra=when_unset("measured while the engine runs"),
     )
 
     @model_validator(mode="after")

@@ -49,8 +49,8 @@ Age = Annotated[
     float | None,
     BeforeValidator(fields.parse_age),
     Field(
-        description="chunks older than this (TTL) are misses, and are deleted",
-        json_schema_extra=when_unset("none, chunks stay for as long as they fit"),
+        description="time to live: older chunks are misses, and are deleted",
+        json_schema_extra=when_unset("none: chunks stay as long as they fit"),
     ),
 ]
 
@@ -69,8 +69,8 @@ class CpuConfig(Model):
     eviction: EvictionField = "lru"
     huge_pages: Annotated[HugePages, BeforeValidator(fields.bare_off)] = Field(
         HugePages.AUTO,
-        description="`auto`: transparent huge pages where the kernel gives them to shared memory; `hugetlb`: the "
-        "machine's pool of 2 MiB pages, as `auto` where it has too few; `off`: 4 KiB pages",
+        description="`auto`: transparent huge pages, where the kernel provides them for shared memory; `hugetlb`: the "
+        "machine's pool of 2 MiB pages, or as `auto` if it has too few; `off`: 4 KiB pages",
     )
 
 
@@ -83,7 +83,7 @@ class StorageConfig(Model):
     """
 
     type: str = Field(description="kind of the tier")
-    capacity: Size = Field(description="budget of everything that the tier keeps on its medium")
+    capacity: Size = Field(description="budget of everything that the tier stores on its medium")
     write: WriteField = Write.THROUGH
     eviction: EvictionField = "lru"
 

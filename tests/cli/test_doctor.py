@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 
 import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT, main
-from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
+from nixl_tiers.cli.checks import bucket, directory, disk_room, machine, probe, tiers
 from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_code, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
@@ -297,7 +297,7 @@ def test_capacity_beyond_what_others_leave_is_a_warning_with_the_room_that_is_le
     with (tmp_path / "slab").open("wb") as file:
         file.truncate(10 << 30)
     disk = SimpleNamespace(f_blocks=100, f_frsize=1 << 30, f_bavail=30)
-    monkeypatch.setattr(directory, "os", SimpleNamespace(**{**vars(os), "statvfs": lambda _: disk}))
+    monkeypatch.setattr(disk_room, "os", SimpleNamespace(**{**vars(os), "statvfs": lambda _: disk}))
     monkeypatch.setattr(directory, "file_systems", lambda: {directory.device_of(tmp_path): "ext4"})
     for capacity, status in (("35GiB", Status.OK), ("36GiB", Status.WARNING)):
         found = next(directory._file_system(file_config(tmp_path, capacity, min_free="5GiB"), tmp_path))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from nixl_tiers import cli
+from nixl_tiers.cli.checks import directory
+from nixl_tiers.cli.checks.finding import Status
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write, load
+from tests.support.file_tier import file_config
 
 
 def write(folder: Path, text: str) -> Path:
@@ -71,7 +75,7 @@ def test_every_set_field_is_shown(
     for kind, block in {**fields, "all": top}.items():
         for name in block.keys() - {"type"}:
             expected = others.get(str(block[name]), str(block[name]))
-            assert shown[kind][name].split(": ")[0] == expected.split(": ")[0], name
+            assert shown[kind][name].splitlines()[0] == expected, name
     assert "credentials" not in shown["s3"]
 
 
@@ -85,32 +89,57 @@ def test_every_relevant_default_is_shown(tmp_path: Path, capsys: pytest.CaptureF
     for kind, model in (("cpu", CpuConfig), ("file", FileConfig), ("s3", S3Config), ("all", TiersConfig)):
         for name, field in model.model_fields.items():
             if not field.is_required():
-                assert " (default): " in shown[kind][name], f"{name} has no meaning"
+                value, meaning = shown[kind][name].split("\n", 1)
+                assert value.startswith("default: "), name
+                assert meaning.strip(), f"{name} has no meaning"
     for kind, names in {"file": ["max_age"], "s3": ["max_age", "endpoint", "credentials"], "all": ["model_id"]}.items():
         for name in names:
-            assert "(default)" in shown[kind][name]
+            assert shown[kind][name].startswith("default: ")
 
 
 def _shown(
     tiers: dict[str, dict[str, object]], top: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> dict[str, dict[str, str]]:
-    """What the command prints of each field, by the kind of tier, and of "all"."""
+    """What the command prints of each field, by the kind of tier, and of "all": its value, and lines of its meaning."""
     assert cli.main(["config", json.dumps({"tiers": list(tiers.values()), **top})]) == 0
     blocks = capsys.readouterr().out.split("\n\n")
     heads = {"cpu": "tiers[0] cpu: 64 GiB", "file": "tiers[1] file: 1 TiB", "s3": "tiers[2] s3: 10 TiB", "all": "all t"}
     shown = {}
     for kind, head in heads.items():
         lines = next(block for block in blocks if block.startswith(head)).splitlines()[1:]
-        shown[kind] = dict(line.strip().split(maxsplit=1) for line in lines)
+        fields = re.findall(r"^  (\w+) +(.*(?:\n {6}.*)*)", "\n".join(lines), re.MULTILINE)
+        shown[kind] = dict(fields)
     return shown
 
 
-def test_warnings_come_last_and_exit_code_is_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {{type: file, path: {tmp_path}, capacity: 1Ti}}]")
+def test_verdict_and_warnings_come_first_and_exit_code_is_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {{type: file, path: {tmp_path}, capacity: 1Mi}}]")
     assert cli.main(["config", str(file)]) == 0
     output = capsys.readouterr()
-    assert output.out.splitlines()[-1].startswith("warning: tiers[0].capacity: 64 B holds no chunk")
+    verdict, warning, blank, *_ = output.out.splitlines()
+    assert verdict == "the configuration is valid, 1 warning"
+    assert warning.startswith("warning: tiers[0].capacity: 64 B holds no chunk")
+    assert blank == ""
     assert output.err == ""
+
+
+def test_capacity_that_the_file_system_cannot_hold_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The doctor says the same."""
+    file = write(
+        tmp_path, f"tiers: [{{type: cpu, capacity: 64Mi}}, {{type: file, path: {tmp_path}/kv, capacity: 1Ei}}]"
+    )
+    assert cli.main(["config", str(file), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["valid"] is True
+    (warning,) = answer["warnings"]
+    assert warning.startswith("tiers[1].capacity: 1 EiB do not fit: ")
+    (finding,) = directory._file_system(file_config(tmp_path / "kv", "1EiB"), tmp_path)
+    assert finding.status is Status.WARNING
+    assert finding.change.partition("of")[0] in warning
 
 
 @pytest.mark.parametrize(
@@ -143,7 +172,7 @@ def test_kv_transfer_config_is_accepted(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["config", whole]) == 0
     assert "59.6 GiB" in capsys.readouterr().out
     assert cli.main(["config", whole.replace("NixlTiersSpec", "CPUOffloadingSpec")]) == cli.BAD_INPUT
-    assert capsys.readouterr().err.startswith("nixl-tiers: kv_connector_extra_config.spec_name: must be")
+    assert capsys.readouterr().err.startswith("nixl-tiers: not valid: kv_connector_extra_config.spec_name: must")
 
 
 TIERS = {"tiers": [{"type": "cpu", "capacity": "64GiB"}, {"type": "file", "path": "/mnt/it's kv", "capacity": "1TiB"}]}

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.cli.checks.disk_room import DiskRoom, used_bytes
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME, bytes_needed, write_read_verify
 from nixl_tiers.cli.gds.findings import say
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.fields import format_size, min_free_bytes
+from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.config.warnings import device_of, file_systems
 from nixl_tiers.mounts import nearest
@@ -31,7 +32,6 @@ from nixl_tiers.tiers.staging_trial import all_remembered
 ROWS: Final = 64
 SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
 STALE_S: Final = 3600.0  # left by a doctor that was killed
-_WALK_S: Final = 5.0
 
 
 def examine(config: FileConfig, token: str) -> Iterator[Finding]:
@@ -59,7 +59,7 @@ def examine(config: FileConfig, token: str) -> Iterator[Finding]:
             "for a trial stop the engine, or name another path on this disk",
         )
         return
-    used, _ = _used_bytes(config.path)
+    used, _ = used_bytes(config.path)
     if used + bytes_needed(ROWS) > config.capacity:
         yield not_tried(NAME, f"{format_size(used)} of {format_size(config.capacity)} are used, too much for a trial")
         return
@@ -96,27 +96,17 @@ def parts_in_use(path: Path) -> str:
 
 
 def _file_system(config: FileConfig, parent: Path) -> Iterator[Finding]:
-    status = os.statvfs(parent)
-    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    disk = DiskRoom.of(config)
     kind = file_systems().get(device_of(parent), "unknown")
-    least = min_free_bytes(config.min_free, size)
-    made = "" if config.path == parent else f"; {config.path} is made at the start"
-    text = f"{kind}, {format_size(size)}, {format_size(free)} free"
-    # What the tier can take there while others keep what they have.
-    used, known = _used_bytes(config.path)
-    room = max(0, (min(size, used + free) if known else size) - least)
-    facts = {"file_system": kind, "size_bytes": size, "free_bytes": free, "min_free_bytes": least}
+    made = "" if config.path == parent else f"; {config.path} is created at startup"
+    text = f"{kind}, {format_size(disk.size)}, {format_size(disk.free)} free"
+    facts = {
+        "file_system": kind, "size_bytes": disk.size, "free_bytes": disk.free, "min_free_bytes": disk.min_free,
+    }  # fmt: skip
     if kind == "overlay":
         change = "mount a disk there: rows on a container's own layer end with the container, and are slower"
         yield warning("file system", text + made, change, **facts)
-    elif size and free < least:
-        change = f"free space: `min_free` keeps {format_size(least)}, so the tier does not grow"
-        yield warning("file system", text + made, change, **facts)
-    elif size and config.capacity > room:
-        change = (
-            f"a capacity of {format_size(room)}, free space, or a smaller `min_free` (it keeps {format_size(least)}): "
-            "the tier stops growing there"
-        )
+    elif change := disk.shortage(config.capacity):
         text += f", too little for the capacity of {format_size(config.capacity)}"
         yield warning("file system", text + made, change, **facts)
     else:
@@ -135,20 +125,6 @@ def _staging(config: FileConfig) -> Iterator[Finding]:
     """What engines of this user have measured there."""
     known = [measured for measured in all_remembered() if Path(measured.path) == config.path]
     yield from (ok(f"staging of {measured.direction}", str(measured)) for measured in known)
-
-
-def _used_bytes(path: Path) -> tuple[int, bool]:
-    """What is below a path as far as it is found in a few seconds, and whether that is all."""
-    total, until_s = 0, time.monotonic() + _WALK_S
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += (Path(folder) / name).lstat().st_size
-            except OSError:
-                continue
-        if time.monotonic() > until_s:
-            return total, False
-    return total, True
 
 
 def _trial(config: FileConfig, parent: Path, token: str) -> Iterator[Finding]:
