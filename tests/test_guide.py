@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from nixl_tiers.cli import main
 from nixl_tiers.config import schema
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
 from nixl_tiers.config.warnings import warnings_of
@@ -76,6 +77,21 @@ def test_python_example_runs_when_pasted(page: Path, tmp_path: Path) -> None:
     exec(code.replace('"1GiB"', '"16MiB"'), names)
     assert names["found"] == len(names["keys"])
     assert names["hits"] == [True] * len(names["keys"])
+
+
+def test_output_of_config_in_the_first_run_is_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine whose disk is smaller has a warning too."""
+    page = (GUIDE / "first-run.md").read_text()
+    (shown,) = re.findall(r"\$ nixl-tiers config (?:\S+)\n(.*?)```", page, re.DOTALL)
+    (tiers,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "tiers.yaml"
+    file.write_text(tiers)
+    main(["config", str(file)])
+    printed = [line.rstrip() for line in capsys.readouterr().out.replace(str(file), POINTED).splitlines()]
+    for line in filter(None, shown.splitlines()):
+        assert line == "..." or any(each.startswith(line) for each in printed), line
 
 
 def test_server_without_a_gpu_is_that_of_the_demo() -> None:
