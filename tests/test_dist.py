@@ -172,7 +172,7 @@ def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
     arguments = dict(step.split("=", 1) for name, step in steps if name == "ARG")
     assert re.fullmatch(r"vllm/vllm-openai:v\d+\.\d+\.\d+", arguments["BASE"])
     source, target = steps[-2][1].split()
-    copied = shutil.copytree(tree / source, tmp_path / "context")
+    copied = tmp_path / "context"
     python = environment(tmp_path / "image")
     command = steps[-1][1].replace(target, str(copied)).replace("python3", str(python))
     assert command.count(str(copied)) == 2
@@ -181,9 +181,12 @@ def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
     described = packages / f"nixl_cu13-{nixl}.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu13\nVersion: {nixl}\n")
-    # Without a compiler: what it makes of the sources is shown above, on the wheel.
-    given = {**arguments, "VERSION": "1.2.3", "CC": "false"}
-    run("/bin/sh", "-ec", command, cwd=tmp_path, PIP_NO_BUILD_ISOLATION="0", **given)
+    given = {**arguments, "VERSION": "1.2.3", "PIP_NO_BUILD_ISOLATION": "0"}
+    shutil.copytree(tree / source, copied)
+    with pytest.raises(AssertionError, match="without its native library for GPU copies"):
+        run("/bin/sh", "-ec", command, cwd=tmp_path, CC="false", **given)
+    shutil.copytree(tree / source, copied, dirs_exist_ok=True)
+    run("/bin/sh", "-ec", command, cwd=tmp_path, **given)
     assert not copied.exists()
     assert run(python, "-c", "import nixl_tiers; print(nixl_tiers.__version__)", cwd=tmp_path).strip() == "1.2.3"
     assert (python.parent / "nixl-tiers").exists()
