@@ -21,6 +21,9 @@ from nixl_tiers.manifest import (
 )
 from nixl_tiers.tiers.folder import Folder, NotOwned
 
+CLOSE_S: Final = 1.0
+"""How long closing waits for a manifest that has not been written yet, of an engine that ran for seconds only. A medium
+that hangs must not hang the close."""
 _READ_BYTES: Final = 8 * MAX_MANIFEST_BYTES
 
 

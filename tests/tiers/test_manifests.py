@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,50 @@ def test_manifest_is_written_beside_rows_for_its_owner_only(layout: str, tmp_pat
     tier.close()
     assert not list(tmp_path.rglob("*.new"))
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@LAYOUTS
+def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 1e9)
+    tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
+    assert store(tier, region, range(3)) == [OK] * 3
+    assert not about.exists()
+    tier.close()
+    found = read(about)
+    assert found is not None
+    assert found.description == ABOUT
+    again = start(layout, tmp_path, region)  # nothing was left locked
+    assert load(again, region, range(3)) == [OK] * 3
+    again.close()
+
+
+@LAYOUTS
+def test_medium_that_hangs_does_not_hang_the_close(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 1e9)
+    for module in ("slab.shard", "rowfile.tier"):
+        monkeypatch.setattr(f"nixl_tiers.tiers.{module}.CLOSE_S", 0.05)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        goes_on.wait(300)
+
+    monkeypatch.setattr(ManifestKeeper, "update", hang)
+    tier = start(layout, tmp_path, region)
+    assert store(tier, region, range(3)) == [OK] * 3
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    try:
+        assert hangs.wait(300)
+        closing.join(300)
+        assert not closing.is_alive()
+    finally:
+        goes_on.set()
+    assert read(manifest_path(layout, tmp_path)) is None
 
 
 @LAYOUTS

@@ -50,7 +50,7 @@ from nixl_tiers.tiers.disk import (
 )
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
+from nixl_tiers.tiers.manifest_keeper import CLOSE_S, ManifestAuthor, ManifestKeeper
 from nixl_tiers.tiers.nixl_agent import Registration
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
@@ -132,6 +132,7 @@ class RowFileTier(StorageTier):
         self._mount = MountGuard()
         self._deleting: list[tuple[NamespaceRows, Key, Future[None]]] = []
         self._author = ManifestAuthor(self._row_bytes)
+        self._manifest: ManifestKeeper | None = None
         self._others = OtherNamespaces(logger)
 
     # --- the contract ---------------------------------------------------------------------------------------------
@@ -161,6 +162,7 @@ class RowFileTier(StorageTier):
             self._measure_free_space()
             own = self._author.manifest(namespace.hex(), epoch)
             manifest = ManifestKeeper(own, self._clock) if own is not None and self._directory.writes else None
+            self._manifest = manifest
             health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex(), manifest))
         except OSError as error:
             raise open_error(error) from error
@@ -188,6 +190,11 @@ class RowFileTier(StorageTier):
         if manifest is not None and manifest.due and not problem:
             self._refresh(namespace, manifest)
         return problem
+
+    def _refresh_last(self) -> None:
+        """At the end of an engine that may have run for less than a check's interval."""
+        if self._open is not None and self._manifest is not None and self._manifest.due:
+            self._refresh(self._open.name, self._manifest)
 
     def _refresh(self, namespace: str, manifest: ManifestKeeper) -> None:
         """Write the manifest, once there are rows: a namespace without any needs none."""
@@ -355,6 +362,7 @@ class RowFileTier(StorageTier):
 
     def close(self) -> None:
         if self._open is not None:
+            self._open.health.finish(self._refresh_last, CLOSE_S)
             self._open.health.close()
         self._open = None
         for thread in (self._lister, self._sweeper):

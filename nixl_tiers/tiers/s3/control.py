@@ -167,12 +167,14 @@ class S3Control:
         return self._backoff_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send the queued deletes, as far as that takes no longer than `timeout_s`, and stop."""
+        """Send the queued deletes and do the chore once more, as far as that takes no longer than `timeout_s`, and
+        stop."""
         if self._thread is None:
             return
         with self._wake:
             self._listing = None
             self._closing = True
+            self._chore_at = 0.0
             self._wake.notify()
         self._thread.join(timeout_s)
         self.drop_deletes()
@@ -204,7 +206,7 @@ class S3Control:
             return self._list_page
         if now >= self._credentials_check_at:
             return self._check_credentials
-        if self._has_chore and now >= self._chore_at and not self._closing:
+        if self._has_chore and now >= self._chore_at:
             return self._do_chore
         return None
 
@@ -305,7 +307,9 @@ class S3Control:
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._request_failed("the manifest", error)
         with self._wake:
-            if self._chore is chore:
+            if self._closing:
+                self._chore = None  # that was the last time
+            elif self._chore is chore:
                 self._chore_at = time.monotonic() + pause_s
 
     def _request_failed(self, what: str, error: Exception) -> None:

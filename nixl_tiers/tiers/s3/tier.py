@@ -62,6 +62,7 @@ class S3Tier(StorageTier):
         self._existence = ExistenceChecker(lambda key: exists(self._rows.name(key), self._row_bytes))
         self._janitor: Janitor | None = None
         self._author = ManifestAuthor(self._row_bytes, self._owner.engine)
+        self._closing = False
         self._others = OtherNamespaces(logger)
 
     def identify(self, engine: str) -> None:
@@ -164,6 +165,7 @@ class S3Tier(StorageTier):
             self._janitor.close()
             self._janitor = None
         self._existence.close()
+        self._closing = True
         self._control.close()
         self._transfers.data.close()
         self._owner.close(release=self._control.idle and not self._transfers.data.busy)
@@ -180,11 +182,14 @@ class S3Tier(StorageTier):
         name = self._rows.names.manifest(own.namespace)
 
         def refresh(client: Any) -> float:
-            if (others := self._rows.quota.other_bytes()) is not None and self._others.first():
+            others = None if self._closing else self._rows.quota.other_bytes()
+            if others is not None and self._others.first():
                 names, bucket = self._rows.names, self._config.bucket
                 self._others.tell(own, others, lambda other: small_object(client, bucket, names.manifest(other)))
             if not self._owner.may_write or not len(self._rows.quota):
                 return MANIFEST_CHECK_S
+            if not manifest.due:  # asked by `close`
+                return manifest.wait_s
             manifest.update(
                 lambda: small_object(client, self._config.bucket, name),
                 lambda raw: bool(client.put_object(Bucket=self._config.bucket, Key=name, Body=raw)),

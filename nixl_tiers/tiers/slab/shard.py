@@ -6,6 +6,7 @@ import fnmatch
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from nixl_tiers.tiers.disk import HealthMonitor, describe
 from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.manifest_keeper import ManifestKeeper, read_manifest
+from nixl_tiers.tiers.manifest_keeper import CLOSE_S, ManifestKeeper, read_manifest
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
@@ -260,6 +261,16 @@ class Shard:
         self._directory.write(MANIFEST_NAME, raw)
         return True
 
+    def _describe_last(self) -> bool:
+        """Write the manifest if it is due. False if that hangs: it uses the directory until the process exits."""
+        manifest = self._manifest
+        if manifest is None or not manifest.due or self.health.problem:
+            return True
+        writing = threading.Thread(target=self._update_manifest, args=(manifest,), daemon=True)
+        writing.start()
+        writing.join(CLOSE_S)
+        return not writing.is_alive()
+
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def store_failed(self) -> None:
@@ -284,8 +295,9 @@ class Shard:
             self._log_once.report("store", f"{self.path}: rows cannot be written ({reason})")
         return problem
 
-    def close(self) -> None:
-        """Write what is pending, as far as that is possible, and unlock it."""
+    def close(self, *, last: bool = False) -> None:
+        """Write what is pending, as far as that is possible, and unlock it. `last`: the process is about to exit, so
+        also the manifest, if it has not been written yet."""
         self._closing = True
         self._eraser.shutdown(cancel_futures=True)
         self.health.close()
@@ -295,7 +307,8 @@ class Shard:
             self.journal.mark_empty(self.slabs.allocated())  # so that the next open need not look for seals in them
         self.journal.close()
         self.slabs.close()
-        self._directory.release()
+        if not last or self._describe_last():
+            self._directory.release()  # else the exit does
 
 
 def slots_within(capacity_bytes: int, row_bytes: int) -> int:

@@ -219,7 +219,7 @@ class SlabTier(StorageTier):
         return self._quota.used_bytes
 
     def close(self) -> None:
-        self._close_shard()
+        self._close_shard(last=True)
         self._quota.release()
         self._allocator.shutdown(wait=False, cancel_futures=True)
         self._staging.close()
@@ -235,11 +235,11 @@ class SlabTier(StorageTier):
             raise RuntimeError("the tier is not open")
         return self._open
 
-    def _close_shard(self) -> None:
+    def _close_shard(self, *, last: bool = False) -> None:
         shard, self._open, self._slots = self._open, None, None
         if shard is not None:
             self._allocator.submit(lambda: None).result()  # wait for its current task, which uses this shard
-            shard.close()
+            shard.close(last=last)
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 

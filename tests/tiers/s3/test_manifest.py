@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -62,6 +63,42 @@ def test_manifest_is_written_with_the_first_rows_and_is_no_row(
         assert wait_until(lambda: again.tier.used_bytes == GEOMETRY.row_bytes)
         assert again.load([1]) == [Outcome.OK]
         assert manifest_in(moto, again) is not None
+
+
+def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
+    moto: MotoServer, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "MANIFEST_CHECK_S", 1e9)  # it is looked once, before there are rows
+    with start(place) as driver:
+        assert wait_until(lambda: driver.tier._control._chore_at > 1e8)
+        assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
+        assert manifest_in(moto, driver) is None
+    found = manifest_in(moto, driver)
+    assert found is not None
+    assert found.description == ABOUT
+
+
+def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "MANIFEST_CHECK_S", 1e9)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        goes_on.wait(300)
+
+    monkeypatch.setattr(tier_module, "small_object", hang)
+    driver = start(place)
+    assert wait_until(lambda: driver.tier._control._chore_at > 1e8)
+    assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
+    closing = threading.Thread(target=driver.tier.close, daemon=True)
+    closing.start()
+    try:
+        assert hangs.wait(300)
+        closing.join(300)
+        assert not closing.is_alive()
+    finally:
+        goes_on.set()
+        driver.region.close()
 
 
 def test_manifest_outlives_the_rows_that_make_room(moto: MotoServer, place: dict[str, Any]) -> None:
