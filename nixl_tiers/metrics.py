@@ -127,27 +127,27 @@ METRICS: Final[Mapping[str, Metric]] = {
     ),
     "hit_tokens": _counter("Tokens of these chunks.", number="hit_tokens"),
     "misses": _reasons(
-        "Chunks of requests' prefixes that had to be computed, each counted once a request.",
+        "Chunks of requests' prefixes that had to be computed, each counted once per request.",
         REASON,
-        missed_never_stored=Series(host, ("never_stored",), "no tier is known to have held it lately", tier=NO_TIER),
+        missed_never_stored=Series(host, ("never_stored",), "no tier is known to have held it recently", tier=NO_TIER),
         missed_evicted=Series(every, ("evicted",), "this tier's budget was too small: it was the last to hold it"),
         missed_expired=Series(storage, ("expired",), "its time to live is over, or another engine has deleted it"),
         missed_listing=Series(storage, ("listing",), "not known, while this tier was still being listed"),
         missed_down=Series(storage, ("tier_down",), "this tier holds it, and is down"),
         missed_open=Series(storage, ("circuit_open",), "this tier holds it, and its circuit is not closed"),
-        missed_failed=Series(every, ("failed",), "it was corrupt, or a move of it has failed or hung lately"),
-        missed_slower=Series(storage, ("slower",), "computing it was expected to be quicker than loading it"),
-        missed_late=Series(storage, ("late",), "it did not come before the request's wait had to end"),
+        missed_failed=Series(every, ("failed",), "it was corrupt, or a move of it has failed or hung recently"),
+        missed_slower=Series(storage, ("slower",), "computing it was expected to be faster than loading it"),
+        missed_late=Series(storage, ("late",), "it was not loaded before the request's wait had to end"),
         missed_excluded=Series(storage, ("excluded",), "the request itself allows no load from this tier"),
-        missed_no_room=Series(promoting, ("no_room",), "host memory was full of what other requests wait for or load"),
+        missed_no_room=Series(promoting, ("no_room",), "host memory was full of chunks for other requests"),
     ),
     "wait_seconds": Metric(
         Kind.HISTOGRAM,
-        "How long a request waited for chunks to be promoted, by the lowest tier that it asked.",
+        "How long a request waited for chunks to be promoted, by the lowest tier that it waited for.",
         {
             "wait_loaded": Series(storage, ("loaded",), "and then loaded all it waited for"),
             "wait_partial": Series(storage, ("partial",), "and then loaded what had come by then"),
-            "wait_vain": Series(storage, ("vain",), "and loaded nothing: it computed all, or ended"),
+            "wait_vain": Series(storage, ("vain",), "and loaded nothing: it computed everything, or was aborted"),
         },
         ("tier", "outcome"),
         SECONDS,
@@ -156,25 +156,27 @@ METRICS: Final[Mapping[str, Metric]] = {
         "Requests that wait for chunks to be promoted.", host, number="waiting_requests", labels=()
     ),
     "kv_hint_requests": Metric(
-        Kind.COUNTER, "Requests that carried vLLM's kv_hints, on which nothing acts.", {"kv_hints": Series(host)}, ()
+        Kind.COUNTER, "Requests that carried vLLM's kv_hints, which are ignored.", {"kv_hints": Series(host)}, ()
     ),
     # --- what it brought (cascade/savings.py) ------------------------------------------------------------------
     "saved_first_token_seconds": _counter(
-        "Seconds by which first tokens came earlier: expected seconds of computing what was loaded, less what loading "
-        "took, waiting included.",
+        "Seconds by which first tokens came earlier: expected time to compute what was loaded, less the time that "
+        "loading took, waiting included.",
         number="saved_first_token_s",
     ),
     "saved_prefill_seconds": _counter(
-        "Expected seconds of computing what was loaded instead, whatever that took.", number="saved_prefill_s"
+        "Expected time to compute what was loaded, however long loading took.", number="saved_prefill_s"
     ),
     "lost_seconds": _reasons(
         "Seconds by which first tokens came later.",
         REASON,
         lost_slower_s=Series(every, ("slower",), "loading took longer than computing would have"),
-        lost_vain_s=Series(every, ("vain",), "a request waited, or a copy failed, and it computed what it waited for"),
+        lost_vain_s=Series(
+            every, ("vain",), "a request waited, or a copy failed, and it computed the chunks after all"
+        ),
     ),
     "prefill_tokens_per_s": _gauge(
-        "How many tokens of a prompt the engine computes a second, as far as is known; 0: not yet.",
+        "Prompt tokens that the engine computes per second, as measured; 0: not known yet.",
         host,
         number="prefill_tokens_per_s",
         labels=(),
@@ -213,7 +215,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "drops": _reasons(
         "Chunks that were not written to this tier.",
         REASON,
-        dropped_no_room=Series(stored_to, ("no_room",), "every chunk there was in use"),
+        dropped_no_room=Series(stored_to, ("no_room",), "every chunk in the tier was in use"),
         dropped_behind=Series(written, ("behind",), "this tier could not keep up"),
         dropped_evicted=Series(written, ("evicted",), "the tier above evicted it before it was written here"),
         dropped_refused=Series(written, ("refused",), "the tier is down, or its circuit for stores is not closed"),
@@ -222,8 +224,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     "failures": _reasons(
         "Chunks whose move to or from this tier failed.",
         REASON,
-        failed_loads=Series(every, ("load",), "it was read in vain, apart from chunks that are corrupt or missing"),
-        failed_stores=Series(stored_to, ("store",), "it was written in vain"),
+        failed_loads=Series(every, ("load",), "the read failed, other than for corrupt or missing chunks"),
+        failed_stores=Series(stored_to, ("store",), "the write failed"),
         late=Series(storage, ("late",), "its load took too long and was abandoned"),
         incomplete=Series(host, ("incomplete",), "vLLM stored it without all of its blocks"),
     ),
@@ -236,12 +238,12 @@ METRICS: Final[Mapping[str, Metric]] = {
         found=Series(storage, ("found",), "on the medium: from before it was opened, or stored by other engines"),
     ),
     "unused_chunks": _counter(
-        "Chunks promoted to this tier and evicted before any request loaded them, of those that left for room.",
+        "Chunks promoted to this tier and evicted to make room before any request loaded them.",
         promoting,
         number="unused",
     ),
     "removed_chunks": _reasons(
-        "Chunks that this tier holds no more.",
+        "Chunks that left this tier.",
         REASON,
         evictions=Series(every, ("evicted",), "to make room"),
         corrupt=Series(storage, ("corrupt",), "read back corrupt: the seal did not match, and it became a miss"),
@@ -253,7 +255,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         ),
         reset=Series(every, ("reset",), "the weights may have changed"),
     ),
-    "chunks": _gauge("Chunks that this tier holds, as far as is known: what a look-up can hit.", number="rows"),
+    "chunks": _gauge("Chunks that this tier is known to hold: what a look-up can hit.", number="rows"),
     "used_bytes": _gauge("Bytes that this tier uses on its medium.", number="used_bytes"),
     "capacity_bytes": _gauge("Bytes that this tier may use.", number="capacity_bytes"),
     "huge_page_bytes": _gauge("Bytes of the host tier's memory in pages of 2 MiB.", host, number="huge_page_bytes"),
@@ -282,7 +284,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         number="denials",
     ),
     "quarantined_chunks": _gauge(
-        "Chunks of host memory that are not reused until a mover of this tier has certainly finished with them.",
+        "Chunks of host memory that are not reused while a lost mover of this tier may still write to them.",
         storage,
         number="quarantined",
     ),
@@ -301,7 +303,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         number="probes",
     ),
     "mover_exits": _counter(
-        "Mover processes of this tier that ended, killed or not, while they were needed.", storage, number="deaths"
+        "Mover processes of this tier that exited while they were needed, killed or not.", storage, number="deaths"
     ),
     "mover_kills": _counter("Mover processes of this tier that had to be killed.", storage, number="kills"),
 }

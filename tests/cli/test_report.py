@@ -84,7 +84,7 @@ def test_report_says_what_was_saved_lost_and_missed(serve: Serve, capsys: pytest
     assert "cpu 30,000 90.5 s 80.0 s 0.0 s 0.0 s" in lines
     assert "s3 4,000 10.0 s 2.0 s 1.0 s 2.5 s" in lines
     assert "all 34,000 100.5 s 82.0 s 1.0 s 2.5 s" in lines
-    assert "25 none no tier is known to have held it lately" in lines
+    assert "25 none no tier is known to have held it recently" in lines
     assert lines[-1] == OTHER_NAMESPACES
 
 
