@@ -45,7 +45,7 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without this, only show what would be deleted.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Delete namespaces, or their old rows, below a path or a prefix: those that agree with all of --namespace, --salt
+    """Delete namespaces, or their old rows, under a path or a prefix: those that agree with all of --namespace, --salt
     and --older-than. Then list again, to prove that they are gone.
 
     Shared directories and buckets may be in use: a deleted row is a miss. Slabs in a part that an engine holds are

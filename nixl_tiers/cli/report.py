@@ -20,8 +20,8 @@ from nixl_tiers.metrics import CPU, METRICS, NO_TIER, PREFIX
 TIMEOUT_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 64 << 20
 OTHER_NAMESPACES: Final = (
-    "What only another namespace has (another model, other options) counts as held by no tier: each tier logs at its "
-    "start what it has of others, and `nixl-tiers inspect` lists it."
+    "Chunks of another namespace (another model, other options) count as held by no tier: each tier logs at startup "
+    "what it holds of others, and `nixl-tiers inspect` lists it."
 )
 
 
@@ -111,10 +111,10 @@ def report(
     ],
     as_json: Json = False,
 ) -> int:
-    """Say what the tiers brought since the servers started: tokens and seconds saved, by tier, seconds lost, and why
+    """Say what the tiers have saved since the servers started: tokens and seconds, by tier. Also seconds lost, and why
     chunks missed. Several servers are added up.
 
-    Exit code: 0 reported; 1 a server cannot be asked, is no vLLM, or runs without nixl_tiers; 2 wrong input.
+    Exit code: 0 reported; 1 a server does not answer, is not vLLM, or runs without nixl_tiers; 2 wrong input.
     """
     try:
         found = read(parse(fetch(url), url) for url in urls)

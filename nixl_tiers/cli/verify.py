@@ -26,7 +26,7 @@ def verify(
     ] = 200.0,
     as_json: Json = False,
 ) -> int:
-    """Read every row below a path or a prefix, and compare it with its seal. Deletes nothing: a load finds out the
+    """Read every row under a path or a prefix, and compare it with its seal. Deletes nothing: a load finds out the
     same, and a damaged row is a miss. Engines may be using it; rows that they replace meanwhile do not count.
 
     Exit code: 0 if all rows are good; 1 if some are corrupt or missing, or could not be read; 2 if the place cannot be
