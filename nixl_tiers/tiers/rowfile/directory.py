@@ -257,9 +257,11 @@ class RowDirectory:
 
     def delete(self, path: RowPath) -> None:
         """Raises OSError, but not if it is gone already."""
+        deleted = False
         with suppress(FileNotFoundError), self._fanout(path) as fanout:
             fanout.unlink(path.name)
-        self._quota.record(path, None)
+            deleted = True
+        self._quota.record(path, None, deleted=deleted)
 
     def delete_unless_used(self, path: RowPath) -> None:
         """Delete a row that this process evicts, unless another one has used it since this one last did."""

@@ -141,9 +141,17 @@ class DirQuota:
             directory = self._dirs.get(path[:2])
             return directory.rows.get(path.key) if directory is not None else None
 
-    def record(self, path: RowPath, status: os.stat_result | None, age_from: int = 0, *, stored: bool = False) -> None:
-        """What this process did to a row's file, or found there; None: it is gone. `age_from`: 0 if its seal was not
-        read. `stored`: for the core, whose index has it from now on."""
+    def record(
+        self,
+        path: RowPath,
+        status: os.stat_result | None,
+        age_from: int = 0,
+        *,
+        stored: bool = False,
+        deleted: bool = False,
+    ) -> None:
+        """What is known of a row's file; None: it is gone. `age_from`: 0 if its seal was not read. `stored`: by this
+        process, for the core, whose index has it from now on. `deleted`: by this process, which has made room."""
         with self.lock:
             directory = self._dirs.get(path[:2])
             if directory is None:
@@ -162,7 +170,8 @@ class DirQuota:
             if stored:
                 rows.set_indexed(path.key, True)
             self._rows_bytes += rows.disk_bytes - before
-            self._own_bytes += rows.disk_bytes - before
+            if stored or deleted:  # else another process did it, and may have written as much since
+                self._own_bytes += rows.disk_bytes - before
             if directory.changes is not None:
                 directory.changes.add(encoded(path.key))
 

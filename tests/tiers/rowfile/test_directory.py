@@ -1,9 +1,9 @@
-"""Putting a row into its directory while other processes remove directories that they find empty."""
+"""One row's file, while other processes remove directories that they find empty, and delete rows."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -11,16 +11,22 @@ import pytest
 
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, TempFile
-from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, RowPath
 
 NAMESPACE = bytes(16).hex()
 PATH = RowPath.of(NAMESPACE, b"key")
 LOSSES = 50
+ROW = 4096
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[RowDirectory]:
-    with closing(RowDirectory(tmp_path, DirQuota(1 << 30, 4096))) as directory:
+def quota() -> DirQuota:
+    return DirQuota(1 << 30, ROW)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, quota: DirQuota) -> Iterator[RowDirectory]:
+    with closing(RowDirectory(tmp_path, quota)) as directory:
         directory.prepare(NAMESPACE)
         yield directory
 
@@ -93,3 +99,32 @@ def test_path_that_was_removed_is_not_made_again(directory: RowDirectory, writte
     tmp_path.rmdir()
     with pytest.raises(FileNotFoundError):
         directory.publish(written, PATH, 1)
+
+
+@pytest.fixture
+def full(directory: RowDirectory, quota: DirQuota, written: TempFile) -> DirQuota:
+    """No more may be taken of the file system, and there is one row."""
+    number, added_bytes, _ = quota.begin_scan()
+    quota.end_scan(number, added_bytes, set(), 0)
+    os.truncate(written.path, ROW)
+    directory.publish(written, PATH, 1)
+    quota.limit_growth(0)
+    return quota
+
+
+def test_row_that_this_process_deletes_makes_room(directory: RowDirectory, full: DirQuota) -> None:
+    assert full.reserve(1) is Reservation.WAIT
+    directory.delete(PATH)
+    assert full.reserve(1) is Reservation.GRANTED
+
+
+@pytest.mark.parametrize("notice", [RowDirectory.stat, RowDirectory.open_row, RowDirectory.delete])
+def test_row_that_another_process_deleted_is_no_room_for_this_one(
+    directory: RowDirectory, full: DirQuota, notice: Callable[[RowDirectory, RowPath], object]
+) -> None:
+    """That process has written another row instead: with each counting what both evict, free space would drain."""
+    directory.absolute(PATH).unlink()
+    assert notice(directory, PATH) is None
+    assert full.get(PATH) is None
+    assert full.reserve(1) is Reservation.WAIT
+    assert full.excess_bytes() == ROW
