@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_tiers.manifest import Manifest
-from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace
+from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest
@@ -161,7 +162,13 @@ class SlabQuota:
 
     def make_room(self, need_bytes: int) -> str:
         """Why `need_bytes` more do not fit, as a sentence; "" if they do, after deleting as many shards that no process
-        serves as that takes. Inside `locked`. Raises OSError."""
+        serves as that takes. Inside `locked`."""
+        try:
+            return self._make_room(need_bytes)
+        except OSError as error:  # what cannot be measured may have filled the path
+            return f"no room can be made in {self.path} ({describe(error)})"
+
+    def _make_room(self, need_bytes: int) -> str:
         self._measure()
         while True:
             need = need_bytes + _ROUNDING_BYTES
@@ -264,14 +271,16 @@ class SlabQuota:
         return [directory for *_, directory in sorted(ranked)]
 
     def _measure(self) -> None:
+        """Raises OSError; the last measurement stays."""
         base, own = self._locked, None if self._part is None else self._part.folder.path.name
-        self.used_bytes = self._part_used_bytes = 0
+        used_bytes = part_used_bytes = 0
         for entry in os.scandir(self.path):
             ours = part_number(entry.name) is not None and base.has_folder(entry.name)
-            nbytes = _disk_bytes(entry, ours=ours)
-            self.used_bytes += nbytes
+            nbytes = _part_bytes(entry) if ours else _disk_bytes(entry)
+            used_bytes += nbytes
             if entry.name == own:
-                self._part_used_bytes = nbytes
+                part_used_bytes = nbytes
+        self.used_bytes, self._part_used_bytes = used_bytes, part_used_bytes
 
 
 def _first_seen_ns(directory: Path, written_ns: int, now_ns: int) -> int:
@@ -302,33 +311,38 @@ def _remove_part(directory: Path) -> None:
 
 
 def _disk_bytes(entry: os.DirEntry[str], *, ours: bool = False) -> int:
-    """Bytes of a file, or of everything below a directory: blocks or size, whichever is more. `ours`: it is the
-    directory of a part, with shards in it."""
+    """Bytes of a file, or of everything below a directory: blocks or size, whichever is more. 0 if it has gone, or if
+    it is not ours and this process may not look into it. Raises OSError: nothing else may count as empty."""
     try:
         status = entry.stat(follow_symlinks=False)
         taken = status.st_blocks * 512
-        if not entry.is_dir(follow_symlinks=False):
+        if not stat.S_ISDIR(status.st_mode):
             return max(taken, status.st_size)
         inside = list(os.scandir(entry.path))
-    except OSError:  # it has gone
+    except FileNotFoundError:
         return 0
-    return taken + sum(
-        (_shard_bytes if ours and NAMESPACE.fullmatch(each.name) else _disk_bytes)(each) for each in inside
-    )
-
-
-def _shard_bytes(entry: os.DirEntry[str]) -> int:
-    """As `_disk_bytes`, with the most that its journal may grow to."""
-    try:
-        journal = sum(_disk_bytes(file) for file in os.scandir(entry.path) if file.name.startswith(_JOURNAL))
-    except OSError:
-        return _disk_bytes(entry)
-    return _disk_bytes(entry) + max(0, _max_journal_bytes(Path(entry.path)) - journal)
-
-
-def _max_journal_bytes(directory: Path) -> int:
-    """The most that the shard's journal may grow to, by its description."""
-    try:
-        return int(json.loads((directory / DESCRIPTION).read_bytes())["journal_bytes"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except PermissionError:
+        if ours:
+            raise
         return 0
+    return taken + sum(_disk_bytes(each, ours=ours) for each in inside)
+
+
+def _part_bytes(entry: os.DirEntry[str]) -> int:
+    """As `_disk_bytes` of the directory of a part, with the most that the journals of its shards may grow to."""
+    nbytes = _disk_bytes(entry, ours=True)
+    with suppress(FileNotFoundError):
+        for shard in os.scandir(entry.path):
+            if NAMESPACE.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
+                nbytes += _journal_room(Path(shard.path))
+    return nbytes
+
+
+def _journal_room(shard: Path) -> int:
+    """By how much the journal of this shard may still grow, by its description. Raises OSError."""
+    try:
+        most = int(json.loads((shard / DESCRIPTION).read_bytes())["journal_bytes"])
+        journal = sum(_disk_bytes(file, ours=True) for file in os.scandir(shard) if file.name.startswith(_JOURNAL))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return 0
+    return max(0, most - journal)

@@ -178,7 +178,9 @@ class Slabs:
         with self._quota.locked():
             for slab, keep in cuts:
                 keep_bytes = keep * self.layout.row_bytes
-                self._quota.used_bytes -= max(0, self._folder.stat(_name(slab)).st_size - keep_bytes)
+                freed_bytes = max(0, self._folder.stat(_name(slab)).st_size - keep_bytes)
+                # It may not have been measured yet.
+                self._quota.used_bytes = max(0, self._quota.used_bytes - freed_bytes)
                 if keep:
                     self._cut(slab, keep_bytes)
                 else:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from nixl_tiers.tiers.disk import FreeSpace
 from nixl_tiers.tiers.slab.quota import SlabQuota
@@ -146,6 +150,52 @@ def test_foreign_files_count_and_are_never_touched(tmp_path: Path) -> None:
     assert (foreign / "cat").exists()
     assert (tmp_path / "part-01").exists()
     assert (tmp_path / "part-0" / ("a" * 31)).exists()
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["scandir", "read_bytes"])
+def test_what_cannot_be_measured_does_not_count_as_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str
+) -> None:
+    served = leave_shard(tmp_path, 1, 6 * MIB)
+    other, quota = SlabQuota(tmp_path, 16 * MIB, 2), SlabQuota(tmp_path, 16 * MIB, 2)
+    assert serve(other, 1) == served
+    assert serve(quota, 2).parent.name == "part-1"
+    assert room(quota, MIB)
+    used_bytes = quota.used_bytes
+    with monkeypatch.context() as patch:
+        refuse(patch, call, served, error)
+        with quota.locked():
+            problem = quota.make_room(MIB)
+    assert str(served) in problem
+    assert os.strerror(error) in problem
+    assert quota.used_bytes == used_bytes
+    assert room(quota, MIB)
+    other.release()
+    quota.release()
+
+
+def refuse(patch: pytest.MonkeyPatch, call: str, directory: Path, error: int) -> None:
+    """The call fails in that directory."""
+    owner: Any = os if call == "scandir" else Path
+    real = getattr(owner, call)
+
+    def call_or_fail(path: Any) -> Any:
+        if directory in (Path(path), Path(path).parent):
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path)
+
+    patch.setattr(owner, call, call_or_fail)
+
+
+@pytest.mark.parametrize(("error", "fits"), [(errno.EACCES, True), (errno.EPERM, True), (errno.EIO, False)])
+def test_foreign_directory_that_is_closed_to_this_process_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, fits: bool
+) -> None:
+    """As lost+found is; one whose disk fails may hold anything."""
+    (tmp_path / "lost+found").mkdir()
+    refuse(monkeypatch, "scandir", tmp_path / "lost+found", error)
+    assert room(SlabQuota(tmp_path, 16 * MIB), MIB) is fits
 
 
 def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:

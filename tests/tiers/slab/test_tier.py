@@ -41,6 +41,18 @@ def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # each logged once
 
 
+def test_used_bytes_are_never_negative(tmp_path: Path, region: HostRegion) -> None:
+    """As they would be if slabs are cut that no measurement has counted yet: a heartbeat with them ends the mover."""
+    tier = make(tmp_path, region)
+    tier.open(NAMESPACE, 0)
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    tier._quota.used_bytes = 0
+    slabs_open = tier._served.slabs
+    slabs_open.free(slabs_open.truncate(0))
+    assert tier.used_bytes == 0
+    tier.close()
+
+
 @pytest.mark.parametrize(("error", "outcome"), [(errno.ENOSPC, Outcome.NO_SPACE), (errno.EIO, Outcome.FAILED)])
 def test_failed_allocation_fails_stores_until_it_works_again(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, error: int, outcome: Outcome
