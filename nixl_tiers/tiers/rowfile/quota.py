@@ -38,7 +38,7 @@ NAME_BYTES: Final = 512  # of a directory, for one more name in it
 FANOUT: Final = 256  # directories in a namespace
 SCAN_SHARE: Final = 64  # a process scans again when it has written this fraction of the capacity
 SCAN_ROWS: Final = 16  # but not before it has written so many rows
-FULL_S: Final = 0.5  # how long reservations are refused after no room could be made
+FULL_S: Final = 0.5  # how long reservations are refused after no room could be made, or none could be looked for
 
 
 class RowPath(NamedTuple):
@@ -113,7 +113,7 @@ class DirQuota:
         self._limit_bytes = capacity_bytes - MARGIN_BYTES
         self._own_bytes = 0  # that this process has added by itself, less what it has deleted
         self._own_limit_bytes = math.inf  # of those, to keep `min_free`
-        self._row_bytes = row_bytes
+        self.row_bytes = row_bytes
         self._max_unscanned_bytes = max(SCAN_ROWS * row_bytes, capacity_bytes // SCAN_SHARE)
         self.lock = threading.Condition()
         """Held for the rows of `directories`."""
@@ -121,10 +121,12 @@ class DirQuota:
         self._rows_bytes = self._overhead_bytes = 0  # by the last scan, and this process's changes since
         self._added_bytes = 0  # of directories and names in them, since the last scan began
         self._reserved_bytes = self._pending_delete_bytes = 0
-        self._unscanned_bytes = 0  # reserved since the last scan began
+        self._unscanned_bytes = self._max_unscanned_bytes  # reserved since the last scan that ended began
+        self._covered_bytes = 0  # of those, before the scan that is under way began
         self._requested_bytes = 0  # of room that has to be made
         self._full_until_s = 0.0
         self._scans_requested = self._scans_begun = self._scans_ended = 0
+        self._rescan_at_s = 0.0  # after a scan that failed; 0: the last one did not
         self.scan_all = True
         """Whether the next scan includes all namespaces, not only the one that this process serves."""
         self.closing = False
@@ -201,7 +203,7 @@ class DirQuota:
 
     def flags_of(self, path: RowPath, status: os.stat_result) -> int:
         """SERVABLE or 0."""
-        return SERVABLE if status.st_size == self._row_bytes and fanout_of(path.key) == path.fanout else 0
+        return SERVABLE if status.st_size == self.row_bytes and fanout_of(path.key) == path.fanout else 0
 
     # --- room for new rows ------------------------------------------------------------------------------------------
 
@@ -211,8 +213,11 @@ class DirQuota:
         with self.lock:
             if not self._scans_ended:
                 return Reservation.WAIT
-            need = rows * self._row_bytes
-            if self._unscanned_bytes + need > self._max_unscanned_bytes:
+            need = rows * self.row_bytes
+            covered_bytes = 0 if self._rescan_at_s else self._covered_bytes  # if it will end as the last one did
+            if self._unscanned_bytes - covered_bytes + need > self._max_unscanned_bytes:
+                if time.monotonic() < self._rescan_at_s:
+                    return Reservation.REFUSED
                 self.scan_all = True
                 self._request_scan()
                 return Reservation.WAIT
@@ -225,7 +230,7 @@ class DirQuota:
                 return Reservation.WAIT
             if time.monotonic() < self._full_until_s:
                 return Reservation.REFUSED
-            self._requested_bytes = max(waiting, rows) * self._row_bytes
+            self._requested_bytes = max(waiting, rows) * self.row_bytes
             self.lock.notify_all()
             return Reservation.WAIT
 
@@ -250,7 +255,7 @@ class DirQuota:
     def release(self) -> None:
         """A reserved row has been written and recorded, or its temporary file is gone."""
         with self.lock:
-            self._reserved_bytes -= self._row_bytes
+            self._reserved_bytes -= self.row_bytes
 
     def add_directories(self, count: int) -> None:
         """This process has made new directories."""
@@ -260,12 +265,12 @@ class DirQuota:
     def begin_delete(self) -> None:
         """A row is about to be deleted: stores wait for its room."""
         with self.lock:
-            self._pending_delete_bytes += self._row_bytes
+            self._pending_delete_bytes += self.row_bytes
 
     def end_delete(self) -> None:
         """That row has been deleted, or stays."""
         with self.lock:
-            self._pending_delete_bytes -= self._row_bytes
+            self._pending_delete_bytes -= self.row_bytes
 
     # --- scans and eviction, served by the scanner's thread ---------------------------------------------------------
 
@@ -315,8 +320,7 @@ class DirQuota:
         with self.lock:
             self._scans_begun += 1
             everything, self.scan_all = self.scan_all, False
-            if everything:
-                self._unscanned_bytes = 0
+            self._covered_bytes = self._unscanned_bytes if everything else 0
             return self._scans_begun, self._added_bytes, everything
 
     def end_scan(self, number: int, added_bytes: int, found: set[tuple[str, str]], overhead_bytes: int) -> None:
@@ -332,16 +336,17 @@ class DirQuota:
                     directory.mtime_ns = -1
                     if directory.rows.empty:
                         del self._dirs[name]
-            self._scan_ended(number)
+            self._unscanned_bytes -= self._covered_bytes
+            self._scan_ended(number, 0.0)
 
     def fail_scan(self, number: int) -> None:
-        """The scan ended early: what was known stays."""
+        """The scan ended early: what was known stays, and what was reserved is not scanned yet."""
         with self.lock:
             self.scan_all = True
-            self._scan_ended(number)
+            self._scan_ended(number, time.monotonic() + FULL_S)
 
-    def _scan_ended(self, number: int) -> None:
-        self._scans_ended = number
+    def _scan_ended(self, number: int, rescan_at_s: float) -> None:
+        self._scans_ended, self._covered_bytes, self._rescan_at_s = number, 0, rescan_at_s
         self.lock.notify_all()
 
     def least_recently_read(self, namespace: str, dirs: int, rows: int) -> tuple[set[tuple[str, str]], int]:
@@ -381,7 +386,9 @@ class DirQuota:
             directory.mtime_ns = mtime_ns
             directory.read_in = self._scans_begun
 
-    def fail_dir(self, directory: FanoutDir) -> None:
-        """It could not be read: what was known stays."""
+    def fail_dir(self, name: tuple[str, str]) -> int:
+        """It could not be read: what was known stays. Bytes of everything in it but rows, as far as known."""
         with self.lock:
-            directory.changes = None
+            directory = self._dirs.setdefault(name, FanoutDir())
+            directory.changes, directory.mtime_ns, directory.read_in = None, -1, self._scans_begun
+            return directory.overhead_bytes

@@ -85,7 +85,7 @@ class DirScanner:
             with self._directory.base() as base:
                 overhead_bytes = allocated_bytes(os.fstat(base.descriptor))
                 for entry in os.scandir(self._directory.path):
-                    if _NAMESPACE.fullmatch(entry.name) and base.has_folder(entry.name):
+                    if _NAMESPACE.fullmatch(entry.name) and _may_be_folder(base, entry.name):
                         namespaces.append(entry.name)
                     elif entry.name == INCOMING:
                         self._directory.refresh_time()
@@ -96,8 +96,7 @@ class DirScanner:
                 seen = {name: self._seen[name] for name in skipped}
                 seen |= {name: self._scan_namespace(base, name) for name in namespaces if name not in skipped}
         except OSError as error:
-            path = error.filename or self._directory.path
-            self._log_once.report("scan", f"{path} cannot be scanned ({error.strerror or error})")
+            self._unreadable(error)
             self._quota.fail_scan(number)
         else:
             self._seen = seen
@@ -107,6 +106,10 @@ class DirScanner:
         if number > 1:
             self.cpu_s = time.thread_time() - began_s
 
+    def _unreadable(self, error: OSError) -> None:
+        path = error.filename or self._directory.path
+        self._log_once.report("scan", f"{path} cannot be scanned ({error.strerror or error})")
+
     def _skipped(self, namespaces: list[str]) -> set[str]:
         """The namespaces to skip: of those that are not served here, a scan takes one in turn."""
         others = [name for name in sorted(namespaces) if name != self.served]
@@ -114,26 +117,44 @@ class DirScanner:
         return {name for number, name in enumerate(others) if number != self._turn % len(others) and name in self._seen}
 
     def _scan_namespace(self, base: Folder, namespace: str) -> tuple[int, set[tuple[str, str]]]:
-        """Bytes of everything in it but rows, and its fan-out directories."""
-        overhead_bytes, found = 0, set[tuple[str, str]]()
+        """Bytes of everything in it but rows, and its fan-out directories. What was known of one that cannot be read
+        stays: it must not hide all others."""
         credit = min(_DISTRUSTED_ROWS, self._credits.get(namespace, 0) + _DISTRUSTED_ROWS)
         distrusted, self._credits[namespace] = self._quota.least_recently_read(namespace, _DISTRUSTED_DIRS, credit)
-        with suppress(FileNotFoundError, NotOwned), base.folder(namespace) as home:
-            overhead_bytes += allocated_bytes(os.fstat(home.descriptor))
-            for entry in os.scandir(fd_path(home.descriptor)):
-                name = (namespace, entry.name)
-                try:
-                    if not _FANOUT.fullmatch(entry.name):
-                        raise FileNotFoundError
-                    # Opened each time: that makes an NFS client ask the server for the modification time.
-                    with home.folder(entry.name) as fanout:
-                        overhead_bytes += self._scan_fanout(name, fanout, trust=name not in distrusted)
-                        found.add(name)
-                except (FileNotFoundError, NotOwned):
+        overhead_bytes, found = 0, set[tuple[str, str]]()
+        try:
+            with base.folder(namespace) as home:
+                overhead_bytes += allocated_bytes(os.fstat(home.descriptor))
+                for entry in os.scandir(fd_path(home.descriptor)):
+                    name = (namespace, entry.name)
+                    if _FANOUT.fullmatch(entry.name):
+                        nbytes = self._scan_fanout(home, name, trust=name not in distrusted)
+                        if nbytes is not None:
+                            found.add(name)
+                            overhead_bytes += nbytes
+                            continue
                     overhead_bytes += _disk_bytes(entry)
+        except (FileNotFoundError, NotOwned):
+            pass
+        except OSError as error:
+            self._unreadable(error)
+            before_bytes, _ = self._seen.get(namespace, (0, set()))
+            return before_bytes, {name for name, _ in self._quota.directories(namespace)}
         return overhead_bytes, found
 
-    def _scan_fanout(self, name: tuple[str, str], fanout: Folder, *, trust: bool) -> int:
+    def _scan_fanout(self, home: Folder, name: tuple[str, str], *, trust: bool) -> int | None:
+        """Bytes of everything in it but rows; None if it is no directory for rows."""
+        try:
+            # Opened each time: that makes an NFS client ask the server for the modification time.
+            with home.folder(name[1]) as fanout:
+                return self._read_fanout(name, fanout, trust=trust)
+        except (FileNotFoundError, NotOwned):
+            return None
+        except OSError as error:
+            self._unreadable(error)
+            return self._quota.fail_dir(name)
+
+    def _read_fanout(self, name: tuple[str, str], fanout: Folder, *, trust: bool) -> int:
         """Bytes of everything in it but rows. Only rows that are new cost a stat."""
         status = os.fstat(fanout.descriptor)
         directory, known = self._quota.begin_dir(name, status.st_mtime_ns, trust=trust)
@@ -146,47 +167,70 @@ class DirScanner:
                 entries = os.scandir(fd_path(fanout.descriptor))
                 overhead_bytes += sum(_disk_bytes(entry) for entry in entries if entry.name in foreign)
             found = key_array(keys)
-            new = self._stat_rows(name, fanout, found[without(found, known)])
-        except OSError:
-            self._quota.fail_dir(directory)
+            new, unreadable = self._stat_rows(name, fanout, found[without(found, known)])
+        except FileNotFoundError:
+            self._quota.fail_dir(name)
             raise
-        settled = 1e9 * self._directory.server_time.now_s() - status.st_mtime_ns > _SETTLED_NS
+        overhead_bytes += unreadable * self._quota.row_bytes
+        settled = 1e9 * self._directory.server_time.now_s() - status.st_mtime_ns > _SETTLED_NS and not unreadable
         gone = known[without(known, found)]
         self._quota.end_dir(directory, new, gone, overhead_bytes, status.st_mtime_ns if settled else -1)
         return overhead_bytes
 
-    def _stat_rows(self, name: tuple[str, str], fanout: Folder, keys: Keys) -> FoundRows:
-        """Those that are still there."""
-        there, columns, flags = list[bool](), list[tuple[int, int, int]](), list[int]()
+    def _stat_rows(self, name: tuple[str, str], fanout: Folder, keys: Keys) -> tuple[FoundRows, int]:
+        """Those that are still there, and how many others cannot be read: these may be found later."""
+        there, columns, flags, unreadable = list[bool](), list[tuple[int, int, int]](), list[int](), 0
         for raw in keys.tolist():
             path = RowPath(*name, decoded(raw))
+            there.append(False)
             try:
                 status = fanout.stat(path.name)
             except FileNotFoundError:
-                there.append(False)
                 continue
-            there.append(True)
+            except OSError as error:
+                self._unreadable(error)
+                unreadable += 1
+                continue
+            there[-1] = True
             columns.append((status.st_mtime_ns, taken_bytes(status) // BLOCK_BYTES, 0))
             flags.append(self._quota.flags_of(path, status))
-        return FoundRows(keys[np.array(there, np.bool_)], np.array(columns, COLUMNS), np.array(flags, np.uint8))
+        rows = FoundRows(keys[np.array(there, np.bool_)], np.array(columns, COLUMNS), np.array(flags, np.uint8))
+        return rows, unreadable
 
     def _delete_orphans(self, base: Folder) -> int:
-        """Delete unfinished files whose writers are gone. Bytes of those that others are writing."""
+        """Delete unfinished files whose writers are gone. Bytes of those that others are writing, or that cannot be
+        deleted."""
         total = 0
         with suppress(FileNotFoundError), base.folder(INCOMING) as incoming:
             total += allocated_bytes(os.fstat(incoming.descriptor))
             for name in incoming.names():
                 if self._directory.temp_names.is_own(name):
                     continue
-                with suppress(FileNotFoundError):
-                    status = incoming.stat(name)
-                    age_s = self._directory.server_time.now_s() - status.st_mtime
-                    if self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S:
-                        incoming.unlink(name)
-                        logger.info("deleted %s, an orphan: its writer is gone", incoming.path / name)
-                    else:
-                        total += max(allocated_bytes(status), status.st_size)
+                try:
+                    total += self._unfinished_bytes(incoming, name)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    self._unreadable(error)
+                    total += self._quota.row_bytes
         return total
+
+    def _unfinished_bytes(self, incoming: Folder, name: str) -> int:
+        """0 if it was an orphan, which is deleted. Raises OSError."""
+        status = incoming.stat(name)
+        age_s = self._directory.server_time.now_s() - status.st_mtime
+        if self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S:
+            incoming.unlink(name)
+            logger.info("deleted %s, an orphan: its writer is gone", incoming.path / name)
+            return 0
+        return max(allocated_bytes(status), status.st_size)
+
+
+def _may_be_folder(base: Folder, name: str) -> bool:
+    try:
+        return base.has_folder(name)
+    except OSError:  # it cannot be read now
+        return True
 
 
 def _keys_of(names: list[str]) -> tuple[list[bytes], set[str]]:

@@ -1,0 +1,169 @@
+"""What the scanner finds in a directory of row files of which a part cannot be read, or is unusual."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_tiers.chunk import object_name
+from nixl_tiers.tiers.disk import INCOMING
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.eviction import Evictor
+from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, RowPath
+from nixl_tiers.tiers.rowfile.scanner import DirScanner
+
+NAMESPACE, OTHER = "0" * 32, "f" * 32
+ROW = 4096
+CAPACITY = 64 << 20
+KEYS = [b"k%03d" % number for number in range(1000) if object_name(b"k%03d" % number)[:2] in ("00", "01", "02")]
+PATHS = [RowPath.of(namespace, key) for namespace in (NAMESPACE, OTHER) for key in KEYS]
+BAD = PATHS[0]
+
+
+@pytest.fixture
+def quota() -> DirQuota:
+    return DirQuota(CAPACITY, ROW)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, quota: DirQuota) -> Iterator[RowDirectory]:
+    with closing(RowDirectory(tmp_path, quota)) as directory:
+        directory.prepare(NAMESPACE)
+        yield directory
+
+
+@pytest.fixture
+def scanner(directory: RowDirectory, quota: DirQuota) -> DirScanner:
+    log_once = LogOnce(logging.getLogger(__name__))
+    scanner = DirScanner(directory, quota, Evictor(directory, quota, log_once), log_once)
+    scanner.served = NAMESPACE
+    return scanner
+
+
+@pytest.fixture
+def _rows(directory: RowDirectory) -> None:
+    """Another engine has stored these."""
+    for path in PATHS:
+        file = directory.absolute(path)
+        for parent in (file.parent.parent, file.parent):
+            parent.mkdir(0o700, exist_ok=True)
+        file.write_bytes(bytes(ROW))
+    for path in PATHS:  # else they were changed too recently to be skipped in the next scan
+        os.utime(directory.absolute(path).parent, (0, 0))
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, method: str, bad: str) -> None:
+    """A method of `Folder` fails for this name, with an error of the medium."""
+    real = getattr(Folder, method)
+
+    def failing(folder: Folder, *args: Any, **kwargs: Any) -> Any:
+        if bad == (args[0] if args else folder.path.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), bad)
+        return real(folder, *args, **kwargs)
+
+    monkeypatch.setattr(Folder, method, failing)
+
+
+def known(quota: DirQuota) -> set[RowPath]:
+    return {path for path in PATHS if quota.get(path) is not None}
+
+
+@pytest.mark.usefixtures("_rows")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("stat", BAD.name, {path for path in PATHS if path.key == BAD.key}),
+        ("folder", BAD.fanout, {path for path in PATHS if path.fanout == BAD.fanout}),
+        ("names", BAD.fanout, {path for path in PATHS if path.fanout == BAD.fanout}),
+        ("stat", NAMESPACE, set()),
+        ("folder", NAMESPACE, {path for path in PATHS if path.namespace == NAMESPACE}),
+    ],
+)
+def test_entry_that_cannot_be_read_hides_no_others(
+    scanner: DirScanner,
+    quota: DirQuota,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: tuple[str, str, set[RowPath]],
+) -> None:
+    method, bad, hidden = fault
+    monkeypatch.setattr("nixl_tiers.tiers.rowfile.scanner._DISTRUSTED_DIRS", 0)
+    with monkeypatch.context() as patch:
+        fail_in(patch, method, bad)
+        scanner._scan_all()
+        assert known(quota) == {*PATHS} - hidden
+        used_bytes = quota.used_bytes
+    scanner._scan_all()
+    assert known(quota) == {*PATHS}
+    assert method != "stat" or quota.used_bytes == used_bytes  # a name counted as a row
+    with monkeypatch.context() as patch:
+        fail_in(patch, method, bad)
+        scanner._scan_all()
+        assert known(quota) == {*PATHS}
+    assert quota._rows_bytes == ROW * len(PATHS)
+
+
+@pytest.mark.parametrize("method", ["stat", "unlink"])
+def test_unfinished_file_that_cannot_be_deleted_counts(
+    scanner: DirScanner, quota: DirQuota, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    scanner._scan_all()
+    before = quota.used_bytes
+    orphan = tmp_path / INCOMING / "left.tmp"
+    orphan.write_bytes(bytes(ROW))
+    os.utime(orphan, (0, 0))
+    with monkeypatch.context() as patch:
+        fail_in(patch, method, orphan.name)
+        scanner._scan_all()
+    assert quota.used_bytes >= before + ROW
+    scanner._scan_all()
+    assert quota.used_bytes == before
+    assert not orphan.exists()
+
+
+def reserve_all(quota: DirQuota) -> int:
+    """How many rows find room now."""
+    rows = 0
+    while quota.reserve(1) is Reservation.GRANTED:
+        rows += 1
+    return rows
+
+
+def test_scans_that_fail_give_no_room(scanner: DirScanner, quota: DirQuota, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have filled the directory since one succeeded."""
+    most = quota._max_unscanned_bytes // ROW
+    with monkeypatch.context() as patch:
+        fail_in(patch, "folder", INCOMING)
+        scanner._scan_all()
+        assert reserve_all(quota) == 0
+    scanner._scan_all()
+    assert reserve_all(quota) == most
+    with monkeypatch.context() as patch:
+        fail_in(patch, "folder", INCOMING)
+        for _ in range(3):
+            scanner._scan_all()
+            assert reserve_all(quota) == 0
+        assert quota.reserve(1) is Reservation.REFUSED
+        quota.begin_scan()
+        assert reserve_all(quota) == 0
+    scanner._scan_all()
+    assert reserve_all(quota) == most
+
+
+def test_stores_go_on_while_a_scan_runs(scanner: DirScanner, quota: DirQuota) -> None:
+    most = quota._max_unscanned_bytes // ROW
+    scanner._scan_all()
+    assert reserve_all(quota) == most
+    number, added_bytes, everything = quota.begin_scan()
+    assert everything
+    assert reserve_all(quota) == most
+    quota.end_scan(number, added_bytes, set(), 0)
+    assert reserve_all(quota) == 0  # it did not see these
