@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,19 @@ _OTHER_FORMATS: Final = {
 }
 # Where the configuration came from, not what it is.
 _INCIDENTAL: Final = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
+
+# Options that change bytes of equal size, by the part of vLLM's configuration. What is left out changes the size of
+# pages, the tokens, or rounding only.
+_CACHE: Final = (
+    *("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill", "swa_bounded_replay"),
+    *("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode"),
+    *("use_replayssm", "replayssm_buffer_len", "use_kda_recoverssm"),
+)
+_ATTENTION: Final = ("indexer_kv_dtype", "use_non_causal")
+_MULTIMODAL: Final = (
+    *("mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "video_pruning_rate", "video_pruning_method"),
+    *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+)
 
 
 class Fingerprint(NamedTuple):
@@ -117,8 +130,10 @@ def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
         "dtype": model.dtype,
         "quantization": model.quantization,
         "quantization_config": _digest(getattr(model, "quantization_config", None)),
-        "multimodal": _digest(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
+        "multimodal": _digest(_fields(getattr(model, "multimodal_config", None), _MULTIMODAL)),
         "cache_dtype": cache.cache_dtype,
+        "cache": _digest(_fields(cache, _CACHE)),
+        "attention_options": _digest(_fields(getattr(vllm_config, "attention_config", None), _ATTENTION)),
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": compat.block_hash_seed(str(cache.prefix_caching_hash_algo)),
         "attention": _attention(vllm_config),
@@ -186,6 +201,11 @@ def _device(kv_caches: CanonicalKVCaches) -> str:
     probes = ("_is_amx_tile_supported", "_is_avx512_supported")
     extensions = [probe for probe in probes if getattr(torch.cpu, probe, bool)()]
     return "-".join((platform.machine(), *extensions))
+
+
+def _fields(config: Any, names: Sequence[str]) -> dict[str, object]:
+    """Those fields of one of vLLM's configurations; None where this vLLM has no such field."""
+    return {name: getattr(config, name, None) for name in names}
 
 
 def _plain(hf_config: Any) -> Mapping[str, Any]:

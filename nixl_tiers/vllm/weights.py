@@ -66,7 +66,8 @@ def resolved_commit(model: str, revision: str | None, config_commit: str | None,
 
 
 def digest_of_files(path: Path) -> str:
-    """A digest over config.json and every weight file's name, size, header and content, most of it sampled.
+    """A digest over config.json, what prepares images and sounds (`*processor_config.json`), and every weight file's
+    name, size, header and content, most of it sampled.
 
     Of a safetensors file every tensor is hashed: whole up to WHOLE_BYTES, of larger ones SAMPLE_BYTES in each
     STRIDE_BYTES and at both ends. So a tensor that has changed throughout is always detected, and so is a matrix of two
@@ -85,15 +86,15 @@ def digest_of_files(path: Path) -> str:
     if not files:
         raise UnknownWeights(f"there is no weight file ({', '.join(SUFFIXES)}) in {folder}")
     digest = hashlib.blake2b(digest_size=16)
-    config = folder / "config.json"
-    if config.exists():
-        digest.update(b"config.json" + hashlib.blake2b(config.read_bytes()).digest())
     try:
+        for config in (folder / "config.json", *sorted(folder.glob("*processor_config.json"))):
+            if config.exists():
+                digest.update(config.name.encode() + hashlib.blake2b(config.read_bytes()).digest())
         with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="nixl_tiers-weights") as pool:
             for file, part in zip(files, pool.map(_digest_of_file, files), strict=True):
                 digest.update(file.name.encode() + b"\0" + part)
     except OSError as error:
-        raise UnknownWeights(f"a weight file cannot be read: {error}") from None
+        raise UnknownWeights(f"a file of the model cannot be read: {error}") from None
     return digest.hexdigest()
 
 

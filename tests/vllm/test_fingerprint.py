@@ -99,6 +99,13 @@ def test_equal_facts_give_equal_fingerprints(make: Callable[..., Fingerprint]) -
         {"model_config__hf_config": HfConfig(hidden_size=64, rope_parameters={"rope_theta": 5e5})},
         {"cache_config__cache_dtype": "fp8_e4m3"},
         {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"cache_config__mamba_cache_dtype": "float16"},
+        {"cache_config__mamba_ssm_cache_dtype": "float16"},
+        {"cache_config__kv_cache_dtype_skip_layers": ["5"]},
+        {"attention_config": SimpleNamespace(indexer_kv_dtype="fp8")},
+        {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={"fps": 1})},
+        {"model_config__multimodal_config": SimpleNamespace(video_pruning_rate=0.5)},
+        {"model_config__multimodal_config": SimpleNamespace(video_pruning_method="vidcom2")},
         {"tiers": {"salt": "tenant"}},
         {"tiers": {"model_id": "mine"}},
         {"offloading": {"world_size": 2}},
@@ -114,6 +121,18 @@ def test_options_that_change_the_bytes_change_the_namespace(
     make: Callable[..., Fingerprint], difference: dict[str, Any]
 ) -> None:
     assert make(**difference).digest != make().digest
+
+
+def test_vllm_has_these_options() -> None:
+    """Under another name they would count no more."""
+    from vllm.config import AttentionConfig, CacheConfig, MultiModalConfig
+
+    for config, names in (
+        (CacheConfig, fingerprint._CACHE),
+        (AttentionConfig, fingerprint._ATTENTION),
+        (MultiModalConfig, fingerprint._MULTIMODAL),
+    ):
+        assert set(names) <= set(config.__dataclass_fields__)
 
 
 def test_changed_weights_change_the_namespace_unless_model_id_is_set(

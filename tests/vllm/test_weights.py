@@ -21,6 +21,10 @@ def change_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"hidden_size": 9}')
 
 
+def change_how_images_are_prepared(folder: Path) -> None:
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.4]}')
+
+
 def change_a_header(folder: Path) -> None:
     file = folder / "model-1.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"w"', b'"v"', 1))
@@ -47,7 +51,13 @@ def remove(folder: Path) -> None:
     (folder / "model-0.safetensors").unlink()
 
 
-@pytest.mark.parametrize("change", [change_config, change_a_header, change_content, change_length, rename, remove])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(change_config, change_how_images_are_prepared, change_a_header),
+        *(change_content, change_length, rename, remove),
+    ],
+)
 def test_other_weights_have_another_identity(weights_folder: Path, change: object) -> None:
     before = digest_of_files(weights_folder)
     change(weights_folder)  # type: ignore[operator]
