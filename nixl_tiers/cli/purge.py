@@ -57,7 +57,11 @@ def purge(
     if not (namespace or salt or older_than or everything):
         raise InputError("purge: say what, by --namespace, --salt, --older-than or --all")
     wanted = _digits(namespace or [])
-    digest = None if salt is None else salt_digest(sys.stdin.readline().rstrip("\n") if salt == "-" else salt)
+    if salt == "-":
+        salt = sys.stdin.readline().rstrip("\n")
+    if salt == "":  # as of a variable that is not set: it would choose all namespaces without a salt
+        raise InputError("purge: --salt is empty")
+    digest = None if salt is None else salt_digest(salt)
     before_s = _before(older_than)
     try:
         chosen = [

@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -146,7 +147,8 @@ class Demo:
         self._bucket = BUCKET
         self._prompt_tokens = prompt_tokens
         self._stack = stack
-        self._files = out / "kv"
+        # Of its own, so that nothing is deleted that was there before.
+        self._files = Path(tempfile.mkdtemp(prefix="kv-", dir=out))
         self._progress = Progress()
         self._log = self._progress.log
         self._runs: list[Run] = []
@@ -157,7 +159,6 @@ class Demo:
         model = self._build_model()
         kv_bytes_per_token = _kv_bytes_per_token(model)
         self._stack.callback(shutil.rmtree, self._files, ignore_errors=True)
-        shutil.rmtree(self._files, ignore_errors=True)
         self._log(f"S3 server: {self._s3}")
         s3 = self._stack.enter_context(s3_server)
         self._bucket = s3.make_bucket(BUCKET)

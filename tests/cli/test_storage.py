@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
@@ -202,6 +203,18 @@ def test_purge_deletes_what_is_chosen_and_proves_it(
     assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
     assert run(capsys, "inspect", tmp_path)[1]["namespaces"] == []
     assert not list(tmp_path.rglob("*.row")) + list(tmp_path.rglob("*.kv"))
+
+
+@pytest.mark.parametrize("salt", ["", "-"])
+def test_purge_refuses_an_empty_salt(
+    salt: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a variable that is not set: it would choose all namespaces without a salt."""
+    write("files", tmp_path, region, salt="")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["purge", str(tmp_path), "--salt", salt, "--older-than", "0s", "--yes"]) == BAD_INPUT
+    assert "--salt is empty" in capsys.readouterr().err
+    assert len(list(tmp_path.rglob("*.row"))) == ROWS
 
 
 def test_purge_refuses_slabs_that_an_engine_holds_and_deletes_free_parts(
