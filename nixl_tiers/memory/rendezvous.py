@@ -25,7 +25,6 @@ from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.policies import HugePages
 
 ADDRESS_PREFIX: Final = "nixl-tiers-"
-SERVE_S: Final = 600.0  # how long the owner waits for the others
 _ANSWER_S: Final = 2.0  # how long it waits for one of them to answer: a stopped one must not block the rest
 _RETRY_S: Final = 0.01
 
@@ -120,15 +119,15 @@ def _create(
 
 
 def _serve(listener: socket.socket, wake: int, fd: int, sizes: tuple[int, ...]) -> None:
-    """Send the region until all processes have it, SERVE_S have passed, or `wake` signals that the region is closed."""
+    """Send the region until all processes have it, or `wake` signals that the region is closed. An engine may compile
+    for as long as it likes before its scheduler asks."""
     missing = sizes[-1] - 1
-    deadline = time.monotonic() + SERVE_S
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(wake, select.POLLIN)
     try:
-        while missing and (left_s := deadline - time.monotonic()) > 0:
-            ready = {ready for ready, _ in poll.poll(left_s * 1000)}
+        while missing:
+            ready = {ready for ready, _ in poll.poll()}
             if wake in ready:
                 return
             if ready:

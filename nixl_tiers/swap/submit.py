@@ -201,7 +201,10 @@ class Submitter:
         )
 
     def put(self, request: Request) -> None:
-        """Queue a request, which must be kept until it is not queued any more. Waits for nothing."""
+        """Queue a request, which must be kept until it is not queued any more. Waits for nothing. RuntimeError after
+        `close`."""
+        if not self._thread:
+            raise RuntimeError("this swap is closed")
         self._library.nixl_tiers_submit_put(self._thread, ctypes.byref(request.raw))
 
     def queued(self, request: Request) -> bool:
@@ -218,8 +221,9 @@ class Submitter:
             raise self._driver.error(raw.call.decode(), raw.code)
 
     def drain(self) -> None:
-        """Return when everything that was queued is submitted."""
-        self._library.nixl_tiers_submit_drain(self._thread)
+        """Return when everything that was queued is submitted; at once after `close`."""
+        if self._thread:
+            self._library.nixl_tiers_submit_drain(self._thread)
 
     def close(self) -> None:
         """End the thread after what is queued. May be called twice; no other call may run meanwhile."""

@@ -214,8 +214,11 @@ class _SerialExecutor:
         self._calls.put(call)
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the calls that were submitted before; whether that took no longer than `timeout_s`."""
+        """End after the calls that were submitted before; whether that took no longer than `timeout_s`. On this very
+        thread (the last call had the last reference to the worker, which is collected now) there are none."""
         self._calls.put(None)
+        if self._thread is threading.current_thread():
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

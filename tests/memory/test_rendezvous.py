@@ -136,6 +136,22 @@ def close(*regions: HostRegion) -> None:
         region.close()
 
 
+def test_owner_serves_for_as_long_as_others_are_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler asks when its workers have compiled, which may take any time."""
+    clock, calls = time.monotonic, iter(range(1000))
+
+    def monotonic() -> float:
+        owner = threading.current_thread().name.startswith("nixl_tiers region")
+        return clock() + (1e6 * next(calls) if owner else 0.0)
+
+    monkeypatch.setattr(rendezvous_module.time, "monotonic", monotonic)
+    first = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+    wait_until(lambda: is_bound(name))
+    second = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
+    assert second.identity == first.identity
+    close(first, second)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_processes_share_one_region_in_any_order(

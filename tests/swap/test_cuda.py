@@ -546,3 +546,11 @@ def test_a_stream_can_be_held_while_another_thread_waits(
     waiter.join(60)
     assert transfer.done()
     swap.close()
+
+
+def test_closed_swap_has_nothing_to_wait_for(machine: Callable[..., FakeGpu]) -> None:
+    """vLLM's sleep waits for all swaps of the process, those of engines that have ended too."""
+    scenario = scenario_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
+    swap = swap_of(machine(1), scenario, "staged")
+    swap.close()
+    swap.drain()

@@ -376,7 +376,12 @@ def test_a_failed_load_is_reported_after_all_started_copies_have_ended() -> None
 class Blocking(Slow):
     """A swap in host memory whose copies take their time on the caller's thread."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = threading.Event()
+
     def store(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
+        self.began.set()
         self.elapsed_s()
 
     def load(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
@@ -400,6 +405,24 @@ def test_neither_submission_nor_a_load_waits_for_a_running_store() -> None:
     assert not waiter.is_alive()
     assert [result.job_id for result in worker.get_finished()] == [1]
     worker.shutdown()
+    host.shutdown()
+
+
+def test_worker_that_is_collected_while_it_copies_closes_its_region() -> None:
+    """The running job has the last reference to it, on the thread that copies."""
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    closed = threading.Event()
+    region.at_close(closed.set)
+    blocking = Blocking()
+    host = worker_over(HostRegion.create(Geometry(1, 512), ROWS), caches_of([[512]]), 0)
+    worker = NixlTiersWorker(region, host._plan, blocking, 0, jobs=ThreadedJobs())
+    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+    assert blocking.began.wait(120)
+    del worker
+    gc.collect()
+    assert not closed.is_set(), "the job copies"
+    blocking.go.set()
+    assert closed.wait(120)
     host.shutdown()
 
 
