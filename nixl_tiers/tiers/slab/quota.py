@@ -170,6 +170,8 @@ class SlabQuota:
 
     def _make_room(self, need_bytes: int) -> str:
         self._measure()
+        if self._free is not None:
+            self._free.measure_again()  # other processes have allocated since, each by a measurement of its own
         while True:
             need = need_bytes + _ROUNDING_BYTES
             part_is_full = self._part_used_bytes + need > self.part_bytes

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,21 @@ def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tm
     assert "min_free keeps" in least.problem
     assert room(quota, 0)  # what is there goes on being served
     quota.release()
+
+
+def test_replicas_together_leave_min_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has allocated, the next one sees, however short before that it has measured what is free."""
+    free = [10 * MIB]
+    size = SimpleNamespace(f_blocks=100 * MIB, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**vars(size), f_bavail=free[0]))
+    spaces = [FreeSpace(tmp_path, 4 * MIB, lambda: 0.0) for _ in range(2)]  # no time passes
+    one, other = (SlabQuota(tmp_path, 64 * MIB, 2, space) for space in spaces)
+    assert room(one, 0)
+    assert room(other, 0)
+    assert room(one, 6 * MIB)
+    free[0] -= 6 * MIB
+    assert not room(other, 6 * MIB)
+    assert "min_free keeps" in spaces[1].problem
 
 
 def test_layout_spreads_slots_over_files() -> None:
