@@ -21,7 +21,7 @@ from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
 
 HOLD_S: Final = 0.25  # how long loads hold up stores, before these have their turn
-HELD_POLL_S: Final = 0.002  # while stores are held up and nothing runs: how often to look whether they still are
+HELD_POLL_S: Final = 0.002  # while stores are held up or not admitted, and nothing runs: how often to look again
 FIRST_POLL: Final = 0.75  # of a transfer of stores, as a part of the time that one took lately
 STORE_POLLS: Final = 16  # of a transfer of stores, in the time that it has taken: a look costs 0.1 ms of a processor
 STORE_POLL_S: Final = 0.02  # at the latest
@@ -310,7 +310,9 @@ class MovePipeline:
         now = self._clock()
         if len(stores.running) > len(stores.prepared):
             return min(self._pause_s(unit, now) for unit in stores.running if unit not in stores.prepared)
-        return HELD_POLL_S if (stores.waiting or stores.prepared) and now < self._held_until_s() else 0.0
+        if stores.waiting and not stores.running:  # the tier does not admit them yet: for what it waits is not known
+            return HELD_POLL_S
+        return HELD_POLL_S if stores.prepared and now < self._held_until_s() else 0.0
 
     def _pause_s(self, unit: Unit, now: float) -> float:
         """Before a store is polled again. Nobody waits for it, and each look takes time from the engine's threads. But

@@ -281,6 +281,22 @@ def test_first_unit_that_is_not_admitted_holds_up_the_others() -> None:
     assert medium.end(1, 2) == [FinishedBatch(batch, [Outcome.OK] * 2)]
 
 
+def test_stores_that_only_wait_for_admission_are_not_polled_for() -> None:
+    medium = Medium()
+    medium.admits = lambda unit: 1 not in {move.row for move in unit.moves}
+    medium.pipeline.store(moves(1, 2))
+    assert medium.pipeline.poll_s == HELD_POLL_S
+    medium.pipeline.load(moves(3))
+    assert medium.pipeline.poll_s == 0
+    medium.end(3)
+    assert medium.pipeline.poll_s == HELD_POLL_S
+    medium.admits = lambda _: True
+    medium.poll()
+    assert medium.pipeline.poll_s == 0
+    medium.end(1, 2)
+    assert medium.pipeline.poll_s == 0
+
+
 def test_moves_that_end_at_admission_do_not_start() -> None:
     medium = Medium(unit_rows=2)
 
