@@ -20,6 +20,7 @@ from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.slabs import NoSpace
 
 GROWTH_S: Final = 1.0
+OVERDUE_S: Final = 5.0  # how long stores wait for a growth, which waits for the processes that hold the path's lock
 RETRY_S: Final = 2.0  # between two tries to grow, when there was no room
 _SEARCH_SLOTS: Final = 1 << 16
 _SPARE_EXTENTS: Final = 2  # an empty tail of fewer is kept: it would soon be allocated again
@@ -46,7 +47,7 @@ class Growth:
         `in_use`: slots that jobs read or write; `growing`: whether the slabs are growing now.
         """
         slabs, layout = self._shard.slabs, self._shard.slabs.layout
-        if self.slots < layout.slots and time.monotonic() >= self._retry_at_s:
+        if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + RETRY_S
             trying = self._allocator.submit(slabs.grow, slabs.end)
             while not trying.done():
@@ -55,7 +56,7 @@ class Growth:
                 trying.result()
                 self.slots = layout.slots
         # Before the journal is complete, what is in the tail is not known.
-        if self._shard.journal.complete and not growing():
+        if self._shard.journal.complete:
             yield from self._free_tail(in_use())
 
     def _free_tail(self, in_use: set[int]) -> Iterator[list[Entry]]:

@@ -21,14 +21,14 @@ from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
-from nixl_tiers.tiers.disk import FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
+from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.expiry import sweep_s
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
-from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
+from nixl_tiers.tiers.slab.growth import GROWTH_S, OVERDUE_S, Growth
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
@@ -65,6 +65,7 @@ class SlabTier(StorageTier):
         self._slots: Growth | None = None
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
+        self._growth_since_s = 0.0
         self._log_once = LogOnce(logger)
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
@@ -254,21 +255,36 @@ class SlabTier(StorageTier):
         return not served.listed or bool(served.journal.sealed_at[slot])
 
     def _admit_store(self, unit: Unit) -> bool:
-        """Stores that need a new extent wait for it, and for each other."""
+        """Stores that need a new extent wait for it, and for each other, unless it is overdue."""
         served = self._served
         slabs, journal = served.slabs, served.journal
         unit.end_each(lambda move: Outcome.FAILED if journal.denies(move.slot) else None)
         slots = {move.slot for move in unit.moves}
-        if self._growth is not None or not journal.may_overwrite(slots) or served.erasing & slots:
+        waits = self._growth is not None and not self._growth_is_overdue()
+        if waits or not journal.may_overwrite(slots) or served.erasing & slots:
             return not unit.moves
         unit.end_each(lambda move: None if 0 <= move.slot < slabs.layout.slots else Outcome.FAILED)
         lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]
         if not lacking:
             return True
-        if time.monotonic() >= self._full_until_s:
+        outcome = self._full_outcome
+        if self._growth is not None:
+            outcome = Outcome.NO_SPACE
+        elif time.monotonic() >= self._full_until_s:
             self._growth = self._allocator.submit(slabs.grow, lacking[0])
+            self._growth_since_s = time.monotonic()
             return False
-        unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else self._full_outcome)
+        unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else outcome)
+        return True
+
+    def _growth_is_overdue(self) -> bool:
+        """Meanwhile the core evicts to store more, as where there is no room."""
+        if time.monotonic() - self._growth_since_s < OVERDUE_S:
+            return False
+        if self._slots is not None:
+            self._slots.refused()
+        lock = self._config.path / SLAB_LOCK
+        self._log_once.report("growth", f"room for more rows takes long: has a process stopped that holds {lock}?")
         return True
 
     def _run_load(self, unit: Unit) -> Steps[None]:

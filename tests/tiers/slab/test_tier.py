@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import math
 import os
 import time
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
-from nixl_tiers.tiers.slab import journal, slabs
+from nixl_tiers.tiers.slab import growth, journal, slabs
+from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.journal_file import JournalFile
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, wait_until
@@ -95,6 +98,35 @@ def test_new_model_below_min_free_is_down_until_there_is_room(tmp_path: Path, re
     tier.close()
     tier = make(tmp_path, region, min_free=0)
     assert tier.open(NAMESPACE, 0) > 0
+    tier.close()
+
+
+def test_process_that_stands_still_with_the_lock_holds_up_only_stores_that_lack_room(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = make(tmp_path, region)
+    slots = tier.open(NAMESPACE, 0)
+    while any(True for _ in tier.list_rows()):
+        pass
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    lock = os.open(tmp_path / ".ledger", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr(growth, "RETRY_S", 0.0)
+    monkeypatch.setattr(slab_tier, "OVERDUE_S", math.inf)
+    batches = [tier.store([Move(slot % ROWS, slot, key_of(slot), seal=True)]) for slot in (slots - 1, 1)]
+    for _ in range(20):
+        assert not tier.poll()  # both wait: the first one may be given room, and the other one is behind it
+    monkeypatch.setattr(slab_tier, "OVERDUE_S", 0.0)
+    assert outcomes(tier, *batches) == [[Outcome.NO_SPACE], [Outcome.OK]]
+    assert set(load(tier, region, range(2))) == {Outcome.OK}
+    assert 0 < (tier.slots or 0) < slots  # the core evicts to store more
+    assert next(tier.maintain(), None) is None  # and other maintenance goes on
+    assert [record.getMessage() for record in caplog.records] == [
+        f"room for more rows takes long: has a process stopped that holds {tmp_path / '.ledger'}?"
+    ]
+    os.close(lock)
+    monkeypatch.setattr(slab_tier, "OVERDUE_S", math.inf)
+    assert outcomes(tier, tier.store([Move(0, slots - 1, key_of(0), seal=True)])) == [[Outcome.OK]]
     tier.close()
 
 
