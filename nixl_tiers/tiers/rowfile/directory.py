@@ -34,11 +34,12 @@ def _worker_of(path: RowPath) -> int:
 class TempFile:
     """A file that a row is written into, in an open directory of unfinished files; to be closed."""
 
-    def __init__(self, base: Folder, incoming: Folder, name: str) -> None:
+    def __init__(self, base: Folder, incoming: Folder, names: TempNames) -> None:
         """Takes both directories over."""
         self.base = base
         self._incoming = incoming
-        self._name = name
+        self._names = names
+        self._name = names.name()
 
     @property
     def path(self) -> Path:
@@ -61,6 +62,8 @@ class TempFile:
         self._incoming.unlink(self._name)
 
     def close(self) -> None:
+        """If it could be neither renamed nor deleted, the scanner deletes it from now on."""
+        self._names.release(self._name)
         self._incoming.close()
         self.base.close()
 
@@ -198,7 +201,7 @@ class RowDirectory:
         except BaseException:
             base.close()
             raise
-        return TempFile(base, incoming, self.temp_names.name())
+        return TempFile(base, incoming, self.temp_names)
 
     def publish(self, temporary: TempFile, path: RowPath, sealed_at: int) -> None:
         """Rename a written file to the row's name, atomically replacing an older file. `sealed_at`: Unix seconds.

@@ -198,13 +198,13 @@ class DirScanner:
         return rows, unreadable
 
     def _delete_orphans(self, base: Folder) -> int:
-        """Delete unfinished files whose writers are gone. Bytes of those that others are writing, or that cannot be
-        deleted."""
+        """Delete unfinished files that nobody writes any more. Bytes of those that others are writing, or that cannot
+        be deleted."""
         total = 0
         with suppress(FileNotFoundError), base.folder(INCOMING) as incoming:
             total += allocated_bytes(os.fstat(incoming.descriptor))
             for name in incoming.names():
-                if self._directory.temp_names.is_own(name):
+                if self._directory.temp_names.is_in_use(name):
                     continue
                 try:
                     total += self._unfinished_bytes(incoming, name)
@@ -221,7 +221,7 @@ class DirScanner:
         age_s = self._directory.server_time.now_s() - status.st_mtime
         if self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S:
             incoming.unlink(name)
-            logger.info("deleted %s, an orphan: its writer is gone", incoming.path / name)
+            logger.info("deleted %s, an orphan: nobody writes it any more", incoming.path / name)
             return 0
         return max(allocated_bytes(status), status.st_size)
 

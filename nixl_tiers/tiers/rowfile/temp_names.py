@@ -13,7 +13,7 @@ from typing import Final
 
 
 class TempNames:
-    """Makes names that no other process on any machine uses, and recognizes those of processes that are gone."""
+    """Makes names that no other process on any machine uses, and recognizes names without a writer. Thread-safe."""
 
     _NAME: Final = re.compile(r"([A-Za-z0-9_]+)-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+\.tmp")
 
@@ -22,19 +22,29 @@ class TempNames:
         self._pid_namespace = blake2b(_pid_namespace().encode(), digest_size=4).hexdigest()
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
+        self._in_use = set[str]()
 
     def name(self) -> str:
-        return f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-{next(self._numbers)}.tmp"
+        """In use until `release`."""
+        name = f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-{next(self._numbers)}.tmp"
+        self._in_use.add(name)
+        return name
 
-    def is_own(self, name: str) -> bool:
-        match = self._NAME.fullmatch(name)
-        return match is not None and match[4] == self._token
+    def release(self, name: str) -> None:
+        """A file that still has the name is an orphan from now on: it could not be deleted."""
+        self._in_use.discard(name)
+
+    def is_in_use(self, name: str) -> bool:
+        return name in self._in_use
 
     def is_orphan(self, name: str) -> bool:
-        """Whether the process that made the name is known to have ended: never for another machine or container."""
+        """Whether it is one of our own that is not in use, or the process that made it is known to have ended: never
+        for another machine or container."""
         match = self._NAME.fullmatch(name)
         if match is None or (match[1], match[2]) != (self._host, self._pid_namespace):
             return False
+        if match[4] == self._token:
+            return not self.is_in_use(name)
         try:
             os.kill(int(match[3]), 0)
         except ProcessLookupError:

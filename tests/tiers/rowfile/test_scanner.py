@@ -129,6 +129,27 @@ def test_unfinished_file_that_cannot_be_deleted_counts(
     assert not orphan.exists()
 
 
+def test_own_unfinished_file_that_could_not_be_deleted_counts_and_is_deleted_later(
+    directory: RowDirectory, scanner: DirScanner, quota: DirQuota, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the engine that wrote it lives on."""
+    temporary = directory.temp_file()
+    os.close(temporary.open())
+    os.truncate(temporary.path, ROW)
+    path = temporary.path
+    scanner._scan_all()
+    assert path.exists()  # it is being written, and its room is reserved
+    before = quota.used_bytes
+    temporary.close()
+    with monkeypatch.context() as patch:
+        fail_in(patch, "unlink", path.name)
+        scanner._scan_all()
+        assert quota.used_bytes == before + ROW
+    scanner._scan_all()
+    assert not path.exists()
+    assert quota.used_bytes == before
+
+
 def reserve_all(quota: DirQuota) -> int:
     """How many rows find room now."""
     rows = 0
