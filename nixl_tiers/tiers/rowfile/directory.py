@@ -17,6 +17,7 @@ from nixl_tiers.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest
+from nixl_tiers.tiers.rowfile.packed_rows import KnownRow
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
@@ -271,7 +272,7 @@ class RowDirectory:
         known = self._quota.get(path)
         with suppress(OSError):
             status = self.stat(path)
-            if self.writes and status is not None and (known is None or status.st_mtime_ns <= known.mtime_ns):
+            if self.writes and status is not None and (known is None or KnownRow.of(status).mtime_ns <= known.mtime_ns):
                 self.delete(path)
 
     def delete_unless_replaced(self, path: RowPath, status: os.stat_result) -> None:

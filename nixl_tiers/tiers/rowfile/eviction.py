@@ -16,7 +16,7 @@ from nixl_tiers.memory.seal import read as read_seal
 from nixl_tiers.tiers.expiry import expired, has_expired
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
-from nixl_tiers.tiers.rowfile.packed_rows import PRESENT, decoded
+from nixl_tiers.tiers.rowfile.packed_rows import PRESENT, KnownRow, decoded
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 
 _CANDIDATES: Final = 4096  # rows sorted at a time
@@ -124,7 +124,7 @@ class Evictor:
             status = self._directory.stat(path)
             if status is None:
                 return _Eviction.MISSING
-            if status.st_mtime_ns > mtime_ns:
+            if KnownRow.of(status).mtime_ns > mtime_ns:
                 self._quota.record(path, status)
                 return _Eviction.USED
             self._directory.delete(path)

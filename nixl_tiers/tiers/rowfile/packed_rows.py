@@ -6,12 +6,13 @@ A dict of the same rows costs nine times as much.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.chunk import Key, align
 from nixl_tiers.memory.row_table_format import LENGTHS
 from nixl_tiers.zeroed import zeroed
 
@@ -31,6 +32,9 @@ WAS_INDEXED: Final = 8  # INDEXED before the tier was opened again
 
 COLUMNS: Final = np.dtype([("mtime_ns", "<i8"), ("blocks", "<u4"), ("age_from", "<u4")])
 BLOCK_BYTES: Final = 512  # of `blocks`, the space that a file takes
+MAX_AGE_FROM: Final = (1 << 32) - 1  # Unix seconds
+_MAX_BLOCKS: Final = (1 << 32) - 1
+_MAX_MTIME_NS: Final = (1 << 63) - 2  # one more has room too
 _KEPT: Final = PRESENT | INDEXED | WAS_INDEXED  # without any of these, a row is dropped at the next merge
 _MAPPED_BYTES: Final = 32 << 10
 _MIN_TAIL: Final = 8
@@ -43,6 +47,17 @@ class KnownRow(NamedTuple):
     mtime_ns: int
     disk_bytes: int
     age_from: int  # Unix seconds (see `quota.age_from`); 0: its seal has not been read yet
+
+    @classmethod
+    def of(cls, status: os.stat_result, age_from: int = 0) -> KnownRow:
+        """Within what COLUMNS can hold: anybody can give a file a time or size beyond it."""
+        nbytes = max(allocated_bytes(status), align(status.st_size))
+        mtime_ns = max(-_MAX_MTIME_NS, min(status.st_mtime_ns, _MAX_MTIME_NS))
+        return cls(mtime_ns, min(nbytes, BLOCK_BYTES * _MAX_BLOCKS), age_from)
+
+
+def allocated_bytes(status: os.stat_result) -> int:
+    return status.st_blocks * BLOCK_BYTES
 
 
 def encoded(key: Key) -> bytes:

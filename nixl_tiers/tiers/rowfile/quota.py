@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from nixl_tiers.chunk import PAGE, Key, align, object_name
 from nixl_tiers.manifest import MAX_MANIFEST_BYTES
 from nixl_tiers.tiers.rowfile.packed_rows import (
-    BLOCK_BYTES,
+    MAX_AGE_FROM,
     SERVABLE,
     KnownRow,
     PackedRows,
@@ -66,16 +66,8 @@ def age_from(sealed_at: int | None, status: os.stat_result) -> int:
     """When the age of a row file begins, in Unix seconds: at its sealing. Its modification time is when it was last
     used, and counts only without a seal (None). But a seal that is ahead of the modification time was made by a clock
     that is ahead of the file server's: then that time is when the row was written, and is kept (see `touch`)."""
-    return int(status.st_mtime) if sealed_at is None else min(sealed_at, int(status.st_mtime))
-
-
-def allocated_bytes(status: os.stat_result) -> int:
-    return status.st_blocks * BLOCK_BYTES
-
-
-def taken_bytes(status: os.stat_result) -> int:
-    """What a row file takes of the capacity."""
-    return max(allocated_bytes(status), align(status.st_size))
+    mtime_s = max(0, min(int(status.st_mtime), MAX_AGE_FROM))
+    return mtime_s if sealed_at is None else min(sealed_at, mtime_s)
 
 
 class Reservation(Enum):
@@ -163,9 +155,7 @@ class DirQuota:
             rows, before = directory.rows, directory.rows.disk_bytes
             if status is not None:
                 # A row that was replaced may seem too old: its seal is read again before it is deleted.
-                rows.put(
-                    path.key, KnownRow(status.st_mtime_ns, taken_bytes(status), age_from), self.flags_of(path, status)
-                )
+                rows.put(path.key, KnownRow.of(status, age_from), self.flags_of(path, status))
                 directory.added_in = self._scans_begun
             else:
                 rows.remove(path.key)

@@ -18,8 +18,17 @@ from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.packed_rows import BLOCK_BYTES, COLUMNS, decoded, encoded, key_array, without
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows, RowPath, allocated_bytes, taken_bytes
+from nixl_tiers.tiers.rowfile.packed_rows import (
+    BLOCK_BYTES,
+    COLUMNS,
+    KnownRow,
+    allocated_bytes,
+    decoded,
+    encoded,
+    key_array,
+    without,
+)
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows, RowPath
 
 if TYPE_CHECKING:
     from nixl_tiers.tiers.rowfile.packed_rows import Keys
@@ -192,7 +201,8 @@ class DirScanner:
                 unreadable += 1
                 continue
             there[-1] = True
-            columns.append((status.st_mtime_ns, taken_bytes(status) // BLOCK_BYTES, 0))
+            row = KnownRow.of(status)
+            columns.append((row.mtime_ns, row.disk_bytes // BLOCK_BYTES, row.age_from))
             flags.append(self._quota.flags_of(path, status))
         rows = FoundRows(keys[np.array(there, np.bool_)], np.array(columns, COLUMNS), np.array(flags, np.uint8))
         return rows, unreadable

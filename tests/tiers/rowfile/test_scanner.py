@@ -18,7 +18,7 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, RowPath, age_from
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
 
 NAMESPACE, OTHER = "0" * 32, "f" * 32
@@ -148,6 +148,52 @@ def test_own_unfinished_file_that_could_not_be_deleted_counts_and_is_deleted_lat
     scanner._scan_all()
     assert not path.exists()
     assert quota.used_bytes == before
+
+
+@pytest.fixture(params=[-(1 << 34), 0, 1 << 33, 1 << 34])  # int64 nanoseconds end at 9.2 * 10**9 seconds
+def _impossible(_rows: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that has a row's name has an absurd time and size."""
+    real, looks = Folder.stat, iter(range(20))
+
+    def stat(folder: Folder, name: str) -> os.stat_result:
+        status = real(folder, name)
+        if name != BAD.name:
+            return status
+        assert next(looks, None) is not None  # not without end
+        times = {"st_mtime_ns": request.param * 10**9, "st_blocks": 0}
+        return os.stat_result((*status[:6], 3 << 40, 0, request.param, 0), times)
+
+    monkeypatch.setattr(Folder, "stat", stat)
+
+
+@pytest.mark.usefixtures("_impossible")
+def test_file_of_an_impossible_time_and_size_is_evicted_like_others(
+    directory: RowDirectory, scanner: DirScanner, quota: DirQuota
+) -> None:
+    scanner._scan_all()
+    assert known(quota) == {*PATHS}
+    assert quota.used_bytes >= 1 << 40
+    quota._limit_bytes = 0
+    quota._requested_bytes = 1
+    scanner._evictor.make_room(scanner._scan_all)
+    assert known(quota) == set()
+    assert not directory.absolute(BAD).exists()
+
+
+@pytest.mark.usefixtures("_impossible")
+def test_file_of_an_impossible_time_and_size_is_recorded_and_deleted(
+    directory: RowDirectory, scanner: DirScanner, quota: DirQuota
+) -> None:
+    scanner._scan_all()
+    status = directory.stat(BAD)
+    assert status is not None
+    quota.record(BAD, status, begins := age_from(None, status))
+    quota.record_age(BAD, begins)
+    row = quota.get(BAD)
+    assert row is not None
+    assert row.age_from == begins
+    directory.delete_unless_used(BAD)
+    assert not directory.absolute(BAD).exists()
 
 
 def reserve_all(quota: DirQuota) -> int:
