@@ -69,18 +69,20 @@ class S3Control:
         self._thread: threading.Thread | None = None
         self._chore: Callable[[Any], float] | None = None
         self._chore_at = 0.0
+        self._deletes_turn = False  # whether deletes came before listings and the chore when both were due
 
     # The mover's side
 
     def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> Credentials:
         """Find credentials and check that the bucket exists; returns within `timeout_s`.
 
-        Raises TierRefused if there is no such bucket or the configuration cannot work, else TierDown.
+        An attempt that takes longer goes on, and what it achieves is the next call's. Raises TierRefused if there is no
+        such bucket or the configuration cannot work, else TierDown.
         """
         with self._wake:
-            if self._connecting is None or self._connecting.done():
-                self._connecting = Future()
             connecting = self._connecting
+            if connecting is None or (connecting.done() and connecting.exception() is not None):
+                connecting = self._connecting = Future()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="nixl_tiers-s3-control", daemon=True)
                 self._thread.start()
@@ -89,6 +91,8 @@ class S3Control:
             connecting.result(timeout_s)
         except FutureTimeout:
             raise self.connection.down(f"does not answer within {timeout_s:g} s") from None
+        with self._wake:
+            self._connecting = None
         if self.connection.credentials is None:
             raise self.connection.down("no credentials")
         return self.connection.credentials
@@ -101,8 +105,8 @@ class S3Control:
             self._wake.notify()
 
     def set_chore(self, chore: Callable[[Any], float] | None) -> None:
-        """Call this on the control thread when there is nothing else to do: with the client; it returns in how many
-        seconds to call it again. None: nothing, instead of an earlier one."""
+        """Call this on the control thread when no listing is due: with the client; it returns in how many seconds to
+        call it again. None: nothing, instead of an earlier one."""
         with self._wake:
             self._chore, self._chore_at = chore, 0.0
             self._wake.notify()
@@ -200,15 +204,21 @@ class S3Control:
             return self._connect
         if self._check_due and self.connection.client is not None and now >= self._upload_check_at:
             return self._check_uploads
-        if self._sendable_deletes and self.connection.client is not None and now >= self._not_before["delete"]:
+        if now >= self._credentials_check_at:
+            return self._check_credentials
+        # Deletes and the rest take turns: rows may be evicted faster than the server deletes them.
+        deletes_due = self._deletes_due(now)
+        self._deletes_turn = not self._deletes_turn
+        if deletes_due and (self._deletes_turn or self._closing):
             return self._delete_some
         if self._listing is not None and now >= self._list_at_s(self._listing, now):
             return self._list_page
-        if now >= self._credentials_check_at:
-            return self._check_credentials
         if self._has_chore and now >= self._chore_at:
             return self._do_chore
-        return None
+        return self._delete_some if deletes_due else None
+
+    def _deletes_due(self, now: float) -> bool:
+        return self._sendable_deletes and self.connection.client is not None and now >= self._not_before["delete"]
 
     def _idle_s(self, now: float) -> float | None:
         times = [self._credentials_check_at]
@@ -269,7 +279,9 @@ class S3Control:
         failed: Sequence[str]
         try:
             answer = self.connection.delete_client.delete_objects(Bucket=self._tier.bucket, Delete=request)
-            failed = [str(error.get("Key")) for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
+            errors = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
+            # An error of an unknown object may be that of any of these, and that object is not ours to delete.
+            failed = [name for name in names if name in errors] if errors.issubset(names) else names
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._request_failed("delete request", error)
             failed = names

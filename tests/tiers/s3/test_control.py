@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,14 +11,102 @@ from botocore.exceptions import EndpointConnectionError
 from botocore.parsers import ResponseParserError
 
 from nixl_tiers.config.schema import S3Config
+from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.s3 import control
 from nixl_tiers.tiers.s3.control import S3Control
+from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.listing import FullListing, Page
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 from tests.tiers.s3.harness import HANG_UP, FaultyS3, Request, connects, wait_until
 
 pytestmark = pytest.mark.usefixtures("server_credentials")
+
+
+def test_attempt_that_succeeds_too_late_is_used_by_the_next_one() -> None:
+    """A source of credentials that takes longer than `connect` waits would never be enough otherwise."""
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    found, attempts = threading.Event(), list[int]()
+
+    def open_slowly() -> None:
+        attempts.append(1)
+        assert found.wait(60)
+        bucket.connection.credentials = Credentials("id", "secret")
+
+    with mock.patch.object(bucket.connection, "open", open_slowly):
+        try:
+            with pytest.raises(TierDown, match="does not answer within"):
+                bucket.connect(timeout_s=0.01)
+            with pytest.raises(TierDown, match="does not answer within"):
+                bucket.connect(timeout_s=0.01)
+            found.set()
+            assert bucket._connecting is not None
+            bucket._connecting.result(60)
+            bucket.connect()
+            assert len(attempts) == 1
+            bucket.connect()
+            assert len(attempts) == 2  # a result is used once: the server may be another by then
+        finally:
+            bucket.close()
+
+
+def test_attempt_that_fails_too_late_is_made_again() -> None:
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    ended = threading.Event()
+
+    def fail_slowly() -> None:
+        assert ended.wait(60)
+        if bucket.connection.credentials is None:
+            bucket.connection.credentials = Credentials("id", "secret")
+            raise TierDown("no longer so")
+
+    with mock.patch.object(bucket.connection, "open", fail_slowly):
+        try:
+            with pytest.raises(TierDown, match="does not answer within"):
+                bucket.connect(timeout_s=0.01)
+            ended.set()
+            assert bucket._connecting is not None
+            bucket._connecting.exception(60)
+            bucket.connect()
+        finally:
+            bucket.close()
+
+
+def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are evicted without end while a server is slow to delete."""
+    monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 0.0)
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    listing, manifest, renewed = FailingListing(failures=0, pages=3), threading.Event(), threading.Event()
+    deletes, steady = list[str](), True
+
+    def delete_objects(**_: object) -> dict[str, object]:
+        if steady:
+            deletes.append(f"nixl-tiers/{len(deletes)}")
+            bucket.delete(deletes[-1:])
+        return {}
+
+    def write_manifest(_client: object) -> float:
+        manifest.set()
+        return 3600.0
+
+    connection = bucket.connection
+    connection.credentials = Credentials("id", "secret")
+    connection.client = connection.delete_client = SimpleNamespace(delete_objects=delete_objects)
+    with mock.patch.object(connection, "open"), mock.patch.object(connection, "renew", renewed.set):
+        try:
+            bucket.delete(["nixl-tiers/first"])
+            bucket.start_listing(listing)
+            bucket.set_chore(write_manifest)
+            bucket.connect()
+            assert renewed.wait(30), "credentials are not renewed"
+            monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 3600.0)
+            assert listing.done.wait(30), "no sweep ends"
+            assert manifest.wait(30), "no manifest is written"
+            before = len(deletes)
+            assert wait_until(lambda: len(deletes) > before + 10)  # and deletes go on
+        finally:
+            steady = False
+            bucket.close()
 
 
 def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +172,42 @@ def test_dropped_delete_that_fails_is_not_queued_again() -> None:
     assert not bucket.has_pending_deletes
 
 
+@pytest.mark.parametrize(
+    ("error", "confirmed"),
+    [
+        ("<Key>nixl-tiers/b</Key><Code>InternalError</Code>", {"nixl-tiers/a"}),
+        ("<Key>nixl-tiers/b</Key><Code>NoSuchKey</Code>", {"nixl-tiers/a", "nixl-tiers/b"}),
+        ("<Key>elsewhere/precious</Key><Code>InternalError</Code>", set()),
+        ("<Code>InternalError</Code>", set()),
+    ],
+    ids=["ours", "is-gone", "another-object", "no-object"],
+)
+def test_error_deletes_no_object_but_those_that_were_named(
+    error: str, confirmed: set[str], faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that names none of them may be that of any: none of them counts as deleted."""
+    monkeypatch.setattr(control, "BACKOFF_S", (3600.0, 3600.0))
+    faulty.objects |= {"elsewhere/precious": b"", "None": b"", "nixl-tiers/a": b"", "nixl-tiers/b": b""}
+    answers = [f"<DeleteResult><Error>{error}</Error></DeleteResult>".encode()]
+    faulty.fault = lambda request: answers.pop() if request.method == "POST" and answers else None
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB"))
+
+    def answered() -> bool:
+        with bucket._wake:
+            return not answers and not bucket._in_flight_deletes
+
+    try:
+        assert wait_until(lambda: connects(bucket))
+        bucket.delete(["nixl-tiers/a", "nixl-tiers/b"])
+        assert wait_until(answered)
+        assert set(bucket.confirmed_deletes()) == confirmed
+        bucket._set_backoff("delete", failed=False)
+    finally:
+        bucket.close()  # sends those that failed again
+    assert {"elsewhere/precious", "None"} <= faulty.objects.keys()
+    assert faulty.objects.keys() & {"nixl-tiers/a", "nixl-tiers/b"} == confirmed
+
+
 def test_damaged_answer_to_the_test_of_uploads_is_none() -> None:
     bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
     bucket.connection.client = mock.Mock()
@@ -122,12 +247,13 @@ def test_page_that_was_compared_in_part_ends_the_thread() -> None:
 
 
 class FailingListing:
-    """Fails twice, then ends."""
+    """Fails at its first steps, then has this many pages."""
 
     comparing = False
 
-    def __init__(self) -> None:
+    def __init__(self, failures: int = 2, pages: int = 1) -> None:
         self.done = threading.Event()
+        self.failures, self.pages = failures, pages
         self.steps = 0
 
     def next_step_s(self, now: float) -> float:
@@ -135,6 +261,7 @@ class FailingListing:
 
     def step(self, client: object, bucket: str) -> None:
         self.steps += 1
-        if self.steps <= 2:
+        if self.steps <= self.failures:
             raise ZeroDivisionError
-        self.done.set()
+        if self.steps == self.failures + self.pages:
+            self.done.set()
