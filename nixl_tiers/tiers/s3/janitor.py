@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 
 from nixl_tiers.chunk import NAMESPACE_BYTES
 from nixl_tiers.tiers.log_once import LogOnce
@@ -56,6 +57,17 @@ class JanitorIntervals:
     sweep_s: float = 30.0  # between two listings of the whole prefix; longer if a listing takes longer
 
 
+@dataclass
+class _Sweep:
+    """A listing of the whole prefix that has not ended yet."""
+
+    account: Account
+    victims: Victims
+    started: float
+    rows: int = 0
+    last: str = ""  # the last row listed; no other object, whose name may be damaged: rows behind it would be skipped
+
+
 class Janitor:
     """Keeps one mover's UploadQuota up to date, and enforces the budget for all movers while it holds the lease."""
 
@@ -88,10 +100,12 @@ class Janitor:
         self._account: Account | None = None  # of this mover's last sweep
         self._victims = Victims(0)
         self._rows = 0  # found by the last sweep
+        self._sweeping: _Sweep | None = None  # in progress
         self._counters: dict[str, tuple[str, int]] = {}  # of each mover: the ETag and the value
         self._published: tuple[int, float] | None = None  # this mover's counter, and when it was written
         self._renewals = 0
         self._server_s = 0.0
+        self._supported: bool | None = None  # whether the server knows conditional writes; None: not known yet
         self._sweep_at = 0.0
         self._renew_at = 0.0
         self._stop = threading.Event()
@@ -113,43 +127,54 @@ class Janitor:
     # The thread
 
     def _run(self) -> None:
-        supported: bool | None = None
         while not self._stop.is_set():
-            try:
-                if supported is None:
-                    supported = conditional_writes_work(self._put)
-                if not supported:
-                    self._denials.report(
-                        "conditional writes",
-                        "this server does not support conditional writes (If-None-Match, If-Match), "
-                        f'so nothing is written below the shared prefix "{self._prefix}"',
-                    )
-                    return
-                self._renew()
-                if self._lease is not None and time.monotonic() >= self._sweep_at:
-                    self._sweep()
-                self._make_room()
-                self._denials.succeeded("shared prefix")
-            except REQUEST_ERRORS:
-                self._lease = None  # a write may have arrived, with an unknown ETag: read the lease again
-            except (KeyError, ValueError):
-                self._lease = None
-                self._denials.report(
-                    "shared prefix",
-                    "answers lack an ETag, a Date or a Last-Modified, "
-                    f'so nothing is written below the shared prefix "{self._prefix}"',
-                )
-            except Exception as error:  # noqa: BLE001 (this thread must not end)
-                self._lease = None
-                self._log_once.report(
-                    "janitor",
-                    f'the janitor of the shared prefix "{self._prefix}" has stopped after an unexpected error '
-                    f"({type(error).__name__}), and starts again",
-                )
+            self._turn()
+            if self._supported is False:
+                return
             self._stop.wait(self._intervals.renew_s)
         if self._lease is not None:
             with contextlib.suppress(*REQUEST_ERRORS):
                 self._put(LEASE_NAME, b"", IfMatch=self._lease)
+
+    def _turn(self) -> None:
+        """What is to be done every `renew_s`. A request that fails ends it; the next turn goes on from there."""
+        try:
+            if self._supported is None:
+                self._supported = conditional_writes_work(self._put)
+            if not self._supported:
+                self._denials.report(
+                    "conditional writes",
+                    "this server does not support conditional writes (If-None-Match, If-Match), "
+                    f'so nothing is written below the shared prefix "{self._prefix}"',
+                )
+                return
+            self._renew()
+            if self._lease is not None and time.monotonic() >= self._sweep_at:
+                self._sweep()
+            self._make_room()
+            self._denials.succeeded("shared prefix")
+        except REQUEST_ERRORS:
+            self._lease = None  # a write may have arrived, with an unknown ETag: read the lease again
+        except (KeyError, ValueError):
+            self._lease = None
+            self._denials.report(
+                "shared prefix",
+                "answers lack an ETag, a Date or a Last-Modified, "
+                f'so nothing is written below the shared prefix "{self._prefix}"',
+            )
+        except Exception as error:  # noqa: BLE001 (this thread must not end)
+            self._lease = None
+            self._forget()
+            self._log_once.report(
+                "janitor",
+                f'the janitor of the shared prefix "{self._prefix}" has stopped after an unexpected error '
+                f"({type(error).__name__}), and starts again",
+            )
+
+    def _forget(self) -> None:
+        """Forget what was listed: with the lease, begin with a sweep."""
+        self._account = self._sweeping = None
+        self._sweep_at = 0.0
 
     def _renew(self) -> None:
         """Publish the counter, renew the lease or try to acquire it, renew the usage record, and read it."""
@@ -167,20 +192,24 @@ class Janitor:
         self._read_usage()
 
     def _try_acquire_lease(self, body: bytes) -> None:
+        holder, condition = "", {"IfNoneMatch": "*"}
+        age_s = 0.0
         try:
             found = self._client().get_object(Bucket=self._bucket, Key=self._name(LEASE_NAME))
         except ClientError as error:
             if status_of(error) != 404:
                 raise
-            self._lease = self._put(LEASE_NAME, body, IfNoneMatch="*")
         else:
             age_s = _date(found) - found["LastModified"].timestamp()
             holder = found["Body"].read().partition(b" ")[0].decode("ascii", "replace")
-            if age_s <= self._intervals.lease_timeout_s and holder not in {"", self._id}:
+            condition = {"IfMatch": found["ETag"]}
+        if holder != self._id:
+            # Before the write, whose answer may be lost: the next turn then finds this mover's ID here. If it is found,
+            # nobody else has been the janitor since the last sweep, so what was listed is as good as ever.
+            self._forget()
+            if holder and age_s <= self._intervals.lease_timeout_s:
                 return
-            self._lease = self._put(LEASE_NAME, body, IfMatch=found["ETag"])
-        self._account = None
-        self._sweep_at = 0.0
+        self._lease = self._put(LEASE_NAME, body, **condition)
 
     def _publish(self) -> None:
         counter, now = self._quota.counter, time.monotonic()
@@ -218,34 +247,56 @@ class Janitor:
                     counters[mover] = self._counters[mover]
                 else:
                     found = self._client().get_object(Bucket=self._bucket, Key=each["Key"])
-                    counters[mover] = (found["ETag"], int(found["Body"].read()))
+                    value = self._value_of(mover, found["Body"].read())
+                    if value is not None:
+                        counters[mover] = (found["ETag"], value)
         self._counters = counters
         return {mover: counter for mover, (_, counter) in counters.items()}
 
+    def _value_of(self, mover: str, body: bytes) -> int | None:
+        """Of a counter; if it is no number, what the usage record has counted of it.
+
+        A counter never falls, so that is at most the true value, and its mover may upload no more than with that one. A
+        mover that is not in the record either (None) uploads nothing before a sweep that can read its counter."""
+        try:
+            return int(body)
+        except ValueError:
+            self._log_once.report(
+                f"counter of {mover}",
+                f"{self._name(COUNTER_NAME + mover)!r} in the bucket is no number; it is deleted when it is "
+                f"{COUNTER_TIMEOUT_S / 3600:.0f} hours old, unless its mover writes it again",
+            )
+            return None if self._usage is None else self._usage.counted.get(mover)
+
     def _sweep(self) -> None:
-        """List everything, and write the usage record."""
-        started = time.monotonic()
-        account, victims, rows = Account(self._read_counters()), Victims(self._rows), 0
+        """List everything, and write the usage record. If a request fails, the next call goes on from there."""
+        if self._sweeping is None:
+            self._sweeping = _Sweep(Account(self._read_counters()), Victims(self._rows), time.monotonic())
+        sweep = self._sweeping
+        position = {"StartAfter": sweep.last} if sweep.last else {}
         pages = self._client().get_paginator("list_objects_v2")
-        for page in pages.paginate(Bucket=self._bucket, Prefix=self._names.root):
+        for page in pages.paginate(Bucket=self._bucket, Prefix=self._names.root, **position):
             for each in page.get("Contents", ()):
-                row, nbytes = self._names.parse(each["Key"]), each["Size"]
+                row = self._names.parse(each["Key"])
                 if row is not None:
-                    rows += 1
-                    account.listed(nbytes)
+                    modified_s, nbytes = each["LastModified"].timestamp(), each["Size"]
+                    sweep.rows += 1
+                    sweep.account.listed(nbytes)
                     # Rows that `_make_room` deletes now may be in this listing. They stay in this account, and are
                     # deleted once more before others: the oldest are the first.
-                    victims.add(each["LastModified"].timestamp(), bytes.fromhex(row[0]) + row[1], nbytes)
+                    sweep.victims.add(modified_s, bytes.fromhex(row[0]) + row[1], nbytes)
+                    sweep.last = each["Key"]
             if time.monotonic() >= self._renew_at:
                 self._renew()
                 self._make_room()
             if self._lease is None or self._stop.is_set():
                 return
-        account.read({mover: counter for mover, (_, counter) in self._counters.items()})
-        self._account, self._victims, self._rows = account, victims, rows
+        sweep.account.read({mover: counter for mover, (_, counter) in self._counters.items()})
+        self._account, self._victims, self._rows = sweep.account, sweep.victims, sweep.rows
+        self._sweeping = None
+        self._sweep_at = time.monotonic() + max(self._intervals.sweep_s, time.monotonic() - sweep.started)
         self._write_usage()
         self._read_usage()
-        self._sweep_at = time.monotonic() + max(self._intervals.sweep_s, time.monotonic() - started)
 
     def _make_room(self) -> None:
         """Delete expired rows, and if less than a window is free the oldest others until two are."""
@@ -260,7 +311,11 @@ class Janitor:
             names = self._victims.take(excess - freed, self._server_s - self._max_age_s, MAX_DELETES)
             if not names:
                 break
-            deleted = self._delete({self._row_name(name): nbytes for name, nbytes in names.items()})
+            try:
+                deleted = self._delete({self._row_name(name): nbytes for name, nbytes in names.items()})
+            except Exception:
+                self._victims.put_back()  # perhaps deleted: they are deleted once more before others
+                raise
             if not deleted:
                 return
             freed += deleted
@@ -280,6 +335,8 @@ class Janitor:
         request = {"Objects": [{"Key": name} for name in victims], "Quiet": True}
         answer = self._client().delete_objects(Bucket=self._bucket, Delete=request)
         failed = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
+        if not failed <= victims.keys():
+            raise ResponseParserError("an error in the answer to a delete request names no object of the request")
         return sum(nbytes for name, nbytes in victims.items() if name not in failed)
 
     def _write_usage(self) -> None:

@@ -144,6 +144,7 @@ class Victims:
         self._nbytes = array("q")
         self._order: np.ndarray[Any, np.dtype[np.intp]] | None = None
         self._next = 0
+        self._taken_from = 0  # `_next` before the last `take`
 
     def add(self, modified_s: float, name: bytes, nbytes: int) -> None:
         if modified_s >= self._cut_s:
@@ -159,6 +160,7 @@ class Victims:
         if self._order is None:
             self._order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")
         taken: dict[bytes, int] = {}
+        self._taken_from = self._next
         while self._next < len(self._order) and len(taken) < most:
             number = int(self._order[self._next])
             if nbytes <= 0 and self._modified_s[number] >= before_s:
@@ -167,6 +169,10 @@ class Victims:
             nbytes -= self._nbytes[number]
             self._next += 1
         return taken
+
+    def put_back(self) -> None:
+        """What `take` has returned last is the first to be taken again."""
+        self._next = self._taken_from
 
     def _prune(self) -> None:
         modified_s = np.frombuffer(self._modified_s, np.float64)

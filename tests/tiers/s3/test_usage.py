@@ -133,6 +133,7 @@ class World:
         self.uploaded = 0
         self.bucket: dict[int, int] = {}
         self.counters: dict[str, int] = {}
+        self.damaged: set[str] = set()  # movers whose counters cannot be read
         self.record = Usage(0, {})
         self.seen: list[Usage | None] = [None, None]  # by each janitor, as the last record
         self.started = 0
@@ -170,7 +171,20 @@ class World:
             self.bucket[self.movers[who].uploads[0]] = ROW
 
     def publish(self, who: int) -> None:
-        self.counters[self.movers[who].quota.mover] = self.movers[who].quota.counter
+        mover = self.movers[who].quota.mover
+        self.counters[mover] = self.movers[who].quota.counter
+        self.damaged.discard(mover)
+
+    def a_counter_is_damaged(self, who: int) -> None:
+        """Of a mover that lives, or of one that was killed."""
+        self.damaged.add(self.random.choice([self.movers[who], self.random.choice(self.ever)]).quota.mover)
+
+    def readable(self, who: int) -> dict[str, int]:
+        """The counters as this janitor reads them: what the record has counted for one that is damaged."""
+        record = self.seen[who]
+        counted = {} if record is None else record.counted
+        known = {mover: counted[mover] for mover in self.damaged & counted.keys()}
+        return {mover: n for mover, n in self.counters.items() if mover not in self.damaged} | known
 
     def read_record(self, who: int) -> None:
         self.movers[who].quota.refresh(self.record, 1e9)
@@ -181,7 +195,7 @@ class World:
     def list_names(self, who: int) -> None:
         janitor = self.janitors[who]
         if janitor.listing is None:
-            janitor.listing, janitor.position, janitor.found = Account(self.counters), 0, {}
+            janitor.listing, janitor.position, janitor.found = Account(self.readable(who)), 0, {}
         for _ in range(20):
             if janitor.position in self.bucket:
                 janitor.listing.listed(ROW)
@@ -202,7 +216,7 @@ class World:
         janitor = self.janitors[who]
         for account in (janitor.account, janitor.listing):
             if account is not None:
-                account.read(self.counters)
+                account.read(self.readable(who))
 
     def janitor_reads_record(self, who: int) -> None:
         self.seen[who] = self.record
@@ -234,6 +248,7 @@ WEIGHTS = {
     World.janitor_reads_counters: 5,
     World.janitor_reads_record: 5,
     World.janitor_writes: 8,
+    World.a_counter_is_damaged: 1,
     World.a_row_is_lost: 1,
     World.kill: 3,
 }

@@ -1,0 +1,409 @@
+"""The janitor's requests fail, one at a time or all the time: what it has listed is not listed again for that.
+
+No thread runs: each turn of the janitor's is a step of the test, over a bucket in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from io import BytesIO
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
+
+from nixl_tiers.tiers.s3.denials import Denials
+from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, LEASE_NAME, USAGE_NAME, Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME, RowNames
+from nixl_tiers.tiers.s3.usage import UploadQuota, Usage
+
+ROW = 1 << 16
+CAPACITY_ROWS = 640  # so a window is 10 rows
+NAMES = RowNames("p")
+PAGE_NAMES = 3  # where a listing has several pages
+SELDOM = JanitorIntervals(renew_s=3600.0, lease_timeout_s=30.0, usage_timeout_s=60.0, sweep_s=3600.0)
+EACH_PAGE = JanitorIntervals(renew_s=0.0, lease_timeout_s=30.0, usage_timeout_s=60.0, sweep_s=3600.0)
+
+
+def row(number: int) -> str:
+    return NAMES.name("00" * 16, b"%08d" % number)
+
+
+def failed(status: int) -> ClientError:
+    return ClientError({"Error": {"Code": "any"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "any")
+
+
+def lost() -> EndpointConnectionError:
+    return EndpointConnectionError(endpoint_url="here")
+
+
+@dataclass
+class Bucket:
+    """A boto3 client and its bucket. Each request is noted, as "PUT .usage" or "LIST p/"."""
+
+    objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    before: Callable[[str], None] = lambda _: None  # may raise: the request does not arrive
+    after: Callable[[str], None] = lambda _: None  # may raise: the answer does not
+    page_names: int = 1000
+    delete_errors: tuple[dict[str, str], ...] = ()
+    damaged_names: dict[str, str] = field(default_factory=dict)  # in listings
+    now_s: float = 1e9
+
+    def store(self, name: str, body: bytes = b"") -> None:
+        self.objects[name] = (body, f'"{len(self.requests)} {body!r}"', self.now_s)
+
+    def small(self, name: str) -> bytes:
+        return self.objects[f"p/{name}"][0]
+
+    @property
+    def usage(self) -> Usage | None:
+        return Usage.decode(self.small(USAGE_NAME))
+
+    @property
+    def rows(self) -> set[str]:
+        return {name for name in self.objects if NAMES.parse(name)}
+
+    def count(self, request: str) -> int:
+        return self.requests.count(request)
+
+    def put_object(self, *, Bucket: str, Key: str, Body: bytes, **condition: str) -> dict[str, Any]:  # noqa: N803
+        with self._request("PUT", Key):
+            found = self.objects.get(Key)
+            if "IfNoneMatch" in condition and found is not None:
+                raise failed(412)
+            if "IfMatch" in condition and (found is None or found[1] != condition["IfMatch"]):
+                raise failed(412)
+            self.store(Key, Body)
+        return {"ETag": self.objects[Key][1], **self._date}
+
+    def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:  # noqa: N803
+        with self._request("GET", Key):
+            if Key not in self.objects:
+                raise failed(404)
+        body, etag, modified_s = self.objects[Key]
+        modified = datetime.fromtimestamp(modified_s, UTC)
+        return {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
+
+    def delete_objects(self, *, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
+        with self._request("DELETE", "rows"):
+            failures = {error.get("Key") for error in self.delete_errors}
+            for each in Delete["Objects"]:
+                if each["Key"] not in failures:
+                    self.objects.pop(each["Key"], None)
+        return {"Errors": list(self.delete_errors)}
+
+    def get_paginator(self, _: str) -> Bucket:
+        return self
+
+    def paginate(self, *, Bucket: str, Prefix: str, StartAfter: str = "") -> Iterator[dict[str, Any]]:  # noqa: N803
+        while True:
+            with self._request("LIST", Prefix):
+                names = sorted(name for name in self.objects if name.startswith(Prefix) and name > StartAfter)
+            some = names[: self.page_names]
+            contents = [
+                {
+                    "Key": self.damaged_names.get(name, name),
+                    "Size": ROW if NAMES.parse(name) else len(self.objects[name][0]),
+                    "LastModified": datetime.fromtimestamp(self.objects[name][2], UTC),
+                    "ETag": self.objects[name][1],
+                }
+                for name in some
+            ]
+            yield {"Contents": contents, **self._date}
+            if len(names) <= self.page_names:
+                return
+            StartAfter = some[-1]  # noqa: N806
+
+    def _request(self, verb: str, name: str) -> _Request:
+        return _Request(self, f"{verb} {name.removeprefix('p/') or name}")
+
+    @property
+    def _date(self) -> dict[str, Any]:
+        now = datetime.fromtimestamp(self.now_s, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+        return {"ResponseMetadata": {"HTTPHeaders": {"date": now}, "HTTPStatusCode": 200}}
+
+
+@dataclass
+class _Request:
+    bucket: Bucket
+    name: str
+
+    def __enter__(self) -> None:
+        self.bucket.requests.append(self.name)
+        self.bucket.before(self.name)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.bucket.after(self.name)
+
+
+LISTING = "LIST p/"
+
+
+def once(request: str) -> Callable[[str], None]:
+    """The next request of this name fails."""
+    left = [request]
+
+    def fail(name: str) -> None:
+        if name in left:
+            left.remove(name)
+            raise lost()
+
+    return fail
+
+
+def mover(bucket: Bucket, name: str = "me", intervals: JanitorIntervals = SELDOM) -> tuple[UploadQuota, Janitor]:
+    quota = UploadQuota(name, CAPACITY_ROWS * ROW, ROW)
+    return quota, Janitor(
+        lambda: bucket, "b", "p", quota=quota, intervals=intervals, denials=Denials("the bucket"), max_age_s=None
+    )
+
+
+def uploads(quota: UploadQuota, bucket: Bucket, numbers: range) -> int:
+    """How many rows it may upload, and does."""
+    count = 0
+    for number in numbers:
+        if quota.try_acquire(ROW):
+            bucket.store(row(number))
+            quota.upload_ended(ROW)
+            count += 1
+    return count
+
+
+class TestOneFailedRequest:
+    @pytest.mark.parametrize("arrives", [False, True], ids=["request lost", "answer lost"])
+    @pytest.mark.parametrize(
+        "request_name",
+        [
+            f"PUT {COUNTER_NAME}me",
+            f"PUT {LEASE_NAME}",
+            f"LIST {COUNTER_NAME}",
+            f"GET {COUNTER_NAME}me",
+            f"PUT {USAGE_NAME}",
+            f"GET {USAGE_NAME}",
+        ],
+    )
+    def test_uploads_go_on_without_another_listing(self, request_name: str, arrives: bool) -> None:
+        bucket = Bucket()
+        quota, janitor = mover(bucket)
+        janitor._turn()
+        assert uploads(quota, bucket, range(5)) == 5
+        requests = len(bucket.requests)
+        setattr(bucket, "after" if arrives else "before", once(request_name))
+        janitor._turn()
+        assert request_name in bucket.requests[requests:]
+        for _ in range(2):
+            janitor._turn()
+        assert janitor.holds_lease
+        assert bucket.usage == Usage(5 * ROW, {"me": 5 * ROW}), "renewed, with what was uploaded since"
+        assert bucket.count(LISTING) == 1
+        assert uploads(quota, bucket, range(5, 20)) == 10, "a window"
+
+    def test_a_retry_of_the_renewal_whose_first_answer_was_lost(self) -> None:
+        """boto3 sends it twice: the second time the ETag is another one."""
+        bucket = Bucket()
+        quota, janitor = mover(bucket)
+        janitor._turn()
+        bucket.store(f"p/{LEASE_NAME}", b"me 2")
+        janitor._turn()
+        assert not janitor.holds_lease
+        janitor._turn()
+        assert janitor.holds_lease
+        assert bucket.count(LISTING) == 1
+        assert uploads(quota, bucket, range(5)) == 5
+
+    def test_a_record_that_could_not_be_written_at_the_end_of_a_sweep_is_written_later(self) -> None:
+        bucket = Bucket()
+        quota, janitor = mover(bucket)
+        bucket.before = once(f"PUT {USAGE_NAME}")
+        janitor._turn()
+        assert uploads(quota, bucket, range(5)) == 0
+        janitor._turn()
+        assert uploads(quota, bucket, range(5)) == 5
+        assert bucket.count(LISTING) == 1
+
+    def test_after_another_janitor_everything_is_listed_again(self) -> None:
+        bucket = Bucket()
+        _, one = mover(bucket, "one")
+        _, two = mover(bucket, "two")
+        one._turn()
+        bucket.before = once(f"PUT {LEASE_NAME}")
+        one._turn()
+        bucket.now_s += 31.0
+        two._turn()
+        assert (one.holds_lease, two.holds_lease) == (False, True)
+        one._turn()
+        assert (one.holds_lease, two.holds_lease) == (False, True)
+        listed = bucket.count(LISTING)
+        bucket.now_s += 31.0
+        one._turn()
+        assert bucket.count(LISTING) == listed + 1
+        two._turn()
+        assert (one.holds_lease, two.holds_lease) == (True, False)
+
+    def test_a_lost_answer_to_a_take_over_keeps_nothing_listed_before(self) -> None:
+        bucket = Bucket()
+        _, one = mover(bucket, "one")
+        one._turn()
+        bucket.store(f"p/{LEASE_NAME}", b"two 1")
+        one._turn()
+        bucket.now_s += 31.0
+        bucket.after = once(f"PUT {LEASE_NAME}")
+        one._turn()
+        assert bucket.small(LEASE_NAME).startswith(b"one"), "it finds itself as the holder"
+        listed = bucket.count(LISTING)
+        one._turn()
+        assert one.holds_lease
+        assert bucket.count(LISTING) == listed + 1
+
+    def test_rows_whose_delete_was_not_answered_are_deleted_again_and_no_others_for_them(self) -> None:
+        bucket = Bucket()
+        for number in range(CAPACITY_ROWS):
+            bucket.now_s += 1.0
+            bucket.store(row(number))
+        _, janitor = mover(bucket)
+        bucket.after = once("DELETE rows")
+        janitor._turn()
+        expected = {row(number) for number in range(20, CAPACITY_ROWS)}
+        assert bucket.rows == expected, "two windows, the oldest"
+        janitor._turn()
+        assert bucket.rows == expected
+        assert bucket.usage is not None
+        assert bucket.usage.nbytes == len(expected) * ROW
+        assert bucket.count("DELETE rows") == 2
+
+    @pytest.mark.parametrize("error", [{"Key": "elsewhere"}, {}], ids=["other name", "no name"])
+    def test_an_error_for_a_name_that_was_not_sent_counts_for_all_of_them(self, error: dict[str, str]) -> None:
+        bucket = Bucket()
+        for number in range(CAPACITY_ROWS):
+            bucket.now_s += 1.0
+            bucket.store(row(number))
+        _, janitor = mover(bucket)
+        bucket.delete_errors = ({"Code": "InternalError", **error},)
+        janitor._turn()
+        assert bucket.usage is not None
+        assert bucket.usage.nbytes == CAPACITY_ROWS * ROW, "nothing is taken for deleted"
+        bucket.delete_errors = ()
+        for _ in range(2):
+            janitor._turn()
+        assert bucket.rows == {row(number) for number in range(20, CAPACITY_ROWS)}
+        assert bucket.usage.nbytes == len(bucket.rows) * ROW
+
+
+class TestSweepsUnderThrottling:
+    PAGES = 20
+
+    @pytest.fixture
+    def bucket(self) -> Bucket:
+        bucket = Bucket(page_names=PAGE_NAMES)
+        for number in range(self.PAGES * PAGE_NAMES - 1):  # the janitor's own objects are on the first pages
+            bucket.store(row(number))
+        return bucket
+
+    @pytest.mark.parametrize("intervals", [SELDOM, EACH_PAGE], ids=["renewed seldom", "renewed after each page"])
+    @pytest.mark.parametrize("request_name", [LISTING, f"PUT {LEASE_NAME}", f"PUT {COUNTER_NAME}me"])
+    def test_a_sweep_ends_and_lists_no_page_twice(
+        self, bucket: Bucket, request_name: str, intervals: JanitorIntervals
+    ) -> None:
+        """Each third request of a kind fails."""
+
+        def fail(name: str) -> None:
+            if name == request_name and bucket.count(name) % 3 == 0:
+                raise failed(503)
+
+        bucket.before = fail
+        quota, janitor = mover(bucket, intervals=intervals)
+        if request_name.startswith("PUT .landed"):
+            janitor._published = None
+            quota.upload_ended(0)
+        turns = 0
+        while uploads(quota, bucket, range(1000, 1001)) == 0:
+            janitor._turn()
+            turns += 1
+            assert turns < 3 * self.PAGES
+        rows = self.PAGES * PAGE_NAMES - 1
+        assert bucket.usage == Usage(rows * ROW, {"me": 0}), "each row is counted, once"
+        failures = bucket.count(LISTING) // 3 if request_name == LISTING else 0
+        assert bucket.count(LISTING) <= self.PAGES + failures + 3
+
+    def test_a_damaged_name_before_an_interruption_skips_no_rows(self, bucket: Bucket) -> None:
+        _, janitor = mover(bucket)
+        bucket.damaged_names = {f"p/{WRITE_TEST_NAME}": "p/~"}
+
+        def fail(name: str) -> None:
+            if name == LISTING and bucket.count(name) == 2:
+                raise failed(503)
+
+        bucket.before = fail
+        for _ in range(2):
+            janitor._turn()
+        assert bucket.usage is not None
+        assert bucket.usage.nbytes == len(bucket.rows) * ROW
+
+    def test_uploads_while_a_sweep_is_interrupted_are_counted(self, bucket: Bucket) -> None:
+        _, janitor = mover(bucket)
+        other = UploadQuota("other", CAPACITY_ROWS * ROW, ROW)
+        bucket.store(f"p/{COUNTER_NAME}other", b"0")
+
+        def fail(name: str) -> None:
+            if name == LISTING and bucket.count(name) == self.PAGES // 2:
+                raise failed(503)
+
+        bucket.before = fail
+        janitor._turn()
+        assert janitor._account is None
+        for number in (0, 10_000):  # a name that was listed, and one that will be
+            bucket.objects.pop(row(number), None)
+            bucket.store(row(number))
+            other.upload_ended(ROW)
+        bucket.store(f"p/{COUNTER_NAME}other", b"%d" % other.counter)
+        janitor._turn()
+        janitor._turn()
+        assert bucket.usage is not None
+        assert bucket.usage.counted["other"] == 2 * ROW
+        assert bucket.usage.nbytes >= len(bucket.rows) * ROW
+
+
+class TestCountersThatCannotBeRead:
+    def test_one_of_a_mover_that_is_gone_stops_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
+        bucket = Bucket()
+        bucket.store(f"p/{COUNTER_NAME}gone", b"")
+        quota, janitor = mover(bucket)
+        for _ in range(3):
+            janitor._turn()
+        assert uploads(quota, bucket, range(5)) == 5
+        assert bucket.usage == Usage(0, {"me": 0})
+        assert janitor._denials.current() == {}
+        (line,) = [each.getMessage() for each in caplog.records]
+        assert f"p/{COUNTER_NAME}gone" in line
+
+    def test_one_that_the_record_knows_keeps_its_value_also_for_the_next_janitor(self) -> None:
+        bucket = Bucket()
+        _, one = mover(bucket, "one")
+        other, two = mover(bucket, "two")
+        two._publish()
+        one._turn()
+        two._turn()
+        assert uploads(other, bucket, range(3)) == 3
+        two._turn()
+        one._turn()
+        assert bucket.usage == Usage(3 * ROW, {"one": 0, "two": 3 * ROW})
+        bucket.store(f"p/{COUNTER_NAME}two", b"?")
+        assert uploads(other, bucket, range(3, 6)) == 3
+        one._sweep_at = 0.0
+        one._turn()
+        assert bucket.usage == Usage(6 * ROW, {"one": 0, "two": 3 * ROW}), "found by the listing, and not yet counted"
+        bucket.now_s += 31.0
+        third, three = mover(bucket, "three")
+        three._turn()
+        assert three.holds_lease
+        assert bucket.usage is not None
+        assert bucket.usage.counted["two"] == 3 * ROW
+        two._publish()
+        three._turn()
+        assert bucket.usage.counted["two"] == 6 * ROW, "it has written its counter again"
+        assert bucket.usage.nbytes >= len(bucket.rows) * ROW
+        assert uploads(third, bucket, range(100, 101)) == 1
