@@ -6,6 +6,7 @@ time growing is tried again. An empty tail of the slabs is given back to the fil
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.tiers.base import Entry
+from nixl_tiers.tiers.disk import describe
+from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.slabs import NoSpace
+
+logger = logging.getLogger(__name__)
 
 GROWTH_S: Final = 1.0
 OVERDUE_S: Final = 5.0  # how long stores wait for a growth, which waits for the processes that hold the path's lock
@@ -35,6 +40,7 @@ class Growth:
         self._shard = shard
         self._allocator = allocator
         self._retry_at_s = 0.0
+        self._log_once = LogOnce(logger)
 
     def refused(self) -> None:
         """There was no room to grow: only what is allocated may be used, and the core must evict to store more."""
@@ -70,8 +76,10 @@ class Growth:
             freeing = self._allocator.submit(slabs.free, slabs.truncate(end))
             while not freeing.done():
                 yield []
-            with suppress(OSError):
+            try:
                 freeing.result()
+            except OSError as error:
+                self._log_once.report("free", f"{self._shard.path}: empty slabs cannot be freed ({describe(error)})")
 
 
 def _last_held(tags: NDArray[np.uint64], end: int) -> int:

@@ -173,18 +173,19 @@ class Slabs:
         return cuts
 
     def free(self, cuts: list[tuple[int, int]]) -> None:
-        """Return to the file system what `truncate` returned. On the thread that `grow` is called on. Raises
-        OSError."""
+        """Return to the file system what `truncate` returned. On the thread that `grow` is called on. Raises the last
+        OSError, after all were tried; what could not be cut goes on counting as used."""
+        failed: OSError | None = None
         with self._quota.locked():
             for slab, keep in cuts:
-                keep_bytes = keep * self.layout.row_bytes
-                freed_bytes = max(0, self._folder.stat(_name(slab)).st_size - keep_bytes)
-                # It may not have been measured yet.
-                self._quota.used_bytes = max(0, self._quota.used_bytes - freed_bytes)
-                if keep:
-                    self._cut(slab, keep_bytes)
-                else:
-                    self._folder.unlink(_name(slab))
+                try:
+                    freed_bytes = self._shorten(slab, keep * self.layout.row_bytes)
+                except OSError as error:
+                    failed = error
+                else:  # which may not have been measured yet
+                    self._quota.used_bytes = max(0, self._quota.used_bytes - freed_bytes)
+        if failed is not None:
+            raise failed
 
     def erase(self, slots: list[int]) -> None:
         """Overwrite these allocated slots with zeroes. On a thread that may wait. Raises OSError."""
@@ -219,6 +220,15 @@ class Slabs:
     def _open(self, slab: int, flags: int = 0) -> int:
         """Raises OSError."""
         return self._folder.open(_name(slab), os.O_RDWR | flags)
+
+    def _shorten(self, slab: int, nbytes: int) -> int:
+        """Cut it to so many bytes, or delete it if none are left; returns how many that freed. Raises OSError."""
+        freed_bytes = self._folder.stat(_name(slab)).st_size - nbytes
+        if nbytes:
+            self._cut(slab, nbytes)
+        else:
+            self._folder.unlink(_name(slab))
+        return max(0, freed_bytes)
 
     def _cut(self, slab: int, nbytes: int) -> None:
         descriptor = self._open(slab)
@@ -261,7 +271,7 @@ class Slabs:
         if slab not in self._identities:
             self._identities[slab] = FileIdentity(self._path(slab), status)
         self._allocated[slab] = end
-        self._quota.used_bytes += end * row_bytes - size
+        self._quota.used_bytes += max(0, end * row_bytes - size)  # it is longer where `free` could not cut it
 
     def _warn_sparse(self) -> None:
         if not self._sparse:

@@ -15,6 +15,7 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import growth, journal, slabs
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.journal_file import JournalFile
@@ -98,6 +99,41 @@ def test_new_model_below_min_free_is_down_until_there_is_room(tmp_path: Path, re
     tier.close()
     tier = make(tmp_path, region, min_free=0)
     assert tier.open(NAMESPACE, 0) > 0
+    tier.close()
+
+
+def test_slab_that_cannot_be_cut_is_logged_and_the_others_are_cut(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    row_bytes = GEOMETRY.row_bytes
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 32 * row_bytes)
+    tier = make(tmp_path, region)
+    tier.open(NAMESPACE, 0)
+    while any(True for _ in tier.list_rows()):
+        pass
+    for first in range(0, 128, ROWS):
+        assert set(store(tier, region, range(first, first + ROWS))) == {Outcome.OK}
+    files = sorted(tmp_path.rglob("slab-*.kv"))
+    sizes = [file.stat().st_size for file in files]
+    assert len(files) == 4
+    used_bytes = tier.used_bytes
+    tier.delete([(slot, key_of(slot)) for slot in range(8, 128)])
+    with monkeypatch.context() as patch:
+        real = Folder.unlink
+        patch.setattr(Folder, "unlink", lambda self, name: _io_error() if name == files[1].name else real(self, name))
+        for _ in tier.maintain():
+            pass
+    assert [file.exists() for file in files] == [True, True, False, False]
+    freed_bytes = sum(sizes) - sum(file.stat().st_size for file in files[:2])
+    assert files[0].stat().st_size < sizes[0]
+    assert tier.used_bytes == used_bytes - freed_bytes
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{files[0].parent}: empty slabs cannot be freed (Input/output error)"
+    ]
+    assert store(tier, region, range(32, 33)) == [Outcome.OK]  # what was left is used again
+    assert tier.used_bytes >= sum(file.stat().st_size for file in files[:2])
+    for first in range(0, 128, ROWS):
+        assert set(store(tier, region, range(first, first + ROWS))) == {Outcome.OK}
     tier.close()
 
 
