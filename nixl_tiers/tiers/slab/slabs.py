@@ -305,8 +305,9 @@ def _zero(descriptor: int, offset: int, nbytes: int) -> None:
     failed = fallocate(descriptor, offset, nbytes, _KEEP_SIZE | _ZERO_RANGE)
     if failed == errno.EOPNOTSUPP:
         zeros = bytes(min(nbytes, 1 << 20))
-        for at in range(0, nbytes, len(zeros)):
-            os.pwrite(descriptor, zeros[: nbytes - at], offset + at)
+        at = 0
+        while at < nbytes:  # a signal or a full disk cuts a write short
+            at += os.pwrite(descriptor, zeros[: nbytes - at], offset + at)
     elif failed:
         raise OSError(failed, os.strerror(failed))
 

@@ -49,6 +49,17 @@ def test_has_expired_and_sweep_interval() -> None:
     assert [sweep_s(age_s) for age_s in (1.0, 600.0, 86400.0)] == [0.1, 60.0, 60.0]
 
 
+def test_zeroes_are_written_on_after_a_short_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "_ZERO_RANGE", 0x40)  # no file system has such a mode
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, raw, offset: real(fd, raw[: len(raw) // 2 + 1], offset))
+    nbytes = (5 << 20) // 2
+    (tmp_path / "slab").write_bytes(b"x" * (nbytes + 200))
+    with (tmp_path / "slab").open("r+b") as file:
+        slabs._zero(file.fileno(), 100, nbytes)
+    assert (tmp_path / "slab").read_bytes() == b"x" * 100 + bytes(nbytes) + b"x" * 100
+
+
 @pytest.mark.parametrize("ranges", [True, False], ids=["zeroed ranges", "written zeroes"])
 def test_expired_rows_are_erased_from_the_disk(
     tmp_path: Path, region: HostRegion, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranges: bool
