@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from botocore.exceptions import ClientError
@@ -362,6 +363,38 @@ def test_bucket_is_tried_and_left_as_it_was(place: S3Config, s3_server: S3Server
     assert found[NAME].status in (Status.OK, Status.ADVICE), found
     assert "16 rows of 1 MiB written" in found[NAME].text
     assert objects(s3_server, place) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "text"),
+    [
+        ({"Status": "Enabled"}, Status.WARNING, "deleted and overwritten objects stay as old versions"),
+        ({"Status": "Suspended"}, Status.OK, "off"),
+        ({}, Status.OK, "off"),
+        (ClientError({"ResponseMetadata": {"HTTPStatusCode": 403}}, "GetBucketVersioning"), Status.NOT_TRIED, "403"),
+    ],
+    ids=["enabled", "suspended", "never", "denied"],
+)
+def test_bucket_that_keeps_deleted_rows_is_a_warning(
+    answer: dict[str, str] | ClientError, status: Status, text: str
+) -> None:
+    server = mock.Mock()
+    server.get_bucket_versioning.side_effect = [answer]
+    found = bucket._versioning(server, s3_tier("http://127.0.0.1:1", "kv-cache", "p"))
+    assert found.status is status
+    assert text in found.text
+    assert ("suspend versioning" in found.change) is (status is Status.WARNING)
+
+
+def test_versioning_of_a_real_bucket_is_found(
+    s3_server: S3Server, s3_credentials: Callable[[S3Server], None], s3_prefix: str
+) -> None:
+    s3_credentials(s3_server)
+    name = s3_server.make_bucket("kv-versions")
+    status = {"Status": "Enabled"}
+    s3_server.client().put_bucket_versioning(Bucket=name, VersioningConfiguration=status)
+    found = named(bucket.examine(s3_tier(s3_server.endpoint, name, s3_prefix, write="off"), "token"))
+    assert found["versioning"].status is Status.WARNING
 
 
 @pytest.fixture

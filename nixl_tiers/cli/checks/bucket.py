@@ -24,6 +24,7 @@ from nixl_tiers.tiers.s3.client import client_of
 from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, answered_at_s, conditional_writes_work, put_if, status_of
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED, is_versioned
 
 ROWS: Final = 16
 SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
@@ -90,6 +91,7 @@ def examine(config: S3Config, token: str) -> Iterator[Finding]:
         return
     yield ok("connection", "answers")
     yield LIST.denied(config, code) if code else ok("list", "allowed")
+    yield _versioning(client, config)
     owner = _owner(client, config)
     if config.write == "off" or owner:
         yield from _reading(client, config)
@@ -168,6 +170,15 @@ def _owner(client: Any, config: S3Config) -> str:
     if record is None or not record.engine or age_s > record.lease_s:
         return ""
     return f"engine {record.engine} owns this private prefix, or has crashed less than {record.lease_s:g} s ago"
+
+
+def _versioning(client: Any, config: S3Config) -> Finding:
+    try:
+        versioned = is_versioned(client, config.bucket)
+    except REQUEST_ERRORS as error:
+        code = status_of(error) if isinstance(error, ClientError) else type(error).__name__
+        return not_tried("versioning", f"is not reported ({code})", "allow s3:GetBucketVersioning, if it may be on")
+    return warning("versioning", VERSIONED, REMEDY) if versioned else ok("versioning", "off")
 
 
 def _reading(client: Any, config: S3Config) -> Iterator[Finding]:

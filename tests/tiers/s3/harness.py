@@ -224,6 +224,7 @@ class FaultyS3:
     fault: Fault = lambda _: None
     ignores_conditions: bool = False
     etag: str = ""  # of every answer; "": none
+    versioning: tuple[int, bytes] = (200, b"<VersioningConfiguration/>")  # the answer; such requests are not recorded
     region: str = ""  # the bucket's, as reported in headers
     modified: dict[str, str] = field(default_factory=dict)  # Last-Modified in listings, instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
@@ -279,6 +280,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.s3.ignores_conditions and {"If-None-Match", "If-Match"} & set(self.headers):
             return self._answer(501, b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>")
         url = urlsplit(self.path)
+        if url.query == "versioning":
+            return self._answer(*self.s3.versioning)
         name = unquote(url.path.lstrip("/").partition("/")[2])
         credential = re.search(r"Credential=([^/]+)/[^/]+/([^/]+)/", self.headers.get("Authorization", ""))
         token = self.headers.get("x-amz-security-token", "")

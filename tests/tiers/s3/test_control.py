@@ -109,6 +109,60 @@ def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.Monke
             bucket.close()
 
 
+@pytest.mark.parametrize(
+    ("answer", "warned"),
+    [
+        ((200, b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"), True),
+        ((200, b"<VersioningConfiguration><Status>Suspended</Status></VersioningConfiguration>"), False),
+        ((200, b"<VersioningConfiguration/>"), False),
+        ((403, b"<Error><Code>AccessDenied</Code></Error>"), False),
+        ((501, b"<Error><Code>NotImplemented</Code></Error>"), False),
+        ((200, b"<html>"), False),
+    ],
+    ids=["enabled", "suspended", "never", "denied", "unknown", "damaged"],
+)
+def test_bucket_that_keeps_deleted_rows_is_warned_of_once(
+    answer: tuple[int, bytes], warned: bool, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty.versioning = answer
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB"))
+    try:
+        for _ in range(2):
+            assert wait_until(lambda: connects(bucket))
+            assert wait_until(lambda: not bucket._versioning_unknown)
+    finally:
+        bucket.close()
+    expected = (
+        's3 bucket "kv-control": versioning is on: deleted and overwritten objects stay as old versions, which no '
+        "capacity bounds; suspend versioning, or have a lifecycle rule delete noncurrent versions"
+    )
+    assert [r.getMessage() for r in caplog.records] == [expected] * warned
+    assert not bucket.denials.current()
+
+
+def test_versioning_is_asked_for_after_all_else() -> None:
+    """The listing that first hits wait for comes before it."""
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    bucket.connection.client = mock.Mock()
+    bucket._versioning_unknown = True
+    bucket._listing = FailingListing()
+    assert bucket._next(0.0) == bucket._list_page
+    bucket._listing = None
+    assert bucket._next(0.0) == bucket._check_versioning
+
+
+def test_versioning_does_not_matter_where_nothing_is_written(faulty: FaultyS3) -> None:
+    config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB", write="off")
+    bucket = S3Control(config)
+    try:
+        with mock.patch.object(bucket, "_check_versioning", side_effect=AssertionError) as asked:
+            assert wait_until(lambda: connects(bucket))
+            bucket.close()
+        assert not asked.called
+    finally:
+        bucket.close()
+
+
 def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease may be renewed, or the first listing of its tenure end, long after the delete was queued."""
     monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 3600.0)  # nothing else wakes the thread
