@@ -24,6 +24,7 @@ from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, sessi
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.encryption import encryption_problem
 from nixl_tiers.tiers.s3.open_errors import down
+from nixl_tiers.tiers.s3.versioning import is_versioned
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,10 @@ class S3Connection:
             age_s = now_s - found["LastModified"].timestamp()
             return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
         return bool(found["ContentLength"] == nbytes)
+
+    def is_versioned(self) -> bool:
+        """Whether the bucket keeps what is deleted. Blocks, but not for long; raises what boto3 raises."""
+        return is_versioned(self._quick_client, self._tier.bucket)
 
     def server_time_s(self) -> float:
         """Unix seconds by the server's clock, at most a second late; by this machine's before the first answer."""

@@ -28,7 +28,7 @@ from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.listing import Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from nixl_tiers.tiers.s3.open_errors import tier_error
-from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED, is_versioned
+from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class S3Control:
         self._thread: threading.Thread | None = None
         self._chore: Callable[[Any], float] | None = None
         self._chore_at = 0.0
-        self._versioning_unknown = False  # whether to ask for it, when nothing else is to be done
+        self._versioning_unknown = tier.write != "off"  # asked for once, when nothing else is to be done
         self._deletes_turn = False  # whether deletes came before listings and the chore when both were due
 
     # The mover's side
@@ -219,7 +219,9 @@ class S3Control:
             return self._do_chore
         if deletes_due:
             return self._delete_some
-        return self._check_versioning if self._versioning_unknown and not self._closing else None
+        if self._versioning_unknown and self.connection.client is not None and not self._closing:
+            return self._check_versioning
+        return None
 
     def _deletes_due(self, now: float) -> bool:
         return self._sendable_deletes and self.connection.client is not None and now >= self._not_before["delete"]
@@ -267,7 +269,6 @@ class S3Control:
             self.connection.open()
             self._not_before = {"list": 0.0, "delete": 0.0}
             self._schedule_credentials_check()
-            self._versioning_unknown = self._tier.write != "off"
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
             self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
         else:
@@ -318,7 +319,7 @@ class S3Control:
         """Warn if the bucket keeps what is deleted. After all else, since a first hit must not wait for it."""
         self._versioning_unknown = False
         try:
-            if is_versioned(self.connection.client, self._tier.bucket):
+            if self.connection.is_versioned():
                 self._log_once.report("versioning", f's3 bucket "{self._tier.bucket}": {VERSIONED}; {REMEDY}')
         except REQUEST_ERRORS:
             pass  # it may not ask, or the server knows no versions

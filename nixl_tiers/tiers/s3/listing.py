@@ -199,7 +199,7 @@ class FullListing(Listing):
                 key = place_in(leaves[number // LEAF_KEYS], number % LEAF_KEYS)[1:]
                 if self._modified_s[number] > modified_s:
                     now, modified_s = max(now + 1, tick()), self._modified_s[number]
-                if not self._quota.changed_since_watch(key):
+                if not self._quota.is_left_alone(key):
                     batch.append(Entry(number, key, now))
             if batch:
                 yield batch

@@ -177,8 +177,10 @@ class PrefixQuota:
         with self._lock:
             self._changed = None
 
-    def changed_since_watch(self, key: Key) -> bool:
-        return self._changed is not None and self._name(key) in self._changed
+    def is_left_alone(self, key: Key) -> bool:
+        """Whether a first listing leaves this row to the loop: it has changed since `watch`, or is being deleted."""
+        name = self._name(key)
+        return name in self._pending_deletes or (self._changed is not None and name in self._changed)
 
     def adopt(self, listed: Mapping[Kind, Group]) -> None:
         """A whole listing: it replaces what was known, except for what has changed since `watch`."""

@@ -157,6 +157,16 @@ def test_row_stored_and_deleted_by_another_engine_before_the_first_page_is_repor
     assert (b"gone" in quota, b"here" in quota) == (False, True)
 
 
+def test_row_whose_delete_waits_when_the_first_listing_begins_is_not_handed_over() -> None:
+    """The core has given it up: it would be a miss when it is loaded."""
+    quota, bucket = new_quota(), FakeBucket()
+    for key in (b"evicted", b"held"):
+        bucket.put(key)
+        quota.reserve(key)
+    quota.delete(b"evicted")
+    assert [entry.key for batch in run(full(quota), bucket) for entry in batch] == [b"held"]
+
+
 def relisting(quota: PrefixQuota, pause_s: float = 0.0) -> Relisting:
     return Relisting(quota, NAMES, SERVED, max_age_s=None, pause_s=pause_s)
 
