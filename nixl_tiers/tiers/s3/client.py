@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 from botocore.config import Config
 
@@ -10,6 +11,8 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3.aws_region import configured_region
 from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
 from nixl_tiers.tiers.s3.tls import trusted_certificates
+
+_AWS: Final = re.compile(r"https://s3([.-][a-z0-9.-]+)?\.amazonaws\.(com|com\.cn|eu)")
 
 
 def make_client(
@@ -42,6 +45,12 @@ def make_client(
             **options,
         ),
     )
+
+
+def endpoint_of(client: Any) -> str | None:
+    """Where this client's requests go; None: AWS. `endpoint_url` of a profile and AWS's variables also name one."""
+    url = str(client.meta.endpoint_url)
+    return None if _AWS.fullmatch(url) else url
 
 
 def client_of(tier: S3Config, *, connect_s: float, read_s: float, attempts: int) -> Any:

@@ -18,7 +18,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
-from nixl_tiers.tiers.s3.client import make_client
+from nixl_tiers.tiers.s3.client import endpoint_of, make_client
 from nixl_tiers.tiers.s3.conditional import answered_at_s
 from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
 from nixl_tiers.tiers.s3.denials import Denials
@@ -42,6 +42,8 @@ class S3Connection:
         self._log_once = LogOnce(logger)
         self.credentials: Credentials | None = None
         self.region = configured_region(tier)
+        self.endpoint: str | None = None
+        """The server's URL, as boto3 has it after `open`; None: AWS."""
         self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}')
         self.client: Any = None
         """A boto3 client with the present credentials; None before `open`."""
@@ -113,6 +115,7 @@ class S3Connection:
 
     def _make_clients(self) -> None:
         self.client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+        self.endpoint = endpoint_of(self.client)
         self._quick_client = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
         self.delete_client = self._make_client(connect_s=2.0, read_s=10.0, attempts=1)
 

@@ -96,7 +96,7 @@ class S3Data:
         """Without an agent until `connect`."""
         self.credentials: Credentials | None = None
         """Those that the agents were made for; None: there is none."""
-        self._aws_region = ""
+        self._server: tuple[str, str | None] = ("", None)  # AWS region and endpoint
         self._lanes: list[_Lane] = []
         self._config = config
         self._geometry = geometry
@@ -128,14 +128,16 @@ class S3Data:
             over |= transfer.poll(now)
         return over
 
-    def connect(self, credentials: Credentials, aws_region: str) -> None:
-        """Work with these credentials, in this region, from now on. Nothing may run. Raises TierDown, TierRefused."""
-        if self._lanes and (self.credentials, self._aws_region) == (credentials, aws_region):
+    def connect(self, credentials: Credentials, aws_region: str, endpoint: str | None) -> None:
+        """Work with these credentials, in this region, at this server (None: AWS) from now on. Nothing may run. Raises
+        TierDown, TierRefused."""
+        server = aws_region, endpoint
+        if self._lanes and (self.credentials, self._server) == (credentials, server):
             return
         if self._abandoned:
             raise TierDown(f's3 bucket "{self._config.bucket}": a download that was given up has not ended yet')
         self.close()
-        self.credentials, self._aws_region = credentials, aws_region
+        self.credentials, self._server = credentials, server
         try:
             self._add_lane(uploads=False)
         except AgentError as error:
@@ -202,7 +204,7 @@ class S3Data:
     def _add_lane(self, *, uploads: bool) -> _Lane:
         """Takes 3 ms."""
         assert self.credentials is not None
-        parameters = _parameters(self._config, self.credentials, self._aws_region)
+        parameters = _parameters(self._config, self.credentials, *self._server)
         lane = _Lane(parameters, self._region, self._staging, uploads=uploads)
         self._lanes.append(lane)
         return lane
@@ -243,7 +245,7 @@ def _staging(transfers: int, row_bytes: int) -> mmap.mmap:
     return memory
 
 
-def _parameters(config: S3Config, credentials: Credentials, aws_region: str) -> dict[str, str]:
+def _parameters(config: S3Config, credentials: Credentials, aws_region: str, endpoint: str | None) -> dict[str, str]:
     """What NIXL's object backend is created with. Holds secrets: never to be shown."""
     parameters = {
         "bucket": config.bucket,
@@ -251,16 +253,16 @@ def _parameters(config: S3Config, credentials: Credentials, aws_region: str) -> 
         "access_key": credentials.access_key,
         "secret_key": credentials.secret_key,
         # Private servers expect path-style addresses; AWS wants the bucket in the host name, where that is possible.
-        "use_virtual_addressing": "true" if config.endpoint is None and "." not in config.bucket else "false",
+        "use_virtual_addressing": "true" if endpoint is None and "." not in config.bucket else "false",
         "req_checksum": "required",
         "resp_checksum": "required",
         "num_threads": str(LANE_TRANSFERS),
     }
     if credentials.session_token:
         parameters["session_token"] = credentials.session_token
-    if config.endpoint is not None:
-        parameters["endpoint_override"] = config.endpoint
-        parameters["scheme"] = config.endpoint.partition(":")[0]
+    if endpoint is not None:
+        parameters["endpoint_override"] = endpoint
+        parameters["scheme"] = endpoint.partition(":")[0]
     if (certificates := trusted_certificates(config)) is not None:
         parameters["ca_bundle"] = certificates
     return parameters

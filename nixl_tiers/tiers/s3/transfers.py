@@ -57,7 +57,7 @@ class RowTransfers:
 
     def open(self, namespace: bytes, epoch: int, credentials: Credentials) -> None:
         """Move rows of this namespace from now on. Not on the mover's loop: this takes some milliseconds."""
-        self.data.connect(credentials, self._connection.region.name)
+        self.data.connect(credentials, self._connection.region.name, self._connection.endpoint)
         self.data.populate_staging()
         self._sealer = Sealer(self._geometry, namespace, epoch)
 
@@ -104,7 +104,7 @@ class RowTransfers:
         if credentials is not None and credentials != self.data.credentials:
             if self.data.busy:
                 return False
-            self.data.connect(credentials, self._connection.region.name)
+            self.data.connect(credentials, self._connection.region.name, self._connection.endpoint)
         return True
 
     def _admit_load(self, unit: Unit) -> bool:
