@@ -71,7 +71,7 @@ class S3Control:
         self._chore: Callable[[Any], float] | None = None
         self._chore_at = 0.0
         self._versioning_unknown = tier.write != "off"  # asked for once, when nothing else is to be done
-        self._deletes_turn = False  # whether deletes came before listings and the chore when both were due
+        self._deletes_turn = True  # whether deletes come before listings and the chore when both are due
 
     # The mover's side
 
@@ -210,7 +210,6 @@ class S3Control:
             return self._check_credentials
         # Deletes and the rest take turns: rows may be evicted faster than the server deletes them.
         deletes_due = self._deletes_due(now)
-        self._deletes_turn = not self._deletes_turn
         if deletes_due and (self._deletes_turn or self._closing):
             return self._delete_some
         if self._listing is not None and now >= self._list_at_s(self._listing, now):
@@ -275,6 +274,7 @@ class S3Control:
             self._connecting.set_result(None)
 
     def _delete_some(self) -> None:
+        self._deletes_turn = False
         with self._wake:
             names = list(itertools.islice(self._delete_queue, MAX_DELETES))
             for name in names:
@@ -299,6 +299,7 @@ class S3Control:
             self._set_backoff("delete", failed=bool(failed))
 
     def _list_page(self) -> None:
+        self._deletes_turn = True
         listing = self._listing
         if listing is None:
             return
@@ -327,6 +328,7 @@ class S3Control:
             self._request_failed("the look at its versioning", error)
 
     def _do_chore(self) -> None:
+        self._deletes_turn = True
         chore = self._chore
         if chore is None:
             return

@@ -171,7 +171,7 @@ class Data:
     def busy(self) -> bool:
         return bool(self.uploads)
 
-    def connect(self, credentials: Credentials, region: str) -> None:
+    def connect(self, credentials: Credentials, region: str, endpoint: str | None) -> None:
         self.credentials = credentials
 
     def populate_staging(self) -> None:
