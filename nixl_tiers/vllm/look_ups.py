@@ -74,22 +74,14 @@ class LookUps:
                 self._touch_prefix(context, position)
             mine = None if name in self.load_none else self.chains.of(key, context, position)
         answers: Answers = {}
-        if mine is not None and position is not None and self._is_deferred(mine, position, key):
-            # vLLM defers it until that load has ended, and would look up all of the chain before, at every step.
-            self.waiting.add(name)
-            answers = answers_of(mine.chain, mine.start(position), Scan(True, mine.chain.end))
-        elif mine is not None and position is not None:
+        if mine is not None and position is not None:
             start = mine.start(position)
-            mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
-            if not mine.scan.waits:
-                mine.waiting = mine.asked = None
-                answers = answers_of(mine.chain, start, mine.scan)
-            else:
+            if self._is_deferred(mine, position, key):
+                # vLLM defers it until that load has ended, and would look up all of the chain before, at every step.
                 self.waiting.add(name)
-                # The engine's own hit may have grown meanwhile, so that another key comes first.
-                if mine.waiting is None or mine.asked != key:
-                    mine.waiting, mine.asked = answers_of(mine.chain, start, mine.scan), key
-                answers = mine.waiting
+                answers = answers_of(mine.chain, start, Scan(True, mine.chain.end))
+            else:
+                answers = self._scan(key, name, mine, start)
         self.answers[name] = answers
         return answers
 
@@ -156,6 +148,18 @@ class LookUps:
         self.chains.clear()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _scan(self, key: OffloadKey, name: str, mine: RequestChain, start: int) -> Answers:
+        """What the whole chain is in this step, of which `key` is looked up first."""
+        mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
+        if not mine.scan.waits:
+            mine.waiting = mine.asked = None
+            return answers_of(mine.chain, start, mine.scan)
+        self.waiting.add(name)
+        # The engine's own hit may have grown meanwhile, so that another key comes first.
+        if mine.waiting is None or mine.asked != key:
+            mine.waiting, mine.asked = answers_of(mine.chain, start, mine.scan), key
+        return mine.waiting
 
     def _is_deferred(self, mine: RequestChain, position: int, key: OffloadKey) -> bool:
         """Whether vLLM keeps this request back although its last scan waited for nothing and found this key: another
