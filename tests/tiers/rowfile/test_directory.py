@@ -25,13 +25,6 @@ def quota() -> DirQuota:
 
 
 @pytest.fixture
-def directory(tmp_path: Path, quota: DirQuota) -> Iterator[RowDirectory]:
-    with closing(RowDirectory(tmp_path, quota)) as directory:
-        directory.prepare(NAMESPACE)
-        yield directory
-
-
-@pytest.fixture
 def written(directory: RowDirectory) -> Iterator[TempFile]:
     with closing(directory.temp_file()) as temporary:
         os.close(temporary.open())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,6 @@ BAD = PATHS[0]
 @pytest.fixture
 def quota() -> DirQuota:
     return DirQuota(CAPACITY, ROW)
-
-
-@pytest.fixture
-def directory(tmp_path: Path, quota: DirQuota) -> Iterator[RowDirectory]:
-    with closing(RowDirectory(tmp_path, quota)) as directory:
-        directory.prepare(NAMESPACE)
-        yield directory
 
 
 @pytest.fixture
