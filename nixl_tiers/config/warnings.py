@@ -23,6 +23,10 @@ _MEMORY_PATHS: Final = (Path("/dev/shm"),)  # noqa: S108 - compared only
 _KERNEL_PATHS: Final = (Path("/proc"), Path("/sys"), Path("/dev"))
 _MEMORY_FILE_SYSTEMS: Final = {"tmpfs", "ramfs", "devtmpfs"}
 _LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
+_ROOT: Final = (
+    "is the whole machine's: every file of it would be measured, and counts towards the capacity; name a directory for "
+    "the tier alone"
+)
 _OWN_MEMORY: Final = "is memory of this machine, not a disk; chunks in memory belong to the cpu tier"
 
 
@@ -31,7 +35,7 @@ def warnings_of(config: TiersConfig) -> list[str]:
         *_tiny(config),
         *_smaller_than_cpu(config),
         *_s3_before_file(config),
-        *_memory_paths(config),
+        *_unfit_paths(config),
         *_bucket_in_endpoint(config),
         *_same_bucket(config),
         *_no_effect(config),
@@ -70,13 +74,15 @@ def _s3_before_file(config: TiersConfig) -> Iterator[str]:
             )
 
 
-def _memory_paths(config: TiersConfig) -> Iterator[str]:
+def _unfit_paths(config: TiersConfig) -> Iterator[str]:
     for i, tier in enumerate(config.tiers):
-        if isinstance(tier, FileConfig) and (what := _not_a_disk(tier.path)):
+        if isinstance(tier, FileConfig) and (what := _unfit(tier.path)):
             yield f"tiers[{i}].path: {tier.path} {what}"
 
 
-def _not_a_disk(path: Path) -> str:
+def _unfit(path: Path) -> str:
+    if path.parent == path:
+        return _ROOT
     if any(path.is_relative_to(place) for place in _MEMORY_PATHS):
         return _OWN_MEMORY
     if any(path.is_relative_to(place) for place in _KERNEL_PATHS):
@@ -130,10 +136,10 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
 def _memory_mounts(config: TiersConfig) -> Iterator[str]:
     kinds = file_systems()
     for i, tier in enumerate(config.tiers):
-        if isinstance(tier, FileConfig) and not _not_a_disk(tier.path):
+        if isinstance(tier, FileConfig) and not _unfit(tier.path):
             real = _real(tier.path)
             kind = kinds.get(device_of(real), "")
-            what = _not_a_disk(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
+            what = _unfit(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
             if what:
                 yield f"tiers[{i}].path: {tier.path} {what}"
 

@@ -59,6 +59,8 @@ def test_plausible_configuration_has_no_warning(tiers: tuple[dict[str, Any], ...
         ((CPU, FILE, AT, FILE | {"path": "/b"}), ["tiers[2]: this s3 tier is searched before the file tier tiers[3]"]),
         ((CPU, FILE | {"path": "/dev/shm/kv"}), ["tiers[1].path: /dev/shm/kv is memory of this machine, not a disk"]),
         ((CPU, FILE | {"path": "/proc/kv"}), ["tiers[1].path: /proc/kv is the kernel's, and no place for files"]),
+        ((CPU, FILE | {"path": "/"}), ["tiers[1].path: / is the whole machine's: "]),
+        ((CPU, FILE | {"path": "//"}), ["tiers[1].path: // is the whole machine's: "]),
         ((CPU, FILE | {"path": "/mnt/../sys/kv"}), ["tiers[1].path: /sys/kv is the kernel's"]),
         ((CPU, S3 | {"endpoint": "https://kv-cache.s3.eu-west-1.amazonaws.com"}),
          ['tiers[1].endpoint: names the bucket "kv-cache" too']),
