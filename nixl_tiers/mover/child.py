@@ -12,18 +12,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from nixl_tiers.memory.row_table import RowTable, RowTableError
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     MAX_PACKET,
     Configure,
+    Down,
+    Heartbeat,
     ListedTable,
+    Refused,
     ToCoordinator,
     ToMover,
     decode_to_coordinator,
     encode,
 )
-from nixl_tiers.mover.stderr import Stderr, secrets_of
+from nixl_tiers.mover.redaction import Redactor, secrets_of
+from nixl_tiers.mover.stderr import Stderr
 
 START_TIMEOUT_S: Final = 60.0  # to the first message: imports and mapping the region
 HEARTBEAT_TIMEOUT_S: Final = 20 * HEARTBEAT_S
@@ -46,7 +52,8 @@ class Child:
         pipe: tuple[int, ...] = ()
         try:
             pipe = os.pipe2(os.O_CLOEXEC)
-            self.stderr = Stderr(pipe[0], secrets_of(os.environ, configure.secret_variables))
+            self._redact = Redactor(secrets_of(os.environ, configure.secret_variables))
+            self.stderr = Stderr(pipe[0], self._redact)
             with theirs:
                 for end in (ours, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -157,7 +164,9 @@ class Child:
                 return
             self.received_s = self._clock()
             self.started = True
-            yield _read(memoryview(self._buffer)[:nbytes], _descriptors(ancillary) if ancillary else [])
+            packet, fds = memoryview(self._buffer)[:nbytes], _descriptors(ancillary) if ancillary else []
+            message, table = _read(packet, fds)
+            yield _redacted(message, self._redact), table
 
     def kill(self) -> None:
         if self.killed_s is None:
@@ -192,6 +201,16 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     for _, _, data in ancillary:
         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return fds.tolist()
+
+
+def _redacted(message: ToCoordinator, redact: Redactor) -> ToCoordinator:
+    """The message without secrets in its texts, which are logged and reported."""
+    if isinstance(message, (Down, Refused)):
+        return type(message)(redact(message.reason))
+    if isinstance(message, Heartbeat) and message.denials:
+        denials = {redact(kind): redact(sentence) for kind, sentence in message.denials.items()}
+        return msgspec.structs.replace(message, denials=denials)
+    return message
 
 
 def _read(packet: memoryview, fds: list[int]) -> tuple[ToCoordinator, RowTable | None]:

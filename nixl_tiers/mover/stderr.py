@@ -6,8 +6,9 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
 from typing import Final
+
+from nixl_tiers.mover.redaction import Redactor
 
 READ_BYTES: Final = 64 << 10  # in one call
 LINE_BYTES: Final = 2000  # longer lines are cut
@@ -15,35 +16,21 @@ LAST_LINES: Final = 20  # errors, and what is not in our log format: kept to exp
 
 FORMAT: Final = "nixl_tiers mover[%s] %%(levelname)s: %%(message)s"
 _OURS: Final = re.compile(r"nixl_tiers mover\[[^\]]*\] ([A-Z]+): (.*)")
-_SECRET_NAME: Final = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|ACCESS_KEY|API_?KEY", re.IGNORECASE)
-_PLACE_NAME: Final = re.compile(r"_(FILE|PATH|DIR|URI|URL)$", re.IGNORECASE)
 _SECRET_FIELD: Final = re.compile(
     r"((?:secret|token|passw|credential|signature|authorization|access.?key)[\w-]*[\"']?\s*[=:]\s*).*", re.IGNORECASE
 )
-_SHORT: Final = 8  # shorter values are ordinary words
-
-
-def secrets_of(environment: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Values to be redacted: of variables whose names look secret, and of these `names`."""
-    named = set(names)
-    secrets = [
-        value
-        for name, value in environment.items()
-        if name in named or (_SECRET_NAME.search(name) and not _PLACE_NAME.search(name))
-    ]
-    return sorted((value for value in secrets if len(value) >= _SHORT), key=len, reverse=True)
 
 
 class Stderr:
     """The reading end of the pipe. `last`: the last LAST_LINES lines that are errors, without their tracebacks, or not
     in our log format (libraries)."""
 
-    def __init__(self, fd: int, secrets: Iterable[str]) -> None:
+    def __init__(self, fd: int, redact: Redactor) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.eof = False
         self.last: deque[str] = deque(maxlen=LAST_LINES)
-        self._secrets = list(secrets)
+        self._redact = redact
         self._partial = b""
         self._skipping = False  # the rest of a line that was too long
 
@@ -67,11 +54,9 @@ class Stderr:
         return [self._parse(line) for line in lines if line.strip()]
 
     def _parse(self, line: bytes) -> tuple[int, str]:
-        text = line.decode(errors="replace")
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
+        text = self._redact(line.decode(errors="replace"))
         if len(line) > LINE_BYTES:  # it may end with the beginning of a secret
-            text = text[: LINE_BYTES - max(map(len, self._secrets), default=0)]
+            text = text[: max(0, LINE_BYTES - self._redact.longest)]
         ours = _OURS.fullmatch(text)
         level = logging.getLevelNamesMapping().get(ours[1]) if ours else None
         if ours and level is not None:

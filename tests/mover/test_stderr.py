@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_tiers.mover.stderr import FORMAT, LAST_LINES, LINE_BYTES, Stderr, secrets_of
+from nixl_tiers.mover.redaction import Redactor, secrets_of
+from nixl_tiers.mover.stderr import FORMAT, LAST_LINES, LINE_BYTES, Stderr
 
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 
@@ -17,7 +18,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 def pipe() -> Iterator[tuple[Stderr, int]]:
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
-    yield Stderr(read_fd, [SECRET]), write_fd
+    yield Stderr(read_fd, Redactor([SECRET])), write_fd
     os.close(read_fd)
     os.close(write_fd)
 
@@ -58,16 +59,56 @@ def test_secret_variables_are_found_by_name() -> None:
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_SESSION_TOKEN": "token-token",
         "AWS_SHARED_CREDENTIALS_FILE": "/etc/credentials",
-        "TOKENIZERS_PARALLELISM": "false",
         "MINE": "mine-mine",
         "OTHER": "other-other",
+        "PGPASS": "pgpass-pgpass",
+        "HF_AUTH": "hf-auth-hf-auth",
+        "SIGNING_KEY": "signing-signing",
+        "SECRET_URL": "https://hooks.example/T0/B0",
+        "PGPASSFILE": "/home/me/.pgpass",
+        "SIGNING_KEY_PATH": "/etc/signing-key",
+        "GIT_AUTHOR_NAME": "An Author",
+        "MONKEYPATCH": "gevent-all",
     }
-    assert set(secrets_of(environment, ["MINE"])) == {SECRET, "token-token", "mine-mine"}
+    secrets = {SECRET, "token-token", "mine-mine", "pgpass-pgpass", "hf-auth-hf-auth", "signing-signing"}
+    assert set(secrets_of(environment, ["MINE"])) == secrets | {"https://hooks.example/T0/B0"}
+
+
+def test_each_line_of_a_secret_is_redacted() -> None:
+    key = f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n  {SECRET[::-1]}\n-----END PRIVATE KEY-----\n"
+    redact = Redactor(secrets_of({"SIGNING_KEY": key}, []))
+    assert [redact(line) for line in key.splitlines()] == ["***", "***", "  ***", "***"]
+    assert redact(f"it is {key!r}") == r"it is '***\n***\n  ***\n***\n'"
+
+
+def test_short_values_are_ordinary_words() -> None:
+    environment = {"TOKENIZERS_PARALLELISM": "false", "USE_KEY": "yes\nno\n"}
+    assert Redactor(secrets_of(environment, []))("false, yes or no") == "false, yes or no"
+
+
+def test_a_secret_longer_than_a_line_is_never_shown_in_part() -> None:
+    secret = SECRET * (LINE_BYTES // len(SECRET) + 20)
+    read_fd, write_fd = os.pipe()
+    stderr = Stderr(read_fd, Redactor([secret]))
+    os.write(write_fd, b"x" + secret[:-1].encode())
+    shown = [text for _, text in stderr.read()]
+    assert len(shown) == 1
+    assert SECRET[:2] not in shown[0]
+    os.close(write_fd)
+    os.close(read_fd)
+
+
+def test_password_in_a_url_is_redacted(pipe: tuple[Stderr, int]) -> None:
+    """Of a proxy, whose variable's name sounds like no secret."""
+    stderr, write_fd = pipe
+    line = FORMAT % "s3" % {"levelname": "WARNING", "message": "no answer of http://me:hunter2@proxy:3128 in 3 s"}
+    os.write(write_fd, f"{line}\n".encode())
+    assert stderr.read() == [(logging.WARNING, "no answer of http://***@proxy:3128 in 3 s")]
 
 
 def test_eof_ends_the_last_line() -> None:
     read_fd, write_fd = os.pipe()
-    stderr = Stderr(read_fd, [])
+    stderr = Stderr(read_fd, Redactor([]))
     os.write(write_fd, b"last word")
     os.close(write_fd)
     assert [stderr.read(), stderr.read()] == [[], [(logging.DEBUG, "last word")]]

@@ -25,6 +25,7 @@ from nixl_tiers.mover.protocol import (
     CheckExistence,
     Configure,
     Delete,
+    Down,
     ExistenceChecked,
     Heartbeat,
     ListedTable,
@@ -35,6 +36,7 @@ from nixl_tiers.mover.protocol import (
     ToMover,
     encode,
 )
+from nixl_tiers.mover.redaction import Redactor
 from nixl_tiers.mover.supervisor import IDLE_S, Supervisor, Turn
 from tests.mover.harness import KEY_HASH, NAMESPACE
 from tests.support.waiting import until
@@ -307,9 +309,25 @@ def test_packets_queued_before_a_reset_are_received() -> None:
         theirs.close()
         mover = object.__new__(child.Child)
         mover.socket, mover.eof, mover.killed_s, mover._clock = ours, False, None, time.monotonic
-        mover._buffer = bytearray(MAX_PACKET)
+        mover._buffer, mover._redact = bytearray(MAX_PACKET), Redactor([])
         assert [message for message, _ in mover.receive()] == [Refused("bucket: there is no such thing")]
         assert mover.eof
+
+
+def test_secrets_in_the_texts_of_a_movers_messages_are_redacted() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        mover = object.__new__(child.Child)
+        mover.socket, mover.eof, mover.killed_s, mover._clock = ours, False, None, time.monotonic
+        mover._buffer, mover._redact = bytearray(MAX_PACKET), Redactor(["my-secret"])
+        for message in _with_texts("no my-secret"):
+            theirs.send(encode(message))
+        assert [message for message, _ in mover.receive()] == _with_texts("no ***")
+
+
+def _with_texts(text: str) -> list[ToCoordinator]:
+    return [Down(text), Refused(text), Heartbeat(1, {"put": text, text: "denied"})]
 
 
 def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:
