@@ -1,4 +1,4 @@
-"""Whether a path is on a file system other than `/`, for `require_mount`."""
+"""Whether a path is on a file system other than `/`, for `require_mount`; directories that are made."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def not_mounted(path: Path) -> str:
     if nearest(real).stat().st_dev != ROOT.stat().st_dev:
         return ""
     return f"{path} lies on the file system of {ROOT}, and require_mount wants another: mount it"
+
+
+def make_private(path: Path) -> None:
+    """Make a directory, if it is missing, and its missing parents with mode 0700: `Path.mkdir` gives parents all that
+    the umask leaves. Raises OSError."""
+    for each in reversed([parent for parent in path.parents if not os.path.lexists(parent)]):
+        each.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)

@@ -12,14 +12,16 @@ from pydantic import BeforeValidator, Field, model_validator
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
-from nixl_tiers.mounts import nearest, not_mounted
+from nixl_tiers.mounts import make_private, nearest, not_mounted
 
 
 class FileConfig(StorageConfig):
     """A directory."""
 
     type: Literal["file"] = Field(description="kind of the tier")
-    path: AbsolutePath = Field(description="directory of the tier; created with mode 0700 if it does not exist")
+    path: AbsolutePath = Field(
+        description="directory of the tier; created with mode 0700 if it does not exist, and so are its parents"
+    )
     capacity: Size = Field(description="budget of everything under `path`, of all namespaces ever stored there")
     layout: Literal["slabs", "files"] = Field(
         "slabs",
@@ -108,11 +110,11 @@ class FileConfig(StorageConfig):
             raise _unwritable(self.path, f"{parent} is not a writable directory")
 
     def prepare_here(self) -> None:
-        """A missing directory is made (mode 0700), and written to once; nothing is made without its mount."""
+        """Missing directories are made (mode 0700), and written to once; nothing is made without its mount."""
         if self.require_mount and not_mounted(self.path):
             return
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.path)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:

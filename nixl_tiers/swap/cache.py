@@ -6,10 +6,12 @@ import os
 import tempfile
 from pathlib import Path
 
+from nixl_tiers.mounts import make_private
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file of the cache so that readers see all of it or none. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
         try:
             out.write(data)

@@ -25,7 +25,7 @@ from nixl_tiers.chunk import PAGE
 from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mounts import not_mounted
+from nixl_tiers.mounts import make_private, not_mounted
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
@@ -62,8 +62,10 @@ def prepare_path(config: FileConfig, mount: MountGuard, log_once: LogOnce) -> No
     that it has the configured layout. Raises TierDown, TierRefused, OSError."""
     if problem := mount.problem() or (not_mounted(config.path) if config.require_mount else ""):
         raise TierDown(problem)
-    # Parents too, unless they may belong on a mount that is missing.
-    config.path.mkdir(mode=0o700, parents=config.require_mount, exist_ok=True)
+    if config.require_mount:
+        make_private(config.path)
+    else:  # parents may belong on a mount that is missing
+        config.path.mkdir(mode=0o700, exist_ok=True)
     if problem := _exceeds_file_system(config):
         log_once.report("capacity", problem)
     if config.layout == "slabs" and os.path.lexists(config.path / INCOMING):
