@@ -158,7 +158,7 @@ class Events:
             return True
         for tier in self._state.tiers:  # `any` of these costs each step of the engine more
             # Loads that no request waits for, too: their end measures the tier.
-            if tier.rows_loading or tier.dead or tier.to_cancel > 0 or tier.trials_running:
+            if tier.rows_loading or tier.dead or tier.former or tier.trials_running:
                 return True
             if tier.trials and tier.readable:
                 return True
@@ -297,8 +297,8 @@ class Events:
                 self._end_moves(tier, job, [Outcome.FAILED] * len(job.moves), now)
                 if tier.state is TierState.DOWN:
                     tier.clear_deletes()  # the next mover lists what is there
-            while tier.to_cancel > 0 and self._state.take():
-                tier.cancel_victim(self._state.tick)
+            while tier.former and self._state.take():
+                tier.return_victims(1)
         self._promotion_jobs.retry(now)
         host = self._state.host
         while host.has_old and self._state.take():

@@ -74,7 +74,7 @@ class TierIndex:
     newest_listed: int = 0  # the highest tick that the medium listed: all uses in this process are later
     last_refused: Key | None = None  # the last key asked for while its circuit was not closed
     evicting: dict[Key, None] = field(default_factory=dict)  # victims, the first selected first; hits until they leave
-    to_cancel: int = 0  # of `evicting`: victims from before a reset
+    former: deque[dict[Key, None]] = field(default_factory=deque)  # `evicting` of before resets, for `return_victims`
     send_credits: int = UNLIMITED  # how many more messages its mover takes now
     rows_storing: int = 0
     rows_loading: int = 0
@@ -186,6 +186,7 @@ class TierIndex:
         missing = count - self.slots.free
         if missing <= 0:
             return []
+        self.return_victims(missing)
         # Victims that were selected before go first; they are lost if they were not written below yet.
         victims = list(islice((key for key in self.evicting if not self.is_pinned(key)), missing))
         victims += take_coldest(self, missing - len(victims))
@@ -256,9 +257,10 @@ class TierIndex:
 
     def cancel_eviction(self, key: Key, tick: int) -> None:
         """A victim was used again, or cannot be written below: the policy gets it back."""
-        if key in self.evicting:
-            del self.evicting[key]
-            self.index[key].evicting = False
+        entry = self.index.get(key)
+        if entry is not None and entry.evicting:
+            self.evicting.pop(key, None)  # it may be one of `former`
+            entry.evicting = False
             self.policy.add(key, tick)
 
     def evict(self, key: Key) -> None:
@@ -295,19 +297,24 @@ class TierIndex:
         self.loaded += 1
 
     def drop_queues(self) -> None:
-        """Drop all that is queued for this tier. Its victims stay: cancel `to_cancel` of them. O(1)."""
+        """Drop all that is queued for this tier. So nobody writes its victims: `return_victims` to the policy. O(1)."""
         self.garbage.add(self.to_load, self.to_store, self.parked, self.to_demote, self.staged)
         self.to_load, self.to_store, self.parked = deque(), OrderedDict(), {}
         self.to_demote, self.staged = deque(), {}
-        self.to_cancel = len(self.evicting)
+        if self.evicting:
+            self.former.append(self.evicting)
+            self.evicting = {}
 
-    def cancel_victim(self, tick: int) -> None:
-        """Cancel the eviction of one of the victims from before a reset, the last selected first."""
-        self.to_cancel = min(self.to_cancel, len(self.evicting)) - 1
-        if self.to_cancel >= 0:
-            key = self.evicting.popitem()[0]
-            self.index[key].evicting = False
-            self.policy.add(key, tick)
+    def return_victims(self, most: int) -> None:
+        """Give up to `most` victims from before a reset back to the policy, which selects them again before others."""
+        while self.former and most > 0:
+            most -= 1
+            keys = self.former[0]
+            key = keys.popitem()[0]
+            if not keys:
+                self.former.popleft()
+            if key not in self.evicting:  # else it was selected again
+                self.cancel_eviction(key, 0)
 
     def clear(self) -> None:
         """A new epoch: no row of before it is found. Jobs under way end as usual, for entries that are not indexed."""
@@ -320,8 +327,8 @@ class TierIndex:
         self.policy = make_policy(self.spec.policy, 0)
         self.slots.clear()
         self.cold.clear()
-        self.garbage.add(self.evicting)
-        self.evicting = {}
+        self.garbage.add(self.evicting, self.former)
+        self.evicting, self.former = {}, deque()
         self.drop_queues()
         self.clear_deletes()
         self.garbage.add(self.recent_uses)

@@ -78,6 +78,8 @@ class WriteBack:
         if not reserve:
             return 0
         source = self._state.above(target)
+        if source is not None and source.former:
+            return 0  # they are to be selected again, and not others
         missing = reserve - free - len(self._host.evicting if source is None else source.evicting)
         # A victim without a slot would be dropped, and selected again at the next turn.
         return min(missing, target.slots.limit - target.rows_loading - target.rows_to_write)

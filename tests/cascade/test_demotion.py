@@ -10,7 +10,7 @@ from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Job, TierSpec
 from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.policies import Write
+from nixl_tiers.policies import Eviction, Write
 from tests.support.core import expire, opened
 
 
@@ -264,6 +264,51 @@ def test_suspects_are_not_selected_again_at_once() -> None:
         put(core, key, 0.0)
     assert not turns(core, 0.0)
     assert sum(len(job.moves) for job in turns(core, core.limits.retry_s)) == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it(policy: Eviction) -> None:
+    """As many victims as there had been were given up, the newest first. The others waited for ever for somebody to
+    write them, and what was stored next took the slots of rows that had been written nowhere."""
+    specs = [TierSpec("above", Write.THROUGH, True, policy=policy), TierSpec("below", Write.ON_EVICT, True)]
+    core = TierManager(300, 4096, specs, Limits(reserve_share=0.25, rows_per_slice=16))
+    for tier, slots in enumerate((1000, 2000)):
+        opened(core, tier, slots)
+        held = keys(slots if tier == 0 else 0)
+        core.events.listed(tier, [(slot, key, slot) for slot, key in enumerate(held)], last=True)
+    above, below = core.tiers
+    before = turns(core, 0.0)
+    assert before
+    assert len(above.evicting) == 250
+    core.reset(keep_tiers=True)
+    for job in before:  # movers know nothing of it
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    while jobs := turns(core, 0.0):
+        for job in jobs:
+            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert above.slots.free == 250
+    assert not above.evicting
+    assert all(key in above or key in below for key in keys(1000))
+    if policy == "lru":
+        assert all(key in below for key in keys(250)), "those that were used longest ago"
+
+
+def test_room_is_made_of_victims_from_before_a_reset() -> None:
+    """Nothing else is in the tier, and there was no turn yet."""
+    core = manager(64, (Write.THROUGH, Write.ON_EVICT), (16, 100))
+    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(16))], last=True)
+    above = core.tiers[0]
+    assert len(above.select_victims(16)) == 16
+    for _ in range(2):
+        above.drop_queues()
+    used = keys(1)[0]
+    above.touch(used, 100)
+    gone = above.make_room(4)
+    assert len(set(gone)) == len(gone) == 4
+    assert used not in gone
+    gone += above.make_room(16)
+    assert sorted(gone) == keys(16)
+    assert gone[-1] == used
 
 
 class SlowTierBelow:
