@@ -105,11 +105,16 @@ class SchedulerCalls:
         with self._lock:
             return self._core.still_waits(request, self._clock())
 
-    def copied(self, rows: int, seconds: float, *, at_most: bool = False) -> None:
-        """A load of so many rows has taken so long, from prepare_load to the engine's report that it has ended;
-        `at_most`: or less, since the engine reports it at the end of a step that computed something."""
+    def running_s(self) -> float:
+        """The time in which this process ran: of a pause, as of a stopped machine, hardly anything counts."""
+        return self._clock()
+
+    def copied(self, rows: int, began_s: float, *, at_most: bool = False) -> None:
+        """A load of so many rows has ended, as the engine reports, whose prepare_load was at `began_s` (`running_s`);
+        `at_most`: or before, since the engine reports it at the end of a step that computed something."""
         with self._lock:
-            self._copies.copied(rows, seconds, self._clock(), at_most=at_most)
+            now = self._clock()
+            self._copies.copied(rows, now - began_s, now, at_most=at_most)
 
     def wait_for_listing(self, request: str) -> None:
         """Have a request wait for unknown keys while a tier is being listed. Call it before the first look-up."""

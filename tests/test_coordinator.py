@@ -11,6 +11,7 @@ import numpy as np
 
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.clock import COUNTED_S, RunningClock
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
@@ -150,3 +151,18 @@ def test_what_is_configured_reaches_the_core() -> None:
     assert core.limits.pin_s > 3.0
     assert core.prefill.seconds(0, 1234) == 1.0
     coordinator.close()
+
+
+def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() -> None:
+    moments = {"now": 0.0}
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    with HostRegion.create(GEOMETRY, 4) as region:
+        clock = RunningClock(lambda: moments["now"])
+        coordinator = Coordinator(config, Namespace.of({"name": "n"}), region, clock=clock)
+        for _ in range(3):
+            began_s = coordinator.running_s()
+            moments["now"] += 3600.0
+            coordinator.copied(1, began_s)
+        price = coordinator._core._state.price_of_copies(coordinator.running_s())
+        assert 0.0 < price.seconds(1) < 2 * COUNTED_S
+        coordinator.close(0.0)

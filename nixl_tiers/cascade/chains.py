@@ -148,7 +148,7 @@ class Chains:
             pricing.Chain(first, chain.step_tokens, chain.step_rows, chain.window_rows),
             self._prices(look),
             compute_s,
-            copy=state.price_of_copies(),
+            copy=state.price_of_copies(look.now),
             most_s=state.limits.wait_s,
             fits=self._fits(look),
         )

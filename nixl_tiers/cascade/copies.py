@@ -128,9 +128,8 @@ class Copies:
         expected. No rows say nothing either."""
         if not rows:
             return
-        nbytes, copies = rows * self._state.row_bytes, self._state.copies
-        if not at_most or (copies.known and seconds < copies.seconds(nbytes)):
-            copies.record(nbytes, seconds, now)
+        if not at_most or seconds < self._state.price_of_copies(now).seconds(rows):
+            self._state.copies.record(rows * self._state.row_bytes, seconds, now)
 
     # --- stores ------------------------------------------------------------------------------------------------
 

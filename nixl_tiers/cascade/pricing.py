@@ -31,7 +31,7 @@ class TierPrice(NamedTuple):
         return self.latency_s + self.row_s * (self.ahead + rows) if rows else 0.0
 
 
-_FREE: Final = TierPrice(0.0, 0.0, 0)
+FREE: Final = TierPrice(0.0, 0.0, 0)
 
 Fits = Callable[[int], int]
 
@@ -82,7 +82,7 @@ def choose(
     best, best_wait_s = fits(at), 0.0
     rest_s = compute_s(best)
     least_s = None if rest_s is None else copy.seconds(rows) + rest_s
-    prices = [*tiers, _FREE]  # the last is HOST's
+    prices = [*tiers, FREE]  # the last is HOST's
     loading, waits_s = [0] * len(prices), [0.0] * len(prices)  # of each: rows of the runs before, and their time
     for source, steps in runs:
         price, before = prices[source], loading[source] + window_rows

@@ -11,7 +11,7 @@ from nixl_tiers.cascade.gone_keys import GoneKeys
 from nixl_tiers.cascade.host import HostTier, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.prefill import PrefillEstimate
-from nixl_tiers.cascade.pricing import TierPrice
+from nixl_tiers.cascade.pricing import FREE, TierPrice
 from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.samples import Samples
 from nixl_tiers.cascade.throughput import TransferEstimate
@@ -21,6 +21,8 @@ from nixl_tiers.policies import Prefer, Write
 
 STORE_JOBS: Final = 4  # a job of stores is at most so many times as large as one of loads
 JOBS_A_WINDOW: Final = 4  # and leaves room for so many in a window
+COPIES_KNOWN: Final = 3  # copies to the engine: with fewer, one that was slow by accident is all that is known
+COPIES_HALVE_S: Final = 30.0  # as long without one that was measured halves their price
 
 
 class CascadeState:
@@ -90,9 +92,14 @@ class CascadeState:
         row_s = tier.loads.s_per_byte * self.row_bytes
         return TierPrice(tier.loads.latency_s, row_s, len(tier.to_load) + tier.rows_loading)
 
-    def price_of_copies(self) -> TierPrice:
-        """What rows cost to be copied from host memory to the engine."""
-        return TierPrice(self.copies.latency_s, self.copies.s_per_byte * self.row_bytes, 0)
+    def price_of_copies(self, now: float) -> TierPrice:
+        """What rows cost to be copied from host memory to the engine: nothing before a few copies were measured, and
+        the less, the longer none was. What is declined for their price is not copied, and nothing else measures it."""
+        copies = self.copies
+        if copies.last_s is None or copies.transfers < COPIES_KNOWN:
+            return FREE
+        kept = 0.5 ** ((now - copies.last_s) / COPIES_HALVE_S)
+        return TierPrice(kept * copies.latency_s, kept * copies.s_per_byte * self.row_bytes, 0)
 
     def begin_slice(self) -> None:
         """What follows holds the lock for as long as about `rows_per_slice` rows take; the next turn goes on."""

@@ -83,6 +83,7 @@ class TransferEstimate:
         "latency_s",
         "one_size",
         "s_per_byte",
+        "transfers",
     )
 
     def __init__(self) -> None:
@@ -95,11 +96,13 @@ class TransferEstimate:
         self._witnesses = 0  # of them, those that did not run side by side: one stall delays all that do
         self._witness_s = 0.0  # when the last of these ended
         self.last_s: float | None = None  # when the last transfer ended
+        self.transfers = 0  # that were ever recorded
 
     def record(self, nbytes: int, seconds: float, now: float) -> None:
         """A transfer of `nbytes` has taken `seconds`, and ended `now`."""
         x, y = nbytes / MB, max(seconds, 1e-6)
         known, self.last_s = self.known, now
+        self.transfers += 1
         if not known:
             self._fit((x, y))
             return

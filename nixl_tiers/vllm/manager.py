@@ -176,7 +176,7 @@ class NixlTiersManager(OffloadingManager):
         end = max((position_of(key, req_context) or 0 for key in ordered), default=0) or None
         tokens = self._tokens(ordered, counts)
         rows = self._coordinator.prepare_load(ordered, req_context.req_id, tokens=tokens, end=end)
-        self._loading[req_context.req_id] = time.monotonic(), len(rows)
+        self._loading[req_context.req_id] = self._coordinator.running_s(), len(rows)
         for group, place in self._place.items():
             self._look_ups.chains.note_load(group, counts[place])
         self._prepared_load = True
@@ -196,7 +196,7 @@ class NixlTiersManager(OffloadingManager):
         else:
             self._coordinator.complete_load(keys, req_context.req_id)
             if began is not None:
-                self._coordinator.copied(began[1], time.monotonic() - began[0], at_most=beside)
+                self._coordinator.copied(began[1], began[0], at_most=beside)
 
     def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for. NixlTiersConnector calls it before complete_load.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -223,18 +224,74 @@ def test_row_that_another_request_is_loading_is_waited_for_and_not_asked_for_aga
     assert engine.scan() == Scan(False, END)
 
 
+def copies_take(engine: Engine, row_s: float, times: int = 3) -> None:
+    """So many copies of a row to the engine, one after the other, took so long."""
+    for _ in range(times):
+        engine.now += row_s
+        engine.core.copies.copied(1, row_s, engine.now)
+
+
 def test_copy_to_the_engine_counts() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
-    engine.core.copies.copied(1, 0.2, 0.0)
+    copies_take(engine, 0.2)
     assert engine.scan() == Scan(False, 0)
+
+
+def test_one_slow_copy_at_the_beginning_does_not_have_tiers_declined() -> None:
+    """It was the only one: what was declined was not copied, and nothing showed that it had been an accident."""
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    engine.core.copies.copied(1, 0.6, 0.0)
+    for number in range(1000):
+        name = f"request {number}"
+        assert engine.scan(name).waits
+        engine.load_all()
+        assert engine.scan(name) == Scan(False, END)
+        engine.core.copies.prepare_load(KEYS, name)
+        engine.core.copies.complete_load(KEYS)
+        engine.core.copies.copied(len(KEYS), 0.001, engine.now)
+        engine.core.finish_request(name)
+        engine.core.host.make_room(256)
+        engine.now += 3.6
+
+
+def test_copies_that_were_slow_are_tried_again_now_and_then() -> None:
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    copies_take(engine, 0.6)
+    loads = [0.0]
+    for number in range(1000):
+        if engine.scan(f"request {number}").waits:
+            loads.append(engine.now)
+            engine.load_all()
+            copies_take(engine, 0.6, times=1)
+        engine.core.finish_request(f"request {number}")
+        engine.core.host.make_room(256)
+        engine.now += 3.6
+    assert all(40 < after - before < 120 for before, after in pairwise(loads)), "they still are"
+    assert len(loads) > 30
+    copies_take(engine, 0.001)
+    assert engine.scan().waits
+
+
+def test_copy_that_is_reported_late_does_not_make_slow_ones_last() -> None:
+    """An engine that computes all the time reports all of them late."""
+    engine = Engine()
+    engine.store(FILE, KEYS, row_s=0.01)
+    copies_take(engine, 0.6)
+    assert not engine.scan("first").waits
+    for _ in range(300):
+        engine.now += 1.0
+        engine.core.copies.copied(1, 0.4, engine.now, at_most=True)
+    assert engine.scan("second").waits
 
 
 def test_copy_of_no_rows_says_nothing() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
     engine.core.copies.copied(0, 0.2, 0.0)
-    engine.core.copies.copied(1, 0.2, 0.0)
+    copies_take(engine, 0.2)
     assert engine.scan() == Scan(False, 0)
 
 
@@ -247,9 +304,11 @@ def test_copy_that_is_reported_late_does_not_count_but_a_quicker_one_does() -> N
     for second in range(10):
         copies.copied(1, 0.05, second)
         copies.copied(1, 5.0, second, at_most=True)
+    engine.now = 10.0
     assert engine.scan("second") == Scan(True, END)
     for second in range(10, 20):
         copies.copied(1, 0.2, second)
+    engine.now = 20.0
     assert engine.scan("third") == Scan(False, 0)
     for second in range(20, 30):
         copies.copied(1, 0.001, second, at_most=True)
