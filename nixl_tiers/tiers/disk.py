@@ -13,6 +13,7 @@ import logging
 import math
 import mmap
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -35,6 +36,9 @@ SLAB_LOCK: Final = ".ledger"
 INCOMING: Final = ".incoming"
 """The lock file of `layout: slabs` and the directory of unfinished files of `layout: files`, in the tier's path. Either
 shows which layout the path has. The names are part of the formats on disk."""
+
+PROBE: Final = re.compile(r"probe-[0-9a-f]{16}\.tmp")
+"""The name of a file that is made for a moment, to learn what the file system can do."""
 
 CHECK_INTERVAL_S: Final = 1.0
 _PERMANENT: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
@@ -243,7 +247,7 @@ def check_registration(agent: Agent, folder: Folder) -> None:
     takes none), and NIXL passes on no reason. Raises TierDown, before any row fails, and OSError."""
     if agent.backend != "GDS_MT":
         return
-    name = _probe_name()
+    name = probe_name()
     descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         agent.deregister(agent.register_file(fd_path(descriptor), PAGE, direct=False))
@@ -255,14 +259,15 @@ def check_registration(agent: Agent, folder: Folder) -> None:
             folder.unlink(name)
 
 
-def _probe_name() -> str:
+def probe_name() -> str:
+    """Matches PROBE; no other process uses it."""
     return f"probe-{secrets.token_hex(8)}.tmp"
 
 
 def direct_works(folder: Folder) -> bool:
     """Whether one page can be written and read with O_DIRECT: some file systems accept the flag and then refuse every
     transfer. Raises OSError."""
-    name = _probe_name()
+    name = probe_name()
     with mmap.mmap(-1, PAGE) as page:
         try:
             descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
-import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -150,9 +150,11 @@ class Folder:
         """An empty directory."""
         os.rmdir(name, dir_fd=self.descriptor)
 
-    def remove(self, name: str) -> None:
-        """A directory and everything in it; links are not followed."""
-        shutil.rmtree(name, dir_fd=self.descriptor)
+    def unlink_matching(self, pattern: re.Pattern[str]) -> None:
+        """Delete the files and links whose whole name matches."""
+        for name in filter(pattern.fullmatch, self.names()):
+            if not stat.S_ISDIR(self.stat(name).st_mode):
+                self.unlink(name)
 
     def _wrong(self, status: os.stat_result) -> str:
         if status.st_uid != self.uid:

@@ -324,13 +324,16 @@ def test_failing_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_scratch_of_a_doctor_that_was_killed_is_removed(tmp_path: Path) -> None:
-    mine, old, running = (tmp_path / f"{directory.SCRATCH_PREFIX}{name}" for name in ("mine", "old", "running"))
-    for scratch in (mine, old, running):
+    tokens = [digit * 16 for digit in "abc"]
+    mine, old, running = (tmp_path / f"{directory.SCRATCH_PREFIX}{name}" for name in tokens)
+    foreign = tmp_path / f"{directory.SCRATCH_PREFIX}notes"
+    for scratch in (mine, old, running, foreign):
         scratch.mkdir()
     long_ago = time.time() - 2 * directory.STALE_S
-    os.utime(old, (long_ago, long_ago))
-    probe.clean(file_config(tmp_path, "1GiB"), "mine")
-    assert scratch_in(tmp_path) == [running]
+    for scratch in (old, foreign):
+        os.utime(scratch, (long_ago, long_ago))
+    probe.clean(file_config(tmp_path, "1GiB"), tokens[0])
+    assert sorted(scratch_in(tmp_path)) == [running, foreign]
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------

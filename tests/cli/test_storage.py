@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.chunk import Geometry, Outcome, object_name
 from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main
 from nixl_tiers.cli.storage.base import Pace
 from nixl_tiers.cli.storage.rowfiles import RowFileStorage
@@ -203,6 +203,29 @@ def test_purge_deletes_what_is_chosen_and_proves_it(
     assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
     assert run(capsys, "inspect", tmp_path)[1]["namespaces"] == []
     assert not list(tmp_path.rglob("*.row")) + list(tmp_path.rglob("*.kv"))
+
+
+@LAYOUTS
+def test_purge_leaves_what_no_tier_has_made(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, tmp_path, region)
+    (home,) = [path.parent for path in tmp_path.rglob("about.json")]
+    row = object_name(b"another key")
+    names = ["notes/my-thesis.row", "ab/my-thesis.row", "0a/notes/draft", f"zz/{row[3:]}.row", f"{row}.bak", "todo.txt"]
+    for name in [*names, "empty/x"]:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in names:
+            (home / name).write_text("precious")
+    for command in (["verify"], ["purge", "--all", "--yes"]):
+        code, shown = run(capsys, command[0], tmp_path, *command[1:])
+        assert code == OK, shown
+    assert (shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (ROWS, 0)
+    left = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+    assert left == {*names}
+    assert (home / "empty").is_dir()
+    assert run(capsys, "purge", tmp_path, "--all", "--yes")[0] == OK
+    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == left
 
 
 @pytest.mark.parametrize("salt", ["", "-"])

@@ -6,6 +6,7 @@ written goes below a scratch name in the prefix, where it is no row of any engin
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED, is_versioned
 
 ROWS: Final = 16
 SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
+SCRATCH: Final = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[0-9a-f]{{16}}/")
 ATTEMPTS: Final = 3
 _TIMEOUT_S: Final = 5.0
 STALE_S: Final = 3600.0  # left by a doctor that was killed
@@ -116,7 +118,9 @@ def _clean(client: Any, config: S3Config, token: str) -> None:
         answer = client.list_objects_v2(**request)
         for found in answer.get("Contents", ()):
             name = str(found["Key"])
-            old = time.time() - found["LastModified"].timestamp() > STALE_S
+            old = SCRATCH.match(name.removeprefix(f"{config.prefix}/")) and (
+                time.time() - found["LastModified"].timestamp() > STALE_S
+            )
             if old or name.startswith(f"{config.prefix}/{SCRATCH_PREFIX}{token}/"):
                 client.delete_objects(Bucket=config.bucket, Delete={"Objects": [{"Key": name}], "Quiet": True})
     except REQUEST_ERRORS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from nixl_tiers.tiers.staging_trial import all_remembered
 
 ROWS: Final = 64
 SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
+SCRATCH: Final = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[0-9a-f]{{16}}")
 STALE_S: Final = 3600.0  # left by a doctor that was killed
 
 
@@ -70,7 +72,8 @@ def clean(config: FileConfig, token: str) -> None:
     """Remove the scratch directory, and those that killed doctors have left."""
     parent = nearest(config.path)
     for scratch in parent.glob(f"{SCRATCH_PREFIX}*"):
-        if scratch.name.endswith(token) or time.time() - scratch.lstat().st_mtime > STALE_S:
+        own = scratch.name == f"{SCRATCH_PREFIX}{token}"
+        if own or (SCRATCH.fullmatch(scratch.name) and time.time() - scratch.lstat().st_mtime > STALE_S):
             shutil.rmtree(scratch, ignore_errors=True)
 
 

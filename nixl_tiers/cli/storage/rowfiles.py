@@ -18,6 +18,7 @@ from nixl_tiers.cli.storage.seals import defect
 from nixl_tiers.manifest import MANIFEST_NAME, REFRESH_S, Manifest
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_FANOUT: Final = re.compile(r"[0-9a-f]{2}")
 _SUFFIX: Final = ".row"
 _STEP: Final = 1024
 
@@ -64,9 +65,7 @@ class RowFileStorage(Storage):
         with RowBuffer() as buffer:
             for path, status in _rows(home, lambda _: None):
                 pace.take(max(PAGE, status.st_size))
-                key = key_of_object(f"{path.parent.name}/{path.name.removesuffix(_SUFFIX)}")
-                if key is None:
-                    continue  # a foreign file
+                key = bytes.fromhex(path.stem)
                 try:
                     row = buffer.read(path, 0, max(PAGE, status.st_size))
                 except OSError as error:
@@ -116,24 +115,32 @@ def _rows(home: Path, step: Step) -> Iterator[tuple[Path, os.stat_result]]:
     """Raises OSError, but not for what is deleted meanwhile."""
     with suppress(FileNotFoundError):
         for fanout in folders(home):
+            if not _FANOUT.fullmatch(fanout.name):
+                continue
             count = 0
             with suppress(FileNotFoundError):
                 for entry in list(os.scandir(fanout)):
                     with suppress(FileNotFoundError):
-                        if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False):
+                        if _is_row(fanout.name, entry.name) and entry.is_file(follow_symlinks=False):
                             yield Path(entry.path), entry.stat(follow_symlinks=False)
                             count += 1
             step(count)
+
+
+def _is_row(fanout: str, name: str) -> bool:
+    """Whether a tier makes a row file of that name in that directory; others are foreign."""
+    return name.endswith(_SUFFIX) and key_of_object(f"{fanout}/{name.removesuffix(_SUFFIX)}") is not None
 
 
 def _remove_empty(home: Path) -> None:
     """The directories of a namespace without rows, and its manifest. An engine that uses it makes them again."""
     with suppress(OSError):
         for fanout in folders(home):
-            with suppress(OSError):
-                fanout.rmdir()
-        if [entry.name for entry in os.scandir(home)] == [MANIFEST_NAME]:
-            (home / MANIFEST_NAME).unlink()
+            if _FANOUT.fullmatch(fanout.name):
+                with suppress(OSError):
+                    fanout.rmdir()
+        if not any(_rows(home, lambda _: None)):
+            (home / MANIFEST_NAME).unlink(missing_ok=True)
         home.rmdir()
 
 

@@ -23,7 +23,7 @@ from nixl_tiers.tiers.base import TierRefused
 from nixl_tiers.tiers.disk import SLAB_LOCK
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal_record import RECORD, RECORD_BYTES, Records, decode
-from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, NAMESPACE, holder_of, part_number, used_ns
+from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, NAMESPACE, holder_of, is_shard, part_number, used_ns
 from nixl_tiers.tiers.slab.quota import SlabQuota
 
 _SLAB: Final = re.compile(r"slab-(\d{5})\.kv")
@@ -47,7 +47,7 @@ class SlabStorage(Storage):
 
     def _of_part(self, part: Path, step: Step) -> Iterator[Namespace]:
         try:
-            shards = [shard for shard in folders(part) if NAMESPACE.fullmatch(shard.name)]
+            shards = [shard for shard in folders(part) if NAMESPACE.fullmatch(shard.name) and is_shard(shard)]
             holder = holder_now(part)
         except OSError as error:
             yield Namespace(str(part), "slabs", "", 0, 0, problem=f"{part} cannot be read ({error.strerror})")
@@ -62,11 +62,15 @@ class SlabStorage(Storage):
 
     def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
         shard = Path(namespace.place, namespace.name)
-        if not shard.exists() or (before_s is not None and (namespace.last_used_s or 0.0) >= before_s):
+        try:
+            if not is_shard(shard) or (before_s is not None and (namespace.last_used_s or 0.0) >= before_s):
+                return Victims(0, 0)
+            if holder := holder_now(shard.parent):
+                return Victims(0, 0, f"{shard.parent} is held by {holder}, so nothing in it is deleted")
+            now = _describe(shard, "", lambda _: None)
+        except FileNotFoundError:
             return Victims(0, 0)
-        if holder := holder_now(shard.parent):
-            return Victims(0, 0, f"{shard.parent} is held by {holder}, so nothing in it is deleted")
-        return Victims(namespace.rows, namespace.nbytes)
+        return Victims(now.rows, now.nbytes)
 
     def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> None:
         """By the lock of the path and that of the part, as engines do it."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PRESENT: Final = 1  # the file is there
 INDEXED: Final = 2  # the core's index has it: listed to the core or stored by it, and not deleted by it since
-SERVABLE: Final = 4  # it may be listed: it has the size of a row, and is in the directory of its key
+SERVABLE: Final = 4  # it may be listed: it has the size of a row
 WAS_INDEXED: Final = 8  # INDEXED before the tier was opened again
 
 COLUMNS: Final = np.dtype([("mtime_ns", "<i8"), ("blocks", "<u4"), ("age_from", "<u4")])

@@ -155,7 +155,7 @@ class DirQuota:
             rows, before = directory.rows, directory.rows.disk_bytes
             if status is not None:
                 # A row that was replaced may seem too old: its seal is read again before it is deleted.
-                rows.put(path.key, KnownRow.of(status, age_from), self.flags_of(path, status))
+                rows.put(path.key, KnownRow.of(status, age_from), self.flags_of(status))
                 directory.added_in = self._scans_begun
             else:
                 rows.remove(path.key)
@@ -191,9 +191,9 @@ class DirQuota:
         with self.lock:
             return [item for item in self._dirs.items() if namespace in (None, item[0][0])]
 
-    def flags_of(self, path: RowPath, status: os.stat_result) -> int:
+    def flags_of(self, status: os.stat_result) -> int:
         """SERVABLE or 0."""
-        return SERVABLE if status.st_size == self.row_bytes and fanout_of(path.key) == path.fanout else 0
+        return SERVABLE if status.st_size == self.row_bytes else 0
 
     # --- room for new rows ------------------------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ from nixl_tiers.tiers.rowfile.packed_rows import (
     key_array,
     without,
 )
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows, RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows, RowPath, fanout_of
+from nixl_tiers.tiers.rowfile.temp_names import TempNames
 
 if TYPE_CHECKING:
     from nixl_tiers.tiers.rowfile.packed_rows import Keys
@@ -176,19 +177,21 @@ class DirScanner:
                 entries = os.scandir(fd_path(fanout.descriptor))
                 overhead_bytes += sum(_disk_bytes(entry) for entry in entries if entry.name in foreign)
             found = key_array(keys)
-            new, unreadable = self._stat_rows(name, fanout, found[without(found, known)])
+            new, foreign_bytes, unreadable = self._stat_rows(name, fanout, found[without(found, known)])
         except FileNotFoundError:
             self._quota.fail_dir(name)
             raise
-        overhead_bytes += unreadable * self._quota.row_bytes
+        overhead_bytes += foreign_bytes + unreadable * self._quota.row_bytes
         settled = 1e9 * self._directory.server_time.now_s() - status.st_mtime_ns > _SETTLED_NS and not unreadable
         gone = known[without(known, found)]
         self._quota.end_dir(directory, new, gone, overhead_bytes, status.st_mtime_ns if settled else -1)
         return overhead_bytes
 
-    def _stat_rows(self, name: tuple[str, str], fanout: Folder, keys: Keys) -> tuple[FoundRows, int]:
-        """Those that are still there, and how many others cannot be read: these may be found later."""
-        there, columns, flags, unreadable = list[bool](), list[tuple[int, int, int]](), list[int](), 0
+    def _stat_rows(self, name: tuple[str, str], fanout: Folder, keys: Keys) -> tuple[FoundRows, int, int]:
+        """Those that are still there; bytes of files that are no rows, as a tier makes them in another directory; and
+        how many others cannot be read: these may be found later."""
+        there, columns, flags = list[bool](), list[tuple[int, int, int]](), list[int]()
+        foreign_bytes = unreadable = 0
         for raw in keys.tolist():
             path = RowPath(*name, decoded(raw))
             there.append(False)
@@ -200,12 +203,15 @@ class DirScanner:
                 self._unreadable(error)
                 unreadable += 1
                 continue
-            there[-1] = True
             row = KnownRow.of(status)
+            if fanout_of(path.key) != name[1]:
+                foreign_bytes += row.disk_bytes
+                continue
+            there[-1] = True
             columns.append((row.mtime_ns, row.disk_bytes // BLOCK_BYTES, row.age_from))
-            flags.append(self._quota.flags_of(path, status))
+            flags.append(self._quota.flags_of(status))
         rows = FoundRows(keys[np.array(there, np.bool_)], np.array(columns, COLUMNS), np.array(flags, np.uint8))
-        return rows, unreadable
+        return rows, foreign_bytes, unreadable
 
     def _delete_orphans(self, base: Folder) -> int:
         """Delete unfinished files that nobody writes any more. Bytes of those that others are writing, or that cannot
@@ -229,7 +235,7 @@ class DirScanner:
         """0 if it was an orphan, which is deleted. Raises OSError."""
         status = incoming.stat(name)
         age_s = self._directory.server_time.now_s() - status.st_mtime
-        if self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S:
+        if TempNames.matches(name) and (self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S):
             incoming.unlink(name)
             logger.info("deleted %s, an orphan: nobody writes it any more", incoming.path / name)
             return 0

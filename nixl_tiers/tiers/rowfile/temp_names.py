@@ -11,6 +11,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.tiers.disk import PROBE
+
 
 class TempNames:
     """Makes names that no other process on any machine uses, and recognizes names without a writer. Thread-safe."""
@@ -36,6 +38,11 @@ class TempNames:
 
     def is_in_use(self, name: str) -> bool:
         return name in self._in_use
+
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Whether a tier, on whichever machine, makes files of such a name. Others are foreign."""
+        return cls._NAME.fullmatch(name) is not None or PROBE.fullmatch(name) is not None
 
     def is_orphan(self, name: str) -> bool:
         """Whether it is one of our own that is not in use, or the process that made it is known to have ended: never

@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.disk import FileIdentity
+from nixl_tiers.tiers.disk import PROBE, FileIdentity
 from nixl_tiers.tiers.folder import Folder
 
 # Names on disk: part of the format.
 DESCRIPTION: Final = "namespace.json"
 LOCK: Final = ".lock"
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+JOURNAL: Final = re.compile(r"manifest\.journal")
+ROWS: Final = re.compile(rf"slab-\d{{5}}\.kv|{JOURNAL.pattern}")
+SHARD: Final = re.compile(rf"{ROWS.pattern}|(namespace|about)\.json(\.new)?|\.first-seen|{PROBE.pattern}")
+"""The names of a shard's journal, of that and its slabs, and of all files that are made in it. Others are foreign."""
 _PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
 
 HELD_RETRY_S: Final = 2.0  # between two attempts to take a part while all are held
@@ -119,6 +123,12 @@ def part_number(name: str) -> int | None:
     """The number of the part whose directory has this name; None: it is none."""
     match = _PART.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def is_shard(directory: Path) -> bool:
+    """Whether it has files of a shard, or none at all; else what is in it is foreign. Raises OSError."""
+    names = os.listdir(directory)  # noqa: PTH208 - names only
+    return not names or any(map(SHARD.fullmatch, names))
 
 
 def try_lock(folder: Folder) -> int | None:

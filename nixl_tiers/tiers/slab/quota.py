@@ -7,10 +7,12 @@ Room is made by deleting shards that no process serves. Foreign files are counte
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -24,12 +26,23 @@ from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
-from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, NAMESPACE, Part, claim, part_number, try_lock, used_ns
+from nixl_tiers.tiers.slab.parts import (
+    DESCRIPTION,
+    LOCK,
+    NAMESPACE,
+    SHARD,
+    Part,
+    claim,
+    is_shard,
+    part_number,
+    try_lock,
+    used_ns,
+)
 
 logger = logging.getLogger(__name__)
 
 # Names on disk: part of the format, whatever the code calls these things.
-_DELETING: Final = ".gone-"  # the prefix of a shard that is being deleted
+_DELETING: Final = re.compile(r"\.gone-(part-(?:0|[1-9]\d{0,3}))-([0-9a-f]{32})")  # a shard that is being deleted
 _FIRST_SEEN: Final = ".first-seen"  # see `_first_seen_ns`
 _JOURNAL: Final = "manifest."
 _SLAB: Final = "slab-"
@@ -132,10 +145,10 @@ class SlabQuota:
         """The shard of the namespace in the part that this process holds, or takes now. Inside `locked`. Raises
         TierDown if all parts are held, NotOwned if others can write to it, OSError."""
         base = self._locked
-        for leftover in base.names():
-            if leftover.startswith(_DELETING) and base.has_folder(leftover):
+        for leftover in filter(_DELETING.fullmatch, base.names()):
+            if base.has_folder(leftover):
                 with suppress(OSError):
-                    base.remove(leftover)
+                    _finish_deletion(base, leftover)
         if self._part is None:
             self._part = claim(base, self.replicas, namespace)
         self._serving = namespace.hex()
@@ -224,9 +237,9 @@ class SlabQuota:
                 try:
                     above.folder(directory.name).close()  # raises if it is foreign
                     # Renamed first: a crash in the middle leaves an orphan to delete, not half a shard.
-                    renamed = f"{_DELETING}{part.name}-{directory.name}"
+                    renamed = f".gone-{part.name}-{directory.name}"
                     above.rename(directory.name, base, renamed)
-                    base.remove(renamed)
+                    _finish_deletion(base, renamed)
                     if not own:
                         _remove_part(part)
                 finally:
@@ -267,9 +280,10 @@ class SlabQuota:
             if number is None or not base.has_folder(name) or not (self.path / name / LOCK).exists():
                 continue
             for directory in (self.path / name).iterdir():
-                if NAMESPACE.fullmatch(directory.name):
-                    rank = 0 if number >= self.replicas else 2 if directory.name == self._serving else 1
-                    ranked.append((rank, used_ns(directory), directory))
+                with suppress(OSError):  # no directory, or closed to this process
+                    if NAMESPACE.fullmatch(directory.name) and is_shard(directory):
+                        rank = 0 if number >= self.replicas else 2 if directory.name == self._serving else 1
+                        ranked.append((rank, used_ns(directory), directory))
         return [directory for *_, directory in sorted(ranked)]
 
     def _measure(self) -> None:
@@ -297,6 +311,21 @@ def _first_seen_ns(directory: Path, written_ns: int, now_ns: int) -> int:
         return status.st_mtime_ns
     os.utime(record, ns=(written_ns, now_ns))
     return now_ns
+
+
+def _finish_deletion(base: Folder, renamed: str) -> None:
+    """Delete a shard that was renamed for it. Foreign things in it go back to where they were. Raises OSError."""
+    with base.folder(renamed) as folder:
+        folder.unlink_matching(SHARD)
+    try:
+        base.rmdir(renamed)
+    except OSError as error:
+        found = _DELETING.fullmatch(renamed)
+        if found is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        with base.folder(found[1], make=True) as part:
+            base.rename(renamed, part, found[2])
+        logger.warning("%s: the shard was deleted, and foreign files in it stay", base.path / found[1] / found[2])
 
 
 def _remove_empty(directory: Path) -> None:

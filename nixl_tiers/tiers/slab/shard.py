@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ from nixl_tiers.chunk import PAGE, Geometry
 from nixl_tiers.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown
-from nixl_tiers.tiers.disk import HealthMonitor, describe
+from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name
 from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce
@@ -29,6 +27,7 @@ from nixl_tiers.tiers.manifest_keeper import CLOSE_S, ManifestKeeper, read_manif
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
+from nixl_tiers.tiers.slab.parts import JOURNAL, ROWS
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.recovery import SealedRow, SealScan, read_seals
 from nixl_tiers.tiers.slab.slabs import SlabLayout, Slabs, detect_layout
@@ -69,7 +68,7 @@ class Shard:
             if layout is not None:
                 logger.warning("%s has lost its description, which is recovered from the seals", self.path)
                 # Its slot numbers may be those of another layout.
-                _unlink_all(directory.folder, "manifest.*")
+                directory.folder.unlink_matching(JOURNAL)
             elif problem := quota.make_room(journal_bytes(slots)):
                 raise TierDown(problem)
         elif (
@@ -81,7 +80,7 @@ class Shard:
             layout = replace(layout, slots=slots)
         if layout is None:
             # It holds no row of ours: rows of another shape, or files without a description or a valid seal.
-            _unlink_all(directory.folder, "[sm]*.*")
+            directory.folder.unlink_matching(ROWS)
             layout = SlabLayout.of(sealer.geometry.row_bytes, slots)
         description = _describe(sealer.geometry, layout)
         if directory.description != description:  # not written needlessly: a full disk must still serve its rows
@@ -345,14 +344,9 @@ def _layout_of(directory: ShardDir, geometry: Geometry, slots: int) -> SlabLayou
     return layout if same and layout.row_bytes == geometry.row_bytes and layout.slots_per_slab > 0 else None
 
 
-def _unlink_all(folder: Folder, pattern: str) -> None:
-    for name in fnmatch.filter(folder.names(), pattern):
-        folder.unlink(name)
-
-
 def _write_error(folder: Folder) -> str:
     """Why rows cannot be written, which NIXL does not report: the error of writing a page here."""
-    name = f"probe-{secrets.token_hex(8)}.tmp"
+    name = probe_name()
     try:
         with os.fdopen(folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(bytes(PAGE))

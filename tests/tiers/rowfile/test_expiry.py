@@ -103,8 +103,8 @@ def test_expired_rows_of_others_are_deleted(tmp_path: Path, region: HostRegion, 
         listing(tier)
         store(tier, region, range(3))
         tier.close()
-    (tmp_path / NAMESPACE.hex() / "00").mkdir(exist_ok=True)
-    sealless = tmp_path / NAMESPACE.hex() / "00" / "abcd.row"
+    sealless = tier._directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(3)))
+    sealless.parent.mkdir(exist_ok=True)
     sealless.write_bytes(bytes(5000))  # without a seal, it ages by its modification time
     os.utime(sealless, (clock.now,) * 2)
     clock.now += 3000

@@ -108,7 +108,7 @@ def test_unfinished_file_that_cannot_be_deleted_counts(
 ) -> None:
     scanner._scan_all()
     before = quota.used_bytes
-    orphan = tmp_path / INCOMING / "left.tmp"
+    orphan = tmp_path / INCOMING / f"probe-{16 * '0'}.tmp"
     orphan.write_bytes(bytes(ROW))
     os.utime(orphan, (0, 0))
     with monkeypatch.context() as patch:
@@ -225,3 +225,21 @@ def test_stores_go_on_while_a_scan_runs(scanner: DirScanner, quota: DirQuota) ->
     assert reserve_all(quota) == most
     quota.end_scan(number, added_bytes, set(), 0)
     assert reserve_all(quota) == 0  # it did not see these
+
+
+@pytest.mark.usefixtures("_rows")
+def test_foreign_file_with_the_name_of_a_row_in_another_directory_is_no_row(
+    directory: RowDirectory, scanner: DirScanner, quota: DirQuota
+) -> None:
+    wrong = next(key for key in KEYS if object_name(key)[:2] != BAD.fanout)
+    foreign = directory.absolute(BAD).with_name(f"{wrong.hex()}.row")
+    foreign.write_bytes(bytes(ROW))
+    os.utime(foreign, (0, 0))  # the first to be evicted
+    scanner._scan_all()
+    assert known(quota) == {*PATHS}
+    assert quota.used_bytes >= ROW * (len(PATHS) + 1)
+    quota.limit_growth(0)
+    quota.reserve(len(PATHS))
+    scanner._evictor.make_room(scanner._scan_all)
+    assert foreign.exists()
+    assert not directory.absolute(BAD).exists()

@@ -177,7 +177,9 @@ def test_orphaned_temporary_files_are_deleted_and_others_stay(tmp_path: Path) ->
     dead = subprocess.run(make_orphan_name, check=True, capture_output=True, text=True).stdout.strip()
     elsewhere = "elsewhere-" + ours.partition("-")[2]
     kept = [leave(ours, 5.0), leave(elsewhere, ORPHAN_S / 2)]
-    swept = [leave(dead, 5.0), leave("elsewhere2-" + ours.partition("-")[2], 2 * ORPHAN_S), leave("junk", 2 * ORPHAN_S)]
+    kept += [leave(name, 2 * ORPHAN_S) for name in ("thesis.tmp", "probe-1.tmp", ours + ".bak")]  # foreign ones
+    swept = [leave(dead, 5.0), leave("elsewhere2-" + ours.partition("-")[2], 2 * ORPHAN_S)]
+    swept.append(leave(f"probe-{16 * '0'}.tmp", 2 * ORPHAN_S))
     with mover_on(tmp_path) as mover:
         mover.open()
         mover.listed_rows()

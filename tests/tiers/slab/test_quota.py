@@ -200,13 +200,48 @@ def test_foreign_directory_that_is_closed_to_this_process_is_left_out(
 
 
 def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
-    gone = tmp_path / f".gone-{namespace(5).hex()}"
-    gone.mkdir()
+    gone = tmp_path / f".gone-part-3-{namespace(5).hex()}"
+    gone.mkdir(mode=0o700)
     (gone / "slab-00000.kv").write_bytes(b"x")
+    foreign = [tmp_path / name for name in (".gone-backup", f".gone-{namespace(5).hex()}", f"{gone.name}0")]
+    for each in foreign:
+        each.mkdir(mode=0o700)
+        (each / "slab-00000.kv").write_bytes(b"x")
     quota = SlabQuota(tmp_path, 4 * MIB)
     serve(quota, 1)
     quota.release()
     assert not gone.exists()
+    assert all((each / "slab-00000.kv").exists() for each in foreign)
+
+
+def test_foreign_things_in_a_shard_stay_when_it_is_deleted(tmp_path: Path) -> None:
+    quota = SlabQuota(tmp_path, 16 * MIB)
+    shards = [leave_shard(tmp_path, number, 4 * MIB, age_s=number) for number in (1, 2)]
+    (shards[1] / "notes").mkdir()
+    names = ["notes/thesis.txt", "slab-00000.kv.bak", "my-slabs.txt", "manifest.txt"]
+    for name in names:
+        (shards[1] / name).write_bytes(bytes(MIB))
+    assert room(quota, 6 * MIB)
+    assert sorted(str(file.relative_to(shards[1])) for file in shards[1].rglob("*") if file.is_file()) == sorted(names)
+    assert shards[0].exists()
+    assert room(quota, 11 * MIB)
+    assert not shards[0].exists()
+    assert not room(quota, 13 * MIB)  # what is left of it is no shard any more
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".ledger", "part-0"]
+    with quota.locked():
+        assert not quota.delete_oldest()
+
+
+def test_foreign_things_of_a_crashed_deletion_go_back_to_where_they_were(tmp_path: Path) -> None:
+    gone = tmp_path / f".gone-part-0-{namespace(5).hex()}"
+    gone.mkdir(mode=0o700)
+    (gone / "slab-00000.kv").write_bytes(b"x")
+    (gone / "thesis.txt").write_text("precious")
+    quota = SlabQuota(tmp_path, 4 * MIB)
+    serve(quota, 1)
+    quota.release()
+    assert not gone.exists()
+    assert [each.name for each in shard_dir(tmp_path, namespace(5), 0).iterdir()] == ["thesis.txt"]
 
 
 def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tmp_path: Path) -> None:
