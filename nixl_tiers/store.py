@@ -125,23 +125,38 @@ class TieredStore:
             try:
                 for start in range(0, len(keys), self._batch):
                     self._wait_for_room(stall, interrupts)
-                    part = keys[start : start + self._batch]
-                    self._put_part(part, chunks[start : start + self._batch], interrupts)
-                    while (missing := None in self.coordinator.locate(part)) and self.coordinator.look_on():
-                        self._put_part(part, chunks[start : start + self._batch], interrupts)
-                    if missing:
+                    part = slice(start, start + self._batch)
+                    if not self._put_part(keys[part], chunks[part], whole, interrupts):
                         break
-                    self.coordinator.pin(part, whole)
                 places = self.coordinator.locate(keys)
             finally:
                 self.coordinator.finish_request(whole)
             return next((i for i, place in enumerate(places) if place is None), len(keys))
 
-    def _put_part(self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]], interrupts: Interrupts) -> None:
+    def _put_part(
+        self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]], whole: str, interrupts: Interrupts
+    ) -> bool:
+        """Whether all of them were stored. Each is written once at most, so this ends although others evict them."""
+        left = dict(zip(keys, chunks, strict=True))
+        found = False
+        while True:
+            written = self._write(left, interrupts)
+            self.coordinator.pin(keys, whole)  # before a search for more room finds these
+            places = self.coordinator.locate(keys)
+            if None not in places:
+                return True
+            missing = {key for key, place in zip(keys, places, strict=True) if place is None}
+            left = {key: chunk for key, chunk in left.items() if key in missing and key not in written}
+            if not left or (found and not written):
+                return False
+            if not (found := self.coordinator.look_on()):
+                return False
+
+    def _write(self, chunk_of: Mapping[Key, NDArray[np.uint8]], interrupts: Interrupts) -> set[Key]:
+        """Write those that no host row holds, as far as there is room. Returns which ones."""
         name = self._name()  # a new request: rows of earlier parts are older, and evicted first
         try:
-            plan = self.coordinator.prepare_store(keys, name, call=True)
-            chunk_of = dict(zip(keys, chunks, strict=True))
+            plan = self.coordinator.prepare_store(list(chunk_of), name, call=True)
             for key, row in zip(plan.keys, plan.rows, strict=True):
                 self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
                 interrupts.point()
@@ -149,6 +164,7 @@ class TieredStore:
                 self._region.mark(np.array(plan.rows), 0, plan.store_seq, True)
         finally:
             self.coordinator.end_call(name)  # in any case; rows that are not marked have failed
+        return set(plan.keys)
 
     def get(self, keys: Sequence[Key], out: Any) -> list[bool]:
         """Fetch chunks into `out`. True at i: verified bytes of keys[i] are in out[i]; else out[i] is unchanged.

@@ -134,12 +134,12 @@ def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: 
 
 
 def test_partly_filled_rows_are_misses(store: nixl_tiers.TieredStore) -> None:
-    put_part = store._put_part
+    write = store._write
 
-    def with_a_bad_row(keys: Any, chunks: Any, interrupts: Any) -> None:
-        put_part(keys, [chunks[0], np.zeros(5, np.uint8)], interrupts)  # numpy raises when it comes to the second
+    def with_a_bad_row(chunk_of: Any, interrupts: Any) -> Any:
+        return write({**chunk_of, b"b": np.zeros(5, np.uint8)}, interrupts)  # numpy raises when it comes to the second
 
-    store._put_part = with_a_bad_row  # type: ignore[method-assign]
+    store._write = with_a_bad_row  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="could not broadcast"):
         store.put([b"a", b"b"], np.zeros((2, SIZE), np.uint8))
     assert store.locate([b"a", b"b"]) == [None, None]

@@ -49,11 +49,11 @@ def test_leaked_row_is_a_finding(soak: Soak, monkeypatch: pytest.MonkeyPatch) ->
 
     leaked: set[int] = set()
 
-    def leak_row(self: TieredStore, *arguments: Any) -> None:
+    def leak_row(self: TieredStore, *arguments: Any) -> Any:
         epoch = self.coordinator.namespace.epoch  # a reset frees the rows that were leaked before it
         if epoch not in leaked and self.coordinator.prepare_store([b"leaked"], "leak").rows:
             leaked.add(epoch)
-        original(self, *arguments)
+        return original(self, *arguments)
 
     monkeypatch.setattr(TieredStore, "_put_part", leak_row)
     soak.run(5.0, lambda _: None)
