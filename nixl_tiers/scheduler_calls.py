@@ -76,15 +76,17 @@ class SchedulerCalls:
     def namespace(self) -> Namespace:
         return self._link.namespace
 
-    def lookup(self, key: Key, request: str, position: int | None = None, first: int = 0) -> Lookup:
+    def lookup(
+        self, key: Key, request: str, position: int | None = None, first: int = 0, *, check: bool = True
+    ) -> Lookup:
         """Is `key` (the chunk that ends at token `position` of the request) a hit? PENDING ends within wait_s.
 
-        `first`: the first sub-block of the chunk that a load is going to read. Raises TypeError or ValueError for an
-        invalid key.
+        `first`: the first sub-block of the chunk that a load is going to read. `check`: whether the existence of an
+        unknown key may be checked. Raises TypeError or ValueError for an invalid key.
         """
         check_key(key)
         with self._lock:
-            return self._core.lookup(key, request, position, self._clock(), first)
+            return self._core.lookup(key, request, position, self._clock(), first, check=check)
 
     def scan(self, request: str, chain: Chain, start: int, first: int = 0) -> Scan:
         """All look-ups of a request in this step at once, of its chain from token `start` on: what of it to load, and

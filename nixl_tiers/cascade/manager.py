@@ -110,10 +110,13 @@ class TierManager:
 
     # --- requests ----------------------------------------------------------------------------------------------
 
-    def lookup(self, key: Key, name: str, position: int | None, now: float, first: int = 0) -> Lookup:
+    def lookup(
+        self, key: Key, name: str, position: int | None, now: float, first: int = 0, *, check: bool = True
+    ) -> Lookup:
         """Is `key` a hit for request `name`? O(1). PENDING is answered within the request's deadline.
 
-        `first`: the first sub-block that the load is going to read; a row that lacks it is a miss.
+        `first`: the first sub-block that the load is going to read; a row that lacks it is a miss. `check`: whether the
+        existence of an unknown key may be checked.
         """
         request = self._requests.looked_up(name, now)
         if request.load_failed:
@@ -143,7 +146,7 @@ class TierManager:
             row is not None
             or request.asked.get(key, False)
             or self._promotion.enqueue(key, request, now)
-            or self.checks.should_wait(key, request, now)
+            or (check and self.checks.should_wait(key, request, now))
             or (request.waits_for_listing and self._promotion.may_be_listed(key, request, now))
         ):
             self._promotion.wait(request, now)

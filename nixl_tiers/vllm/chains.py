@@ -1,8 +1,9 @@
 """Which keys a request is going to look up, out of what vLLM hands over with its first look-up.
 
 vLLM looks up full-attention groups from the first chunk on, up to the first miss, and then windowed groups (sliding
-windows, recurrent states) from the end on. It does not say which group is what, so that is learned from the order of
-its look-ups, and the length of a window from what it loads.
+windows, recurrent states) from the end on, and last the tail of a chunk, in all groups. NixlTiersConnector says which
+group is what. With vLLM's own connector that is learned from the order of look-ups of whole chunks, and the length of a
+window from what is loaded.
 """
 
 from __future__ import annotations
@@ -43,14 +44,24 @@ class RequestChains:
         """`chunk_tokens`: of each group, by vLLM's number."""
         self._chunk_tokens = chunk_tokens
         self._windows: dict[int, int | None] = {}  # of groups that are known: None is full attention
+        self._learns = True
         self._chains: dict[str, RequestChain] = {}
         self._last: tuple[str, int, int] | None = None  # the last look-up of a group that is not known: its position
 
+    def know(self, windows: Mapping[int, int | None]) -> None:
+        """These are the windows of all groups, in chunks: nothing has to be learned."""
+        self._windows, self._learns = dict(windows), False
+
+    def is_tail(self, key: OffloadKey, position: int) -> bool:
+        """Whether `key` ends within a chunk (`--prefix-match-unit`)."""
+        return position % self._chunk_tokens.get(get_offload_group_idx(key), 1) != 0
+
     def of(self, key: OffloadKey, context: ReqContext, position: int | None) -> RequestChain | None:
         """The chain of a request whose first look-up of a step is of `key`; None if that has to be looked up key by
-        key: vLLM reports no positions (before 0.31), the group's chunks are not all there, or the chain ends before."""
+        key: vLLM reports no positions (before 0.31), it is a tail, the group's chunks are not all there, or the chain
+        ends before."""
         group = get_offload_group_idx(key)
-        if position is None or self._windows.setdefault(group, None) is not None:
+        if position is None or self.is_tail(key, position) or self._windows.setdefault(group, None) is not None:
             return None
         positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         mine, most = self._chains.get(context.req_id), _max_load_tokens(context)
@@ -79,12 +90,14 @@ class RequestChains:
         """Learn from a look-up that the chain's answers do not cover. Returns the position of `key` and the window of
         its group, if it is known to be windowed."""
         position, group = position_of(key, context), get_offload_group_idx(key)
-        if position is None or (group in self._chunk_tokens and position % self._chunk_tokens[group]):
-            return None  # a chunk's tail, which vLLM looks up in all groups from the end on
+        if position is None or self.is_tail(key, position):
+            return None
         mine = self._chains.get(context.req_id)
         window = self._windows.get(group, 0)
         first = mine.first if mine is not None and mine.scan is not None and mine.group == group else 0
-        if window is None and mine is not None and position < first:
+        if not self._learns:
+            pass
+        elif window is None and mine is not None and position < first:
             # It goes down from the first look-up: the group has no full attention after all.
             self._windows[group] = window = 1
             del self._chains[context.req_id]
@@ -98,7 +111,7 @@ class RequestChains:
     def note_load(self, group: int, rows: int) -> None:
         """vLLM loads so many rows of this group: of a windowed one, its window."""
         window = self._windows.get(group)
-        if window is not None and rows > window:
+        if self._learns and window is not None and rows > window:
             self._windows[group] = rows
             self._chains.clear()
 

@@ -185,6 +185,15 @@ def group_ids(config: OffloadingConfig) -> tuple[int, ...]:
     return tuple(getattr(group, "group_id", index) for index, group in enumerate(config.groups))
 
 
+def windows(scheduler: Any) -> dict[int, int | None] | None:
+    """Of each KV group of vLLM's OffloadingConnectorScheduler, by its number, how many chunks before its end a load
+    needs; None: all. None for a vLLM that keeps this in another way, which before 0.31 makes no difference."""
+    try:
+        return {group.group_idx: group.sliding_window_size_in_chunks for group in scheduler.config.kv_group_configs}
+    except AttributeError:
+        return None
+
+
 __all__ = [
     "HOST_MEDIUM",
     "OLDEST",
@@ -225,4 +234,5 @@ __all__ = [
     "scheduled_tokens",
     "step_tokens",
     "version",
+    "windows",
 ]

@@ -56,6 +56,8 @@ class NixlTiersConnector(OffloadingConnector):
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
             self._manager().times_are_published(compat.step_tokens(vllm_config.scheduler_config))
+            if (windows := compat.windows(self.connector_scheduler)) is not None:
+                self._manager().windows_are_known(windows)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._anticipates = True
         self._arrivals = Arrivals()

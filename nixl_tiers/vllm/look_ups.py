@@ -65,7 +65,8 @@ class LookUps:
         else:
             position = position_of(key, context)
             self._gate.looked_up(context, position)
-            own = None if position is None else position - compat.chunk_tokens(context)
+            chunk = compat.chunk_tokens(context)
+            own = None if position is None else position - (position % chunk or chunk)
             if own is not None:
                 self._meter.positions.hit(name, own)
             if own == 0 and self._groups == 1:
@@ -87,7 +88,7 @@ class LookUps:
 
     def alone(self, key: OffloadKey, context: ReqContext, answers: Answers) -> LookupResult:
         """A key that the scan of the chain does not cover: of a windowed group, of which only vLLM knows which of its
-        keys a load needs, or of the tail of a chunk."""
+        keys a load needs, or of the tail of a chunk. A tail is worth no existence check: it saves less than a chunk."""
         if context.req_id in self.load_none:
             return LookupResult.MISS
         windowed = self.chains.note_look_up(key, context)
@@ -98,7 +99,8 @@ class LookUps:
             if begin >= mine.scan.end:
                 answers[key] = LookupResult.MISS
                 return LookupResult.MISS
-        found = self._coordinator.lookup(key, context.req_id, position, self._last_sub_block)
+        whole = position is None or not self.chains.is_tail(key, position)
+        found = self._coordinator.lookup(key, context.req_id, position, self._last_sub_block, check=whole)
         answer = _ANSWERS[found]
         if answer is LookupResult.HIT_PENDING:
             self.waiting.add(context.req_id)
@@ -108,18 +110,21 @@ class LookUps:
 
     def count_misses(self, key: OffloadKey, context: ReqContext) -> None:
         """`key` is a miss. Of a scan that does not wait for anything, count the chunks that it has to compute: from the
-        first miss on, those of the same group; each once a request, however often vLLM looks it up."""
+        first miss on, those of the same group; each once a request, however often vLLM looks it up, and no tails."""
         request = context.req_id
         if request in self.waiting:
             return
         counted, position = self._missed.get(request), position_of(key, context)
         if position is None or request in self.load_none or (counted is not None and position >= counted):
             return
+        is_tail = self.chains.is_tail
+        if is_tail(key, position):
+            return
         self._missed[request] = position
         missed = [key]
         if counted is None:
             positions: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-            behind = [other for other, end in positions.items() if end > position]
+            behind = [other for other, end in positions.items() if end > position and not is_tail(other, end)]
             if self._groups > 1:
                 group = get_offload_group_idx(key)
                 behind = [other for other in behind if get_offload_group_idx(other) == group]

@@ -105,6 +105,11 @@ class NixlTiersManager(OffloadingManager):
         self._coordinator.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
 
+    def windows_are_known(self, windows: Mapping[int, int | None]) -> None:
+        """NixlTiersConnector calls it: of each KV group, by vLLM's number, how many chunks before its end a load needs;
+        None: all."""
+        self._look_ups.chains.know(windows)
+
     def scheduled(self, requests: Iterable[Scheduled]) -> int:
         """What the step computes that on_schedule_end has just ended the planning of; returns its number."""
         return self._meter.scheduled(requests)

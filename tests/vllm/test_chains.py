@@ -34,10 +34,12 @@ class Engine:
     """vLLM's look-ups over a host tier and a file tier, whose mover does what a test says. Computing a chunk takes
     `chunk_s` seconds, and time stands still."""
 
-    def __init__(self, windows: Sequence[int | None] = (None,), chunk_s: float = 1.0) -> None:
+    def __init__(
+        self, windows: Sequence[int | None] = (None,), chunk_s: float = 1.0, *, tier: Any = None, known: bool = False
+    ) -> None:
         tiers = [
             {"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes},
-            file_tier("/nonexistent/nixl-tiers", 100 * GEOMETRY.row_bytes),
+            tier or file_tier("/nonexistent/nixl-tiers", 100 * GEOMETRY.row_bytes),
         ]
         config = schema.load({"tiers": tiers, "prefill_tokens_per_s": int(TOKENS / chunk_s)})
         region = HostRegion.create(GEOMETRY, ROWS)
@@ -48,6 +50,8 @@ class Engine:
         self.manager = NixlTiersManager(
             self.coordinator, config, range(len(windows)), None, pause_s=0.0, chunk_tokens=[TOKENS] * len(windows)
         )
+        if known:
+            self.manager.windows_are_known(dict(enumerate(windows)))
         self.vllm = VllmLookups(self.manager, windows)
 
     def store(self, keys: Sequence[Key], row_s: float = 0.01) -> None:
@@ -270,8 +274,8 @@ def test_requests_behind_the_load_of_another_are_not_scanned_at_every_step(
 class Tails(Engine):
     """Recurrent states in one group, and `--prefix-match-unit`: vLLM also looks up what ends within a chunk."""
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
-        super().__init__(windows)
+    def __init__(self, windows: Sequence[int | None], **settings: Any) -> None:
+        super().__init__(windows, **settings)
         side = self.vllm._side
         groups = side.config.kv_group_configs
         for group in groups:
@@ -294,30 +298,61 @@ class Tails(Engine):
         state.update_offload_keys()
         return state
 
+    def found(self, name: str, halves: Sequence[bytes], tokens: int) -> int | None:
+        """What a step finds of such a request, which then ends."""
+        state = self.request(name, halves, tokens)
+        found = self.step(state)
+        self.manager.on_request_finished(state.req_context)
+        return found
 
-@pytest.mark.parametrize("cold_first", [False, True])
+
+@pytest.mark.parametrize("known", [False, True], ids=["learned", "known"])
+@pytest.mark.parametrize("before", [None, 12, 76])
 @pytest.mark.parametrize("windows", [(1, None), (None, 1)])
 def test_tails_of_chunks_do_not_tell_what_kind_a_group_is(
-    windows: tuple[int | None, int | None], cold_first: bool
+    windows: tuple[int | None, int | None], before: int | None, known: bool
 ) -> None:
-    engine = Tails(windows)
+    """`before`: the tokens of a prompt that nobody has stored, which is looked up first. Of one that is shorter than a
+    chunk, a tail is the first look-up of all."""
+    engine = Tails(windows, known=known)
     full, recurrent = windows.index(None), windows.index(1)
     halves = hashes(20)
     chunks = halves[1::2]
-    prompts = [("first", halves, 76), ("again", halves, 76), ("longer", halves, 140)]
-    if cold_first:
-        prompts.insert(0, ("cold", hashes(20), 76))
     engine.put([*keys_of(chunks[:8], full), *(keys_of(chunks, recurrent)[place] for place in (3, 7))])
-    found = []
-    for name, hashed, tokens in prompts:
-        state = engine.request(name, hashed, tokens)
-        found.append(engine.step(state))
-        engine.manager.on_request_finished(state.req_context)
+    if before is not None:
+        assert engine.found("before", hashes(20), before) == 0
+    found = [engine.found(name, halves, tokens) for name, tokens in (("first", 76), ("again", 76), ("longer", 140))]
     engine.manager.shutdown()
-    assert found[-3:] == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS]
+    assert found == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS]
     learned = engine.manager._look_ups.chains._windows
     assert learned.get(full) is None
     assert learned.get(recurrent, 1) == 1
+
+
+def test_tails_are_neither_misses_nor_checked_for_existence() -> None:
+    bucket = {"type": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:9", "capacity": "1GiB", "shared": True}
+    engine = Tails((1, None), tier=bucket)
+    engine.core.events.listed(0, [], last=True)
+    halves = hashes(20)
+    chunks = halves[1::2]
+    engine.put([*keys_of(chunks[:4], 1), keys_of(chunks)[3]])
+    assert engine.found("shorter than a chunk", hashes(20), 12) == 0
+    assert engine.found("all whole chunks are hits", halves, 4 * TOKENS + 12) == 4 * TOKENS
+    assert engine.core.events.plan_checks(engine.now) == []
+    assert sum(value for name, value in engine.coordinator.counters()["cpu"].items() if name.startswith("missed")) == 0
+    engine.manager.shutdown()
+
+
+def test_windows_that_are_known_are_part_of_the_first_chain() -> None:
+    """Nothing has to be learned from a first request: the engine's wait is one, for all of its groups."""
+    engine = Engine(windows=(None, 2), known=True)
+    chunks = hashes(CHUNKS)
+    engine.store([*keys_of(chunks), *keys_of(chunks, 1)[:4]])
+    state = engine.vllm.request("first", chunks)
+    assert engine.step(state) is None
+    assert sorted(engine.load_all()) == sorted([*keys_of(chunks)[:4], *keys_of(chunks, 1)[2:4]])
+    assert engine.step(state) == 4 * TOKENS
+    engine.manager.shutdown()
 
 
 def test_preempted_request_does_not_make_a_recurrent_group_one_of_full_attention() -> None:

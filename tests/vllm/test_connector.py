@@ -61,13 +61,15 @@ def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
     assert stats["cpu"]["failed"] == whole // BLOCK
 
 
-def test_the_scheduler_is_told_at_once_that_workers_publish_the_times_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    manager = SimpleNamespace(times_are_published=told.append)
+def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    manager = SimpleNamespace(times_are_published=told.append, windows_are_known=told.append)
+    groups = [SimpleNamespace(group_idx=1 + n, sliding_window_size_in_chunks=n or None) for n in (0, 3)]
+    scheduler = SimpleNamespace(config=SimpleNamespace(kv_group_configs=groups))
     monkeypatch.setattr(NixlTiersConnector, "_manager", lambda self: manager)
     monkeypatch.setattr(
         "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
-        lambda self, *_: setattr(self, "connector_scheduler", object()),
+        lambda self, *_: setattr(self, "connector_scheduler", scheduler),
     )
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
@@ -76,7 +78,9 @@ def test_the_scheduler_is_told_at_once_that_workers_publish_the_times_of_steps(m
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
     )
     NixlTiersConnector(config, None, None)
-    assert told == [512], "the most tokens that one step computes of a prompt"
+    most_tokens_of_a_prompt_in_a_step, windows = told
+    assert most_tokens_of_a_prompt_in_a_step == 512
+    assert windows == {1: None, 4: 3}
 
 
 def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> None:

@@ -228,6 +228,29 @@ def test_the_last_block_of_a_recurrent_layers_chunk_is_stored_and_loaded(engine:
     assert stats["cpu"]["failed"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["NixlTiersConnector", "OffloadingConnector"])
+def test_a_hit_may_end_within_a_chunk(engine: Engine, recurrent_model: Path, connector: str) -> None:
+    """With `prefix_match_unit`, the first look-up of a prompt that is shorter than a chunk is of a chunk's tail. The
+    engine's own hits of that kind are no oracle: on a CPU, vLLM 0.32 does not copy the state for them."""
+    unit = 16
+    prompts = [[(7 * i * i + 3 * i + n) % 500 + 1 for i in range(tokens)] for n, tokens in ((1, 100), (0, 700))]
+    short, ask = (["generate", [prompt], 8] for prompt in prompts)
+    options: dict[str, Any] = {
+        "path": recurrent_model,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "prefix_match_unit": unit,
+        "transfer": {"kv_connector": connector},
+    }
+    _, cold, _, cpu, stats = engine({"tiers": [CPU]}, short, ask, ["forget"], ask, ["stats"], **options)
+    assert (cold[0]["cached"], cpu[0]["cached"]) == (0, 700 // unit * unit)
+    assert tokens(cold) == tokens(cpu)
+    assert cold[0]["logprobs"] == cpu[0]["logprobs"]
+    assert min(cold[0]["logprobs"]) < -0.01, "a model that is sure of itself shows nothing"
+    assert stats["cpu"]["failed"] == 0
+
+
 @pytest.mark.parametrize(
     ("tiers", "settings", "sentence"),
     [

@@ -293,7 +293,7 @@ class ScriptedCoordinator:
         self.copies: list[tuple[int, bool]] = []
         self.close_timeout_s = -1.0
 
-    def lookup(self, key: bytes, request: str, position: int | None, first: int) -> Lookup:
+    def lookup(self, key: bytes, request: str, position: int | None, first: int, *, check: bool) -> Lookup:
         return self.answer
 
     def count_misses(self, keys: list[bytes], request: str) -> None:
