@@ -49,13 +49,13 @@ from nixl_tiers.mover.protocol import (
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor, Turn
 from nixl_tiers.tier_log import LogQueue, TierLog, Write
-from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.base import MAX_SLOTS, Move
 
 TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
 USES_A_PART: Final = 256
 _OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
-MAX_SLOTS: Final = 2  # in capacities: a shared medium may hold more than this engine's own capacity
+MAX_CAPACITIES: Final = 2  # of slots: a shared medium may hold more than this engine's own capacity
 
 
 class TierStatus:
@@ -64,6 +64,7 @@ class TierStatus:
     def __init__(self, name: str, config: StorageConfig, write: Write) -> None:
         self.name = name
         self.capacity = config.capacity  # bytes
+        self.reads_only = config.write == "off"
         self.log = TierLog(name, config.place, format_size(config.capacity), write)
         self.answered = False  # opened, down or refused since the current namespace was sent
         self.refusal = ""  # why the tier can never work as configured
@@ -316,8 +317,10 @@ class MoverLink:
         return None
 
     def _check_slots(self, status: TierStatus, slots: int) -> None:
-        """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte."""
-        if slots * self._row_bytes > MAX_SLOTS * status.capacity:
+        """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte. Where
+        it is only read, there are as many as others have filled."""
+        limit = MAX_SLOTS if status.reads_only else MAX_CAPACITIES * status.capacity // self._row_bytes
+        if slots > limit:
             raise ValueError(f"the {status.name} tier cannot have {slots} slots")
 
     def _open_message(self) -> Open:

@@ -45,7 +45,8 @@ def _out_of_tables(tier: TierIndex, rows: list[tuple[Key, int]]) -> list[Key]:
         else:  # it was listed twice: the row in `index` is the newer one
             tier.counters.relisted += 1
             tier.slots.release(slot)
-            tier.to_delete += [(slot, key)] if tier.spec.physical_slots else []
+            if tier.spec.physical_slots:
+                tier.queue_delete(slot, key)
     return keys
 
 

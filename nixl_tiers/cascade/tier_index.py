@@ -182,9 +182,9 @@ class TierIndex:
 
     def make_room(self, count: int) -> list[Key]:
         """Evict the least valuable rows until `count` slots are free, or all that are left are pinned. Returns the
-        victims' keys."""
+        victims' keys; none of a tier that is only read."""
         missing = count - self.slots.free
-        if missing <= 0:
+        if missing <= 0 or self.spec.write is Write.OFF:
             return []
         self.return_victims(missing)
         # Victims that were selected before go first; they are lost if they were not written below yet.
@@ -215,10 +215,10 @@ class TierIndex:
             return
         if entry is not None:
             if entry.slot != slot and self.spec.physical_slots:
-                self.to_delete.append((slot, key))
+                self.queue_delete(slot, key)
             return
         if not self.slots.claim(slot):
-            self.to_delete.append((slot, key))
+            self.queue_delete(slot, key)
             return
         self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
@@ -341,6 +341,12 @@ class TierIndex:
         self.last_refused = None
         self.state = TierState.DOWN
 
+    def queue_delete(self, slot: int, key: Key) -> None:
+        """Have the medium delete a row, unless this engine only reads it: its tier forgets by itself what it cannot
+        load."""
+        if self.spec.write is not Write.OFF:
+            self.to_delete.append((slot, key))
+
     def clear_deletes(self) -> None:
         """The medium lists its rows when it is opened again, including those that were to be deleted."""
         self.garbage.add(self.to_delete)
@@ -406,7 +412,7 @@ class TierIndex:
         entry = self.index.pop(key)
         self.evicting.pop(key, None)
         self.slots.release(entry.slot)
-        self.to_delete.append((entry.slot, key))
+        self.queue_delete(entry.slot, key)
 
     def is_pinned(self, key: Key) -> bool:
         """Whether a row of `index` is being loaded or stored."""

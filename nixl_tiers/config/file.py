@@ -106,12 +106,16 @@ class FileConfig(StorageConfig):
             return
         if missing:
             raise ConfigError(f"path: {missing}")
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        if self.write == "off":
+            if not starting and not os.access(self.path, os.R_OK | os.X_OK):
+                raise ConfigError(f"path: {self.path} is no directory that can be read, and `write` is off")
+        elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise _unwritable(self.path, f"{parent} is not a writable directory")
 
     def prepare_here(self) -> None:
-        """Missing directories are made (mode 0700), and written to once; nothing is made without its mount."""
-        if self.require_mount and not_mounted(self.path):
+        """Missing directories are made (mode 0700), and written to once; nothing is made without its mount, nor for a
+        reader."""
+        if self.write == "off" or (self.require_mount and not_mounted(self.path)):
             return
         try:
             make_private(self.path)

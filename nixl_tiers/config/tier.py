@@ -42,7 +42,7 @@ WriteField = Annotated[
     BeforeValidator(fields.bare_off),
     Field(
         description="`through`: every chunk is written (write-through); `on_evict`: when the tier above evicts "
-        "it (write-back); `off`: read only"
+        "it (write-back); `off`: read only, all that is there, whatever the `capacity`"
     ),
 ]
 Age = Annotated[

@@ -62,16 +62,20 @@ def open_agent(config: FileConfig, region: HostRegion) -> tuple[Agent, Registrat
 
 
 def prepare_path(config: FileConfig, mount: MountGuard, log_once: LogOnce) -> None:
-    """Make the tier's directory if it is missing, but not if the mount that it belongs on is missing too, and check
-    that it has the configured layout. Raises TierDown, TierRefused, OSError."""
+    """Make the tier's directory if it is missing (not for a reader, nor without the mount that it belongs on), and
+    check that it has the configured layout. Raises TierDown, TierRefused, OSError."""
     if problem := mount.problem() or (not_mounted(config.path) if config.require_mount else ""):
         raise TierDown(problem)
-    if config.require_mount:
-        make_private(config.path)
-    else:  # parents may belong on a mount that is missing
-        config.path.mkdir(mode=0o700, exist_ok=True)
-    if problem := _exceeds_file_system(config):
-        log_once.report("capacity", problem)
+    if config.write == "off":
+        if not config.path.exists():
+            raise TierDown(f"{config.path} does not exist yet, and this engine only reads there")
+    else:
+        if config.require_mount:
+            make_private(config.path)
+        else:  # parents may belong on a mount that is missing
+            config.path.mkdir(mode=0o700, exist_ok=True)
+        if problem := _exceeds_file_system(config):
+            log_once.report("capacity", problem)
     if config.layout == "slabs" and os.path.lexists(config.path / INCOMING):
         raise TierRefused(
             f'path: {config.path} holds rows as files, and a directory has one layout: "files" or "slabs"'
@@ -262,6 +266,23 @@ def check_registration(agent: Agent, folder: Folder) -> None:
 def probe_name() -> str:
     """Matches PROBE; no other process uses it."""
     return f"probe-{secrets.token_hex(8)}.tmp"
+
+
+def direct_reads(path: str) -> bool:
+    """Whether the first page of this file can be read with O_DIRECT."""
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            os.preadv(descriptor, [page], 0)
+        except OSError as error:
+            return error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)
+        else:
+            return True
+        finally:
+            os.close(descriptor)
 
 
 def direct_works(folder: Folder) -> bool:

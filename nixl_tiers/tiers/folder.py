@@ -19,6 +19,8 @@ from typing import Self
 
 from nixl_tiers.tiers.base import TierRefused
 
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of a write where this process may only read."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -40,11 +42,12 @@ class Folder:
         self._public = public
 
     @classmethod
-    def base(cls, path: Path, uid: int | None = None) -> Folder:
-        """The path of a tier, regardless of its owner. `uid` as it was found before; None: find it now."""
+    def base(cls, path: Path, uid: int | None = None, *, writes: bool = True) -> Folder:
+        """The path of a tier, regardless of its owner. `uid` as it was found before; None: find it now, by making a
+        file. Without `writes` that need not be possible."""
         descriptor = os.open(path, _DIRECTORY)
         try:
-            return cls(path, descriptor, _uid_of_files(path, descriptor) if uid is None else uid, public=True)
+            return cls(path, descriptor, _uid_of_files(path, descriptor, writes) if uid is None else uid, public=True)
         except BaseException:
             os.close(descriptor)
             raise
@@ -169,15 +172,16 @@ def fd_path(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
 
 
-def _uid_of_files(path: Path, directory: int) -> int:
-    """The owner of files that are made here: file servers may map users, such as root to nobody. Raises NotOwned if new
-    files are writable by others."""
+def _uid_of_files(path: Path, directory: int, writes: bool) -> int:
+    """The owner of files that are made here: file servers may map users, such as root to nobody. This user, where none
+    can be made. Raises NotOwned if new files are writable by others."""
     name = f".probe-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a full disk must still serve its rows
+        # A full disk must still serve its rows, and a reader those that it may not change.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or (not writes and error.errno in READ_ONLY):
             return os.geteuid()
         raise
     try:

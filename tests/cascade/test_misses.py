@@ -56,7 +56,7 @@ def test_a_chunk_that_the_host_evicted_is_counted_there() -> None:
 def test_a_chunk_that_was_last_in_storage_is_counted_there() -> None:
     core = cascade(ONE)
     core.tiers[0].set_limit(0)
-    assert core.tiers[0].make_room(0) == [ONE]
+    core.tiers[0].evict(ONE)
     assert miss(core, ONE) == {("s3", "evicted"): 1}
 
 

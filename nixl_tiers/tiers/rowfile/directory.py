@@ -5,6 +5,7 @@ Rows are `<path>/<namespace>/<2 hex>/<key>.row`; unfinished ones are in `<path>/
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.folder import READ_ONLY, Folder, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.rowfile.packed_rows import KnownRow
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
@@ -76,7 +77,8 @@ class RowDirectory:
     def __init__(
         self, path: Path, quota: DirQuota, *, writes: bool = True, server_time: ServerTime | None = None
     ) -> None:
-        """Without `writes`, no row is deleted but those that do not verify: a reader does not decide what is kept."""
+        """Without `writes` nothing is made, replaced or deleted, and nothing needs the right to; the times of files
+        that are used are set, if that is allowed."""
         self.path = path
         self.writes = writes
         self.server_time = server_time or ServerTime()
@@ -112,8 +114,8 @@ class RowDirectory:
         self._uid = None  # the path may be on another file system now
         self._prepared = namespace
         with self.base() as base:
-            base.folder(namespace, make=True).close()
-            base.folder(INCOMING, make=True).close()
+            for name in (namespace, INCOMING) if self.writes else ():
+                base.folder(name, make=True).close()
         self.refresh_time()
 
     def problem(self, namespace: str) -> str:
@@ -135,7 +137,7 @@ class RowDirectory:
             yield base
 
     def _open_base(self) -> Folder:
-        base = Folder.base(self.path, self._uid)
+        base = Folder.base(self.path, self._uid, writes=self.writes)
         self._uid = base.uid
         return base
 
@@ -152,8 +154,13 @@ class RowDirectory:
 
     def refresh_time(self) -> None:
         """Read the time of the file server. Raises OSError."""
-        with self.incoming() as incoming:
-            self.server_time.refresh(incoming.descriptor)
+        try:
+            with self.incoming() as incoming:
+                self.server_time.refresh(incoming.descriptor)
+        except OSError as error:
+            if self.writes or error.errno not in (*READ_ONLY, errno.ENOENT):
+                raise
+            self.server_time.assume()
 
     def remove_if_empty(self, path: RowPath) -> None:
         """The row's fan-out directory, and then that of its namespace, with its manifest."""
@@ -276,8 +283,12 @@ class RowDirectory:
                 self.delete(path)
 
     def delete_unless_replaced(self, path: RowPath, status: os.stat_result) -> None:
-        """Delete a file that is no valid row, unless there is another one by now. `status`: of that file."""
+        """Delete a file that is no valid row, unless there is another one by now. `status`: of that file. A reader
+        leaves it, and lists it no more."""
         with suppress(OSError):
             now = self.stat(path)
             if now is not None and (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns):
-                self.delete(path)
+                if self.writes:
+                    self.delete(path)
+                else:
+                    self._quota.hide(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from nixl_tiers.chunk import Outcome
-from nixl_tiers.tiers.disk import describe, fallocate
+from nixl_tiers.tiers.disk import describe, direct_reads, fallocate
 from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
@@ -72,7 +72,7 @@ class RowFileIo:
         self._log_once = log_once
         self._on_failure = on_failure
         self._is_hidden = is_hidden
-        self.direct = True  # whether files are opened with O_DIRECT
+        self.direct: bool | None = True  # whether files are opened with O_DIRECT; None: as the first one can be read
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
@@ -187,4 +187,6 @@ class RowFileIo:
 
     def _register(self, descriptor: int, access: Literal["rw", "ro"]) -> Registration:
         """Let NIXL open the very file that is open as this descriptor. Raises AgentError."""
+        if self.direct is None:
+            self.direct = direct_reads(fd_path(descriptor))
         return self._agent.register_file(fd_path(descriptor), self._row_bytes, direct=self.direct, access=access)

@@ -173,6 +173,14 @@ class DirQuota:
             if (directory := self._dirs.get(path[:2])) is not None:
                 directory.rows.set_age(path.key, age_from)
 
+    def hide(self, path: RowPath) -> None:
+        """The row's file stays, and is not to be listed."""
+        with self.lock:
+            directory = self._dirs.get(path[:2])
+            row = directory.rows.get(path.key) if directory is not None else None
+            if directory is not None and row is not None:
+                directory.rows.put(path.key, row)
+
     def has_rows_beside(self, path: RowPath) -> bool:
         """Whether its fan-out directory has any rows, or is not known."""
         with self.lock:

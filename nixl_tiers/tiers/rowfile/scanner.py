@@ -214,8 +214,8 @@ class DirScanner:
         return rows, foreign_bytes, unreadable
 
     def _delete_orphans(self, base: Folder) -> int:
-        """Delete unfinished files that nobody writes any more. Bytes of those that others are writing, or that cannot
-        be deleted."""
+        """Delete unfinished files that nobody writes any more, unless this is a reader. Bytes of those that others are
+        writing, or that cannot be deleted."""
         total = 0
         with suppress(FileNotFoundError), base.folder(INCOMING) as incoming:
             total += allocated_bytes(os.fstat(incoming.descriptor))
@@ -235,7 +235,8 @@ class DirScanner:
         """0 if it was an orphan, which is deleted. Raises OSError."""
         status = incoming.stat(name)
         age_s = self._directory.server_time.now_s() - status.st_mtime
-        if TempNames.matches(name) and (self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S):
+        orphan = TempNames.matches(name) and (self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S)
+        if orphan and self._directory.writes:
             incoming.unlink(name)
             logger.info("deleted %s, an orphan: nobody writes it any more", incoming.path / name)
             return 0

@@ -22,9 +22,18 @@ class ServerTime:
 
     def refresh(self, directory: int) -> None:
         """Touch a directory of this tier, open as this descriptor, and read the time that it got. Raises OSError."""
-        if self._read is None or time.monotonic() - self._read[1] >= REFRESH_S:
+        if self._is_old:
             os.utime(directory)  # as in `touch`
             self._read = os.fstat(directory).st_mtime, time.monotonic()
+
+    def assume(self) -> None:
+        """Nothing can be touched there: the server's clock is taken to be this machine's."""
+        if self._is_old:
+            self._read = time.time(), time.monotonic()
+
+    @property
+    def _is_old(self) -> bool:
+        return self._read is None or time.monotonic() - self._read[1] >= REFRESH_S
 
     def touch(self, name: str | Path, directory: int | None = None) -> None:
         """Set a file's times to the server's. Raises OSError."""

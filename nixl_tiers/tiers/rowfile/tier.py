@@ -146,7 +146,7 @@ class RowFileTier(StorageTier):
     def open(self, namespace: bytes, epoch: int) -> int:
         path = self._config.path
         room = self._config.capacity - MARGIN_BYTES - (FANOUT + 3) * PAGE
-        slots = min(room // (self._row_bytes + NAME_BYTES), MAX_SLOTS)
+        slots = min(room // (self._row_bytes + NAME_BYTES), MAX_SLOTS) if self._directory.writes else MAX_SLOTS
         if slots < 1:
             raise TierRefused(
                 f"capacity: {self._config.capacity} bytes hold no row of {self._row_bytes} bytes beside the "
@@ -155,9 +155,11 @@ class RowFileTier(StorageTier):
         try:
             prepare_path(self._config, self._mount, self._log_once)
             self._directory.prepare(namespace.hex())
-            with self._directory.incoming() as incoming:
-                self._files.direct = direct_works(incoming)
-                check_registration(self._agent, incoming)
+            self._files.direct = None
+            if self._directory.writes:
+                with self._directory.incoming() as incoming:
+                    self._files.direct = direct_works(incoming)
+                    check_registration(self._agent, incoming)
             identity = FileIdentity(path)
             self._measure_free_space()
             own = self._author.manifest(namespace.hex(), epoch)
@@ -166,7 +168,7 @@ class RowFileTier(StorageTier):
             health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex(), manifest))
         except OSError as error:
             raise open_error(error) from error
-        if not self._files.direct:
+        if self._files.direct is False:
             self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
         before = self._open
         self._open = NamespaceRows(
@@ -230,7 +232,7 @@ class RowFileTier(StorageTier):
 
     def _measure_free_space(self) -> None:
         """Below `min_free` rows are only replaced. Raises OSError."""
-        if self._config.write != "off":
+        if self._directory.writes:
             self._free.lacks(self._row_bytes)
             self._quota.limit_growth(self._free.spare_bytes)
 
@@ -285,7 +287,7 @@ class RowFileTier(StorageTier):
     def maintain(self) -> Iterator[list[Entry]]:
         """Begin to delete what is too old: the next listing finds out what is gone. A reader deletes nothing."""
         age_s = self._config.max_age
-        if age_s is not None and self._config.write != "off" and self._sweeping.done():
+        if age_s is not None and self._directory.writes and self._sweeping.done():
             self._sweeping.result()  # an error of it ends this mover
             now_s = self._directory.server_time.now_s()
             self._sweeping = self._sweeper.submit(self._evictor.expire, now_s, age_s)
@@ -294,7 +296,7 @@ class RowFileTier(StorageTier):
     @property
     def maintain_s(self) -> float | None:
         age_s = self._config.max_age
-        return None if age_s is None or self._config.write == "off" else sweep_s(age_s)
+        return sweep_s(age_s) if age_s is not None and self._directory.writes else None
 
     def store(self, moves: Sequence[Move]) -> int:
         served = self._served
@@ -390,7 +392,7 @@ class RowFileTier(StorageTier):
         """A reader (`write: off`) leaves deleting to writers: rows whose age begins by then (Unix seconds) are too old,
         but stay. 0: none."""
         age_s = self._config.max_age
-        hides = age_s is not None and self._config.write == "off"
+        hides = age_s is not None and not self._directory.writes
         return int(self._directory.server_time.now_s() - age_s) if hides and age_s is not None else 0
 
     def _is_hidden(self, begins: int) -> bool:

@@ -228,6 +228,7 @@ class PrefixRows:
             self.quota.hide(key)
 
     def _new_quota(self) -> PrefixQuota:
-        # The budget of a shared prefix is enforced by the janitor.
-        capacity = self._config.capacity if self.upload_quota is None else sys.maxsize
+        # The budget of a shared prefix is enforced by the janitor, and that of others' rows by others.
+        limited = self.upload_quota is None and not self._owner.reads_only
+        capacity = self._config.capacity if limited else sys.maxsize
         return PrefixQuota(self.names, self._row_bytes, capacity)

@@ -79,10 +79,12 @@ class S3Tier(StorageTier):
         self._owner.start(self._control)
         self._rows.serve(namespace.hex(), epoch)
         self._keep_manifest(namespace, epoch)
+        if self._owner.reads_only:  # whatever others have stored
+            return MAX_SLOTS
         slots = min(self._config.capacity // self._row_bytes, MAX_SLOTS)
         if self._rows.upload_quota is None:
             return slots
-        if self._janitor is None and not self._owner.reads_only:
+        if self._janitor is None:
             bucket, prefix = self._control, self._config.prefix
             self._janitor = Janitor(
                 lambda: bucket.connection.client,

@@ -38,10 +38,13 @@ _RETRY_S: Final = 1.0
 class Journal:
     """The journal of one shard. No call waits for the medium, but for `close`, which writes what is pending."""
 
-    def __init__(self, folder: Folder, slots: int, allocated: NDArray[np.bool_] | None = None) -> None:
-        """`allocated`: by slot, whether it has room in a slab now, as it must to hold a row; None: all have. The folder
-        stays the caller's. Raises OSError if the journal cannot be opened or made here."""
-        self._file = JournalFile(folder, slots)
+    def __init__(
+        self, folder: Folder, slots: int, allocated: NDArray[np.bool_] | None = None, *, writes: bool = True
+    ) -> None:
+        """`allocated`: by slot, whether it has room in a slab now, as it must to hold a row; None: all have. Without
+        `writes` changes stay in memory. The folder stays the caller's. Raises OSError if the journal cannot be opened
+        or made here."""
+        self._file = JournalFile(folder, slots, writes=writes)
         self._lock = threading.Condition()
         self._log_once = LogOnce(logger)
         self._pending: dict[int, bytes | None] = {}  # slots to write -> the new key; None: as in the file, or none
@@ -375,9 +378,9 @@ class Journal:
     def _write(self, slots: NDArray[np.int64], new_keys: Sequence[bytes | None]) -> NDArray[np.int64]:
         """Write the records of sorted slots as the columns have them now. `new_keys`: those that the file may lack.
         Returns the slots that lack a record because the file cannot grow."""
-        if not len(slots):
-            return slots
         file = self._file
+        if not len(slots) or not file.writes:
+            return slots[:0]
         with self._lock:
             tags, ticks, sealed_at = self.tags[slots], self._ticks[slots], self.sealed_at[slots]
             known = self._known[slots]

@@ -80,17 +80,19 @@ class Header(NamedTuple):
 class JournalFile:
     """Calls raise OSError. Slots are below `slots`."""
 
-    def __init__(self, folder: Folder, slots: int) -> None:
-        """Opens or makes it. A damaged header makes every record invalid."""
+    def __init__(self, folder: Folder, slots: int, *, writes: bool = True) -> None:
+        """Opens or makes it. A damaged header makes every record invalid. Without `writes` it must be there, and stays
+        as it is."""
         self.path = folder.path / NAME
+        self.writes = writes
         self._slots = slots
-        self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT)
+        self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY)
         try:
             status = os.fstat(self._descriptor)
             self._identity = FileIdentity(self.path, status)
             header = self._read_header()
             most = PAGE + RECORD_BYTES * slots if header else 0  # what is cut off must not come back with more slots
-            if status.st_size > most:
+            if status.st_size > most and writes:
                 os.ftruncate(self._descriptor, most)
             self._bytes = min(status.st_size, most)
         except BaseException:
@@ -103,7 +105,7 @@ class JournalFile:
         self.trusted = header is None or header.flushed or header.boot == boot
         """Whether its records are those written last: no power failure can have brought back older ones, and after
         `check` no I/O error either."""
-        self._unflushed = header is not None and not header.flushed and self.trusted
+        self._unflushed = header is not None and not header.flushed and self.trusted and writes
         # Until it is flushed by `close`, another process must not trust it either.
         self._header = Header(self.salt, boot if header is None or self.trusted else header.boot, flushed=False)
         self._marked_open = False
@@ -145,7 +147,7 @@ class JournalFile:
     def write(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> str:
         """Write the records of these slots, which are sorted; neighbours together. Makes room for them; where there is
         none (a full disk), those from `self.records` on are not written. Returns why, or ""."""
-        if not len(slots):
+        if not len(slots) or not self.writes:
             return ""
         if not self._marked_open:
             self._mark_open()
@@ -158,6 +160,8 @@ class JournalFile:
 
     def distrust(self) -> None:
         """Not all changes can be written: the next open is to treat the file as after a power failure."""
+        if not self.writes:
+            return
         self._header = self._header._replace(boot=_NO_BOOT)
         if self._marked_open:
             self._write_header(self._header)

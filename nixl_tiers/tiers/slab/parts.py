@@ -22,7 +22,7 @@ from typing import Final
 
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import PROBE, FileIdentity
-from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.folder import Folder, NotOwned
 
 # Names on disk: part of the format.
 DESCRIPTION: Final = "namespace.json"
@@ -39,17 +39,16 @@ _HOLDERS: Final = 8  # that the sentence names at most
 
 
 class Part:
-    """A part that this process holds."""
+    """A part that this process holds, or reads."""
 
-    def __init__(self, number: int, folder: Folder, lock: int) -> None:
-        """Takes over the folder and the descriptor of its lock file."""
+    def __init__(self, number: int, folder: Folder, lock: int | None) -> None:
+        """Takes over the folder and the descriptor of its lock file; None: a reader has got no lock."""
         self.number = number
         self.folder = folder
         self._lock = lock
-        self._identities = (
-            FileIdentity(folder.path, os.fstat(folder.descriptor)),
-            FileIdentity(folder.path / LOCK, os.fstat(lock)),
-        )
+        self._identities = [FileIdentity(folder.path, os.fstat(folder.descriptor))]
+        if lock is not None:
+            self._identities.append(FileIdentity(folder.path / LOCK, os.fstat(lock)))
 
     def problem(self) -> str:
         """Whether the directory or its lock was deleted or replaced, or "". Raises OSError."""
@@ -57,7 +56,8 @@ class Part:
 
     def release(self) -> None:
         """Let another process take it."""
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
         self.folder.close()
 
 
@@ -115,6 +115,73 @@ def claim(base: Folder, replicas: int, namespace: bytes) -> Part:
     return Part(number, folder, lock)
 
 
+def claim_to_read(base: Folder, namespace: bytes) -> Part:
+    """The part with most rows of the namespace that no process writes to, for a reader, which writes nothing: one that
+    no other reader has, if there is one. Raises TierDown if there is none, NotOwned, OSError."""
+    held: list[str] = []
+    rows: list[FreePart] = []
+    for name in base.names():
+        number = part_number(name)
+        if number is None or not base.has_folder(name):
+            continue
+        found = _free_part(number, base.path / name, namespace)
+        if found.own_bytes:
+            rows.append(found)
+    for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        held = []
+        for part in sorted(rows, key=lambda part: (-part.own_bytes, part.number)):
+            folder = base.folder(part_name(part.number))
+            try:
+                lock, holder = _lock_to_read(folder, how)
+                if not holder:
+                    return Part(part.number, folder, lock)
+                held.append(f"{part_name(part.number)} by {holder}")
+            except BaseException:
+                folder.close()
+                raise
+            folder.close()
+    if held:
+        raise TierDown(f"{base.path} is in use: {', '.join(held[:_HOLDERS])}", retry_s=HELD_RETRY_S)
+    raise TierDown(f"{base.path} holds no rows of this engine's namespace yet, and it only reads there")
+
+
+def _lock_to_read(folder: Folder, how: int) -> tuple[int | None, str]:
+    """Lock a part against writers, if it can be had `how`: the lock, and who keeps it, or "". Where nothing can be
+    locked, a process keeps it that holds it by its lock file and lives on this machine. Raises NotOwned."""
+    try:
+        lock = folder.open(LOCK, os.O_RDONLY)
+    except NotOwned:
+        raise
+    except OSError:
+        return None, _living_holder(folder)
+    for kind in dict.fromkeys((how, fcntl.LOCK_SH)):  # NFS locks what is open for reading only for readers
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                os.close(lock)
+                return None, _holder(folder)
+            if kind == fcntl.LOCK_SH:
+                os.close(lock)
+                return None, _living_holder(folder)
+    return lock, ""
+
+
+def _living_holder(folder: Folder) -> str:
+    """Who holds a part by its lock file, if that is a process of this machine that lives; else ""."""
+    try:
+        raw = folder.read(LOCK)
+        about = json.loads(raw)
+        if about["host"] != socket.gethostname() or int(about["pid"]) == os.getpid():
+            return ""
+        os.kill(int(about["pid"]), 0)
+    except PermissionError:  # of another user
+        pass
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return ""
+    return holder_of(raw)
+
+
 def part_name(number: int) -> str:
     return f"part-{number}"
 
@@ -164,7 +231,11 @@ def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:
 def _holder(folder: Folder) -> str:
     """Who holds a part, by its lock file: for people."""
     try:
-        return holder_of(folder.read(LOCK))
+        with os.fdopen(folder.open(LOCK, os.O_RDONLY), "rb") as file:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return "processes that only read it"
+            return holder_of(file.read())
     except OSError:
         return holder_of(b"")
 

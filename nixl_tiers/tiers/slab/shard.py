@@ -27,7 +27,7 @@ from nixl_tiers.tiers.manifest_keeper import CLOSE_S, ManifestKeeper, read_manif
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
-from nixl_tiers.tiers.slab.parts import JOURNAL, ROWS
+from nixl_tiers.tiers.slab.parts import DESCRIPTION, JOURNAL, ROWS
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.recovery import SealedRow, SealScan, read_seals
 from nixl_tiers.tiers.slab.slabs import SlabLayout, Slabs, detect_layout
@@ -53,15 +53,38 @@ class Shard:
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.time,
         manifest: ManifestKeeper | None = None,
+        writes: bool = True,
     ) -> None:
-        """`clock`: Unix seconds. Raises OSError, and TierDown if there is no room for one more journal."""
+        """`clock`: Unix seconds. Without `writes` it serves what is there, whatever `slots` says, and nothing below its
+        path changes. Raises OSError, and TierDown if there is no room for one more journal, or nothing to read."""
         self.sealer = sealer
+        self.writes = writes
         self._directory = directory
         self.path = directory.path
         self._quota = quota
         self._max_age_s = max_age_s
         self._clock = clock
         self._manifest = manifest
+        layout = self._layout_to_write(slots) if writes else self._layout_to_read()
+        self.slabs = Slabs(directory.folder, layout, agent, quota, writes=writes)
+        self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated(), writes=writes)
+        self.listed = False
+        """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
+        self.erasing: frozenset[int] = frozenset()
+        """Slots that are being erased: nothing may be stored into them or loaded from them."""
+        self._expired_at_s = 0.0
+        self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
+        self._describing = self._eraser.submit(lambda: None)
+        self._closing = False
+        self._scan: SealScan | None = None
+        self._log_once = LogOnce(logger)
+        self._store_failed = False
+        self.health = HealthMonitor(self._check)
+
+    def _layout_to_write(self, slots: int) -> SlabLayout:
+        """The layout of what is there, with `slots` slots if that fits; a new one if nothing of it can be used. Raises
+        TierDown, OSError."""
+        directory, sealer, quota = self._directory, self.sealer, self._quota
         layout = _layout_of(directory, sealer.geometry, slots)
         if not directory.description:
             layout = detect_layout(directory.folder, sealer, slots)
@@ -76,8 +99,7 @@ class Shard:
             and slots > (before := int(directory.description["slots"]))
             and quota.make_room(journal_bytes(slots) - journal_bytes(before))
         ):
-            slots = before  # the larger journal does not fit
-            layout = replace(layout, slots=slots)
+            layout = replace(layout, slots=before)  # the larger journal does not fit
         if layout is None:
             # It holds no row of ours: rows of another shape, or files without a description or a valid seal.
             directory.folder.unlink_matching(ROWS)
@@ -85,20 +107,19 @@ class Shard:
         description = _describe(sealer.geometry, layout)
         if directory.description != description:  # not written needlessly: a full disk must still serve its rows
             directory.describe(description)
-        self.slabs = Slabs(directory.folder, layout, agent, quota)
-        self.journal = Journal(directory.folder, slots, self.slabs.allocated())
-        self.listed = False
-        """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
-        self.erasing: frozenset[int] = frozenset()
-        """Slots that are being erased: nothing may be stored into them or loaded from them."""
-        self._expired_at_s = 0.0
-        self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
-        self._describing = self._eraser.submit(lambda: None)
-        self._closing = False
-        self._scan: SealScan | None = None
-        self._log_once = LogOnce(logger)
-        self._store_failed = False
-        self.health = HealthMonitor(self._check)
+        return layout
+
+    def _layout_to_read(self) -> SlabLayout:
+        """The layout of what is there. Raises TierDown if it cannot be read."""
+        slots = self._directory.description.get("slots")
+        known = isinstance(slots, int) and slots <= MAX_SLOTS
+        layout = _layout_of(self._directory, self.sealer.geometry, slots) if known else None
+        if layout is None:
+            raise TierDown(
+                f"{self.path} holds no rows of {self.sealer.geometry.row_bytes} bytes, or has lost its {DESCRIPTION}, "
+                "which an engine that writes there makes again"
+            )
+        return layout
 
     # --- listing ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +183,8 @@ class Shard:
         return has_expired(sealed_at, now, self._max_age_s)
 
     def expire(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
-        """If it is due: erase the bytes of rows that are too old, and delete expired shards that no process holds.
+        """If it is due: erase the bytes of rows that are too old, and delete expired shards that no process holds. A
+        reader only forgets such rows.
 
         Yields the keys that are gone, as entries of slot GONE. `in_use`: slots that jobs read or write, which are left
         for the next round.
@@ -229,7 +251,8 @@ class Shard:
                 if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
             }
             if not self._closing:
-                self.slabs.erase([slot for slot in slots if slot not in young])
+                if self.writes:
+                    self.slabs.erase([slot for slot in slots if slot not in young])
                 return [row for row in rows if row.slot not in young], list(young.values())
         except OSError as error:
             self._log_once.report("erase", f"{self.path}: old rows cannot be erased ({describe(error)})")
@@ -237,8 +260,9 @@ class Shard:
         return None
 
     def _delete_expired_shards(self, max_age_s: float) -> None:
-        with suppress(OSError), self._quota.locked():
-            self._quota.delete_expired(max_age_s, self._clock())
+        if self.writes:
+            with suppress(OSError), self._quota.locked():
+                self._quota.delete_expired(max_age_s, self._clock())
 
     # --- the manifest -----------------------------------------------------------------------------------------------
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_works, fallocate
+from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_reads, direct_works, fallocate
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Agent, Registration
 from nixl_tiers.tiers.slab.quota import SlabQuota
@@ -70,17 +70,16 @@ class Slabs:
     """The open slab files of one shard. `grow` and `free` belong on a thread that may wait, the rest on the mover's
     own."""
 
-    def __init__(self, folder: Folder, layout: SlabLayout, agent: Agent, quota: SlabQuota) -> None:
-        """Opens the files that are there; what is beyond the layout's slots is cut off. The folder stays the caller's.
-        Raises TierDown, OSError."""
+    def __init__(
+        self, folder: Folder, layout: SlabLayout, agent: Agent, quota: SlabQuota, *, writes: bool = True
+    ) -> None:
+        """Opens the files that are there; what is beyond the layout's slots is cut off. Without `writes` they stay as
+        they are. The folder stays the caller's. Raises TierDown, OSError."""
         self.layout = layout
         self._folder = folder
         self._agent = agent
         self._quota = quota
-        self._direct = direct_works(folder)
-        check_registration(agent, folder)
-        if not self._direct:
-            logger.warning("%s does not support O_DIRECT: rows go through the page cache", folder.path)
+        self._writes = writes
         self._sparse = False  # whether some files could not be allocated ahead
         self._allocated: dict[int, int] = {}  # slab -> slots that its file has room for
         self._files: dict[int, Registration] = {}
@@ -88,6 +87,13 @@ class Slabs:
         for name in folder.names():
             if match := _NAME.fullmatch(name):
                 self._open_existing(int(match[1]))
+        if writes:
+            self._direct = direct_works(folder)
+            check_registration(agent, folder)
+        else:
+            self._direct = all(map(self._reads_directly, sorted(self._allocated)[:1]))
+        if not self._direct:
+            logger.warning("%s does not support O_DIRECT: rows go through the page cache", folder.path)
 
     def is_allocated(self, slot: int) -> bool:
         """Whether the slot has room in a file; a slot that has none holds no row."""
@@ -102,7 +108,8 @@ class Slabs:
             nbytes = self.layout.slots_per_slab * self.layout.row_bytes
             descriptor = self._open(slab)
             try:
-                file = self._agent.register_file(fd_path(descriptor), nbytes, direct=self._direct)
+                access: Literal["rw", "ro"] = "rw" if self._writes else "ro"
+                file = self._agent.register_file(fd_path(descriptor), nbytes, direct=self._direct, access=access)
             finally:
                 os.close(descriptor)
             self._files[slab] = file
@@ -140,6 +147,11 @@ class Slabs:
             indexes = np.flatnonzero(wanted[first : first + slots])
             if len(indexes):
                 yield SlabSlots(self._folder, _name(slab), first, indexes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows that there is room for."""
+        return sum(self._allocated.values()) * self.layout.row_bytes
 
     def disk_is_full(self) -> bool:
         """Whether a write may have failed for lack of space: possible only in files that are not allocated ahead."""
@@ -219,7 +231,14 @@ class Slabs:
 
     def _open(self, slab: int, flags: int = 0) -> int:
         """Raises OSError."""
-        return self._folder.open(_name(slab), os.O_RDWR | flags)
+        return self._folder.open(_name(slab), (os.O_RDWR if self._writes else os.O_RDONLY) | flags)
+
+    def _reads_directly(self, slab: int) -> bool:
+        descriptor = self._open(slab)
+        try:
+            return direct_reads(fd_path(descriptor))
+        finally:
+            os.close(descriptor)
 
     def _shorten(self, slab: int, nbytes: int) -> int:
         """Cut it to so many bytes, or delete it if none are left; returns how many that freed. Raises OSError."""
@@ -240,9 +259,9 @@ class Slabs:
     def _open_existing(self, slab: int) -> None:
         limit, status = self.layout.slots_in(slab), self._folder.stat(_name(slab))
         size = status.st_size
-        if not limit:
+        if not limit and self._writes:
             self._folder.unlink(_name(slab))
-        elif size > limit * self.layout.row_bytes:
+        elif size > limit * self.layout.row_bytes and self._writes:
             self._cut(slab, limit * self.layout.row_bytes)
         if limit:
             self._identities[slab] = FileIdentity(self._path(slab), status)

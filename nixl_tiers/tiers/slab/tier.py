@@ -29,7 +29,7 @@ from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.growth import GROWTH_S, OVERDUE_S, Growth
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
 from nixl_tiers.tiers.staging import DirectRows, Staging
@@ -52,6 +52,7 @@ class SlabTier(StorageTier):
         """`region` stays the caller's; `clock` returns Unix seconds. Raises TierRefused if the wanted
         NIXL backend cannot be had here."""
         self._config = config
+        self._writes = config.write != "off"
         self._clock = clock
         self._geometry = geometry
         self._region = region
@@ -109,35 +110,47 @@ class SlabTier(StorageTier):
                 self._quota.release()
         self._mount.remember(self._config.path)
         self._staging.open()
-        self._slots = Growth(shard, self._allocator)
+        self._slots = Growth(shard, self._allocator) if self._writes else None
         self._full_until_s = 0.0
         return shard.slabs.layout.slots
 
     def _open_shard(self, namespace: bytes, epoch: int) -> Shard:
         """Raises TierDown, TierRefused, OSError."""
-        slots = slots_within(self._quota.part_bytes, self._geometry.row_bytes)
-        if slots < 1:
+        slots, writes = slots_within(self._quota.part_bytes, self._geometry.row_bytes), self._writes
+        if slots < 1 and writes:
             raise TierRefused(
                 f"capacity: {self._quota.part_bytes} bytes, for each of {self._quota.replicas} replicas, hold no row "
                 f"of {self._geometry.row_bytes} bytes beside the journal in {self._config.path}"
             )
         prepare_path(self._config, self._mount, self._log_once)
         self._quota.forget_uid()
-        own, writes = self._author.manifest(namespace.hex(), epoch), self._config.write != "off"
+        own = self._author.manifest(namespace.hex(), epoch)
+
+        def opened(directory: ShardDir) -> Shard:
+            return Shard(
+                directory,
+                slots,
+                Sealer(self._geometry, namespace, epoch),
+                self._agent,
+                self._quota,
+                max_age_s=self._config.max_age,
+                clock=self._clock,
+                manifest=ManifestKeeper(own, self._clock) if own is not None and writes else None,
+                writes=writes,
+            )
+
+        if not writes:
+            directory = self._quota.read_shard(namespace)
+            try:
+                return opened(directory)
+            except BaseException:
+                directory.release()
+                raise
         with self._quota.locked():
             directory = self._quota.acquire_shard(namespace)
             shard = None
             try:
-                shard = Shard(
-                    directory,
-                    slots,
-                    Sealer(self._geometry, namespace, epoch),
-                    self._agent,
-                    self._quota,
-                    max_age_s=self._config.max_age,
-                    clock=self._clock,
-                    manifest=ManifestKeeper(own, self._clock) if own is not None and writes else None,
-                )
+                shard = opened(directory)
                 self._quota.make_room(0)  # the capacity may be smaller than last time
                 if own is not None and self._others.first():
                     with suppress(OSError):
@@ -217,7 +230,9 @@ class SlabTier(StorageTier):
 
     @property
     def used_bytes(self) -> int:
-        return self._quota.used_bytes
+        if self._writes:
+            return self._quota.used_bytes
+        return 0 if self._open is None else self._open.slabs.nbytes
 
     def close(self) -> None:
         self._close_shard(last=True)
@@ -258,7 +273,7 @@ class SlabTier(StorageTier):
         """Stores that need a new extent wait for it, and for each other, unless it is overdue."""
         served = self._served
         slabs, journal = served.slabs, served.journal
-        unit.end_each(lambda move: Outcome.FAILED if journal.denies(move.slot) else None)
+        unit.end_each(lambda move: Outcome.FAILED if not self._writes or journal.denies(move.slot) else None)
         slots = {move.slot for move in unit.moves}
         waits = self._growth is not None and not self._growth_is_overdue()
         if waits or not journal.may_overwrite(slots) or served.erasing & slots:

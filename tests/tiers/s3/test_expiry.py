@@ -187,6 +187,18 @@ class TestOneListing:
             assert driver.settled(1)
             assert set(faulty.objects) == {driver.name(2)}
 
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_a_read_only_tier_of_a_small_capacity_serves_all(self, faulty: FaultyS3, shared: bool) -> None:
+        small: dict[str, Any] = {"capacity": 2 * ROW, "shared": shared, "write": "off"}
+        with TierDriver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, **small) as driver:
+            faulty.objects |= {driver.name(n): bytes(ROW) for n in range(8)}
+            assert driver.open_only() >= 8
+            assert {entry.key for entry in driver.listed_rows()} == {key_of(n) for n in range(8)}
+            for _ in range(2):
+                driver.tier.poll()
+            assert len(faulty.objects) == 8
+            assert faulty.count("POST") == faulty.count("PUT") == faulty.count("DELETE") == 0
+
     def test_a_read_only_tier_deletes_nothing(self, faulty: FaultyS3) -> None:
         with TierDriver(SMALL, 8, bucket="kv-old", endpoint=faulty.endpoint, max_age=HOUR, write="off") as driver:
             faulty.objects |= {driver.name(1): bytes(ROW), driver.name(2, OTHER_NAMESPACE): bytes(ROW)}
