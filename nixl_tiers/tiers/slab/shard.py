@@ -112,8 +112,9 @@ class Shard:
     def _layout_to_read(self) -> SlabLayout:
         """The layout of what is there. Raises TierDown if it cannot be read."""
         slots = self._directory.description.get("slots")
-        known = isinstance(slots, int) and slots <= MAX_SLOTS
-        layout = _layout_of(self._directory, self.sealer.geometry, slots) if known else None
+        layout = None
+        if isinstance(slots, int) and slots <= MAX_SLOTS:
+            layout = _layout_of(self._directory, self.sealer.geometry, slots)
         if layout is None:
             raise TierDown(
                 f"{self.path} holds no rows of {self.sealer.geometry.row_bytes} bytes, or has lost its {DESCRIPTION}, "
