@@ -261,6 +261,11 @@ class SchedulerCalls:
         if work:
             self._link.wake(at_once)
 
+    def drop_store(self, keys: Collection[Key]) -> None:
+        """Instead of complete_store, if what the workers copied is of no use: these rows are no hits."""
+        with self._lock:
+            self._copies.drop_store(self._copies.rows_being_filled(keys))
+
     def end_call(self, call: str) -> None:
         """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
         hits if the region's control words say so. Does nothing for a call without rows."""
@@ -312,9 +317,10 @@ class SchedulerCalls:
         with self._lock:
             return self._core.take_evicted()
 
-    def reset(self) -> None:
-        """The bytes may no longer match the weights: nothing stored so far is a hit any more."""
-        keep = self.config.on_reset == "keep"
+    def reset(self, *, changed: bool = False) -> None:
+        """The bytes may no longer match the weights: nothing stored so far is a hit any more. `changed`: they certainly
+        do not, so that `on_reset: keep` keeps nothing."""
+        keep = self.config.on_reset == "keep" and not changed
         with self._lock:
             self._core.reset(keep, self._clock())
             self._open_loads.reset()

@@ -175,6 +175,13 @@ class Copies:
         self._writeback.write_through(filled, self._tiers)
         self._writeback.clean()
 
+    def drop_store(self, rows: Iterable[Row]) -> None:
+        """Workers are done writing these rows, and nobody is to read them."""
+        for row in rows:
+            row.worker_refs = 0
+            self._host.invalidate(row)
+            self._flushed_before(row.generation)
+
     def rows_being_filled_by_call(self, name: str) -> list[Row]:
         """The rows that a call fills now and that a look-up could find afterwards, in prefix order."""
         return [row for row in self._calls.get(name, ()) if row.state is RowState.FILLING and not row.invalidated]

@@ -30,8 +30,8 @@ _MEANINGS: Final = {
     ("write", "on_evict"): "evicted chunks are written",
     ("write", "off"): "read only",
     ("backend", "auto"): "POSIX (Linux AIO); GDS_MT is slower for small rows",
-    ("on_reset", "new_epoch"): "after sleep or a weight update, chunks stored before are no longer used",
-    ("on_reset", "keep"): "after sleep or a weight update, chunks stored before stay valid",
+    ("on_reset", "new_epoch"): "after sleep or a reset, chunks stored before are no longer used",
+    ("on_reset", "keep"): "after sleep or a reset, chunks stored before stay valid",
     ("lora_storage", True): "chunks of LoRA adapters are stored too",
 }
 _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")

@@ -97,7 +97,7 @@ class TiersConfig(Model):
     )
     on_reset: Literal["new_epoch", "keep"] = Field(
         "new_epoch",
-        description="what becomes of stored chunks after sleep or a weight update: `new_epoch`: they are never hits "
+        description="what becomes of stored chunks after a reset (sleep, pause): `new_epoch`: they are never hits "
         "again; `keep`: they stay valid",
     )
     wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = Field(

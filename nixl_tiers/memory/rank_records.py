@@ -1,11 +1,12 @@
 """RankRecords: what the ranks of an engine let each other and the scheduler know, in the host region.
 
-Each rank has a record of its own: the fingerprint of its layout and weights, and the NUMA node of its GPU. One is for
-all: what only one of them has to find out. One is the model's revision.
+Each rank has a record of its own: the fingerprint of its layout and weights, the NUMA node of its GPU, and how often
+its weights have been changed since. One is for all: what only one of them has to find out. One is the model's revision.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import struct
@@ -19,10 +20,12 @@ from nixl_tiers.chunk import NAMESPACE_BYTES
 from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.region_layout import RECORD_BYTES, RegionError
 
-# Of a record: check word, length of the note, digest, note; and a NUMA node.
+# Of a record: check word, length of the note, digest, note; how often the weights changed; and a NUMA node.
 _RECORD: Final = struct.Struct("<H16s")
 _NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the node's number + 2
 _NODE_AT: Final = RECORD_BYTES - _NODE.size
+_WEIGHTS: Final = struct.Struct("Q")  # counts the beginnings and the ends of changes: odd while one runs
+_WEIGHTS_AT: Final = RECORD_BYTES - 16
 MAX_NOTE_BYTES: Final = 400
 
 
@@ -35,6 +38,7 @@ class RankRecords:
         self._fd = fd
         self._at = at
         self._cells = cells
+        self._weights_at = [at + cell * RECORD_BYTES + _WEIGHTS_AT for cell in range(cells)]
 
     def publish(self, cell: int, digest: bytes, note: str = "") -> None:
         """Publish the fingerprint of this cell's rank (16 bytes) to the scheduler, with a note cut to 400 bytes."""
@@ -57,6 +61,20 @@ class RankRecords:
             if all(words) or time.monotonic() >= deadline:
                 return {word - 2 for word in words if word >= 2}
             time.sleep(0.005)
+
+    def publish_weights(self, cell: int, *, changing: bool) -> None:
+        """Publish to the scheduler that this rank's weights begin to change, or that this change has ended."""
+        at = self._weights_at[cell]
+        with contextlib.suppress(ValueError):  # unmapped: nobody reads it any more
+            (word,) = _WEIGHTS.unpack_from(self._map, at)
+            if word % 2 != changing:
+                _WEIGHTS.pack_into(self._map, at, word + 1)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """One number a rank, odd while its weights are being changed. Equal to an earlier answer only if nothing has
+        changed since."""
+        return tuple([_WEIGHTS.unpack_from(self._map, at)[0] for at in self._weights_at])
 
     def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
         """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its

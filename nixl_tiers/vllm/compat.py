@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -120,6 +120,18 @@ def scheduled_tokens(output: Any) -> list[tuple[int, int, bool]]:
     ]
 
 
+def beginning(output: Any) -> Iterator[tuple[str, int]]:
+    """The requests with which a vLLM SchedulerOutput begins, or begins anew after a preemption, and how many tokens of
+    each were not computed for it."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    if resumed := getattr(cached, "resumed_req_ids", ()):
+        for request, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request in resumed:
+                yield request, tokens
+
+
 def step_tokens(scheduler_config: Any) -> int:
     """The most tokens that vLLM computes of a prompt in one step."""
     most = int(scheduler_config.max_num_batched_tokens)
@@ -220,6 +232,7 @@ __all__ = [
     "TransferResult",
     "UnsupportedVllm",
     "allowed_tiers",
+    "beginning",
     "block_hash_seed",
     "check",
     "chunk_tokens",

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.arrivals import Arrivals, chain_at_arrival
-from nixl_tiers.vllm.compat import UnsupportedVllm, scheduled_tokens
+from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.worker import NixlTiersWorker
@@ -106,7 +106,14 @@ class NixlTiersConnector(OffloadingConnector):
     # --- in the scheduler --------------------------------------------------------------------------------------
 
     @override
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._manager().began_at(request.request_id, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
+    @override
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self._manager().began(beginning(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
         self._fill_line()
         return StepMetadata(**vars(meta), step=self._manager().scheduled(scheduled_tokens(scheduler_output)))

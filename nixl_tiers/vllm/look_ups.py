@@ -26,7 +26,7 @@ class LookUps:
     `groups`: how many KV groups there are; `chunk_tokens`: of each, by vLLM's number, where they are known.
 
     `answers`: to this step's look-ups so far, by request; `waiting`: requests that they deferred. `load_none`: requests
-    that find nothing, as they compute everything themselves.
+    that find nothing, as they compute everything themselves. `closed`: no request finds anything now.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class LookUps:
         self.answers: dict[str, Answers] = {}
         self.waiting: set[str] = set()
         self.load_none: set[str] = set()
+        self.closed = False
         self.chains = RequestChains(chunk_tokens)
         self._missed: dict[str, int] = {}  # request -> the position from which on its misses are counted
         self._touched: set[str] = set()  # requests whose prefix in vLLM's own cache was touched
@@ -54,7 +55,7 @@ class LookUps:
     def begin(self, key: OffloadKey, context: ReqContext) -> Answers:
         """A request's first look-up of this step, of `key`: its whole chain is resolved at once."""
         name = context.req_id
-        mine = self.chains.again(key, context)
+        mine = None if self.closed else self.chains.again(key, context)
         if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
             if mine.waiting is not None and not self._gate.watches and self._coordinator.still_waits(name):
                 self.waiting.add(name)
@@ -73,7 +74,7 @@ class LookUps:
                 self._touched.add(name)  # vLLM has none of it
             elif name not in self._touched:
                 self._touch_prefix(context, position)
-            mine = None if name in self.load_none else self.chains.of(key, context, position)
+            mine = None if self._finds_nothing(name) else self.chains.of(key, context, position)
         answers: Answers = {}
         if mine is not None and position is not None:
             start = mine.start(position)
@@ -89,7 +90,7 @@ class LookUps:
     def alone(self, key: OffloadKey, context: ReqContext, answers: Answers) -> LookupResult:
         """A key that the scan of the chain does not cover: of a windowed group, of which only vLLM knows which of its
         keys a load needs, or of the tail of a chunk. A tail is worth no existence check: it saves less than a chunk."""
-        if context.req_id in self.load_none:
+        if self._finds_nothing(context.req_id):
             return LookupResult.MISS
         windowed = self.chains.note_look_up(key, context)
         mine = self.chains.get(context.req_id)
@@ -115,7 +116,7 @@ class LookUps:
         if request in self.waiting:
             return
         counted, position = self._missed.get(request), position_of(key, context)
-        if position is None or request in self.load_none or (counted is not None and position >= counted):
+        if position is None or self._finds_nothing(request) or (counted is not None and position >= counted):
             return
         is_tail = self.chains.is_tail
         if is_tail(key, position):
@@ -153,6 +154,9 @@ class LookUps:
         self.chains.clear()
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _finds_nothing(self, request: str) -> bool:
+        return self.closed or request in self.load_none
 
     def _scan(self, key: OffloadKey, name: str, mine: RequestChain, start: int) -> Answers:
         """What the whole chain is in this step, of which `key` is looked up first."""

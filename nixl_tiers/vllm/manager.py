@@ -37,6 +37,7 @@ from nixl_tiers.vllm.metrics import Levels, Reporter, info_labels, traits
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.store_gate import StoreGate
 from nixl_tiers.vllm.transfer import RowsSpec
+from nixl_tiers.vllm.weights_gate import WeightsGate
 from nixl_tiers.vllm.wishes import Scope, WishReader
 
 log = logging.getLogger(__name__)
@@ -89,19 +90,23 @@ class NixlTiersManager(OffloadingManager):
         self._pause_s = pause_s
         self._requests: set[str] = set()
         self._loading: dict[str, tuple[float, int]] = {}  # requests with an open load: since when, rows
+        self._storing: set[OffloadKey] = set()  # of open store jobs
         self._beside: set[str] = set()  # those of them in whose time the engine computed: their end was reported later
         self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
         self._prepared_load = False  # in this step: it is submitted to the workers at the step's end
         self._failed: set[str] = set()  # requests whose load a worker could not copy
-        self._gate = StoreGate(kept=config.on_reset == "keep", one_block=coordinator.region.geometry.sub_blocks == 1)
+        kept = config.on_reset == "keep"
+        self._gate = StoreGate(kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
+        self._weights = WeightsGate(lambda: coordinator.region.ranks.weights, kept=kept)
         self._meter = PrefillMeter(coordinator.observe_prefill)
         tokens = {group: each for group, each in zip(groups, chunk_tokens, strict=False) if each}
         self._look_ups = LookUps(coordinator, len(groups), self._gate, self._meter, tokens)
         self._closed = False
 
     def times_are_published(self, step_tokens: int) -> None:
-        """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each. No
-        step computes more than `step_tokens` tokens of a request."""
+        """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each, as are
+        `began_at` and `began` for all requests. No step computes more than `step_tokens` tokens of a request."""
+        self._weights.knows_own_hits = True
         self._coordinator.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
 
@@ -113,6 +118,17 @@ class NixlTiersManager(OffloadingManager):
     def scheduled(self, requests: Iterable[Scheduled]) -> int:
         """What the step computes that on_schedule_end has just ended the planning of; returns its number."""
         return self._meter.scheduled(requests)
+
+    def began_at(self, request: str, tokens: int) -> None:
+        """A request begins, or begins anew, with so many tokens of vLLM's own cache. NixlTiersConnector calls it."""
+        self._look_at_weights()
+        self._weights.began_at(request, tokens)
+
+    def began(self, requests: Iterable[tuple[str, int]]) -> None:
+        """The step goes on with these requests from so many tokens on. NixlTiersConnector calls it."""
+        if self._weights.in_doubt:
+            for request, tokens in requests:
+                self._weights.scheduled_at(request, tokens)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -152,6 +168,7 @@ class NixlTiersManager(OffloadingManager):
         for names in (self._requests, self._begun, self._failed, self._store_none):
             names.discard(request)
         self._gate.ended(request)
+        self._weights.ended(request)
         self._meter.positions.forget(request)
         self._look_ups.ended(req_context)
         self._coordinator.finish_request(request)
@@ -160,6 +177,7 @@ class NixlTiersManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         answers = self._look_ups.answers.get(req_context.req_id)
         if answers is None:
+            self._look_at_weights()  # not later in the same look-up: vLLM may load what it has found by then
             answers = self._look_ups.begin(key, req_context)
         answer = answers.get(key)
         if answer is None:
@@ -186,6 +204,7 @@ class NixlTiersManager(OffloadingManager):
             self._look_ups.chains.note_load(group, counts[place])
         self._prepared_load = True
         self._gate.load_began(req_context.req_id)
+        self._weights.load_began(req_context.req_id)
         if end is not None:
             self._meter.positions.hit(req_context.req_id, end)
         return RowsSpec(np.asarray(rows, np.int64), counts, missing=self._coordinator.partial(ordered))
@@ -219,13 +238,15 @@ class NixlTiersManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Never None, which vLLM would retry at every step: keys without room are left out from the prefix's end."""
         self._note_position(keys, req_context)
-        if req_context.req_id in self._store_none:
+        self._look_at_weights()
+        if req_context.req_id in self._store_none or not self._weights.may_store(req_context.req_id):
             keys = ()
         offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
         plan = self._coordinator.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
         row_of = dict(zip(plan.keys, plan.rows, strict=True))
         # vLLM lists the blocks of a job in the order in which it offered the keys, whatever the order of this answer.
         accepted = [key for key in offered if key in row_of]
+        self._storing.update(accepted)
         rows = np.array([row_of[key] for key in accepted], np.int64)
         if self._events is not None:
             self._events.removed(plan.evicted)
@@ -239,6 +260,11 @@ class NixlTiersManager(OffloadingManager):
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """`success` is ignored: the region's control words record which rows every worker wrote."""
+        self._look_at_weights()
+        self._storing.difference_update(keys)
+        if self._weights.closed:  # what was copied may be of either weights
+            self._coordinator.drop_store(keys)
+            return
         if self._events is not None:
             self._events.written(keys)
         self._coordinator.complete_store(keys)
@@ -254,6 +280,9 @@ class NixlTiersManager(OffloadingManager):
         if self._loading and (context.new_req_ids or not self._idle()):
             self._beside.update(self._loading)
         self._begun.update(context.new_req_ids)
+        if self._begun or self._loading:
+            self._weights.computed()
+        self._look_at_weights()
         if self._pause_s and not context.new_req_ids and self._can_only_wait():
             with self._coordinator.changed:
                 self._coordinator.changed.wait(self._pause_s)
@@ -267,12 +296,37 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
+        self._look_at_weights()
         self._gate.reset(self._requests, self._loading)
-        self._look_ups.reset()
+        self._weights.reset()
         self._loading.clear()  # vLLM completes no job of before a reset
+        self._storing.clear()
         self._beside.clear()
         self._failed.clear()
-        self._coordinator.reset()
+        if not self._begin_epoch():
+            self._forget()
+
+    def _look_at_weights(self) -> None:
+        """See whether the weights have been changed in place. A number a rank is compared: call it wherever something
+        is to be found or stored."""
+        if self._weights.look():
+            self._gate.weights_changed()
+            self._look_ups.reset()
+        self._begin_epoch()
+        self._look_ups.closed = self._weights.closed
+
+    def _begin_epoch(self) -> bool:
+        """Once a change of the weights has ended, and with it every copy of before: vLLM goes on with them, and reports
+        each by the keys alone, which may be stored again in the new epoch."""
+        if not self._weights.closed or not self._weights.quiet or self._loading or self._storing:
+            return False
+        self._forget(changed=True)
+        self._weights.opened()
+        return True
+
+    def _forget(self, *, changed: bool = False) -> None:
+        self._look_ups.reset()
+        self._coordinator.reset(changed=changed)
         self._meter.reset()
         if self._events is not None:
             self._events.reset()

@@ -78,6 +78,7 @@ class NixlTiersSpec(OffloadingSpec):
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, revision_of, weights_of
+        from nixl_tiers.vllm.weight_changes import watch_weights
         from nixl_tiers.vllm.worker import worker_over
 
         vllm_config = current_vllm_config()
@@ -90,6 +91,7 @@ class NixlTiersSpec(OffloadingSpec):
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             if rank == 0:
                 region.ranks.publish_revision(revision_of(vllm_config))
+            watch_weights(region, rank)
             region.ranks.publish(rank, digest, note)
         except BaseException:
             region.close()

@@ -118,6 +118,10 @@ class StoreGate:
         else:
             self._settle(True)
 
+    def weights_changed(self) -> None:
+        """They did change in place: what is computed from KV of before a reset may not be valid, whatever `kept`."""
+        self._kept = False
+
     def _judge(self, unsettled: set[str], preempted: set[str], *, begun: bool) -> None:
         """After a step that preempted these requests, and has `begun` to look up or run others or not."""
         left = unsettled - preempted if self._first_step else unsettled

@@ -431,3 +431,20 @@ def test_time_of_a_step_is_seen_by_other_processes_until_it_is_overwritten() -> 
         assert other.huge_bytes is None
     region.publish_step(2, 1.0)  # closed: nothing happens
     assert region.step_seconds(1) is None
+
+
+def test_each_ranks_changes_of_weights_are_seen_by_other_processes(made: HostRegion) -> None:
+    other = HostRegion.attach(os.dup(made.fd))
+    made.ranks.publish(0, b"fingerprint, 16b", "note" * 100)
+    assert other.ranks.weights == (0,) * made.geometry.cells
+    made.ranks.publish_weights(0, changing=False)
+    assert other.ranks.weights[0] == 0, "none has begun"
+    made.ranks.publish_weights(0, changing=True)
+    made.ranks.publish_weights(0, changing=True)
+    assert other.ranks.weights[0] == 1
+    made.ranks.publish_weights(0, changing=False)
+    assert other.ranks.weights == (2, *(0,) * (made.geometry.cells - 1))
+    assert other.ranks.published()[0] == (b"fingerprint, 16b", "note" * 100)
+    other.close()
+    other.ranks.publish_weights(0, changing=True)  # a worker that is shut down: its caller must not fail
+    assert made.ranks.weights[0] == 2

@@ -6,6 +6,8 @@ Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "tra
 replace, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once; ["forget"] empties the
 engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"];
+["change", how, path] replaces the weights by those of another model, by a "reload" of vLLM's, or embeddings alone by
+a "load" behind its back;
 ["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
 bytes into the engine's blocks and fail; ["hold", n] has copies of loads wait until n more steps computed nothing, and
 counts steps from then on; ["steps"] how many there were, by whether they computed something and whether they paused;
@@ -58,8 +60,8 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         return None
     if verb == "await":
         return until(Path(arguments[0]).exists, arguments[0], timeout_s=500)
-    if verb == "break":
-        return break_loads(*arguments)
+    if verb in ("break", "change"):
+        return break_loads(*arguments) if verb == "break" else change_weights(llm, *arguments)
     if verb in ("hold", "queue"):
         core.of_test = Steps(core, *arguments) if verb == "hold" else Queue(core)
         return None
@@ -70,6 +72,22 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         return None
     assert verb == "stats"
     return store_of(core).stats()
+
+
+def change_weights(llm: Any, how: str, path: str) -> None:
+    if how == "reload":
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    else:
+        llm.collective_rpc(load_embeddings, args=(path,))
+
+
+def load_embeddings(worker: Any, path: str) -> None:
+    """As frameworks for reinforcement learning do it, which know vLLM's worker. Of vLLM on a CPU, most other weights
+    are packed, so that only a reload replaces them."""
+    from safetensors.torch import load_file
+
+    name = "model.embed_tokens.weight"
+    worker.model_runner.model.load_weights([(name, load_file(Path(path) / "model.safetensors")[name])])
 
 
 def store_of(core: Any) -> Any:

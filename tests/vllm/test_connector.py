@@ -144,8 +144,10 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     vllm = "nixl_tiers.vllm.connector.OffloadingConnector."
     meta = OffloadingConnectorMetadata(load_jobs={1: "load"}, store_jobs={}, jobs_to_flush={3})
     asked: list[str] = []
+    began: list[tuple[str, int]] = []
     manager = SimpleNamespace(
         scheduled=lambda requests: 41 + len(requests),
+        began=began.extend,
         line_has_room=lambda rank: True,
         is_queued=asked.append,
     )
@@ -168,4 +170,4 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     assert isinstance(sent, OffloadingConnectorMetadata)
     connector.handle_preemptions(sent)
     connector.wait_for_save()
-    assert calls == ["flush", 42, "end"]
+    assert (began, calls) == ([("a", 0)], ["flush", 42, "end"])

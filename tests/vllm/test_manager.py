@@ -286,7 +286,9 @@ class ScriptedCoordinator:
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
         self.changed = self
-        self.region = SimpleNamespace(geometry=Geometry(cells=1, cell_payload=8192))
+        self.region = SimpleNamespace(
+            geometry=Geometry(cells=1, cell_payload=8192), ranks=SimpleNamespace(weights=(0,))
+        )
         self.namespace = Namespace.of({"test": 1})
         self.restricted: dict[str, set[int]] = {}
         self.waits_s: list[float] = []
@@ -335,7 +337,7 @@ class ScriptedCoordinator:
     def complete_load(self, keys: list[bytes], request: str) -> None:
         pass
 
-    def reset(self) -> None:
+    def reset(self, *, changed: bool) -> None:
         pass
 
     def finish_request(self, request: str) -> None:

@@ -1,0 +1,114 @@
+"""A worker's weights are changed in place: by vLLM's weight updates, a reload, or whoever calls the model's
+load_weights. The rank publishes it before and after, since vLLM tells neither its connectors nor its scheduler.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+from nixl_tiers.memory.region import HostRegion
+
+log = logging.getLogger(__name__)
+
+# Of vLLM's worker. From a start on, until a finish, the weights may change at any time, also between calls.
+STARTS: Final = ("start_weight_update", "start_draft_weight_update")
+FINISH: Final = "finish_weight_update"
+CALLS: Final = (*STARTS, "update_weights", FINISH, "reload_weights")
+
+_watches: weakref.WeakSet[WeightChanges] = weakref.WeakSet()
+
+
+class WeightChanges:
+    """The changes of one rank's weights. A call that fails ends its change, too: from then on the weights stay what
+    they are, and another call is another change."""
+
+    def __init__(self, publish: Callable[..., None]) -> None:
+        self._publish = publish
+        self._lock = threading.Lock()
+        self._calls = 0  # that run: they may be nested, or on several threads
+        self._started = False
+
+    def begin(self) -> None:
+        with self._lock:
+            self._calls += 1
+            self._publish(changing=True)
+
+    def end(self, name: str, *, done: bool) -> None:
+        with self._lock:
+            self._calls -= 1
+            self._started = done and (name in STARTS or (self._started and name != FINISH))
+            if not (self._calls or self._started):
+                self._publish(changing=False)
+
+
+def watch_weights(region: HostRegion, cell: int, worker: Any = None) -> None:
+    """Publish the changes of this process's weights as those of `cell`, until the region is closed. `worker`: vLLM's,
+    which has loaded its models; by default the one that this is called from."""
+    watch = WeightChanges(partial(region.ranks.publish_weights, cell))
+    _watches.add(watch)
+    region.at_close(partial(_watches.discard, watch))
+    worker = worker or _calling_worker()
+    if worker is None:
+        log.warning("nixl_tiers: this vLLM does not show its worker, so that a change of its weights is not noticed")
+        return
+    kind = type(worker)
+    for name in CALLS:
+        if hasattr(kind, name):
+            setattr(kind, name, _published(name, getattr(kind, name)))
+    for model in _models(worker):
+        model.load_weights = _published("load_weights", model.load_weights)
+
+
+def _published(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, as a change of the weights."""
+    if hasattr(call, "publishes_change"):
+        return call
+
+    @functools.wraps(call)
+    def published(*how: Any, **named: Any) -> Any:
+        with _change(name):
+            return call(*how, **named)
+
+    published.publishes_change = True  # type: ignore[attr-defined]
+    return published
+
+
+@contextmanager
+def _change(name: str) -> Iterator[None]:
+    watches, done = list(_watches), False
+    for watch in watches:
+        watch.begin()
+    try:
+        yield
+        done = True
+    finally:
+        for watch in watches:
+            watch.end(name, done=done)
+
+
+def _calling_worker() -> Any:
+    """vLLM's worker in whose method this happens: connectors are not given it."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), WorkerBase):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _models(worker: Any) -> list[Any]:
+    """The model and its draft model, if there is one."""
+    runner = worker.model_runner
+    find_draft = getattr(runner, "get_draft_model", None)
+    draft = find_draft() if find_draft is not None else getattr(getattr(runner, "drafter", None), "model", None)
+    return [model for model in (runner.get_model(), draft) if hasattr(model, "load_weights")]

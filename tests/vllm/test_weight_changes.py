@@ -1,0 +1,163 @@
+"""A rank publishes that its weights are being changed, whoever changes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.vllm.weight_changes import CALLS, STARTS, watch_weights
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(Geometry(cells=2, cell_payload=8192), 1) as region:
+        yield region
+
+
+class Model:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def load_weights(self, weights: Any = ()) -> set[str]:
+        self._worker.see()
+        return {"loaded"}
+
+
+class Worker:
+    """Notes what its rank has published whenever the weights change."""
+
+    def __init__(self, region: HostRegion, *, draft: bool = True) -> None:
+        self.region = region
+        self.seen: list[int] = []
+        self.fails = False
+        self.model, self.draft = Model(self), Model(self) if draft else None
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model, get_draft_model=lambda: self.draft)
+
+    @property
+    def word(self) -> int:
+        return self.region.ranks.weights[1]
+
+    def see(self) -> None:
+        self.seen.append(self.word)
+        if self.fails:
+            raise OSError("the trainer is gone")
+
+    def start_weight_update(self) -> None:
+        self.see()
+
+    def start_draft_weight_update(self) -> None:
+        self.see()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.see()
+
+    def finish_weight_update(self) -> None:
+        self.see()
+
+    def reload_weights(self, weights_path: str | None = None) -> None:
+        self.model.load_weights()
+
+
+@pytest.fixture
+def worker(region: HostRegion) -> Worker:
+    worker = type("ThisWorker", (Worker,), {})(region)  # its class is changed
+    watch_weights(region, 1, worker)
+    return worker  # type: ignore[no-any-return]
+
+
+def test_a_reload_is_one_change(worker: Worker) -> None:
+    worker.reload_weights(weights_path="elsewhere")
+    assert worker.seen == [1], "while the model's own load_weights, which it calls, changes them"
+    assert worker.region.ranks.weights == (0, 2), "and of this rank only"
+    worker.reload_weights()
+    assert worker.word == 4
+
+
+@pytest.mark.parametrize("which", ["model", "draft"])
+def test_weights_that_are_loaded_into_a_model_behind_vllms_back_are_a_change(worker: Worker, which: str) -> None:
+    assert getattr(worker, which).load_weights([("w", 1)]) == {"loaded"}
+    assert (worker.seen, worker.word) == ([1], 2)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_an_update_is_one_change_from_its_start_to_its_finish(worker: Worker, start: str) -> None:
+    """Also between its calls: some transports write in the background."""
+    getattr(worker, start)()
+    words = [worker.word]
+    for _ in range(2):
+        worker.update_weights({})
+        words.append(worker.word)
+    worker.model.load_weights()
+    words.append(worker.word)
+    worker.finish_weight_update()
+    assert (worker.seen, words, worker.word) == ([1] * 5, [1] * 4, 2)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_fails_is_a_change_that_has_ended(worker: Worker, name: str) -> None:
+    """The weights may have changed in part. vLLM ends such an update itself, and the engine may go on."""
+    worker.start_weight_update()
+    worker.fails = True
+    with pytest.raises(OSError, match="trainer"):
+        getattr(worker, name)(*([{}] if name == "update_weights" else []))
+    assert (worker.seen, worker.word) == ([1, 1], 2)
+    worker.fails = False
+    worker.start_weight_update()
+    worker.finish_weight_update()
+    assert worker.word == 4
+
+
+def test_a_second_engine_in_the_process_sees_changes_once(region: HostRegion, worker: Worker) -> None:
+    with HostRegion.create(region.geometry, 1) as second:
+        watch_weights(second, 0, worker)
+        worker.reload_weights()
+        assert (worker.word, second.ranks.weights) == (2, (2, 0))
+    worker.reload_weights()
+    assert worker.word == 4, "also after the other region was closed"
+
+
+def test_a_worker_without_draft_or_updates_is_watched(region: HostRegion) -> None:
+    class Older:
+        def __init__(self) -> None:
+            self.model = Model(worker)
+            self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+
+    worker = Worker(region, draft=False)
+    older = Older()
+    watch_weights(region, 1, older)
+    older.model.load_weights()
+    assert worker.word == 2
+
+
+def test_the_worker_is_the_one_that_makes_the_connector(region: HostRegion, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM gives connectors no reference to it."""
+    base = pytest.importorskip("vllm.v1.worker.worker_base", exc_type=ImportError).WorkerBase
+
+    class Real(Worker, base):  # type: ignore[misc]
+        def initialize_from_config(self) -> None:
+            self.make_connector()
+
+        def make_connector(self) -> None:
+            watch_weights(self.region, 1)
+
+    worker = Real(region)
+    worker.initialize_from_config()
+    assert not caplog.records
+    worker.reload_weights()
+    assert worker.word == 2
+    with caplog.at_level(logging.WARNING):
+        watch_weights(region, 0)
+    assert "not noticed" in caplog.text
+
+
+def test_vllms_worker_has_the_methods() -> None:
+    worker = pytest.importorskip("vllm.v1.worker.gpu_worker", exc_type=ImportError).Worker
+    assert [name for name in CALLS if not hasattr(worker, name)] == []
