@@ -123,6 +123,16 @@ class SchedulerCalls:
         with self._lock:
             self._core.wait_for_listing(request)
 
+    def rows_to_come(self, requests: Iterable[str]) -> list[int]:
+        """How many rows each of them has asked for, and waits for, of storage tiers."""
+        with self._lock:
+            return self._core.rows_to_come(requests)
+
+    def wait_on(self, requests: Iterable[str], seconds: float) -> None:
+        """Have those of them that wait do so for so long from now on."""
+        with self._lock:
+            self._core.wait_on(requests, self._clock() + seconds)
+
     def count_misses(self, keys: Sequence[Key], request: str) -> None:
         """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
         for start in range(0, len(keys), COUNT_BATCH):

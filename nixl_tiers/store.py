@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from nixl_tiers.buffers import out_of, rows_of
-from nixl_tiers.cascade.manager import Lookup
 from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
-from nixl_tiers.coordinator import CLOSE_TIMEOUT_S, POLL_S, Coordinator
+from nixl_tiers.coordinator import CLOSE_TIMEOUT_S, Coordinator
 from nixl_tiers.interrupts import Interrupts
 from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.stall_timeout import StallTimeout
+from nixl_tiers.store_get import StoreGet
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READY_S: Final = 10.0  # of `open`, unless the configuration says otherwise
+PUT_KEYS: Final = 1024  # whose rows are allocated in one hold of the lock
 
 
 def open(  # noqa: A001 - nixl_tiers.open is what it is called
@@ -100,8 +102,10 @@ class TieredStore:
         self.coordinator = coordinator
         self._region = coordinator.region
         self._wait_s = coordinator.config.wait_s
-        self._names = itertools.count()
-        self._batch = max(1, self._region.rows // 4)
+        self._names = map("api-{}".format, itertools.count())  # of requests; a generator would not be thread-safe
+        quarter = max(1, self._region.rows // 4)
+        self._batch = min(PUT_KEYS, quarter)
+        self._most_waiting = 2 * quarter  # rows that a put leaves to be written to storage
 
     def put(self, keys: Sequence[Key], rows: Any) -> int:
         """Store chunk `rows[i]` under `keys[i]`. Returns how many of them, counted from the first, are in a tier now.
@@ -120,7 +124,7 @@ class TieredStore:
         with self._call() as interrupts:
             keys = _checked_keys(keys)
             chunks = self._chunks(keys, rows)
-            whole = self._name()
+            whole = next(self._names)
             stall = StallTimeout(self._wait_s)
             try:
                 for start in range(0, len(keys), self._batch):
@@ -154,7 +158,7 @@ class TieredStore:
 
     def _write(self, chunk_of: Mapping[Key, NDArray[np.uint8]], interrupts: Interrupts) -> set[Key]:
         """Write those that no host row holds, as far as there is room. Returns which ones."""
-        name = self._name()  # a new request: rows of earlier parts are older, and evicted first
+        name = next(self._names)  # a new request: rows of earlier parts are older, and evicted first
         try:
             plan = self.coordinator.prepare_store(list(chunk_of), name, call=True)
             for key, row in zip(plan.keys, plan.rows, strict=True):
@@ -171,47 +175,22 @@ class TieredStore:
 
         out: uint8 (n, chunk_bytes), or a contiguous array or CPU tensor of any other type with as many bytes.
 
-        Waits for promotions from storage tiers: at most `wait_s` seconds for each part that fits into host memory, and
-        at most that in all if none of them yields anything. A tier that is still being listed may hold any key.
+        Waits for promotions from storage tiers as long as rows come, and at most `wait_s` seconds after the last one.
+        A tier that is still being listed may hold any key.
 
         Raises TypeError or ValueError for invalid keys and an `out` that does not fit, RuntimeError after `close`.
         """
         with self._call() as interrupts:
             keys = _checked_keys(keys)
             rows = out_of(out, len(keys), self.chunk_bytes)
-            hits: list[bool] = []
-            stall = StallTimeout(self._wait_s)
-            for start in range(0, len(keys), self._batch):
-                part = keys[start : start + self._batch]
-                hits += self._get_part(part, rows[start : start + len(part)], stall, interrupts)
-            return hits
-
-    def _get_part(
-        self, keys: list[Key], out: NDArray[np.uint8], stall: StallTimeout, interrupts: Interrupts
-    ) -> list[bool]:
-        name = self._name()
-        try:
-            with self.coordinator.changed:  # held from the look-ups to the load, and while nothing is awaited
-                try:
-                    self.coordinator.wait_for_listing(name)
-                    stall.restart()
-                    while Lookup.PENDING in (answers := [self.coordinator.lookup(key, name) for key in keys]):
-                        if stall.expired(answers.count(Lookup.HIT)):
-                            break  # pending keys are no hits
-                        self.coordinator.end_step()
-                        self._wait(stall, interrupts)
-                    stall.note(answers.count(Lookup.HIT))
-                    hits = [answer is Lookup.HIT for answer in answers]
-                    self.coordinator.count_misses([key for key, hit in zip(keys, hits, strict=True) if not hit], name)
-                    rows = self.coordinator.prepare_load(list(itertools.compress(keys, hits)), name, call=True)
-                finally:
-                    self.coordinator.end_step()
-            for i, row in zip(itertools.compress(range(len(keys)), hits), rows.tolist(), strict=True):
-                out[i] = self._region.rows_view[row, : self.chunk_bytes]
-                interrupts.point()
-        finally:
-            self.coordinator.end_call(name)
-        return hits
+            return StoreGet(
+                self.coordinator,
+                keys,
+                rows,
+                wait_s=self._wait_s,
+                names=self._names,
+                point=lambda: self._point(interrupts),
+            ).run()
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Promote chunks to host memory in the background, so that a later `get` need not wait for storage.
@@ -303,23 +282,24 @@ class TieredStore:
 
     def _wait_for_room(self, stall: StallTimeout, interrupts: Interrupts) -> None:
         """Back-pressure: hold up a put that is faster than the tiers."""
-        if self.coordinator.pressure() <= 2 * self._batch:
+        if self.coordinator.pressure() <= self._most_waiting:
             return
         until_s = time.monotonic() + self._wait_s
         with self.coordinator.awaiting_writes(), self.coordinator.changed:
             stall.restart()
-            while (backlog := self.coordinator.pressure()) > 2 * self._batch and time.monotonic() < until_s:
+            while (backlog := self.coordinator.pressure()) > self._most_waiting and time.monotonic() < until_s:
                 if stall.expired(-backlog):
                     return
                 self._wait(stall, interrupts)
 
     def _wait(self, stall: StallTimeout, interrupts: Interrupts) -> None:
         stall.wait(self.coordinator.changed)
+        self._point(interrupts)
+
+    def _point(self, interrupts: Interrupts) -> None:
+        """Here a call may end: by Ctrl-C, or since the store is being closed."""
         self._check_open()
         interrupts.point()
-
-    def _name(self) -> str:
-        return f"api-{next(self._names)}"
 
     def _chunks(self, keys: list[Key], rows: Any) -> Sequence[NDArray[np.uint8]]:
         if not hasattr(rows, "__len__"):
@@ -339,30 +319,3 @@ def _checked_keys(keys: Any) -> list[Key]:
         check_key(key)
     return checked
 
-
-class StallTimeout:
-    """Ends a call's waiting once it has waited for `timeout_s`, in all of its parts, without any progress."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._waited_s = 0.0
-        self._best: int | None = None
-
-    def restart(self) -> None:
-        """Another part begins, whose first measure of progress is no progress yet."""
-        self._best = None
-
-    def note(self, progress: int) -> None:
-        """`progress`: any number that grows while there is some."""
-        if self._best is not None and progress > self._best:
-            self._waited_s = 0.0
-        self._best = progress if self._best is None else max(self._best, progress)
-
-    def expired(self, progress: int) -> bool:
-        self.note(progress)
-        return self._waited_s >= self._timeout_s
-
-    def wait(self, changed: threading.Condition) -> None:
-        began_s = time.monotonic()
-        changed.wait(min(POLL_S, self._timeout_s - self._waited_s))
-        self._waited_s += time.monotonic() - began_s

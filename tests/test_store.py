@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.store_get import SLICE_KEYS
+from tests.support.file_tier import file_tier
+from tests.support.waiting import until_up
 
 SIZE = 1000
 ROW_BYTES = Geometry(1, SIZE).row_bytes
@@ -49,3 +53,62 @@ def test_put_of_more_than_host_memory_holds_writes_each_key_once_and_ends(
         out = np.zeros((rows, SIZE), np.uint8)
         assert store.get(keys[:rows], out) == [True] * rows
         assert np.array_equal(out, rows_of(keys[:rows]))
+
+
+class Holds:
+    """Counts what a thread looks up in all, and at most in one hold of a store's lock."""
+
+    def __init__(self, store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lookups = self.longest = self._here = self._depth = 0
+        self._lock = store.coordinator.changed
+        lookup = store.coordinator.lookup
+
+        def counted(*arguments: Any) -> Any:
+            self.lookups += 1
+            self._here += 1
+            self.longest = max(self.longest, self._here)
+            if not self._depth:
+                self._here = 0
+            return lookup(*arguments)
+
+        monkeypatch.setattr(store.coordinator, "lookup", counted)
+        monkeypatch.setattr(store.coordinator, "changed", self)
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+        self._depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        self._here *= bool(self._depth)
+        self._lock.__exit__(*error)
+
+    def wait(self, timeout: float) -> bool:
+        self._here = 0
+        return self._lock.wait(timeout)
+
+    def notify_all(self) -> None:
+        self._lock.notify_all()
+
+
+def test_get_of_many_chunks_looks_each_up_twice_in_short_holds_and_hits_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(6000)
+    tiers = config(file_tier(tmp_path, "256MiB"), rows=24_000, wait_s=120.0)
+    with nixl_tiers.open(tiers, SIZE, "n") as store:
+        until_up(store)
+        assert store.put(keys, rows_of(keys)) == len(keys)
+        assert store.flush(300)
+    with nixl_tiers.open(tiers, SIZE, "n") as store:
+        until_up(store)
+        assert store.locate(keys) == ["file"] * len(keys)
+        holds = Holds(store, monkeypatch)
+        out = np.zeros((len(keys), SIZE), np.uint8)
+        assert all(store.get(keys, out))
+        assert np.array_equal(out, rows_of(keys))
+        assert holds.lookups <= 2 * len(keys)
+        assert holds.longest <= SLICE_KEYS
+        holds.lookups = 0
+        assert all(store.get(keys, out))
+        assert holds.lookups == len(keys), "what is in host memory is looked up once"

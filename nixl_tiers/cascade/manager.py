@@ -222,6 +222,17 @@ class TierManager:
         """Let this request wait for unknown keys while a tier is being listed that may hold them."""
         self._requests.get(name).waits_for_listing = True
 
+    def rows_to_come(self, names: Iterable[str]) -> list[int]:
+        """How many rows each of these requests has asked for, and waits for, of storage tiers. O(1) for each."""
+        return [self._requests.get(name).to_come for name in names]
+
+    def wait_on(self, names: Iterable[str], until_s: float) -> None:
+        """Those of these requests that wait have this deadline from now on."""
+        for name in names:
+            request = self._requests.get(name)
+            if request.deadline_s is not None:
+                request.deadline_s = until_s
+
     def source(self, key: Key) -> str:
         """The tier that the bytes of a hit came from."""
         row = self.host.index.get(key)

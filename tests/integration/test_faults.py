@@ -216,7 +216,8 @@ def test_a_put_of_many_parts_above_a_stopped_mover_waits_once(monkeypatch: pytes
         return False
 
     with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}], "wait_s": 1.0}, SIZE, "n") as store:
-        monkeypatch.setattr("nixl_tiers.store.time", SimpleNamespace(monotonic=lambda: now))
+        for module in ("store", "stall_timeout"):
+            monkeypatch.setattr(f"nixl_tiers.{module}.time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(threading.Condition, "wait", wait)
         monkeypatch.setattr(store.coordinator, "pressure", lambda: 1000)
         store.put(keys, rows_of(keys))

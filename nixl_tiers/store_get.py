@@ -1,0 +1,177 @@
+"""StoreGet: one `get` of a store, in slices of its keys that are asked for ahead of the one that is waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
+from typing import TYPE_CHECKING, Final
+
+from nixl_tiers.cascade.manager import Lookup
+from nixl_tiers.stall_timeout import StallTimeout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from nixl_tiers.chunk import Key
+    from nixl_tiers.coordinator import Coordinator
+
+SLICE_KEYS: Final = 256  # that are looked up, and whose load is prepared, in one hold of the lock
+AHEAD_KEYS: Final = 4096  # that may come up at once
+
+
+class Slice:
+    """Some of the keys, from `start` on, and the request (`name`) on whose behalf they come up.
+
+    `to_come`: rows that it has asked for and that have not come; `hits`: of its last look-ups. `unsure`: it waits for
+    something else too, such as a tier's listing, so that only look-ups can tell what of it is to be brought up.
+    """
+
+    __slots__ = ("hits", "keys", "name", "start", "to_come", "unsure")
+
+    def __init__(self, name: str, start: int, keys: Sequence[Key]) -> None:
+        self.name = name
+        self.start = start
+        self.keys = keys
+        self.hits: int | None = None
+        self.to_come = 0
+        self.unsure = False
+
+
+class StoreGet:
+    """Reads the keys slice by slice, in their order. A slice is looked up when it is asked for, and again when all that
+    it asked for has come: what is a hit then is loaded in the same hold of the lock. While the first slice waits, others
+    are on their way, as far as it is known where they are.
+
+    The caller's patience is that of all its requests: they wait for as long as rows come, and `wait_s` longer.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        keys: Sequence[Key],
+        out: NDArray[np.uint8],
+        *,
+        wait_s: float,
+        names: Iterator[str],
+        point: Callable[[], None],
+    ) -> None:
+        """`names`: of requests. `point`: called wherever the call may end by an exception."""
+        self._coordinator = coordinator
+        self._keys = keys
+        self._out = out
+        self._wait_s = wait_s
+        self._names = names
+        self._point = point
+        quarter = max(1, coordinator.region.rows // 4)
+        self._per_slice = min(SLICE_KEYS, quarter)
+        self._most_asked = min(AHEAD_KEYS, quarter)
+        self._slices: deque[Slice] = deque()  # asked for and not read yet
+        self._next = 0  # the first key that was not asked for
+        self._hits: list[bool] = []
+        self._stall = StallTimeout(wait_s)
+        self._come = 0  # rows that have come since they were asked for
+        self._come_before = 0  # how many of them had, when a slice was given up last
+
+    def run(self) -> list[bool]:
+        """Which keys are hits; their bytes are in `out`."""
+        try:
+            while self._next < len(self._keys) or self._slices:
+                if not self._slices:
+                    self._add_slice()
+                self._read(self._slices[0])
+                self._end(self._slices.popleft())
+        finally:
+            for each in self._slices:
+                self._end(each)
+        return self._hits
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _read(self, first: Slice) -> None:
+        coordinator, waited = self._coordinator, False
+        while True:
+            with coordinator.changed:
+                while not (stalled := self._has_stalled()) and first.to_come and not first.unsure:
+                    self._wait()
+                try:
+                    answers = self._look_up(first)
+                    if stalled or Lookup.PENDING not in answers:
+                        hits, rows = self._load(first, answers)
+                        break
+                finally:
+                    coordinator.end_step()
+                if first.unsure:
+                    self._wait()
+            waited = True
+            self._ask_ahead()
+        if stalled:
+            self._give_up(first)
+        elif waited:
+            self._ask_ahead()  # which comes up during the copy
+        for place, row in zip(compress(range(first.start, first.start + len(hits)), hits), rows, strict=True):
+            self._out[place] = coordinator.region.rows_view[row, : self._out.shape[1]]
+            self._point()
+        self._hits += hits
+
+    def _look_up(self, part: Slice) -> list[Lookup]:
+        """With the lock held, and `end_step` after it."""
+        answers = [self._coordinator.lookup(key, part.name) for key in part.keys]
+        pending = {key for key, answer in zip(part.keys, answers, strict=True) if answer is Lookup.PENDING}
+        (part.to_come,) = self._coordinator.rows_to_come([part.name])
+        part.unsure = len(pending) > part.to_come
+        hits = answers.count(Lookup.HIT)
+        self._come += 0 if part.hits is None else max(0, hits - part.hits)
+        part.hits = hits
+        return answers
+
+    def _load(self, part: Slice, answers: Sequence[Lookup]) -> tuple[list[bool], list[int]]:
+        hits = [answer is Lookup.HIT for answer in answers]  # what is pending is none
+        self._coordinator.count_misses([key for key, hit in zip(part.keys, hits, strict=True) if not hit], part.name)
+        return hits, self._coordinator.prepare_load(list(compress(part.keys, hits)), part.name, call=True).tolist()
+
+    def _add_slice(self) -> Slice:
+        part = Slice(next(self._names), self._next, self._keys[self._next : self._next + self._per_slice])
+        self._slices.append(part)
+        self._next += len(part.keys)
+        self._coordinator.wait_for_listing(part.name)
+        return part
+
+    def _ask_ahead(self) -> None:
+        """Of slices that may be unknown, one at a time is asked for: a medium answers few questions at once."""
+        while (
+            self._next < len(self._keys)
+            and not self._slices[-1].unsure
+            and self._next + self._per_slice - self._slices[0].start <= self._most_asked
+        ):
+            with self._coordinator.changed:
+                self._look_up(self._add_slice())
+                self._coordinator.end_step()
+
+    def _has_stalled(self) -> bool:
+        """Whether no row has come for as long as may be waited. With the lock held."""
+        names = [part.name for part in self._slices]
+        for part, to_come in zip(self._slices, self._coordinator.rows_to_come(names), strict=True):
+            self._come += max(0, part.to_come - to_come)
+            part.to_come = to_come
+        stalled = self._stall.expired(self._come)
+        self._coordinator.wait_on(names, self._stall.left_s)
+        return stalled
+
+    def _give_up(self, first: Slice) -> None:
+        """What was asked for behind the first slice is asked for again, and waited for if any row has come at all since
+        the last time: other tiers may hold it."""
+        while len(self._slices) > 1:
+            self._end(self._slices.pop())
+        self._next = first.start + len(first.keys)
+        if self._come > self._come_before:
+            self._stall = StallTimeout(self._wait_s)
+        self._come_before = self._come
+
+    def _wait(self) -> None:
+        self._stall.wait(self._coordinator.changed)
+        self._point()
+
+    def _end(self, part: Slice) -> None:
+        self._coordinator.end_call(part.name)
