@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -318,4 +317,3 @@ def _checked_keys(keys: Any) -> list[Key]:
     for key in checked:
         check_key(key)
     return checked
-

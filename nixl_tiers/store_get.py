@@ -41,8 +41,8 @@ class Slice:
 
 class StoreGet:
     """Reads the keys slice by slice, in their order. A slice is looked up when it is asked for, and again when all that
-    it asked for has come: what is a hit then is loaded in the same hold of the lock. While the first slice waits, others
-    are on their way, as far as it is known where they are.
+    it asked for has come: what is a hit then is loaded in the same hold of the lock. While the first slice waits,
+    others are on their way, as far as it is known where they are.
 
     The caller's patience is that of all its requests: they wait for as long as rows come, and `wait_s` longer.
     """

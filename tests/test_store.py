@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.cascade.types import Job
+from nixl_tiers.chunk import Geometry, Key, Namespace, Outcome
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.coordinator import POLL_S, Coordinator
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.store import TieredStore
 from nixl_tiers.store_get import SLICE_KEYS
+from tests.support.core import opened
 from tests.support.file_tier import file_tier
 from tests.support.waiting import until_up
 
 SIZE = 1000
+WAIT_S = 2.0
 ROW_BYTES = Geometry(1, SIZE).row_bytes
 
 
@@ -78,7 +87,7 @@ class Holds:
         self._lock.__enter__()
         self._depth += 1
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         self._here *= bool(self._depth)
         self._lock.__exit__(*error)
@@ -112,3 +121,53 @@ def test_get_of_many_chunks_looks_each_up_twice_in_short_holds_and_hits_all(
         holds.lookups = 0
         assert all(store.get(keys, out))
         assert holds.lookups == len(keys), "what is in host memory is looked up once"
+
+
+class SlowTier:
+    """A store over a tier that holds `keys`, without a mover: whenever the store waits, time passes and one load ends,
+    but for those of `stuck`."""
+
+    def __init__(self, keys: list[Key], monkeypatch: pytest.MonkeyPatch, *stuck: Key) -> None:
+        self.now = 100.0
+        self._stuck = stuck
+        self._jobs: deque[Job] = deque()
+        path = {"type": "file", "path": "/nowhere", "capacity": "1MiB"}
+        geometry = Geometry(1, SIZE)
+        self.coordinator = Coordinator(
+            configuration.load(config(path, rows=64, wait_s=WAIT_S)),
+            Namespace.of({"name": "slow"}),
+            HostRegion.create(geometry, 64),
+            limits=Limits(wait_s=WAIT_S, moves_per_job=1),
+            clock=lambda: self.now,
+        )
+        self._core = self.coordinator._core
+        opened(self._core, 0, 256)
+        self._core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+        self._core.tiers[0].send_credits = len(keys)
+        monkeypatch.setattr(self.coordinator.changed, "wait", self._wait)
+        monkeypatch.setattr("nixl_tiers.stall_timeout.time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def _wait(self, timeout: float) -> bool:
+        self.now += timeout
+        self._jobs += self._core.events.plan(self.now)
+        stuck = [job for job in self._jobs if job.moves[0].key in self._stuck]
+        self._jobs = deque(job for job in self._jobs if job not in stuck)
+        if self._jobs:
+            self._core.events.finished(0, self._jobs.popleft().id, [Outcome.OK], self.now)
+        return True
+
+
+def test_no_key_is_a_miss_while_rows_still_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of(60)
+    tier = SlowTier(keys, monkeypatch)
+    with TieredStore(tier.coordinator) as store:
+        assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [True] * 60
+    assert tier.now > 100.0 + 60 / 4 * POLL_S > 100.0 + WAIT_S, "each quarter of the host took longer than that"
+
+
+def test_row_that_never_comes_is_a_miss_soon_after_the_last_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of(60)
+    tier = SlowTier(keys, monkeypatch, keys[0])
+    with TieredStore(tier.coordinator) as store:
+        assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [False] + [True] * 59
+    assert tier.now <= 100.0 + 60 * POLL_S + 2 * WAIT_S
