@@ -209,6 +209,7 @@ class MoverLink:
     def _on_opened(self, tier: int, message: Opened) -> None:
         status = self.tiers[tier]
         self._check_slots(status, message.slots)
+        self.supervisor.expect_mount(tier, message.mount_point)
         with self._locked():
             if message.epoch != self.namespace.epoch:
                 return

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,7 +27,7 @@ def at_startup(path: Path) -> None:
 
 
 def in_the_mover(path: Path) -> None:
-    prepare_path(_config(path), MountGuard(), LogOnce(logging.getLogger()))
+    prepare_path(_config(path), MountGuard(Mock(mount_point=b"")), LogOnce(logging.getLogger()))
 
 
 def in_the_cache(path: Path) -> None:

@@ -60,6 +60,14 @@ def _opens_a_circuit(link: MoverLink) -> None:
     link.on_tick(0.0, [0])
 
 
+def test_next_mover_is_told_the_mount_point(coordinator: Coordinator) -> None:
+    link = coordinator._link
+    link.on_message(0, Opened(0, 10, b"/mnt/kv"))
+    supervisor = link.supervisor
+    assert isinstance(supervisor, mock.Mock)
+    supervisor.expect_mount.assert_called_with(0, b"/mnt/kv")
+
+
 LOGGED: dict[str, Callable[[MoverLink], object]] = {
     "down: no disk": lambda link: link.on_message(0, Down("no disk")),
     "down: no such path": lambda link: link.on_message(0, Refused("no such path")),

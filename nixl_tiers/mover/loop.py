@@ -206,7 +206,7 @@ class Mover:
                 gc.freeze()
             self._published_slots = slots
             self._send_heartbeat()
-            self.send_queue.send(Opened(message.epoch, slots))
+            self.send_queue.send(Opened(message.epoch, slots, self._tier.mount_point))
             builder = IndexBuilder(self._key_hash, slots if self._physical_slots else None)
             self._publisher = IndexPublisher(self._tier, self.send_queue, message.epoch, builder, self._send_heartbeat)
 

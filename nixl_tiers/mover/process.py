@@ -87,6 +87,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     try:
         geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
         tier = make_tier(configure.tier, geometry, region)
+        tier.mount_point = configure.mount_point
         if configure.engine:
             tier.identify(configure.engine)
         if configure.description is not None:

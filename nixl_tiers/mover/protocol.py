@@ -24,6 +24,7 @@ MAX_SENTENCE_CHARS: Final = 1024
 _Bytes = Annotated[int, msgspec.Meta(ge=0)]
 _Kind = Annotated[str, msgspec.Meta(max_length=MAX_KIND_CHARS)]
 _Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]
+_Path = Annotated[bytes, msgspec.Meta(max_length=4096)]
 _Denials = Annotated[dict[_Kind, _Sentence], msgspec.Meta(max_length=MAX_DENIALS)]
 
 
@@ -40,6 +41,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     engine: str = ""  # StorageTier.identify
     secret_variables: list[str] = []  # environment variables whose values must not be logged
     description: Description | None = None  # StorageTier.describe
+    mount_point: _Path = b""  # StorageTier.mount_point, as the last mover that opened it has found it
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
@@ -94,6 +96,7 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
 
     epoch: int
     slots: Count
+    mount_point: _Path = b""  # StorageTier.mount_point
 
 
 class Slots(msgspec.Struct, tag="slots", frozen=True):

@@ -102,7 +102,7 @@ class Supervisor:
         clock: Callable[[], float],
     ) -> None:
         """`configures`, `names`: one per tier. `clock`: the one by which the handler judges deadlines."""
-        self._configures = configures
+        self._configures = [*configures]
         self._names = names
         self._region_fd = region_fd
         self._handler = handler
@@ -187,6 +187,10 @@ class Supervisor:
         self._movers = [None] * len(self._configures)
         with contextlib.suppress(OSError):
             self._release()
+
+    def expect_mount(self, tier: int, mount_point: bytes) -> None:
+        """The tier's next movers accept its medium only on this mount point. On the supervisor's thread."""
+        self._configures[tier] = msgspec.structs.replace(self._configures[tier], mount_point=mount_point)
 
     @property
     def pids(self) -> list[int | None]:

@@ -165,7 +165,9 @@ class FaultyTier(StorageTier):
         self._inner.describe(description)
 
     def open(self, namespace: bytes, epoch: int) -> int:
+        self._inner.mount_point = self.mount_point
         slots = self._inner.open(namespace, epoch)
+        self.mount_point = self._inner.mount_point
         self._sealer = Sealer(self._geometry, namespace, epoch)
         return slots
 

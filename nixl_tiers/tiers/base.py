@@ -137,6 +137,11 @@ class StorageTier(ABC):
     reads.
     """
 
+    mount_point: bytes = b""
+    """Where the medium is a directory: the mount point that it was found on, by `open`, or by an earlier mover of this
+    engine, which sets it before `open`. After an unmount the mount point is an ordinary directory, and a tier there
+    would fill the disk below it. Empty: none was found yet."""
+
     def identify(self, engine: str) -> None:  # noqa: B027 - most tiers need not know
         """For which engine this tier works: an ID that stays the same when its mover is restarted. Called once, before
         `open`."""

@@ -27,7 +27,7 @@ from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mounts import make_private, not_mounted
-from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.base import StorageTier, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
@@ -172,22 +172,22 @@ class FileIdentity:
 
 
 class MountGuard:
-    """The mount point that a path was on when it was first opened. After an unmount the mount point is an ordinary
-    directory, and a tier there would fill the disk below it."""
+    """Keeps a tier on the mount point that its path was on when this engine first opened it."""
 
-    def __init__(self) -> None:
-        self._mount_point: Path | None = None
+    def __init__(self, tier: StorageTier) -> None:
+        self._tier = tier
 
     def remember(self, path: Path) -> None:
         """The path has been opened."""
-        if self._mount_point is None:
+        if not self._tier.mount_point:
             real = path.resolve()  # a symbolic link is no mount point, and its parents are not those of its target
-            self._mount_point = next(parent for parent in (real, *real.parents) if os.path.ismount(parent))
+            found = next(parent for parent in (real, *real.parents) if os.path.ismount(parent))
+            self._tier.mount_point = os.fsencode(found)
 
     def problem(self) -> str:
         """A sentence if the mount has gone, or "". May wait for the medium."""
-        gone = self._mount_point is not None and not os.path.ismount(str(self._mount_point))
-        return f"{self._mount_point} is not mounted any more" if gone else ""
+        mount_point = os.fsdecode(self._tier.mount_point)
+        return f"{mount_point} is not mounted any more" if mount_point and not os.path.ismount(mount_point) else ""
 
 
 class FreeSpace:

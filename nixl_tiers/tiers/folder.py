@@ -15,7 +15,7 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from nixl_tiers.tiers.base import TierRefused
 
@@ -27,6 +27,14 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 class NotOwned(TierRefused, OSError):
     """Something below the path is refused, because another user may have put it there. One sentence."""
+
+
+class Found(NamedTuple):
+    """A tier's path when it was opened."""
+
+    uid: int  # the owner of files that are made there
+    device: int
+    inode: int
 
 
 class Folder:
@@ -42,15 +50,27 @@ class Folder:
         self._public = public
 
     @classmethod
-    def base(cls, path: Path, uid: int | None = None, *, writes: bool = True) -> Folder:
-        """The path of a tier, regardless of its owner. `uid` as it was found before; None: find it now, by making a
-        file. Without `writes` that need not be possible."""
+    def base(cls, path: Path, found: Found | None = None, *, writes: bool = True) -> Folder:
+        """The path of a tier, regardless of its owner. `found` before: raises OSError if the path leads to another
+        directory by now, such as the one below a mount that has gone. None: find out now, by making a file; without
+        `writes` that need not be possible."""
         descriptor = os.open(path, _DIRECTORY)
         try:
-            return cls(path, descriptor, _uid_of_files(path, descriptor, writes) if uid is None else uid, public=True)
+            status = os.fstat(descriptor)
+            if found is None:
+                found = Found(_uid_of_files(path, descriptor, writes), status.st_dev, status.st_ino)
+            elif (status.st_dev, status.st_ino) != found[1:]:
+                raise OSError(errno.ESTALE, "is not the directory that was opened", str(path))
+            return cls(path, descriptor, found.uid, public=True)
         except BaseException:
             os.close(descriptor)
             raise
+
+    @property
+    def found(self) -> Found:
+        """For later calls of `base`."""
+        status = os.fstat(self.descriptor)
+        return Found(self.uid, status.st_dev, status.st_ino)
 
     @property
     def path(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,26 @@ def test_deleted_directory(file_rig: Callable[..., FaultRig], tmp_path: Path, la
         rig.fault_ended()
         rig.wait_for_answers(20)
         rig.wait_until_healed()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unmounted(file_rig: Callable[..., FaultRig], tmp_path: Path, layout: str) -> None:
+    """`path` is the mount point itself, and its mover is killed, so that another one finds the directory below it.
+    Another file system takes its place at the end. Skipped where none can be mounted."""
+    place = tmp_path / "kv"
+    place.mkdir()
+    with tmpfs(place, "64m"):
+        rig = file_rig("unmounted, its mover killed", layout)
+        with rig.under_load():
+            rig.wait_for_answers()
+            assert run("umount", "-l", place)
+            rig.signal_mover(signal.SIGKILL)
+            rig.wait_for_answers(40)
+            assert list(place.iterdir()) == []
+            assert run("mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", place)
+            rig.fault_ended()
+            rig.wait_until_healed()
 
 
 @pytest.mark.faults

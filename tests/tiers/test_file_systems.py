@@ -13,6 +13,7 @@ import pytest
 
 from nixl_tiers.chunk import Outcome
 from nixl_tiers.mover.protocol import Down, Opened
+from nixl_tiers.tiers.base import GONE
 from tests.mover.harness import MoverProcess, wait_until
 from tests.support.disks import Ext4, ext4, run, tmpfs
 from tests.support.file_tier import LAYOUTS
@@ -87,6 +88,23 @@ def test_disk_remounted_read_only_by_the_kernel_still_serves_loads(disk: Ext4, l
         assert lines, log
         assert len(lines) == len(set(lines)), log
         assert len(log.splitlines()) < 12, log
+
+
+def test_nothing_is_made_below_a_mount_that_has_gone(tmp_path: Path, layout: str) -> None:
+    """`path` is the mount point itself, and stores go on."""
+    place = tmp_path / "kv"
+    place.mkdir()
+    with tmpfs(place, "64m"), stored(mover_on(place, layout)) as mover:
+        assert run("umount", "-l", place)
+        for first in range(100, 100 + 8 * ROWS, ROWS):
+            mover.store(range(first, first + ROWS))
+            assert list(place.iterdir()) == []
+        mover.expect(lambda m: isinstance(m, Down))
+        assert list(place.iterdir()) == []
+        assert run("mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", place)
+        mover.expect(lambda m: isinstance(m, Opened))
+        assert {entry.slot for entry in mover.listed_rows()} <= {GONE}
+        assert set(mover.store(range(ROWS))) == {Outcome.OK}
 
 
 def test_stores_work_again_after_a_read_only_remount(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import READ_ONLY, Folder, NotOwned
+from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.rowfile.packed_rows import KnownRow
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
@@ -84,7 +84,7 @@ class RowDirectory:
         self.server_time = server_time or ServerTime()
         self.temp_names = TempNames()
         self._quota = quota
-        self._uid: int | None = None
+        self._found: Found | None = None
         self._prepared = ""
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"rowfile-{n}") for n in range(_WORKERS)]
 
@@ -111,7 +111,7 @@ class RowDirectory:
 
     def prepare(self, namespace: str) -> None:
         """Make what is missing, check who owns it, and read the server's time. Raises NotOwned, OSError."""
-        self._uid = None  # the path may be on another file system now
+        self._found = None  # the path may be on another file system now
         self._prepared = namespace
         with self.base() as base:
             for name in (namespace, INCOMING) if self.writes else ():
@@ -137,8 +137,8 @@ class RowDirectory:
             yield base
 
     def _open_base(self) -> Folder:
-        base = Folder.base(self.path, self._uid, writes=self.writes)
-        self._uid = base.uid
+        base = Folder.base(self.path, self._found, writes=self.writes)
+        self._found = self._found or base.found
         return base
 
     @contextmanager

@@ -129,7 +129,7 @@ class RowFileTier(StorageTier):
             clock=clock,
         )
         self._moves = self._transfers.pipeline
-        self._mount = MountGuard()
+        self._mount = MountGuard(self)
         self._deleting: list[tuple[NamespaceRows, Key, Future[None]]] = []
         self._author = ManifestAuthor(self._row_bytes)
         self._manifest: ManifestKeeper | None = None

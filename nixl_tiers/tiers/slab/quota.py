@@ -23,7 +23,7 @@ from typing import Any, Final
 from nixl_tiers.manifest import Manifest
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
 from nixl_tiers.tiers.expiry import has_expired
-from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.folder import Folder, Found, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.parts import (
@@ -103,7 +103,7 @@ class SlabQuota:
         self.capacity_bytes = capacity_bytes
         self.replicas = replicas
         self._free = free
-        self._uid: int | None = None
+        self._found: Found | None = None
         self._base: Folder | None = None  # while it is locked
         self._part: Part | None = None
         self._serving = ""  # name of the shard in the part that this process serves
@@ -114,8 +114,8 @@ class SlabQuota:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """The lock of the path: no other process acquires, allocates or deletes meanwhile. Not reentrant."""
-        with Folder.base(self.path, self._uid) as base:
-            self._uid = base.uid
+        with Folder.base(self.path, self._found) as base:
+            self._found = self._found or base.found
             descriptor = base.open(SLAB_LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -125,9 +125,9 @@ class SlabQuota:
                 self._base = None
                 os.close(descriptor)
 
-    def forget_uid(self) -> None:
-        """The path may be on another file system now: find out anew which user owns files that are made there."""
-        self._uid = None
+    def forget_path(self) -> None:
+        """The path may lead to another directory from now on, and another user own files that are made there."""
+        self._found = None
 
     @property
     def part_bytes(self) -> int:

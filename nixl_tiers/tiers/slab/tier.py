@@ -61,7 +61,7 @@ class SlabTier(StorageTier):
         self._memory: Registration | None
         self._agent, self._memory = open_agent(config, region)
         self._staging = Staging(config, region, self._agent)
-        self._mount = MountGuard()
+        self._mount = MountGuard(self)
         self._open: Shard | None = None
         self._slots: Growth | None = None
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
@@ -123,7 +123,7 @@ class SlabTier(StorageTier):
                 f"of {self._geometry.row_bytes} bytes beside the journal in {self._config.path}"
             )
         prepare_path(self._config, self._mount, self._log_once)
-        self._quota.forget_uid()
+        self._quota.forget_path()
         own = self._author.manifest(namespace.hex(), epoch)
 
         def opened(directory: ShardDir) -> Shard:

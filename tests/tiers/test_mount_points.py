@@ -1,0 +1,74 @@
+"""A file tier makes nothing where its path has come to lead to another directory, as after an unmount."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Configure, Opened, decode_to_coordinator, decode_to_mover, encode
+from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.quota import DirQuota
+from nixl_tiers.tiers.slab.quota import SlabQuota
+from tests.mover.harness import NAMESPACE
+from tests.support.file_tier import LAYOUTS
+from tests.tiers.file_tiers import make_tier
+
+
+def replace(path: Path) -> None:
+    """What the directory below the mount point looks like to a process that goes by the path."""
+    path.rename(path.with_name("elsewhere"))
+    path.mkdir()
+
+
+def test_row_file_is_made_only_in_the_directory_that_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    path.mkdir()
+    directory = RowDirectory(path, DirQuota(1 << 30, 4096))
+    directory.prepare(NAMESPACE.hex())
+    replace(path)
+    with pytest.raises(OSError, match="is not the directory that was opened"):
+        directory.temp_file()
+    assert list(path.iterdir()) == []
+    directory.prepare(NAMESPACE.hex())  # as the next open does
+    directory.temp_file().close()
+    directory.close()
+
+
+def test_slabs_grow_only_in_the_directory_that_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    path.mkdir()
+    quota = SlabQuota(path, 1 << 30)
+    with quota.locked():
+        pass
+    replace(path)
+    with pytest.raises(OSError, match="is not the directory that was opened"), quota.locked():
+        pass
+    assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_next_mover_wants_the_mount_point_of_the_first(layout: str, tmp_path: Path, region: HostRegion) -> None:
+    path = tmp_path / "kv"
+    first = make_tier(layout, path, region)
+    first.open(NAMESPACE, 0)
+    first.close()
+    assert Path(first.mount_point.decode()).is_mount()
+    empty = tmp_path / "unmounted"
+    empty.mkdir()
+    second = make_tier(layout, empty, region)
+    second.mount_point = str(empty).encode()
+    with pytest.raises(TierDown, match=f"{empty} is not mounted any more"):
+        second.open(NAMESPACE, 0)
+    second.close()
+    assert list(empty.iterdir()) == []
+
+
+def test_mount_point_goes_to_the_engine_and_to_the_next_mover() -> None:
+    opened = decode_to_coordinator(encode(Opened(0, 1, b"/mnt/\xff")))
+    assert isinstance(opened, Opened)
+    configure = decode_to_mover(encode(Configure({}, 1, 1, 1, 1, 1, mount_point=opened.mount_point)))
+    assert isinstance(configure, Configure)
+    assert configure.mount_point == b"/mnt/\xff"
