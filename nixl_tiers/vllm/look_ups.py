@@ -55,7 +55,7 @@ class LookUps:
     def begin(self, key: OffloadKey, context: ReqContext) -> Answers:
         """A request's first look-up of this step, of `key`: its whole chain is resolved at once."""
         name = context.req_id
-        mine = None if self.closed else self.chains.again(key, context)
+        mine = self.chains.again(key, context)
         if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
             if mine.waiting is not None and not self._gate.watches and self._coordinator.still_waits(name):
                 self.waiting.add(name)

@@ -83,6 +83,22 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
     assert windows == {1: None, 4: 3}
 
 
+def test_the_manager_is_told_of_vllms_own_hits_before_a_request_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = object.__new__(NixlTiersConnector)
+    calls: list[tuple[str, int]] = []
+    manager = SimpleNamespace(began_at=lambda request, tokens: calls.append((request, tokens)))
+    monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
+
+    def look_up(self: object, request: object, tokens: int) -> tuple[int | None, bool]:
+        assert calls[-1] == ("r", tokens)
+        return 128, True
+
+    monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector.get_num_new_matched_tokens", look_up)
+    request = SimpleNamespace(request_id="r")
+    assert [connector.get_num_new_matched_tokens(request, tokens) for tokens in (0, 256)] == [(128, True)] * 2
+    assert calls == [("r", 0), ("r", 256)]
+
+
 def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> None:
     """The connector between a worker that keeps failed loads to itself and vLLM's own part of it, both played."""
     connector = object.__new__(NixlTiersConnector)

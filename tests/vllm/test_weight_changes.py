@@ -64,6 +64,7 @@ class Worker:
 
     def reload_weights(self, weights_path: str | None = None) -> None:
         self.model.load_weights()
+        self.see()  # it goes on
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def worker(region: HostRegion) -> Worker:
 
 def test_a_reload_is_one_change(worker: Worker) -> None:
     worker.reload_weights(weights_path="elsewhere")
-    assert worker.seen == [1], "while the model's own load_weights, which it calls, changes them"
+    assert worker.seen == [1, 1], "while the model's own load_weights, which it calls, changes them, and after that"
     assert worker.region.ranks.weights == (0, 2), "and of this rank only"
     worker.reload_weights()
     assert worker.word == 4
@@ -117,7 +118,9 @@ def test_a_call_that_fails_is_a_change_that_has_ended(worker: Worker, name: str)
 
 def test_a_second_engine_in_the_process_sees_changes_once(region: HostRegion, worker: Worker) -> None:
     with HostRegion.create(region.geometry, 1) as second:
+        wrapped = type(worker).update_weights
         watch_weights(second, 0, worker)
+        assert type(worker).update_weights is wrapped, "calls do not become slower with each engine"
         worker.reload_weights()
         assert (worker.word, second.ranks.weights) == (2, (2, 0))
     worker.reload_weights()
