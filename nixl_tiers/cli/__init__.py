@@ -9,13 +9,14 @@ from typing import Final
 OK: Final = 0
 FAILED: Final = 1
 BAD_INPUT: Final = 2
+INCOMPLETE: Final = 3  # of inspect, verify and purge: something could not be read or deleted
 _EXTRA: Final = ("typer", "rich")
 INSTALL_EXTRA: Final = "pip install '.[cli]' in the checkout of nixl_tiers"
 """For error messages. Nothing is published yet."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 it failed, 2 the input is wrong; doctor has its own.
+    """Run one command and return its exit code: 0 done, 1 it failed, 2 wrong input, 3 incomplete; doctor has its own.
 
     Imports nothing but the standard library until it knows that the extra `cli` is installed.
     """

@@ -68,5 +68,6 @@ def _manifests(path: Path) -> Iterator[Manifest]:
         for folder in folders(path):
             inside = folders(folder) if _PART.fullmatch(folder.name) else [folder]
             for namespace in inside:
-                if _NAMESPACE.fullmatch(namespace.name) and (found := manifest_in(namespace)) is not None:
-                    yield found
+                with suppress(OSError):
+                    if _NAMESPACE.fullmatch(namespace.name) and (found := manifest_in(namespace)) is not None:
+                        yield found

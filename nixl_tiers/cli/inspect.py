@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from nixl_tiers.cli import OK
+from nixl_tiers.cli import INCOMPLETE, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table, progress
 from nixl_tiers.cli.storage.base import Namespace, Unusable
 from nixl_tiers.cli.storage.places import ConfigFile, Endpoint, Place, storages
@@ -18,14 +18,14 @@ def inspect(place: Place = None, *, endpoint: Endpoint = None, config: ConfigFil
     """Show the namespaces of a file tier's path or of an s3 tier's prefix: whose they are, how big, how old, and which
     process uses them. Changes nothing; engines may be using it.
 
-    Exit code: 0; 2 if the place cannot be read or holds no tier.
+    Exit code: 0; 2 if the place cannot be read or holds no tier; 3 if something in it could not be read.
     """
     found = find(place, endpoint, config)
     if as_json:
         print_json({"namespaces": [fields(each) for each in found]})
     else:
         _print(found)
-    return OK
+    return INCOMPLETE if any(each.problem for each in found) else OK
 
 
 def find(place: str | None, endpoint: str | None, config: str | None) -> list[Namespace]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.chunk import Geometry, Outcome, object_name
-from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main
+from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
 from nixl_tiers.cli.storage.base import Pace
 from nixl_tiers.cli.storage.rowfiles import RowFileStorage
 from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifest_keeper
+from nixl_tiers.tiers.slab.quota import SlabQuota
 from tests.support.file_tier import file_tier
 from tests.tiers.file_tiers import FileTier, load, make_tier, store
 
@@ -182,7 +185,7 @@ def test_shard_without_a_description_is_reported(
     write("slabs", tmp_path, region)
     next(iter(tmp_path.rglob("namespace.json"))).write_text("{")
     code, shown = run(capsys, "verify", tmp_path)
-    assert code == FAILED
+    assert code == INCOMPLETE
     assert "namespace.json is damaged" in shown["namespaces"][0]["problem"]
     assert "namespace.json is damaged" in run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["problem"]
 
@@ -400,3 +403,156 @@ def test_pace_bounds_the_average_rate() -> None:
     assert now[0] == pytest.approx(4.5)
     Pace(None, lambda: now[0], sleep).take(1 << 40)
     assert sum(slept) == pytest.approx(4.5)
+
+
+# --- what cannot be read or deleted -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_nobody(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    """Like `run`, as a user who has made nothing there."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may act as another user")
+
+    def call(*given: object) -> tuple[int, Any]:
+        groups = os.getgroups()
+        run(capsys, *given, *(["--namespace", "f" * 32] if given[0] != "inspect" else []))  # imports what it needs
+        os.setgroups([])
+        os.setegid(65534)
+        os.seteuid(65534)
+        try:
+            return run(capsys, *given)
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+            os.setgroups(groups)
+
+    return call
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that all users may write to, below others that they may enter."""
+    with tempfile.TemporaryDirectory(prefix="nixl-tiers-test-") as name:
+        path = Path(name)
+        path.chmod(0o755)
+        path = path / "kv"
+        path.mkdir()
+        path.chmod(0o777)
+        yield path
+
+
+@LAYOUTS
+@pytest.mark.parametrize("closed", ["all", "namespace", "rows"])
+def test_what_another_user_has_stored_is_a_problem_and_not_nothing(
+    layout: str, closed: str, open_path: Path, region: HostRegion, as_nobody: Callable[..., tuple[int, Any]]
+) -> None:
+    write(layout, open_path, region)
+    home = next(open_path.rglob("about.json")).parent
+    for path in [open_path, *open_path.rglob("*")] if closed != "all" else []:
+        outer = path not in (home, *home.rglob("*"))
+        path.chmod(0o755 if path.is_dir() and (outer or closed == "rows") else 0o644 if outer else path.stat().st_mode)
+    if closed == "all":
+        open_path.chmod(0o700)
+    for command in (["inspect"], ["verify"], ["purge", "--all"], ["purge", "--all", "--yes"]):
+        code, shown = as_nobody(command[0], open_path, *command[1:])
+        if closed == "all":
+            assert (code, "cannot be read" in shown) == (BAD_INPUT, True), shown
+            continue
+        assert code == INCOMPLETE or (command == ["purge", "--all"] and layout == "files" and closed == "rows"), shown
+        (found,) = shown["namespaces"]
+        if "--yes" in command:
+            assert found["problem"]
+            assert found["left"] == (ROWS if (layout, closed) == ("files", "rows") else found["left"])
+        elif command[0] == "verify" and closed == "rows" and layout == "files":
+            assert (found["ok"], found["unreadable"]) == (0, ROWS)
+    assert home.exists()
+    assert len(list(open_path.rglob("*.row")) or list(open_path.rglob("*.kv"))) >= 1
+
+
+def test_unreadable_part_is_a_problem_whatever_is_chosen(
+    open_path: Path, region: HostRegion, as_nobody: Callable[..., tuple[int, Any]]
+) -> None:
+    write("slabs", open_path, region)
+    (open_path / ".ledger").chmod(0o644)
+    for command in (["inspect"], ["verify"], ["verify", "--namespace", "ab"], ["purge", "--salt", "red", "--yes"]):
+        code, shown = as_nobody(command[0], open_path, *command[1:])
+        assert code == INCOMPLETE
+        assert "part-0 cannot be read (Permission denied)" in shown["namespaces"][0]["problem"]
+
+
+def test_salt_that_cannot_be_read_is_a_problem(
+    open_path: Path, region: HostRegion, as_nobody: Callable[..., tuple[int, Any]]
+) -> None:
+    write("files", open_path, region)
+    home = next(open_path.rglob("about.json")).parent
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o600)
+    code, shown = as_nobody("purge", open_path, "--salt", "blue", "--yes")
+    assert (code, shown["namespaces"][0]["namespace"]) == (INCOMPLETE, NAMESPACE.hex())
+    assert "about.json" in shown["namespaces"][0]["problem"]
+
+
+def test_shard_that_its_group_can_write_to_is_a_problem(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Kubernetes makes all directories of a volume with an fsGroup."""
+    write("slabs", tmp_path, region)
+    shard = next(tmp_path.glob(f"part-0/{NAMESPACE.hex()}"))
+    shard.chmod(0o2770)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    (report,) = shown["namespaces"]
+    assert (code, report["rows"], report["left"]) == (INCOMPLETE, ROWS, ROWS)
+    assert "can be written to by others (mode 2770)" in report["problem"]
+    assert main(["purge", str(tmp_path), "--all", "--yes"]) == INCOMPLETE
+    assert "can be written to by others (mode 2770)" in capsys.readouterr().out
+    assert shard.exists()
+
+
+def test_verify_goes_on_after_a_row_that_cannot_be_read(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("slabs", tmp_path, region)
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset == GEOMETRY.row_bytes and "slab-" in os.readlink(f"/proc/self/fd/{descriptor}"):  # noqa: PTH115
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    code, shown = run(capsys, "verify", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (code, found["ok"], found["unreadable"], found["corrupt"]) == (INCOMPLETE, ROWS - 1, 1, 0)
+    assert "Input/output error" in found["damaged"][0]["reason"]
+
+
+@LAYOUTS
+def test_purge_looks_at_what_is_there_after_it(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that refuses one delete."""
+    write(layout, tmp_path, region)
+    monkeypatch.setattr(SlabQuota, "delete_shard", lambda *_: True)
+    real = Path.unlink
+    refused = next(tmp_path.rglob("*.row"), None)
+
+    def unlink(path: Path, *, missing_ok: bool = False) -> None:
+        if path == refused:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        real(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    (report,) = shown["namespaces"]
+    assert report["left"] == (ROWS if layout == "slabs" else 1)
+    assert code == (FAILED if layout == "slabs" else INCOMPLETE)
+    assert layout == "slabs" or "Operation not permitted" in report["problem"]
+
+
+def test_verify_of_an_unknown_namespace_is_an_error(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("files", tmp_path, region)
+    assert main(["verify", str(tmp_path), "--namespace", "abcdef"]) == BAD_INPUT
+    assert "--namespace: none begins with abcdef" in capsys.readouterr().err

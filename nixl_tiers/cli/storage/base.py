@@ -25,7 +25,7 @@ class Namespace:
 
     place: str  # the directory or prefix that holds it
     layout: Layout
-    name: str  # its digest in hexadecimal
+    name: str  # its digest in hexadecimal; empty: what is at this place cannot be told, for `problem`
     rows: int
     nbytes: int
     oldest_s: float | None = None  # slabs: when rows were sealed; files: when they were last used; s3: written
@@ -34,7 +34,7 @@ class Namespace:
     manifest: Manifest | None = None
     holder: str = ""  # which process uses it now, for people; empty: none, as far as that can be known
     unknown_slots: int = 0  # of slabs: without a valid record, so there may be rows in them
-    problem: str = ""  # what could not be read
+    problem: str = ""  # what could not be read, as a sentence
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Checked:
 
     name: str
     nbytes: int
-    verdict: Literal["ok", "corrupt", "missing", "changed"]
+    verdict: Literal["ok", "corrupt", "missing", "unreadable", "changed"]
     """`changed`: an engine has replaced or deleted it meanwhile."""
     reason: str = ""
 
@@ -55,14 +55,33 @@ class Victims:
     rows: int
     nbytes: int
     refused: str = ""  # one sentence: why nothing of it is deleted
+    problem: str = ""  # what could not be read, as a sentence
+
+
+class Problems:
+    """What could not be read or deleted: the first one as a sentence, and how many others there were."""
+
+    def __init__(self) -> None:
+        self._first = ""
+        self._count = 0
+
+    def add(self, what: object, error: OSError | str, done: str = "read") -> None:
+        """`done`: what could not be done with it."""
+        reason = error if isinstance(error, str) else error.strerror or error
+        self._first = self._first or f"{what} cannot be {done} ({reason})"
+        self._count += 1
+
+    def __str__(self) -> str:
+        return self._first + (f", and {self._count - 1} more" if self._count > 1 else "")
 
 
 class Storage(ABC):
     """Calls raise Unusable if the place cannot be read."""
 
     @abstractmethod
-    def namespaces(self, step: Step) -> list[Namespace]:
-        """All that are there now."""
+    def namespaces(self, step: Step, *, old_versions: bool = False) -> list[Namespace]:
+        """All that are there now. `old_versions`: of a bucket, each version of an object counts from now on, also of
+        those that were deleted."""
 
     @abstractmethod
     def check(self, namespace: Namespace, pace: Pace) -> Iterator[Checked]:
@@ -74,8 +93,9 @@ class Storage(ABC):
         slabs as a whole."""
 
     @abstractmethod
-    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> None:
-        """Delete it, or its rows from before that time. Rows that were stored after `namespaces` found it stay."""
+    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
+        """Delete it, or its rows from before that time. Rows that were stored after `namespaces` found it stay. Returns
+        what could not be deleted, as a sentence, or ""."""
 
 
 class Pace:

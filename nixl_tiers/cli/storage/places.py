@@ -59,13 +59,16 @@ def _directory(path: Path) -> Storage:
     from nixl_tiers.cli.storage.slabs import SlabStorage
     from nixl_tiers.tiers.disk import INCOMING, SLAB_LOCK
 
-    if not os.path.lexists(path):
-        raise InputError(f"{path} does not exist: an engine makes it when it starts")
-    if not path.is_dir():
-        raise InputError(f"{path} is no directory that can be read")
-    if os.path.lexists(path / SLAB_LOCK):
+    try:
+        with os.scandir(path) as entries:
+            names = {entry.name for entry in entries if entry.name in (SLAB_LOCK, INCOMING)}
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist: an engine makes it when it starts") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    if SLAB_LOCK in names:
         return SlabStorage(path.absolute())
-    if os.path.lexists(path / INCOMING):
+    if INCOMING in names:
         return RowFileStorage(path.absolute())
     raise InputError(f"{path} was never a file tier's path: it has neither {SLAB_LOCK} nor {INCOMING}")
 

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -34,18 +33,18 @@ def open_file(path: Path, flags: int = 0) -> int | None:
 
 
 def read_small(path: Path) -> bytes | None:
-    """The first 64 KiB of a file; None if there is none, or it cannot be read."""
-    with suppress(OSError):
-        descriptor = open_file(path)
-        if descriptor is not None:
-            try:
-                return os.read(descriptor, 8 * MAX_MANIFEST_BYTES)
-            finally:
-                os.close(descriptor)
-    return None
+    """The first 64 KiB of a file; None if there is none. Raises OSError."""
+    descriptor = open_file(path)
+    if descriptor is None:
+        return None
+    try:
+        return os.read(descriptor, 8 * MAX_MANIFEST_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def manifest_in(directory: Path) -> Manifest | None:
+    """Raises OSError."""
     raw = read_small(directory / MANIFEST_NAME)
     return None if raw is None else Manifest.decode(raw)
 

@@ -6,13 +6,13 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from nixl_tiers.chunk import PAGE, key_of_object
-from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Step, Storage, Unusable, Victims
+from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.reading import RowBuffer, folders, manifest_in
 from nixl_tiers.cli.storage.seals import defect
 from nixl_tiers.manifest import MANIFEST_NAME, REFRESH_S, Manifest
@@ -20,14 +20,15 @@ from nixl_tiers.manifest import MANIFEST_NAME, REFRESH_S, Manifest
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FANOUT: Final = re.compile(r"[0-9a-f]{2}")
 _SUFFIX: Final = ".row"
-_STEP: Final = 1024
+
+T = TypeVar("T")
 
 
 class RowFileStorage(Storage):
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def namespaces(self, step: Step) -> list[Namespace]:
+    def namespaces(self, step: Step, *, old_versions: bool = False) -> list[Namespace]:
         try:
             homes = [home for home in folders(self._path) if _NAMESPACE.fullmatch(home.name)]
         except OSError as error:
@@ -35,15 +36,15 @@ class RowFileStorage(Storage):
         return [self._describe(home, step) for home in homes]
 
     def _describe(self, home: Path, step: Step) -> Namespace:
-        rows, nbytes, times, problem = 0, 0, list[float](), ""
+        rows, nbytes, times, problems, manifest = 0, 0, list[float](), Problems(), None
+        for _, status in _rows(home, step, problems):
+            rows += 1
+            nbytes += max(status.st_blocks * 512, status.st_size)
+            times = [min([*times[:1], status.st_mtime]), max([*times[1:], status.st_mtime])]
         try:
-            for _, status in _rows(home, step):
-                rows += 1
-                nbytes += max(status.st_blocks * 512, status.st_size)
-                times = [min([*times[:1], status.st_mtime]), max([*times[1:], status.st_mtime])]
+            manifest = manifest_in(home)
         except OSError as error:
-            problem = f"{home} cannot be read as a whole ({error.strerror})"
-        manifest = manifest_in(home)
+            problems.add(home / MANIFEST_NAME, error)
         used = [*times[1:], *([float(manifest.last_used)] if manifest is not None else [])]
         return Namespace(
             str(self._path),
@@ -56,20 +57,21 @@ class RowFileStorage(Storage):
             last_used_s=max(used, default=None),
             manifest=manifest,
             holder=_user(manifest),
-            problem=problem,
+            problem=str(problems),
         )
 
     def check(self, namespace: Namespace, pace: Pace) -> Iterator[Checked]:
         home = Path(namespace.place, namespace.name)
         digest = bytes.fromhex(namespace.name)
+        problems = Problems()
         with RowBuffer() as buffer:
-            for path, status in _rows(home, lambda _: None):
+            for path, status in _rows(home, lambda _: None, problems):
                 pace.take(max(PAGE, status.st_size))
                 key = bytes.fromhex(path.stem)
                 try:
                     row = buffer.read(path, 0, max(PAGE, status.st_size))
                 except OSError as error:
-                    yield Checked(str(path), 0, "corrupt", f"it cannot be read ({error.strerror})")
+                    yield Checked(str(path), 0, "unreadable", str(error.strerror))
                     continue
                 if row is None:
                     yield Checked(str(path), 0, "changed")
@@ -77,32 +79,38 @@ class RowFileStorage(Storage):
                     yield Checked(str(path), len(row), "corrupt", reason)
                 else:
                     yield Checked(str(path), len(row), "ok")
+        if problem := str(problems):
+            raise Unusable(problem)
 
     def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
-        rows = nbytes = 0
-        for _, status in self._selected(namespace, before_s):
+        rows, nbytes, problems = 0, 0, Problems()
+        for _, status in self._selected(namespace, before_s, problems):
             rows += 1
             nbytes += max(status.st_blocks * 512, status.st_size)
-        return Victims(rows, nbytes)
+        return Victims(rows, nbytes, problem=str(problems))
 
-    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> None:
-        home = Path(namespace.place, namespace.name)
-        try:
-            for path, status in self._selected(namespace, before_s):
-                with suppress(FileNotFoundError):
-                    now = path.lstat()  # an engine may have used or replaced it since
-                    if (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns):
-                        path.unlink()
-                step(1)
-        except OSError as error:
-            raise Unusable(f"{error.filename or home} cannot be deleted ({error.strerror})") from None
+    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
+        problems = Problems()
+        for path, status in self._selected(namespace, before_s, problems):
+            try:
+                now = path.lstat()  # an engine may have used or replaced it since
+                if (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns):
+                    path.unlink()
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                problems.add(path, error, "deleted")
+            step(1)
         if not namespace.holder:  # else its engine still needs the manifest
-            _remove_empty(home)
+            _remove_empty(Path(namespace.place, namespace.name))
+        return str(problems)
 
-    def _selected(self, namespace: Namespace, before_s: float | None) -> Iterator[tuple[Path, os.stat_result]]:
+    def _selected(
+        self, namespace: Namespace, before_s: float | None, problems: Problems
+    ) -> Iterator[tuple[Path, os.stat_result]]:
         """Rows that were there when the namespace was found, and were not used since."""
         newest_s = namespace.newest_s
-        for path, status in _rows(Path(namespace.place, namespace.name), lambda _: None):
+        for path, status in _rows(Path(namespace.place, namespace.name), lambda _: None, problems):
             if (
                 newest_s is not None
                 and status.st_mtime <= newest_s
@@ -111,20 +119,34 @@ class RowFileStorage(Storage):
                 yield path, status
 
 
-def _rows(home: Path, step: Step) -> Iterator[tuple[Path, os.stat_result]]:
-    """Raises OSError, but not for what is deleted meanwhile."""
-    with suppress(FileNotFoundError):
-        for fanout in folders(home):
-            if not _FANOUT.fullmatch(fanout.name):
+def _rows(home: Path, step: Step, problems: Problems) -> Iterator[tuple[Path, os.stat_result]]:
+    """What is deleted meanwhile is no problem."""
+    for fanout in _read(home, folders, problems):
+        if not _FANOUT.fullmatch(fanout.name):
+            continue
+        count = 0
+        for entry in _read(fanout, lambda path: list(os.scandir(path)), problems):
+            if not _is_row(fanout.name, entry.name):
                 continue
-            count = 0
-            with suppress(FileNotFoundError):
-                for entry in list(os.scandir(fanout)):
-                    with suppress(FileNotFoundError):
-                        if _is_row(fanout.name, entry.name) and entry.is_file(follow_symlinks=False):
-                            yield Path(entry.path), entry.stat(follow_symlinks=False)
-                            count += 1
-            step(count)
+            try:
+                if entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path), entry.stat(follow_symlinks=False)
+                    count += 1
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                problems.add(entry.path, error)
+        step(count)
+
+
+def _read(directory: Path, read: Callable[[Path], list[T]], problems: Problems) -> list[T]:
+    try:
+        return read(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.add(directory, error)
+        return []
 
 
 def _is_row(fanout: str, name: str) -> bool:
@@ -139,7 +161,7 @@ def _remove_empty(home: Path) -> None:
             if _FANOUT.fullmatch(fanout.name):
                 with suppress(OSError):
                     fanout.rmdir()
-        if not any(_rows(home, lambda _: None)):
+        if not any(_rows(home, lambda _: None, problems := Problems())) and not str(problems):
             (home / MANIFEST_NAME).unlink(missing_ok=True)
         home.rmdir()
 

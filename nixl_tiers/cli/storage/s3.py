@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from botocore.exceptions import ClientError
 
 from nixl_tiers.chunk import Key, key_of_object
-from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Step, Storage, Unusable, Victims
+from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.seals import defect
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.manifest import MANIFEST_NAME, Manifest
@@ -19,13 +20,19 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3 import janitor, lease
 from nixl_tiers.tiers.s3.aws_region import configured_region
 from nixl_tiers.tiers.s3.client import client_of
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, answered_at_s, small_object, status_of
+from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, answered_at_s, status_of
 from nixl_tiers.tiers.s3.open_errors import tier_error
 
 _NAME: Final = re.compile(r"(?:(?P<root>.*)/)?(?P<namespace>[0-9a-f]{32})/(?P<rest>[^/]+/[^/]+|about\.json)")
 _MAX_DELETES: Final = 1000  # names in one request
+_DENIED: Final = {"AccessDenied", "InvalidObjectState"}  # of one object: others may be readable
+_KEPT: Final = "the bucket has versioning, so older versions may still be there"
 
 T = TypeVar("T")
+
+
+class _Denied(Exception):
+    """One object may not be read."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class _Object:
     name: str
     nbytes: int
     modified_s: float
+    version: str = ""  # if versions are listed
 
 
 class S3Storage(Storage):
@@ -46,9 +54,13 @@ class S3Storage(Storage):
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._client = self._asked(lambda: client_of(config, connect_s=5.0, read_s=60.0, attempts=4))
         self._now_s = 0.0  # by the server's clock, as of its last listing
+        self._old_versions = False
+        self._problem = ""  # with older versions
 
-    def namespaces(self, step: Step) -> list[Namespace]:
+    def namespaces(self, step: Step, *, old_versions: bool = False) -> list[Namespace]:
+        self._old_versions = old_versions and self._lists_versions()
         counted: dict[tuple[str, str], list[float]] = {}
+        manifests: dict[tuple[str, str], _Object] = {}
         for each in self._objects(self._prefix, step):
             found = counted.setdefault((each.root, each.namespace), [0, 0, float("inf"), float("-inf")])
             if each.key is not None:
@@ -56,14 +68,38 @@ class S3Storage(Storage):
                 found[1] += each.nbytes
                 found[2] = min(found[2], each.modified_s)
                 found[3] = max(found[3], each.modified_s)
+            elif (at := (each.root, each.namespace)) not in manifests or manifests[at].modified_s < each.modified_s:
+                manifests[at] = each
         holders = {root: self._holder(root) for root in {root for root, _ in counted}}
-        return [self._described(root, name, holders[root], *found) for (root, name), found in sorted(counted.items())]
+        return [
+            self._described(root, name, holders[root], manifests.get((root, name)), *found)
+            for (root, name), found in sorted(counted.items())
+        ]
 
-    def _described(self, root: str, name: str, holder: str, *counts: float) -> Namespace:
+    def _lists_versions(self) -> bool:
+        """Whether the bucket may have versions, and they can be listed."""
+        bucket, known = self._config.bucket, False
+        try:
+            if not self._client.get_bucket_versioning(Bucket=bucket).get("Status"):
+                return False
+            known = True
+        except REQUEST_ERRORS:  # no right to ask, or a server without versions
+            pass
+        try:
+            self._client.list_object_versions(Bucket=bucket, Prefix=self._prefix, MaxKeys=1)
+        except REQUEST_ERRORS as error:  # if nothing is known, the answers to deletes tell
+            if known:
+                self._problem = f"{_KEPT}, and cannot be listed ({_code(error)}: allow s3:ListBucketVersions)"
+            return False
+        return True
+
+    def _described(self, root: str, name: str, holder: str, about: _Object | None, *counts: float) -> Namespace:
         rows, nbytes, oldest_s, newest_s = counts
-        raw = self._asked(
-            lambda: small_object(self._client, self._config.bucket, _below(root, f"{name}/{MANIFEST_NAME}"))
-        )
+        raw, problem = None, self._problem
+        try:
+            raw = None if about is None else self._asked(lambda: self._download(about))
+        except _Denied as error:
+            problem = f"{_below(root, name)}/{MANIFEST_NAME} cannot be read ({error})"
         manifest = None if raw is None else Manifest.decode(raw)
         used = [*([newest_s] if rows else []), *([float(manifest.last_used)] if manifest is not None else [])]
         return Namespace(
@@ -77,6 +113,7 @@ class S3Storage(Storage):
             last_used_s=max(used, default=None),
             manifest=manifest,
             holder=holder,
+            problem=problem,
         )
 
     def check(self, namespace: Namespace, pace: Pace) -> Iterator[Checked]:
@@ -86,7 +123,11 @@ class S3Storage(Storage):
                 continue
             pace.take(each.nbytes)
             name = f"s3://{self._config.bucket}/{each.name}"
-            body = self._asked(lambda each=each: self._download(each.name))  # type: ignore[misc]
+            try:
+                body = self._asked(lambda each=each: self._download(each))  # type: ignore[misc]
+            except _Denied as error:
+                yield Checked(name, 0, "unreadable", str(error))
+                continue
             if body is None:
                 yield Checked(name, each.nbytes, "changed")
                 continue
@@ -98,27 +139,28 @@ class S3Storage(Storage):
         for each in self._selected(namespace, before_s):
             rows += 1
             nbytes += each.nbytes
-        return Victims(rows, nbytes)
+        return Victims(rows, nbytes, problem=self._problem)
 
-    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> None:
-        batch: list[str] = []
-        for each in self._selected(namespace, before_s):
-            batch.append(each.name)
-            if len(batch) == _MAX_DELETES:
-                self._delete(batch, step)
-                batch = []
-        self._delete(batch, step)
-        home = self._home(namespace)
-        if not namespace.holder and all(each.key is None for each in self._objects(home, lambda _: None)):
-            self._delete([f"{home}{MANIFEST_NAME}"], lambda _: None)
+    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
+        problems = Problems()
+        for batch in _batches(self._selected(namespace, before_s)):
+            self._delete(batch, problems)
+            step(len(batch))
+        if not namespace.holder and not str(problems):
+            left = list(itertools.islice(self._objects(self._home(namespace), lambda _: None), _MAX_DELETES))
+            if all(each.key is None for each in left):
+                self._delete(left, problems)
+        return str(problems)
 
-    def _delete(self, names: list[str], step: Step) -> None:
-        if names:
-            request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
-            answer = self._asked(lambda: self._client.delete_objects(Bucket=self._config.bucket, Delete=request))
-            if errors := [str(error.get("Code")) for error in answer.get("Errors", ())]:
-                raise Unusable(f"{len(errors)} objects cannot be deleted ({errors[0]})")
-            step(len(names))
+    def _delete(self, batch: list[_Object], problems: Problems) -> None:
+        if not batch:
+            return
+        names = [{"Key": each.name} | ({"VersionId": each.version} if each.version else {}) for each in batch]
+        answer = self._asked(lambda: self._client.delete_objects(Bucket=self._config.bucket, Delete={"Objects": names}))
+        for error in answer.get("Errors", ()):
+            problems.add(f"s3://{self._config.bucket}/{error.get('Key')}", str(error.get("Code")), "deleted")
+        if not self._old_versions and any(each.get("DeleteMarker") for each in answer.get("Deleted", ())):
+            self._problem = self._problem or f"{_KEPT}: the server has only marked what was to be deleted"
 
     def _selected(self, namespace: Namespace, before_s: float | None) -> Iterator[_Object]:
         """Rows that were there when the namespace was found."""
@@ -134,23 +176,29 @@ class S3Storage(Storage):
 
     def _objects(self, prefix: str, step: Step) -> Iterator[_Object]:
         """Rows and manifests below a prefix."""
-        pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self._config.bucket, Prefix=prefix))
+        request, content = "list_objects_v2", "Contents"
+        if self._old_versions:
+            request, content = "list_object_versions", "Versions"
+        pages = iter(self._client.get_paginator(request).paginate(Bucket=self._config.bucket, Prefix=prefix))
         while (page := self._asked(lambda: next(pages, None))) is not None:
             self._now_s = self._asked(lambda: answered_at_s(page)) or self._now_s
             count = 0
-            for found in page.get("Contents", ()):
+            for found in page.get(content, ()):
                 each = _parse(found)
                 if each is not None:
                     count += each.key is not None
                     yield each
             step(count)
 
-    def _download(self, name: str) -> bytes | None:
+    def _download(self, wanted: _Object) -> bytes | None:
+        version = {"VersionId": wanted.version} if wanted.version else {}
         try:
-            found = self._client.get_object(Bucket=self._config.bucket, Key=name)
+            found = self._client.get_object(Bucket=self._config.bucket, Key=wanted.name, **version)
         except ClientError as error:
             if status_of(error) == 404:
                 return None
+            if _code(error) in _DENIED:
+                raise _Denied(_code(error)) from error
             raise
         return bytes(found["Body"].read())
 
@@ -195,8 +243,23 @@ def _parse(found: dict[str, Any]) -> _Object | None:
     if key is None and match["rest"] != MANIFEST_NAME:
         return None
     return _Object(
-        match["root"] or "", match["namespace"], key, found["Key"], found["Size"], found["LastModified"].timestamp()
+        match["root"] or "",
+        match["namespace"],
+        key,
+        found["Key"],
+        found["Size"],
+        found["LastModified"].timestamp(),
+        found.get("VersionId", ""),
     )
+
+
+def _batches(objects: Iterator[_Object]) -> Iterator[list[_Object]]:
+    while batch := list(itertools.islice(objects, _MAX_DELETES)):
+        yield batch
+
+
+def _code(error: Exception) -> str:
+    return str(error.response.get("Error", {}).get("Code")) if isinstance(error, ClientError) else type(error).__name__
 
 
 def _below(root: str, name: str) -> str:

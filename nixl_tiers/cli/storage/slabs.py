@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.chunk import PAGE, Geometry
-from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Step, Storage, Unusable, Victims
+from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.reading import RowBuffer, folders, manifest_in, open_file, read_small
 from nixl_tiers.cli.storage.seals import defect, find_seal
 from nixl_tiers.tiers.base import TierRefused
@@ -38,7 +37,7 @@ class SlabStorage(Storage):
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def namespaces(self, step: Step) -> list[Namespace]:
+    def namespaces(self, step: Step, *, old_versions: bool = False) -> list[Namespace]:
         try:
             parts = [part for part in folders(self._path) if part_number(part.name) is not None]
         except OSError as error:
@@ -47,18 +46,31 @@ class SlabStorage(Storage):
 
     def _of_part(self, part: Path, step: Step) -> Iterator[Namespace]:
         try:
-            shards = [shard for shard in folders(part) if NAMESPACE.fullmatch(shard.name) and is_shard(shard)]
+            shards = [shard for shard in folders(part) if NAMESPACE.fullmatch(shard.name)]
             holder = holder_now(part)
         except OSError as error:
             yield Namespace(str(part), "slabs", "", 0, 0, problem=f"{part} cannot be read ({error.strerror})")
             return
         for shard in shards:
-            with suppress(FileNotFoundError):  # deleted meanwhile
-                yield _describe(shard, holder, step)
+            try:
+                if is_shard(shard):
+                    yield _describe(shard, holder, step)
+            except FileNotFoundError:  # deleted meanwhile
+                pass
+            except OSError as error:
+                problem = f"{shard} cannot be read ({error.strerror})"
+                yield Namespace(str(part), "slabs", shard.name, 0, 0, holder=holder, problem=problem)
 
     def check(self, namespace: Namespace, pace: Pace) -> Iterator[Checked]:
-        with _Shard(Path(namespace.place, namespace.name)) as shard:
-            yield from shard.check(pace)
+        path = Path(namespace.place, namespace.name)
+        try:
+            with _Shard(path) as shard:
+                yield from shard.check(pace)
+                problem = str(shard.problems)
+        except OSError as error:
+            problem = f"{path} cannot be read ({error.strerror})"
+        if problem:
+            raise Unusable(problem)
 
     def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
         shard = Path(namespace.place, namespace.name)
@@ -70,20 +82,25 @@ class SlabStorage(Storage):
             now = _describe(shard, "", lambda _: None)
         except FileNotFoundError:
             return Victims(0, 0)
-        return Victims(now.rows, now.nbytes)
+        except OSError as error:
+            raise Unusable(f"{shard} cannot be read ({error.strerror})") from None
+        return Victims(now.rows, now.nbytes, problem=now.problem)
 
-    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> None:
+    def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
         """By the lock of the path and that of the part, as engines do it."""
         shard = Path(namespace.place, namespace.name)
         if before_s is not None and used_ns(shard) / 1e9 >= before_s:
-            return
+            return ""
         quota = SlabQuota(self._path, 1 << 62)
         try:
             with quota.locked():
                 quota.delete_shard(shard)
+        except FileNotFoundError:
+            pass
         except (OSError, TierRefused) as error:
-            raise Unusable(f"{shard} cannot be deleted ({getattr(error, 'strerror', None) or error})") from None
+            return f"{shard} cannot be deleted ({getattr(error, 'strerror', None) or error})"
         step(namespace.rows)
+        return ""
 
 
 def holder_now(part: Path) -> str:
@@ -117,6 +134,7 @@ def _try_shared(descriptor: int) -> bool:
 
 
 def _describe(shard: Path, holder: str, step: Step) -> Namespace:
+    """Raises OSError."""
     manifest = manifest_in(shard)
     times = [used_ns(shard) / 1e9, 0.0 if manifest is None else float(manifest.last_used)]
     nbytes = sum(file.lstat().st_blocks * 512 for file in (shard, *shard.iterdir()))
@@ -132,6 +150,7 @@ def _describe(shard: Path, holder: str, step: Step) -> Namespace:
                     oldest.append(float(sealed.min()))
                     newest.append(float(sealed.max()))
                 step(int(held.sum()))
+            problem = str(opened.problems)
     except Unusable as error:
         problem = str(error)
     return Namespace(
@@ -164,6 +183,7 @@ class _Shard:
     def __init__(self, path: Path) -> None:
         """Raises Unusable, OSError."""
         self._path = path
+        self.problems = Problems()
         self._slabs = _slabs(path)
         self._room = {  # slab -> slots
             int(match[1]): file.lstat().st_size // self._slabs.geometry.row_bytes
@@ -196,10 +216,13 @@ class _Shard:
             yield slots, self._read(slots)
 
     def _read(self, slots: NDArray[np.int64]) -> Records:
-        """Of neighbouring slots."""
+        """Of neighbouring slots. Those that cannot be read are not valid."""
         raw = b""
         if self._journal is not None:
-            raw = os.pread(self._journal, len(slots) * RECORD_BYTES, PAGE + int(slots[0]) * RECORD_BYTES)
+            try:
+                raw = os.pread(self._journal, len(slots) * RECORD_BYTES, PAGE + int(slots[0]) * RECORD_BYTES)
+            except OSError as error:
+                self.problems.add(self._path / journal_file.NAME, error)
         return decode(np.frombuffer(raw.ljust(len(slots) * RECORD_BYTES, b"\0"), RECORD), slots, self._salt)
 
     def allocated(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -213,12 +236,15 @@ class _Shard:
             allocated = self.allocated(slots)
             for place in np.flatnonzero((records.lengths > 0) | (~records.valid & allocated)).tolist():
                 slot = int(slots[place])
-                if records.valid[place]:
-                    pace.take(self._slabs.geometry.row_bytes)
-                    yield self._check(slot, records.key(place))
-                else:
-                    pace.take(PAGE)
-                    yield from self._check_unrecorded(slot, pace)
+                try:
+                    if records.valid[place]:
+                        pace.take(self._slabs.geometry.row_bytes)
+                        yield self._check(slot, records.key(place))
+                    else:
+                        pace.take(PAGE)
+                        yield from self._check_unrecorded(slot, pace)
+                except OSError as error:
+                    yield Checked(self._name(slot), 0, "unreadable", str(error.strerror))
 
     def _check(self, slot: int, key: bytes) -> Checked:
         """A row that the journal has."""
@@ -261,15 +287,11 @@ class _Shard:
         return f"{self._path}: slot {slot}"
 
     def _row(self, slot: int, *, tail: bool = False) -> NDArray[np.uint8]:
-        """A slot's bytes, or its last pages with the seal; fewer where the file ends."""
+        """A slot's bytes, or its last pages with the seal; fewer where the file ends. Raises OSError."""
         slab, index = divmod(slot, self._slabs.slots_per_slab)
         nbytes = self._slabs.geometry.row_bytes
         skip = nbytes - _seal_pages(self._slabs.geometry) if tail else 0
-        path = self._path / f"slab-{slab:05d}.kv"
-        try:
-            row = self._buffer.read(path, index * nbytes + skip, nbytes - skip)
-        except OSError as error:
-            raise Unusable(f"{path} cannot be read ({error.strerror})") from None
+        row = self._buffer.read(self._path / f"slab-{slab:05d}.kv", index * nbytes + skip, nbytes - skip)
         return np.zeros(0, np.uint8) if row is None else row
 
 

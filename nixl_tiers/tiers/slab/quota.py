@@ -222,8 +222,9 @@ class SlabQuota:
         for directory in self._shards():
             if own_part and (self._part is None or directory.parent != self._part.folder.path):
                 continue
-            if self.delete_shard(directory):
-                return True
+            with suppress(NotOwned):
+                if self.delete_shard(directory):
+                    return True
         return False
 
     def delete_expired(self, max_age_s: float, now_s: float) -> None:
@@ -236,29 +237,27 @@ class SlabQuota:
                     self.delete_shard(directory)
 
     def delete_shard(self, directory: Path) -> bool:
-        """Delete a shard, unless a process serves it. Inside `locked`. Raises OSError."""
+        """Delete a shard, unless a process serves it. Inside `locked`. Raises NotOwned if others can write to it,
+        OSError."""
         base, part = self._locked, directory.parent
         own = self._part is not None and part == self._part.folder.path
         if own and directory.name == self._serving:
             return False
-        try:
-            with base.folder(part.name) as above:
-                lock = None if own else try_lock(above)
-                if lock is None and not own:
-                    return False
-                try:
-                    above.folder(directory.name).close()  # raises if it is foreign
-                    # Renamed first: a crash in the middle leaves an orphan to delete, not half a shard.
-                    renamed = f".gone-{part.name}-{directory.name}"
-                    above.rename(directory.name, base, renamed)
-                    _finish_deletion(base, renamed)
-                    if not own:
-                        _remove_part(part)
-                finally:
-                    if lock is not None:
-                        os.close(lock)
-        except NotOwned:  # replaced by something foreign
-            return False
+        with base.folder(part.name) as above:
+            lock = None if own else try_lock(above)
+            if lock is None and not own:
+                return False
+            try:
+                above.folder(directory.name).close()  # raises if it is foreign
+                # Renamed first: a crash in the middle leaves an orphan to delete, not half a shard.
+                renamed = f".gone-{part.name}-{directory.name}"
+                above.rename(directory.name, base, renamed)
+                _finish_deletion(base, renamed)
+                if not own:
+                    _remove_part(part)
+            finally:
+                if lock is not None:
+                    os.close(lock)
         logger.info("deleted %s, which no process serves", directory)
         self._measure()
         if self._free is not None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 import pytest
+from botocore.client import BaseClient
+from botocore.exceptions import ClientError
 
-from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.cli import FAILED, OK, main
-from nixl_tiers.manifest import Description
+from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
+from nixl_tiers.manifest import Description, Manifest
 from nixl_tiers.testing.servers import S3Server, SeaweedServer
 from nixl_tiers.tiers.s3 import tier as tier_module
 from tests.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
 
+DENIED: Any = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
 GEOMETRY = Geometry(cells=1, cell_payload=30_000)
 
 
@@ -77,3 +81,89 @@ def test_server_that_does_not_answer_is_one_sentence(
     error = capsys.readouterr().err
     assert "does not answer" in error
     assert error.count("\n") == 1
+
+
+def test_versions_are_deleted_too_and_left_is_what_is_there(
+    s3_server: S3Server, place: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a bucket with versioning: a delete without a version would leave all rows readable."""
+    bucket = f"versioned-{secrets.token_hex(4)}"
+    client = s3_server.client()
+    client.create_bucket(Bucket=bucket)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    url = f"s3://{bucket}/{place['prefix']}"
+
+    def run(*given: str) -> tuple[int, Any]:
+        code = main([given[0], url, "--endpoint", place["endpoint"], *given[1:], "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    def versions() -> list[str]:
+        return [each["Key"] for each in client.list_object_versions(Bucket=bucket).get("Versions", ())]
+
+    home = f"{place['prefix']}/{NAMESPACE.hex()}"
+    foreign = f"{home}/notes/my-thesis.row"
+    for number in range(3):
+        for body in (b"old", b"new"):
+            client.put_object(Bucket=bucket, Key=f"{home}/{object_name(b'%d' % number)}", Body=body)
+    manifest = Manifest(NAMESPACE.hex(), Description(model="org/model").of("blue"), 4096)
+    client.put_object(Bucket=bucket, Key=f"{home}/about.json", Body=manifest.encode())
+    client.put_object(Bucket=bucket, Key=foreign, Body=b"precious")
+    assert run("inspect")[1]["namespaces"][0]["rows"] == 3
+    for name in {*versions()} - {foreign}:  # as an older version of this command did
+        client.delete_object(Bucket=bucket, Key=name)
+    assert run("purge", "--salt", "red", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    code, shown = run("purge", "--salt", "blue", "--yes")
+    (report,) = shown["namespaces"]
+    assert (code, report["rows"], report["left"], report["problem"]) == (OK, 6, 0, None)
+    assert versions() == [foreign]
+
+
+@pytest.mark.parametrize("denied", [["ListObjectVersions"], ["ListObjectVersions", "GetBucketVersioning"]])
+def test_versions_that_may_be_left_are_a_problem(
+    denied: list[str],
+    s3_server: S3Server,
+    place: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = f"versioned-{secrets.token_hex(4)}"
+    client = s3_server.client()
+    client.create_bucket(Bucket=bucket)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Suspended"})
+    client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'1')}", Body=b"row")
+    real = BaseClient._make_api_call
+
+    def call(self: BaseClient, operation: str, given: dict[str, Any]) -> Any:
+        if operation in denied:
+            raise ClientError(DENIED, operation)
+        answer = real(self, operation, given)
+        for each in answer.get("Deleted", ()):
+            each["DeleteMarker"] = True  # as AWS says of a bucket with versioning
+        return answer
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", call)
+    code = main(["purge", f"s3://{bucket}/p", "--endpoint", place["endpoint"], "--all", "--yes", "--json"])
+    (report,) = json.loads(capsys.readouterr().out)["namespaces"]
+    assert (code, report["left"]) == (INCOMPLETE, 0)
+    assert "older versions" in report["problem"]
+
+
+def test_verify_goes_on_after_an_object_that_may_not_be_read(
+    s3_server: S3Server, place: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = s3_server.client()
+    names = [f"{place['prefix']}/{NAMESPACE.hex()}/{object_name(b'%d' % number)}" for number in range(3)]
+    for name in names:
+        client.put_object(Bucket=place["bucket"], Key=name, Body=b"no row")
+    real = BaseClient._make_api_call
+
+    def call(self: BaseClient, operation: str, given: dict[str, Any]) -> Any:
+        if operation == "GetObject" and given["Key"] == min(names):
+            raise ClientError(DENIED, operation)
+        return real(self, operation, given)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", call)
+    url = f"s3://{place['bucket']}/{place['prefix']}"
+    code = main(["verify", url, "--endpoint", place["endpoint"], "--json"])
+    (report,) = json.loads(capsys.readouterr().out)["namespaces"]
+    assert (code, report["unreadable"], report["corrupt"]) == (INCOMPLETE, 1, 2)
