@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import signal
 import time
@@ -72,6 +73,23 @@ def test_deleted_directory(file_rig: Callable[..., FaultRig], tmp_path: Path, la
         rig.fault_ended()
         rig.wait_for_answers(20)
         rig.wait_until_healed()
+
+
+@pytest.mark.faults
+def test_lock_of_the_path_held_from_the_start(file_rig: Callable[..., FaultRig], tmp_path: Path) -> None:
+    """As by a mover that was stopped while it made room. The tier says so after 10 s."""
+    place = tmp_path / "kv"
+    place.mkdir()
+    with (place / ".ledger").open("w") as holder:
+        (place / ".ledger").chmod(0o600)
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        rig = file_rig("path's lock held, from the start", "slabs")
+        with rig.under_load(warm=False):
+            rig.wait_for_answers(20)
+            until(lambda: any(tier.log.problem for tier in rig.store.coordinator._link.tiers), "a word", TIMEOUT_S)
+            fcntl.flock(holder, fcntl.LOCK_UN)
+            rig.fault_ended()
+            rig.wait_until_healed()
 
 
 @pytest.mark.faults

@@ -11,9 +11,11 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import stat
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_tiers.manifest import Manifest
+from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, Found, NotOwned
@@ -28,6 +31,7 @@ from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.parts import (
     DESCRIPTION,
+    HELD_RETRY_S,
     LOCK,
     NAMESPACE,
     SHARD,
@@ -48,6 +52,7 @@ _FIRST_SEEN: Final = ".first-seen"  # see `_first_seen_ns`
 _JOURNAL: Final = "manifest."
 _SLAB: Final = "slab-"
 
+_LOCK_POLL_S: Final = 0.01
 _ROUNDING_BYTES: Final = 64 << 10  # that a file system adds to an extent by itself (extent trees, directories)
 
 
@@ -112,18 +117,37 @@ class SlabQuota:
         """Everything below the path when it was last measured; journals count with the most that they may grow to."""
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """The lock of the path: no other process acquires, allocates or deletes meanwhile. Not reentrant."""
+    def locked(self, wait_s: float = math.inf) -> Iterator[None]:
+        """The lock of the path: no other process acquires, allocates or deletes meanwhile. Not reentrant. Raises
+        TierDown if it cannot be had for `wait_s`."""
         with Folder.base(self.path, self._found) as base:
             self._found = self._found or base.found
             descriptor = base.open(SLAB_LOCK, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                self._lock(descriptor, wait_s)
                 self._base = base
                 yield
             finally:
                 self._base = None
                 os.close(descriptor)
+
+    def _lock(self, descriptor: int, wait_s: float) -> None:
+        if wait_s == math.inf:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TierDown(
+                        f"it waits for {self.path / SLAB_LOCK}, which another process has locked for more than "
+                        f"{wait_s:.0f} s: has an engine's mover on this path been stopped?",
+                        retry_s=HELD_RETRY_S,
+                    ) from None
+            time.sleep(_LOCK_POLL_S)
 
     def forget_path(self) -> None:
         """The path may lead to another directory from now on, and another user own files that are made there."""

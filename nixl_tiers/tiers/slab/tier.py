@@ -40,6 +40,7 @@ _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
 _UNITS_RUNNING: Final = 4  # in each direction
 _UNITS_SEALED: Final = 1  # beside these, for the next one to be written
+LOCK_WAIT_S: Final = 10.0  # how long opening waits for the path's lock before it says so
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
 
 
@@ -146,7 +147,7 @@ class SlabTier(StorageTier):
             except BaseException:
                 directory.release()
                 raise
-        with self._quota.locked():
+        with self._quota.locked(LOCK_WAIT_S):
             directory = self._quota.acquire_shard(namespace)
             shard = None
             try:

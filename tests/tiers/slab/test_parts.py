@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import socket
@@ -336,4 +337,25 @@ def test_tier_that_cannot_make_room_at_open_leaves_nothing_behind(
                 tier.open(NAMESPACE, 0)
         assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
         assert tier.open(NAMESPACE, 0) > 0
+        tier.close()
+
+
+# --- the lock of the path ---------------------------------------------------------------------------------------------
+
+
+def test_opening_says_that_it_waits_for_a_stopped_holder_of_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_tier, "LOCK_WAIT_S", 0.1)
+    with HostRegion.create(GEOMETRY, 1) as region:
+        tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
+        tier.open(NAMESPACE, 0)
+        tier.close()
+        with (tmp_path / ".ledger").open() as holder:
+            fcntl.flock(holder, fcntl.LOCK_EX)
+            tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
+            with pytest.raises(TierDown, match=rf"it waits for {tmp_path}/\.ledger") as down:
+                tier.open(NAMESPACE, 0)
+            assert down.value.retry_s < 10
+        tier.open(NAMESPACE, 0)
         tier.close()
