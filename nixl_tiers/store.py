@@ -195,7 +195,8 @@ class TieredStore:
         """Promote chunks to host memory in the background, so that a later `get` need not wait for storage.
 
         Returns at once. In the order of `keys`, behind what any `get` waits for; of more than half of what the cpu tier
-        holds, the first. Keys that no tier holds are ignored. Chunks that have come are evicted like any others.
+        holds, the first, and nothing while dozens of such calls are before it. Keys that no tier holds are ignored.
+        Chunks that have come are evicted like any others.
 
         Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
         """

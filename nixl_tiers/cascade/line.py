@@ -22,17 +22,19 @@ from nixl_tiers.chunk import Key
 
 Rank = tuple[float, ...]
 AFTER_ALL: Final[Rank] = (float("inf"),)  # of keys for which no request waits yet
+MAX_PREFETCHES: Final = 64  # places of such keys: of more, the last would evict the first
 
 
 class Place:
     """A request's place in the line.
 
     `keys`: of its chain, from the first that the engine lacks, of which `at` are dealt with; `held`: so many of them
-    are in host memory, or on their way there, and pinned for it. `step`: in which it joined. A `prefetch` is no
-    request: it ends when its rows have come, of which `come` are known to have.
+    are in host memory, or on their way there, and pinned for it; `queued`: where in the chain those are that were
+    queued. `step`: in which it joined, or found no room. A `prefetch` is no request: it ends when its rows have come,
+    of which `come` are known to have.
     """
 
-    __slots__ = ("at", "come", "held", "keys", "order", "prefetch", "request", "step")
+    __slots__ = ("at", "come", "held", "keys", "order", "prefetch", "queued", "request", "step")
 
     def __init__(self, request: Request, keys: Sequence[Key], rank: Rank, number: int, step: int) -> None:
         self.request = request
@@ -41,6 +43,7 @@ class Place:
         self.order = (rank, number)
         self.prefetch = rank is AFTER_ALL
         self.at = self.held = self.come = 0
+        self.queued: dict[Key, int] = {}
 
     def __lt__(self, other: Place) -> bool:
         return self.order < other.order
@@ -70,11 +73,34 @@ class Line:
         return len(self._places) <= last or rank < self._places[last].order[0]
 
     def join(self, request: Request, keys: Sequence[Key], rank: Rank) -> None:
-        """A new request waits for its turn; the lower its `rank`, the sooner that comes."""
+        """A new request waits for its turn; the lower its `rank`, the sooner that comes. Nobody may change `keys`."""
         self._joined += 1
         place = self._of[request.name] = Place(request, keys, rank, self._joined, self._host.step)
         request.join_line()
         insort(self._places, place)
+
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Keys for which no request waits yet. Calls for which nothing was promoted yet are one place, as far as the
+        share has room for all of them; of calls beyond a number of places nothing is promoted."""
+        last = self._places[-1] if self._places else None
+        few = last is not None and last.prefetch and not last.at and len(last.keys) + len(keys) <= self._share
+        if last is not None and few and isinstance(last.keys, list):
+            last.keys += keys
+        elif len(self._places) < MAX_PREFETCHES or not self._places[-MAX_PREFETCHES].prefetch:
+            self.join(Request(f"prefetch {self._joined}", self._host.generation), list(keys), AFTER_ALL)
+
+    def find_no_room(self, request: Request, key: Key) -> None:
+        """The host has no room for a row that was queued for a request in line. The next steps try again from there, as
+        without this row those behind it are worth nothing. A prefetch goes on without it."""
+        request.withdraw(key)
+        place = self._of[request.name]
+        if (at := place.queued.pop(key, None)) is None:
+            return
+        place.at = min(place.at, at)
+        place.step = self._host.step
+        place.held -= 1
+        if not place.held:
+            del self._holding[bisect_left(self._holding, place)]
 
     def leave(self, request: Request) -> None:
         """Its turn has come, or it has ended. What it holds stays pinned."""
@@ -110,7 +136,9 @@ class Line:
     def _feed(self, now: float) -> None:
         limits = self._state.limits
         room = self._share - sum(place.held for place in self._holding)
-        for place in self._places[: limits.line_requests]:
+        number = 0
+        while number < min(len(self._places), limits.line_requests):
+            place = self._places[number]
             while place.at < len(place.keys) and self._is_waiting(place):
                 if room <= 0 and (freed := self._last_gives(place)) == 0:
                     break
@@ -123,18 +151,26 @@ class Line:
                     break  # which is no work that is left: nothing can be done before some load has ended
                 self._state.take()
                 room -= place.held - before
-            if place.prefetch and self._has_ended(place):
-                place.request.release()
-                self.leave(place.request)
+            if not (place.prefetch and self._has_ended(place)):
+                number += 1
+                continue
+            room += place.held
+            place.request.release()
+            self.leave(place.request)
+            if not self._state.take():
+                return
 
     def _is_waiting(self, place: Place) -> bool:
-        """Whether a step has passed it over: its turn was not to come at once."""
+        """Whether a step has passed it over: its turn was not to come at once, or there may be room again."""
         return place.prefetch or place.step != self._host.step
 
     def _advance(self, place: Place, now: float) -> bool:
         """Keep the next row of its chain, or queue it to be promoted; False: not now."""
         request, key = place.request, place.keys[place.at]
         row = self._host.index.get(key)
+        if request.asked.get(key) or (row is not None and request.pinned.get(key) is row):
+            place.at += 1  # it has this one already, or it is queued
+            return True
         if row is not None and place.prefetch:
             self._host.touch(key, self._state.tick_of(request))
         elif row is not None:
@@ -150,6 +186,8 @@ class Line:
                 return False
             tier.queue_load(request, key)
             request.ask((key,))
+            if not place.prefetch:
+                place.queued[key] = place.at
             request.lowest = max(request.lowest, tier.number)
         place.at += 1
         request.begin_wait()
@@ -174,7 +212,7 @@ class Line:
         if not self._holding or (before is not None and not before < self._holding[-1]):
             return 0
         last = self._holding.pop()
-        given, last.held, last.keys = last.held, 0, ()
+        given, last.held, last.keys, last.queued = last.held, 0, (), {}
         last.request.release()
         return given
 

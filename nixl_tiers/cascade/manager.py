@@ -27,14 +27,13 @@ from nixl_tiers.cascade.gone_keys import GoneKeys
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import CPU, HostTier, Row, RowState
 from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.line import AFTER_ALL, Rank
+from nixl_tiers.cascade.line import Rank
 from nixl_tiers.cascade.measurements import Measurements
 from nixl_tiers.cascade.misses import Misses
 from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.promotion import Promotion
 from nixl_tiers.cascade.promotion_jobs import PromotionJobs
 from nixl_tiers.cascade.request_index import RequestIndex
-from nixl_tiers.cascade.requests import Request
 from nixl_tiers.cascade.savings import Savings
 from nixl_tiers.cascade.state import CascadeState
 from nixl_tiers.cascade.tier_index import TierIndex
@@ -106,7 +105,6 @@ class TierManager:
         )
         self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
         self._chains = Chains(self._state, self.checks, self._promotion, self._requests, self._measurements)
-        self._prefetches = 0
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -204,10 +202,8 @@ class TierManager:
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Promote those of `keys` that storage tiers hold, in this order, behind all that requests wait for. Rows that
         have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes."""
-        self._prefetches += 1
         if self.tiers and keys:
-            request = Request(f"prefetch {self._prefetches}", self.host.generation)
-            self._promotion.line.join(request, keys, AFTER_ALL)
+            self._promotion.line.prefetch(keys)
 
     def set_allowed_tiers(self, name: str, tiers: Iterable[int]) -> None:
         """Let a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""

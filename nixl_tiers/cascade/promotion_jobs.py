@@ -234,7 +234,7 @@ class PromotionJobs:
         put_off = []
         for request in requests:
             if request.in_line:
-                request.withdraw(key)  # its turn is still to come
+                self._line.find_no_room(request, key)
             elif self._promotion.crowded:
                 put_off.append((request, key))
             else:  # the host is full of rows of requests that wait for more of them: this prefix ends here

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+from nixl_tiers.cascade.line import MAX_PREFETCHES
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.types import Direction
 from nixl_tiers.chunk import Key, Outcome
@@ -391,3 +392,70 @@ def test_line_has_room_for_those_that_would_be_next() -> None:
     scan(core, a, "a")
     assert not core.is_queued("a")
     assert core.line_has_room((2.0,))
+
+
+def test_many_prefetches_of_one_key_each_come_up_together() -> None:
+    a, b = chain("a", 20), chain("b", 80)
+    core = stored(a, b, rows=400, ahead_s=1e3, rows_per_slice=1000, line_requests=8)
+    jobs = []
+    for key in a:
+        core.prefetch([key])
+        jobs += core.events.plan(0.0)
+    assert 0 < len(jobs) <= 8
+    for key in b:
+        core.prefetch([key])
+    rounds = 0
+    while jobs:
+        run(core, jobs)
+        jobs = core.events.plan(0.0)
+        rounds += 1
+    assert in_host(core, [*a, *b]) == 100
+    assert rounds == 2, "those that were under way, and all others"
+    assert not core._promotion.busy
+
+
+def test_prefetches_that_hold_nothing_make_way_within_a_slice() -> None:
+    a = chain("a")
+    core = stored(a, rows=64, line_requests=2)
+    for number in range(10):
+        core.prefetch([b"%d nowhere %d" % (number, place) for place in range(32)])
+    core.prefetch(a)
+    assert core.events.plan(0.0) == []
+    assert core.events.unfinished, "a slice is bounded"
+    turns = 0
+    while not (jobs := core.events.plan(0.0)):
+        turns += 1
+        assert turns < 10
+    assert [move.key for job in jobs for move in job.moves] == a
+
+
+def test_line_of_prefetches_is_bounded() -> None:
+    core = stored(rows=8)
+    for number in range(1000):
+        core.prefetch([b"%d-%d" % (number, place) for place in range(4)])
+    assert len(core._promotion.line._places) == MAX_PREFETCHES
+
+
+def test_request_in_line_gets_the_beginning_of_its_chain_when_a_full_host_has_room() -> None:
+    a = chain("a", 8)
+    core = stored(a, rows=16, line_share=1.0)
+    core.copies.prepare_store(chain("filling", 13), "filling")
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == a[:3]
+    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 13)), ())
+    core.end_step()
+    assert come_up(core) == a[3:], "from where there was no room"
+    assert core._promotion.line._of["a"].held == sum(row.request_pins for row in core.host.index.values()) == 8
+    assert scan(core, a, "a") == [HIT] * 8
+
+
+def test_line_rests_while_the_host_has_no_room() -> None:
+    a = chain("a", 8)
+    core = stored(a, rows=8)
+    core.copies.prepare_store(chain("filling", 8), "filling")
+    wait_in_line(core, "a", a, FIRST)
+    for _ in range(5):
+        core.turn(0.0, 0.0)
+    assert not core._promotion.line.busy, "until a step has passed"
+    core.end_step()
+    assert core._promotion.line.busy
