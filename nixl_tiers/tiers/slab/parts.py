@@ -14,7 +14,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +46,27 @@ class Part:
         self.number = number
         self.folder = folder
         self._lock = lock
+        self.other_holder = b""
+        """The content of the lock file if another process has written it since: its lock does not exclude ours, as on
+        Lustre with `localflock` or NFS with `nolock`, where locks do not reach other machines."""
+        self._content = _read_lock(folder)
         self._identities = [FileIdentity(folder.path, os.fstat(folder.descriptor))]
         if lock is not None:
             self._identities.append(FileIdentity(folder.path / LOCK, os.fstat(lock)))
 
     def problem(self) -> str:
-        """Whether the directory or its lock was deleted or replaced, or "". Raises OSError."""
-        return next(filter(None, (identity.problem() for identity in self._identities)), "")
+        """Whether the directory or its lock was deleted or replaced, or another process holds it too, or "". Raises
+        OSError."""
+        if problem := next(filter(None, (identity.problem() for identity in self._identities)), ""):
+            return problem
+        content = _read_lock(self.folder)
+        if not content or not self._content or content == self._content:
+            return ""
+        self.other_holder = content
+        return (
+            f"{self.folder.path} has been taken by {holder_of(content)}: locks there do not reach all of its machines, "
+            "so give each a path of its own, or use layout: files"
+        )
 
     def release(self) -> None:
         """Let another process take it."""
@@ -75,9 +89,10 @@ def preferred(free: Sequence[FreePart]) -> FreePart:
     return min(free, key=lambda part: (-part.own_bytes, part.used_ns, part.number))
 
 
-def claim(base: Folder, replicas: int, namespace: bytes) -> Part:
-    """Take a free part. `base`: the path. Raises TierDown with the holders' names if all are held, NotOwned if others
-    can write to one, OSError."""
+def claim(base: Folder, replicas: int, namespace: bytes, lost: Mapping[int, bytes]) -> Part:
+    """Take a free part. `base`: the path. `lost`: by number of a part, who has taken it from this process despite
+    its lock: while the lock file names that one, it counts as holding it. Raises TierDown with the holders' names if all
+    are held, NotOwned if others can write to one, OSError."""
     free, holders = [], []
     for number in range(replicas):
         try:
@@ -89,8 +104,11 @@ def claim(base: Folder, replicas: int, namespace: bytes) -> Part:
             lock = try_lock(folder)
             if lock is None:
                 holders.append(f"{part_name(number)} by {_holder(folder)}")
+                continue
+            os.close(lock)
+            if number in lost and _read_lock(folder) == lost[number]:
+                holders.append(f"{part_name(number)} by {holder_of(lost[number])}")
             else:
-                os.close(lock)
                 free.append(_free_part(number, folder.path, namespace))
     if not free:
         more = f" and {len(holders) - _HOLDERS} more" if len(holders) > _HOLDERS else ""
@@ -165,6 +183,13 @@ def _lock_to_read(folder: Folder, how: int) -> tuple[int | None, str]:
                 os.close(lock)
                 return None, _living_holder(folder)
     return lock, ""
+
+
+def _read_lock(folder: Folder) -> bytes:
+    try:
+        return folder.read(LOCK)
+    except FileNotFoundError:
+        return b""
 
 
 def _living_holder(folder: Folder) -> str:

@@ -111,6 +111,7 @@ class SlabQuota:
         self._found: Found | None = None
         self._base: Folder | None = None  # while it is locked
         self._part: Part | None = None
+        self._lost: dict[int, bytes] = {}  # see `claim`
         self._serving = ""  # name of the shard in the part that this process serves
         self._part_used_bytes = 0
         self.used_bytes = 0
@@ -175,7 +176,7 @@ class SlabQuota:
                 with suppress(OSError):
                     _finish_deletion(base, leftover)
         if self._part is None:
-            self._part = claim(base, self.replicas, namespace)
+            self._part = claim(base, self.replicas, namespace, self._lost)
         self._serving = namespace.hex()
         return self._open_shard(self._part, self._part.folder.folder(self._serving, make=True))
 
@@ -207,6 +208,8 @@ class SlabQuota:
         """Let another process take the part; its rows stay."""
         part, self._part, self._serving = self._part, None, ""
         if part is not None:
+            if part.other_holder:
+                self._lost[part.number] = part.other_holder
             part.release()
 
     def make_room(self, need_bytes: int) -> str:

@@ -359,3 +359,34 @@ def test_opening_says_that_it_waits_for_a_stopped_holder_of_the_lock(
             assert down.value.retry_s < 10
         tier.open(NAMESPACE, 0)
         tier.close()
+
+
+def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one has it; the earlier one does not take it back, until another holder is named."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    one, other = SlabQuota(tmp_path, 16 * MIB), SlabQuota(tmp_path, 16 * MIB)
+    lock = tmp_path / "part-0" / ".lock"
+    with one.locked():
+        shard = one.acquire_shard(NAMESPACE)
+    assert shard.problem() == "" or "namespace.json" in shard.problem()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
+        with other.locked():
+            taken = other.acquire_shard(NAMESPACE)
+    assert "has been taken by process" in shard.problem()
+    assert "elsewhere" in shard.problem()
+    assert "taken" not in taken.problem()
+    shard.release()
+    one.release()
+    for _ in range(2):
+        with one.locked(), pytest.raises(TierDown, match=r"part-0 by process .* on elsewhere"):
+            one.acquire_shard(NAMESPACE)
+    assert "taken" not in taken.problem()
+    taken.release()
+    other.release()
+    lock.write_text("{}")
+    with one.locked():
+        one.acquire_shard(NAMESPACE).release()
+    one.release()
