@@ -3,8 +3,9 @@
     python stress.py PLAN RESULT        both JSON files
 
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
-"aborts", "resets": how likely before a step, "storm": resets in the end}. Result: counts, how many host rows are lost,
-and what is wrong of which request.
+"conversations": that are gone on with, "aborts", "resets": how likely before a step, "storm": resets in the end,
+"speed": the file that says how fast the tier loads (bench/slowed_file.py), and "speeds" to choose from; without these
+the tier is as it is}. Result: counts, how many host rows are lost, and what is wrong of which request.
 
 Requests are short, extend prefixes of others, and have far too little KV space, so that they preempt one another. The
 answer of each is checked by an engine without tiers, which gets prompt and answer at once, alone: each token must be
@@ -30,16 +31,17 @@ TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6
 ALIVE = 12  # requests at a time
 ANSWER = 24  # tokens at most
+OTHER_SPEED = 0.02  # how likely before a step
 RESET_AGAIN = 0.1  # how likely before a step, after a reset in vain: until one succeeds, longer chunks are not stored
 
 
 class Load:
     """Conversations that several requests go on with at once, each in its own way."""
 
-    def __init__(self, rng: random.Random, longest: int) -> None:
+    def __init__(self, rng: random.Random, longest: int, conversations: int) -> None:
         self._rng = rng
         self._longest = longest
-        self._conversations: list[list[int]] = [[] for _ in range(3)]
+        self._conversations: list[list[int]] = [[] for _ in range(conversations)]
 
     def prompt(self) -> list[int]:
         place = self._rng.randrange(len(self._conversations))
@@ -61,10 +63,15 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
         store = TieredStore(manager._coordinator)
         until_up(store)
+        promoted = count_promotions_at_arrival(store)
         answers, counts = drive(llm.llm_engine, plan)
+        counts["at_arrival"] = promoted["rows"]
         storm(llm.llm_engine, plan["storm"])
         counts["lost"] = lost_rows(store)
-        counts["hits"] = int(sum(tier["hits"] for tier in store.stats().values()))
+        stats = store.stats()
+        counts["hits"] = int(sum(tier["hits"] for tier in stats.values()))
+        counts["slower"] = int(stats["file"]["missed_slower"])
+        counts["promoted"], counts["unused"] = int(stats["cpu"]["promoted"]), int(stats["cpu"]["unused"])
     finally:
         llm.llm_engine.engine_core.shutdown()
     alone = {**settings, "max_num_seqs": 1, "enable_prefix_caching": False, "num_gpu_blocks_override": None}
@@ -73,6 +80,21 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         return {**counts, **check(judge, answers)}
     finally:
         judge.llm_engine.engine_core.shutdown()
+
+
+def count_promotions_at_arrival(store: TieredStore) -> Counter[str]:
+    """Rows that are queued from now on for requests whose turn has not come."""
+    line, counts = store.coordinator._core._promotion.line, Counter[str]()
+    advance = line._advance
+
+    def counted(place: Any, now: float) -> bool:
+        queued = sum(len(tier.to_load) for tier in line._state.tiers)
+        advanced: bool = advance(place, now)
+        counts["rows"] += sum(len(tier.to_load) for tier in line._state.tiers) - queued
+        return advanced
+
+    line._advance = counted  # type: ignore[method-assign]
+    return counts
 
 
 def lost_rows(store: TieredStore, patience_s: float = 30.0) -> int:
@@ -89,7 +111,7 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
 
     rng = random.Random(plan["seed"])
     # The judge takes prompt and answer as a prompt, and must be asked for one more token.
-    load = Load(rng, plan["settings"]["max_model_len"] - ANSWER - 1)
+    load = Load(rng, plan["settings"]["max_model_len"] - ANSWER - 1, plan["conversations"])
     counts = Counter(dict.fromkeys(("requests", "finished", "aborts", "resets", "uncleared", "steps"), 0))
     scheduler = engine.engine_core.engine_core.scheduler
     requests: dict[str, Any] = {}
@@ -114,6 +136,8 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
             cleared = reset(engine, scheduler, rng)
             counts["resets"] += 1
             counts["uncleared"] += not cleared
+        if "speed" in plan and rng.random() < OTHER_SPEED:
+            write_speed(plan["speed"], rng.choice(plan["speeds"]))
         counts["steps"] += 1
         for output in engine.step():
             if output.finished and output.request_id in alive:
@@ -122,6 +146,13 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
                 answers[output.request_id] = (prompts[output.request_id], output.outputs[0])
     counts["preempted"] = sum(request.num_preemptions > 0 for request in requests.values())
     return answers, counts
+
+
+def write_speed(path: str, mb_per_s: float) -> None:
+    """Atomically: the mover reads it at every load."""
+    draft = Path(f"{path}.new")
+    draft.write_text(str(mb_per_s))
+    draft.replace(path)
 
 
 def reset(engine: Any, scheduler: Any, rng: random.Random) -> bool:

@@ -24,7 +24,12 @@ from tests.support.models import save_random
 pytestmark = [pytest.mark.vllm]
 
 SEED = int(os.environ.get("STRESS_SEED", random.SystemRandom().randrange(1 << 32)))
-CELLS = list(product(("full", "windowed"), (1, 2)))
+# Models, blocks of a chunk, and whether loads are priced: then NixlTiersConnector promotes at arrival, too.
+CELLS = list(product(("full", "windowed"), (1, 2), (False,)))
+PRICED = [("full", 1, True), ("windowed", 2, True)]
+PREFILL = 4000  # tokens a second, as a priced cell is told: a block of 32 takes 8 ms, its row 28 ms at 1 MB/s
+SPEEDS = (0, 1, 1)  # of the slowed tier, in MB/s; 0: as fast as the disk
+SLOWER_EVERY = 10  # requests for a declined row, at least
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("LlamaForCausalLM", {}),
     # Windows that a request soon leaves behind, so that its first blocks are others' while it still runs.
@@ -52,19 +57,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
-    def run(model: str, blocks: int, requests: int, seed: int, *, storm: int = 50) -> None:
+    def run(model: str, blocks: int, priced: bool, requests: int, seed: int, *, storm: int = 50) -> None:
         rng = random.Random(seed)
         tiers = [
             {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
             file_tier(tmp_path / "kv", "64MiB"),
         ]
-        options = {
+        options: dict[str, Any] = {
             "offload_prompt_only": rng.random() < 0.5,
             "on_reset": rng.choice(["new_epoch", "new_epoch", "keep"]),
         }
+        shows = ["finished", "hits", "aborts", "resets", "preempted"]
+        connector, speed = vllm_cpu.kv_transfer, tmp_path / "speed"
+        if priced:
+            speed.write_text("1")
+            tiers[0]["capacity"] = "1MiB"
+            tiers[1] |= {"type": "bench.slowed_file:SlowedFileConfig", "speed": str(speed)}
+            connector = vllm_cpu.recomputing_transfer
+            options |= {"prefill_tokens_per_s": PREFILL, "on_reset": "keep"}
+            shows += ["at_arrival", "promoted"]
         plan = {
             "model": str(models[model]),
-            "transfer": vllm_cpu.kv_transfer(tiers, blocks_per_chunk=blocks, **options),
+            "transfer": connector(tiers, blocks_per_chunk=blocks, **options),
             "settings": {
                 "max_model_len": 512,
                 "block_size": 32,
@@ -75,18 +89,23 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
             "seed": seed,
             "requests": requests,
             "storm": storm,
+            "conversations": 3,
             "aborts": 0.02,
             "resets": 0.02 if blocks == 1 else 0.015,  # in doubt, no chunks of several blocks are stored
         }
-        print(f"STRESS_SEED={SEED}: {model}, chunks of {blocks}, {options}, host of {tiers[0]['capacity']}")
+        if priced:  # what is loaded has been evicted from host memory before
+            plan |= {"speed": str(speed), "speeds": SPEEDS, "conversations": 16, "resets": 0.003}
+        about = "promoted at arrival, priced" if priced else "always loaded"
+        print(f"STRESS_SEED={SEED}: {model}, chunks of {blocks}, {about}, {options}, host of {tiers[0]['capacity']}")
         # One core: this model's sums are so small that threads would only wait for each other.
         env = {"VLLM_CPU_OMP_THREADS_BIND": str(vllm_cpu.cores()[-1])}
         result = run_script("stress.py", plan, env, 12 * requests, new_process=True)
         print(result)
         assert result["wrong"] == []
         assert result["lost"] == 0
-        missing = [name for name in ("finished", "hits", "aborts", "resets", "preempted") if not result[name]]
+        missing = [name for name in shows if not result[name]]
         assert not missing, "a load without these shows nothing"
+        assert not priced or result["slower"] >= requests // SLOWER_EVERY, "the tier was hardly ever declined"
 
     return run
 
@@ -94,15 +113,14 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("number", range(2))
 def test_answers_equal_those_without_tiers(number: int, run_cell: Callable[..., None]) -> None:
-    model, blocks = random.Random(SEED).sample(CELLS, 2)[number]
-    run_cell(model, blocks, 150, SEED + number)
+    run_cell(*random.Random(SEED).sample(CELLS, 2)[number], 150, SEED + number)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("model", "blocks"), CELLS)
+@pytest.mark.parametrize("cell", [*CELLS, *PRICED])
 @pytest.mark.parametrize("number", range(2))
 def test_all_answers_equal_those_without_tiers(
-    number: int, model: str, blocks: int, run_cell: Callable[..., None]
+    number: int, cell: tuple[str, int, bool], run_cell: Callable[..., None]
 ) -> None:
-    run_cell(model, blocks, 500, SEED + number, storm=1000)
+    run_cell(*cell, 500, SEED + number, storm=1000)
