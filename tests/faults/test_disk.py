@@ -11,10 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.memory.region import HostRegion
 from tests.faults.interposer import Interposer
-from tests.faults.rig import TIMEOUT_S, FaultRig
+from tests.faults.rig import HOST, TIMEOUT_S, FaultRig
 from tests.faults.test_mover import matrix
 from tests.support.disks import run, tmpfs
+from tests.support.file_tier import file_tier
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
@@ -147,3 +152,24 @@ def test_wall_clock_jumps(
         disk.clear()
         monkeypatch.setattr(time, "time", real_time)
         rig.wait_for_answers(10)
+
+
+@pytest.mark.faults
+def test_reader_beside_the_tier(file_rig: Callable[..., FaultRig], tmp_path: Path) -> None:
+    """With less capacity than is there, and a `max_age` that has passed: it takes nothing away."""
+    rig = file_rig("a reader of 1 MiB, max_age 1 s, beside it", "files")
+    with rig.under_load():
+        rows = {*(tmp_path / "kv").rglob("*.row")}
+        tier = file_tier(tmp_path / "kv", "1MiB", layout="files", write="off", max_age="1s")
+        config = configuration.load({"tiers": [{"type": "cpu", "capacity": HOST}, tier]})
+        region = HostRegion.create(Geometry(cells=1, cell_payload=rig.chunk), 16)
+        reader = Coordinator(config, Namespace.of({"of": "the fault matrix"}), region)
+        reader.start(TIMEOUT_S)
+        try:
+            rig.wait_for_answers(40)
+        finally:
+            reader.close()
+        assert rows
+        assert rows <= {*(tmp_path / "kv").rglob("*.row")}
+        rig.fault_ended()
+        rig.wait_until_healed()

@@ -91,7 +91,7 @@ def preferred(free: Sequence[FreePart]) -> FreePart:
 
 def claim(base: Folder, replicas: int, namespace: bytes, lost: Mapping[int, bytes]) -> Part:
     """Take a free part. `base`: the path. `lost`: by number of a part, who has taken it from this process despite
-    its lock: while the lock file names that one, it counts as holding it. Raises TierDown with the holders' names if all
+    its lock: while the lock file names that one, it counts as holding it. Raises TierDown with the holders if all
     are held, NotOwned if others can write to one, OSError."""
     free, holders = [], []
     for number in range(replicas):
