@@ -164,8 +164,10 @@ class HostTier:
         return rows
 
     def finish_eviction(self, row: Row) -> None:
-        """Evict a victim now, unless it is pinned or its eviction was cancelled."""
-        if row.evicting and not self._is_pinned(row.key):
+        """Evict a victim now, unless its eviction was cancelled. One that is pinned stays: it is selected again."""
+        if row.evicting and self._is_pinned(row.key):
+            self.cancel_eviction(row, row.tick)
+        elif row.evicting:
             self._remove(row)
 
     def evict(self, row: Row) -> None:

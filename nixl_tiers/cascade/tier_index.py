@@ -270,6 +270,15 @@ class TierIndex:
             self._leave_order(key, entry)
             self._evict(key)
 
+    def finish_eviction(self, key: Key, tick: int) -> None:
+        """Evict a victim now, unless its eviction was cancelled. One that is pinned stays: it is selected again."""
+        if key not in self.evicting:
+            return
+        if self.is_pinned(key):
+            self.cancel_eviction(key, tick)
+        else:
+            self._evict(key)
+
     def invalidate(self, key: Key, entry: Entry) -> bool:
         """This row cannot be used. Does nothing, and returns False, if the key has another entry by now."""
         if self.index.get(key) is not entry:

@@ -288,7 +288,7 @@ class WriteBack:
         """Whether a victim of `source` is in `target` or in the host already: then it is evicted, or queued, here."""
         row = self._host.index.get(key)
         if key in target:
-            source.evict(key)
+            source.finish_eviction(key, self._state.tick)
         elif row is not None and row.state is RowState.READY:
             row.host_only = False  # a storage tier has it from elsewhere
             target.to_store[key] = row.tick
@@ -328,11 +328,10 @@ class WriteBack:
             unused = not (row.tick or row.invalidated)
             if written and unused and self._state.below_host is not None:  # the host would write it to `tier` again
                 self._host.evict(row)
-        if key in tier.evicting:
-            if written:
-                tier.evict(key)
-            else:
-                tier.cancel_eviction(key, self._state.tick)
+        if written:
+            tier.finish_eviction(key, self._state.tick)
+        else:
+            tier.cancel_eviction(key, self._state.tick)
 
     def _count_unwritten(self, tier: TierIndex, evicted: Iterable[Key]) -> None:
         """Count what `tier` had to evict before it was written to the tier below."""

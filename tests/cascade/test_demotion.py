@@ -159,6 +159,24 @@ def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
     assert core.where(victim, 0.0) == "cpu"
 
 
+def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_ever() -> None:
+    """Nothing was going to end its eviction any more, and the reserve was smaller by it."""
+    core = manager(8, (Write.ON_EVICT,), (100,))
+    for key in keys(8):
+        put(core, key, 0.0)
+    jobs = core.events.plan(0.0)
+    victim = next(iter(core.host.evicting))
+    assert core.lookup(victim, "again", 0, 0.0) is Lookup.HIT
+    for job in jobs:
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert core.where(victim, 0.0) == "cpu"
+    core.finish_request("again")  # it does not load it
+    core.end_step()
+    settle(core)
+    assert core.host.free == 2
+    assert not core.host.evicting
+
+
 def test_shutdown_can_write_all_dirty_rows() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(6):
