@@ -14,6 +14,7 @@ from nixl_tiers.cascade import manager
 from nixl_tiers.cascade.chains import Chains
 from nixl_tiers.cascade.cold_table import ColdTable, Steps
 from nixl_tiers.cascade.copies import Copies
+from nixl_tiers.cascade.engine_hits import EngineHits
 from nixl_tiers.cascade.events import Events
 from nixl_tiers.cascade.health import Health
 from nixl_tiers.cascade.host import HostTier, Row, RowState
@@ -182,6 +183,42 @@ class BadRowCountedTwice(PromotionJobs):
         before = tier.counters.corrupt
         super().load_ended(tier, move, outcome, now)
         tier.counters.corrupt = before + (outcome is Outcome.CORRUPT)
+
+
+class VictimsOfBeforeAResetStay(TierManager):
+    """What was to be written below before a reset is queued for nobody after it."""
+
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        victims = [dict(tier.evicting) for tier in self.tiers]
+        super().reset(keep_tiers, now)
+        for tier, keys in zip(self.tiers if keep_tiers else (), victims, strict=False):
+            tier.former.clear()
+            tier.evicting.update(keys)
+
+
+class PinnedVictimStaysOne(HostTier):
+    """A victim that is pinned when its write ends is never selected again."""
+
+    def finish_eviction(self, row: Row) -> None:
+        if not self._is_pinned(row.key):
+            super().finish_eviction(row)
+
+
+class EngineHitIsWritten(EngineHits):
+    """A request that may not write a row to storage tiers has it written by using the engine's own copy."""
+
+    def _touch(self, keys, hits):  # type: ignore[no-untyped-def]
+        hits.host_only = False
+        super()._touch(keys, hits)
+
+
+class EngineHitsForgotten(EngineHits):
+    """What does not fit into a slice is forgotten."""
+
+    def work(self) -> None:
+        super().work()
+        self._queue.clear()
+        self.waiting = 0
 
 
 class ResetUncounted(TierManager):
@@ -476,6 +513,10 @@ MUTANTS = [
     CreditsIgnored,
     ChecksWithoutBounds,
     ResetUncounted,
+    VictimsOfBeforeAResetStay,
+    PinnedVictimStaysOne,
+    EngineHitIsWritten,
+    EngineHitsForgotten,
     RowFreedWhileMoved,
     RowReusedAfterReset,
     SlotFreedWhileWritten,
@@ -498,6 +539,10 @@ FOCUS: dict[type, tuple[str, ...]] = {
     ChecksBadRowsAgain: ("traffic_hits_corrupt_row", "another_engine_stores", "medium_rots"),
     HitsAreNotKept: ("another_engine_stores", "time_passes"),
     HostOnlyRowIsWritten: ("catch_up",),
+    EngineHitIsWritten: ("engine_has_the_beginning", "catch_up"),
+    EngineHitsForgotten: ("engine_has_the_beginning",),
+    PinnedVictimStaysOne: ("catch_up", "time_passes"),
+    VictimsOfBeforeAResetStay: ("reset",),
     LateIsWaitedFor: ("medium_stalls", "mover_hangs", "time_passes"),
     MeasuresBesideLoads: ("slow_tier_is_declined", "another_engine_stores"),
     MeasurementEvictsUnwritten: ("slow_tier_is_declined", "traffic"),

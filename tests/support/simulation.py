@@ -19,14 +19,14 @@ from nixl_tiers.cascade.chain_rows import Chain, Group
 from nixl_tiers.cascade.cold_rows import MAX_TABLES
 from nixl_tiers.cascade.cold_table import Steps, take_all
 from nixl_tiers.cascade.existence import ExistenceCheck
-from nixl_tiers.cascade.host import RowState
+from nixl_tiers.cascade.host import Row, RowState
 from nixl_tiers.cascade.limits import Limits
 from nixl_tiers.cascade.manager import Lookup, TierManager
 from nixl_tiers.cascade.prefill import PrefillEstimate
 from nixl_tiers.cascade.spill import spill_steps
 from nixl_tiers.cascade.throughput import ENOUGH
 from nixl_tiers.cascade.tier_index import UNLIMITED, TierIndex
-from nixl_tiers.cascade.types import Direction, Job, TierSpec, TierState
+from nixl_tiers.cascade.types import Direction, Entry, Job, TierSpec, TierState
 from nixl_tiers.chunk import Key, Outcome
 from nixl_tiers.policies import Eviction, Write
 from tests.support.cold_table import PlainColdTable, build_table
@@ -102,6 +102,16 @@ class WorkerJob:
     epoch: int
     request: str
     stale: bool = False  # prepared before the last reset: it is never reported as complete
+
+
+@dataclass
+class EngineUse:
+    """Chunks that the engine used from its own memory at `tick`. Those that were in host memory then, and in tiers with
+    places, by (tier, key)."""
+
+    tick: int
+    rows: list[Row]
+    entries: dict[tuple[int, Key], Entry]
 
 
 @dataclass
@@ -244,6 +254,7 @@ class Simulation:
         self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
         self.calls: list[StoreCall] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
+        self._uses: list[EngineUse] = []  # that the core is yet to note
         self.allowed: set[Key] = set()  # some request or call that has them may write them to storage tiers
         self._requests = 0
         self._uses_due_s = 0.0
@@ -270,6 +281,30 @@ class Simulation:
             self.allowed.update([*chain, *(WINDOWED + key for key in chain)])
         self._run(name, Prompt(list(chain), scan, stays))
         return name
+
+    def engine_uses(self, chain: Sequence[Key], own: int, *, host_only: bool = False) -> None:
+        """A new request of which the engine has the first `own` chunks in its own memory: it looks up the others."""
+        self._requests += 1
+        name = f"request-{self._requests}"
+        if host_only:
+            self.core.keep_in_host(name)
+        else:
+            self.allowed.update(chain)
+        used = chain[:own]
+        self.core.engine_hits.add(used, name)
+        entries = {
+            (index.number, key): index.index[key]
+            for index, mover in zip(self.core.tiers, self.movers, strict=True)
+            for key in (used if mover.physical else ())
+            if key in index.index
+        }
+        rows = [row for key in used if (row := self.core.host.index.get(key)) is not None]
+        self._uses.append(EngineUse(self.core._state.tick - 1, rows, entries))
+        if own < len(chain):
+            self._run(name, Prompt(list(chain[own:]), Scan.CHAIN, stays=False))
+        else:
+            self._finish(name)
+            self.tick()
 
     def queue(self, chain: Sequence[Key], rank: float = 0.0) -> str:
         """A new request whose turn comes later (`turn`); returns its name."""
@@ -440,19 +475,22 @@ class Simulation:
             self._check_slots(job)
             self._send(job.tier, SimulatedJob(job, self.movers[job.tier].epoch))
 
-    def reset(self) -> None:
-        """Other weights from now on. Open jobs go on; waiting requests come back, with the deadlines they have."""
-        self._epochs += 1
-        self.epoch = self._epochs
+    def reset(self, *, keep: bool = False) -> None:
+        """Other weights from now on, or the same (`keep`). Open jobs go on; waiting requests come back, with the
+        deadlines they have."""
         for job in self.workers:
             job.stale = True
+        self._uses.clear()
         for mover in self.movers:
             mover.reported_absent.clear()
-            mover.used.clear()
-            mover.listing.clear()
-        self.core.reset(keep_tiers=False, now=self.now)
-        for tier in range(len(self.movers)):
-            self._send(tier, self.epoch)
+        self.core.reset(keep_tiers=keep, now=self.now)
+        if not keep:
+            self._epochs += 1
+            self.epoch = self._epochs
+            for tier, mover in enumerate(self.movers):
+                mover.used.clear()
+                mover.listing.clear()
+                self._send(tier, self.epoch)
         self.check()
 
     def crash(self) -> None:
@@ -477,6 +515,7 @@ class Simulation:
         self._since.clear()
         self.calls.clear()
         self.getting.clear()
+        self._uses.clear()
         self.core = self._start()
 
     # --- workers -----------------------------------------------------------------------------------------------
@@ -674,6 +713,8 @@ class Simulation:
         mover.inbox.clear()
         mover.listing.clear()
         mover.used.clear()
+        for use in self._uses:
+            use.entries = {place: entry for place, entry in use.entries.items() if place[0] != tier}
         mover.alive = True
         mover.dying = mover.stuck = False
         self.core.events.lost(tier, self.now)
@@ -779,6 +820,9 @@ class Simulation:
                 )
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
+        self._check_victims()
+        if not core.engine_hits.waiting:
+            self._check_uses()
         promotion = core._promotion
         waiting = sum(request.waiting for request in promotion._waiting.values())
         require(
@@ -797,6 +841,37 @@ class Simulation:
         for shared in core.checks.tiers.values():
             require(len(shared.open) <= self.limits.max_checks, "too many open checks")
             require(shared.absent_count <= self.limits.absent_keys, "the negative cache is too large")
+
+    def _check_victims(self) -> None:
+        """Each victim that waits to be written below is on its way there, or back to the policy."""
+        core = self.core
+        for index in (None, *core.tiers):
+            below = core._state.below_host if index is None else core._state.below(index)
+            source = core.host if index is None else index
+            written = set()
+            if below is not None:
+                written |= {*below.to_store, *below.parked}
+                jobs = [*below.jobs.values(), *(job for dead in below.dead for job in dead.to_end)]
+                written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
+            if index is not None:
+                written |= {*index.to_demote, *index.staged}
+            require(written >= set(source.evicting), "a victim waits for ever for its write")
+            marked = {key for key, each in source.index.items() if each.evicting}
+            former = set() if index is None else {key for keys in index.former for key in keys}
+            require(set(source.evicting) <= marked <= former.union(source.evicting), "a victim is lost")
+
+    def _check_uses(self) -> None:
+        """All that the engine used from its own memory has been noted."""
+        core = self.core
+        for use in self._uses:
+            for row in use.rows:
+                gone = row.invalidated or core.host.index.get(row.key) is not row
+                require(gone or row.tick >= use.tick, "a use by the engine is never noted")
+            for (tier, key), entry in use.entries.items():
+                if core.tiers[tier].index.get(key) is entry:
+                    used = self.movers[tier].used
+                    used[key] = max(use.tick, used.get(key, 0))
+        self._uses.clear()
 
     def quiesce(self) -> None:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
@@ -817,6 +892,8 @@ class Simulation:
         require(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
+        require(not self.core.engine_hits.waiting, "a use by the engine is never noted")
+        require(not any(index.former for index in self.core.tiers), "a victim from before a reset stays one")
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
         self._end_spills()
         require(not any(s.to_delete for s in self.core.tiers), "rows to delete are never sent")

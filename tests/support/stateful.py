@@ -70,6 +70,14 @@ class CascadeStateMachine(RuleBasedStateMachine):
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
         self.simulation.request(chain, scan, stays=stays, host_only=host_only)
 
+    @rule(prompt=PROMPTS, own=st.integers(1, 5), host_only=RARELY)
+    def engine_has_the_beginning(self, prompt: str, own: int, host_only: bool) -> None:
+        """Where `host_only`, another such request has stored it."""
+        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
+        if host_only:
+            self.traffic([prompt], host_only=True)
+        self.simulation.engine_uses(chain, own, host_only=host_only)
+
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), ranks=st.lists(st.integers(0, 2), min_size=3, max_size=3))
     def arrive(self, prompts: list[str], ranks: list[int]) -> None:
         """Requests whose turn comes later."""
@@ -91,10 +99,10 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self.simulation.prefetch([prompt[: end + 1].encode() for end in range(len(prompt))])
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
-    def traffic(self, prompts: list[str]) -> None:
+    def traffic(self, prompts: list[str], host_only: bool = False) -> None:
         """Requests that run to their end, on media that keep up: fills the tiers."""
         for prompt in prompts:
-            self.request(prompt)
+            self.request(prompt, host_only=host_only)
             self.catch_up()
             for name in sorted(self.simulation.waiting):
                 self.simulation.again(name)
@@ -314,10 +322,10 @@ class CascadeStateMachine(RuleBasedStateMachine):
     def medium_rots(self, tier: int, pick: int) -> None:
         self.simulation.rot(tier, pick)
 
-    @rule(really=RARELY)
-    def reset(self, really: bool) -> None:
+    @rule(really=RARELY, keep=st.booleans())
+    def reset(self, really: bool, keep: bool) -> None:
         if really:
-            self.simulation.reset()
+            self.simulation.reset(keep=keep)
 
     @rule(really=RARELY)
     def engine_crashes(self, really: bool) -> None:
