@@ -28,7 +28,6 @@ from nixl_tiers.mover.protocol import (
     MAX_DENIALS,
     MAX_KIND_CHARS,
     MAX_PACKET,
-    MAX_SENTENCE_CHARS,
     CheckExistence,
     Configure,
     Delete,
@@ -47,6 +46,7 @@ from nixl_tiers.mover.protocol import (
     ToMover,
     Touch,
     decode_to_mover,
+    sendable_text,
 )
 from nixl_tiers.mover.send_queue import SendQueue
 from nixl_tiers.tiers.base import MAX_ENTRIES, StorageTier, TierDown, TierRefused
@@ -189,7 +189,7 @@ class Mover:
             slots = future.result()
         except (TierDown, TierRefused) as error:
             if isinstance(error, TierRefused) and not self._accepted:
-                self.send_queue.send(Refused(str(error)))
+                self.send_queue.send(Refused(sendable_text(error)))
                 self.stopping = True
                 return
             # A configuration that was accepted once, or could not be checked at the start, may become valid again: a
@@ -222,7 +222,7 @@ class Mover:
         delay_s = min(self._backoff_s, error.retry_s) if isinstance(error, TierDown) else self._backoff_s
         self._retry = (now + delay_s, message)
         self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
-        self.send_queue.send(Down(str(error)))
+        self.send_queue.send(Down(sendable_text(error)))
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Mover:
 def _bounded(denials: Mapping[str, str]) -> dict[str, str]:
     """As much of it as a Heartbeat may hold."""
     some = itertools.islice(denials.items(), MAX_DENIALS)
-    return {kind[:MAX_KIND_CHARS]: sentence[:MAX_SENTENCE_CHARS] for kind, sentence in some}
+    return {sendable_text(kind, MAX_KIND_CHARS): sendable_text(sentence) for kind, sentence in some}
 
 
 def run_loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[int]) -> bool:

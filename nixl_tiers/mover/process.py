@@ -22,7 +22,7 @@ from nixl_tiers.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import watchdog
 from nixl_tiers.mover.loop import POLL_S, Mover, run_loop
-from nixl_tiers.mover.protocol import MAX_PACKET, Configure, Refused, decode_to_mover
+from nixl_tiers.mover.protocol import MAX_PACKET, Configure, Refused, decode_to_mover, sendable_text
 from nixl_tiers.mover.send_queue import SendQueue
 from nixl_tiers.mover.stderr import FORMAT
 from nixl_tiers.tiers.base import TierRefused
@@ -94,7 +94,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
             tier.describe(configure.description)
         mover = Mover(tier, end, region, configure)
     except TierRefused as error:
-        SendQueue(end).send(Refused(str(error)))
+        SendQueue(end).send(Refused(sendable_text(error)))
         return
     stopped = run_loop(mover, end, events, {parent_fd, terminated})
     _exit(mover, orphaned=not stopped)

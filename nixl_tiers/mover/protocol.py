@@ -166,6 +166,11 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     staged: tuple[bool, bool] = (False, False)  # StorageTier.staged
 
 
+def sendable_text(text: object, most: int = MAX_SENTENCE_CHARS) -> str:
+    """A text for a message, which may name files: not every name is UTF-8, and a message must be."""
+    return str(text).encode(errors="backslashreplace").decode()[:most]
+
+
 ToMover = Configure | Open | Store | Load | Delete | Touch | CheckExistence | Stop
 ToCoordinator = Opened | Slots | Down | Refused | Listed | ListedTable | ExistenceChecked | Finished | Heartbeat
 

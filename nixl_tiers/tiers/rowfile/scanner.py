@@ -15,6 +15,7 @@ import numpy as np
 from nixl_tiers.chunk import MAX_KEY_BYTES
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
+from nixl_tiers.tiers.foreign import ForeignTrees
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
@@ -54,6 +55,7 @@ class DirScanner:
         self._log_once = log_once
         self._thread: threading.Thread | None = None
         self._seen: dict[str, tuple[int, set[tuple[str, str]]]] = {}  # what the last scan of each namespace returned
+        self._foreign = ForeignTrees()
         self._turn = 0
         self._credits: dict[str, int] = {}  # how many rows may be read by distrust, less those that were read
         self.served = ""
@@ -101,7 +103,7 @@ class DirScanner:
                         self._directory.refresh_time()
                         overhead_bytes += self._delete_orphans(base)
                     else:  # foreign files, also directories that others can write to
-                        overhead_bytes += _disk_bytes(entry)
+                        overhead_bytes += self._foreign_bytes(entry)
                 skipped = set() if everything else self._skipped(namespaces)
                 seen = {name: self._seen[name] for name in skipped}
                 seen |= {name: self._scan_namespace(base, name) for name in namespaces if name not in skipped}
@@ -115,6 +117,14 @@ class DirScanner:
         self._evictor.drop_candidates()
         if number > 1:
             self.cpu_s = time.thread_time() - began_s
+
+    def _foreign_bytes(self, entry: os.DirEntry[str]) -> int:
+        """0 if it cannot be measured."""
+        try:
+            return self._foreign.nbytes(entry)
+        except OSError as error:
+            self._unreadable(error)
+            return 0
 
     def _unreadable(self, error: OSError) -> None:
         path = error.filename or self._directory.path
@@ -143,7 +153,7 @@ class DirScanner:
                             found.add(name)
                             overhead_bytes += nbytes
                             continue
-                    overhead_bytes += _disk_bytes(entry)
+                    overhead_bytes += self._foreign_bytes(entry)
         except (FileNotFoundError, NotOwned):
             pass
         except OSError as error:
@@ -175,7 +185,7 @@ class DirScanner:
             keys, foreign = _keys_of(fanout.names())
             if foreign:
                 entries = os.scandir(fd_path(fanout.descriptor))
-                overhead_bytes += sum(_disk_bytes(entry) for entry in entries if entry.name in foreign)
+                overhead_bytes += sum(self._foreign_bytes(entry) for entry in entries if entry.name in foreign)
             found = key_array(keys)
             new, foreign_bytes, unreadable = self._stat_rows(name, fanout, found[without(found, known)])
         except FileNotFoundError:
@@ -264,14 +274,3 @@ def _keys_of(names: list[str]) -> tuple[list[bytes], set[str]]:
         else:
             foreign.add(name)
     return keys, foreign
-
-
-def _disk_bytes(entry: os.DirEntry[str]) -> int:
-    """Bytes of a file, or of everything below a directory, that is no row."""
-    try:
-        status = entry.stat(follow_symlinks=False)
-        if not entry.is_dir(follow_symlinks=False):
-            return max(allocated_bytes(status), status.st_size)
-        return allocated_bytes(status) + sum(map(_disk_bytes, os.scandir(entry.path)))
-    except OSError:  # it has gone
-        return 0

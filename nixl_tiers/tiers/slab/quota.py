@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import re
-import stat
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
 from nixl_tiers.tiers.expiry import has_expired
 from nixl_tiers.tiers.folder import Folder, Found, NotOwned
+from nixl_tiers.tiers.foreign import ForeignTrees, tree_bytes
 from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.parts import (
@@ -108,6 +108,7 @@ class SlabQuota:
         self.capacity_bytes = capacity_bytes
         self.replicas = replicas
         self._free = free
+        self._foreign = ForeignTrees()
         self._found: Found | None = None
         self._base: Folder | None = None  # while it is locked
         self._part: Part | None = None
@@ -298,7 +299,7 @@ class SlabQuota:
         for directory in self._shards():
             if directory.name != self._serving:
                 slabs = (file for file in os.scandir(directory) if file.name.startswith(_SLAB))
-                nbytes[directory.name] += sum(map(_disk_bytes, slabs))
+                nbytes[directory.name] += sum(tree_bytes(file.path) for file in slabs)
                 shards[directory.name] = directory
         others.tell(own, nbytes, lambda name: self._manifest_in(shards[name]))
 
@@ -330,7 +331,7 @@ class SlabQuota:
         used_bytes = part_used_bytes = 0
         for entry in os.scandir(self.path):
             ours = part_number(entry.name) is not None and base.has_folder(entry.name)
-            nbytes = _part_bytes(entry) if ours else _disk_bytes(entry)
+            nbytes = _part_bytes(entry) if ours else self._foreign.nbytes(entry)
             used_bytes += nbytes
             if entry.name == own:
                 part_used_bytes = nbytes
@@ -379,27 +380,9 @@ def _remove_part(directory: Path) -> None:
             directory.rmdir()
 
 
-def _disk_bytes(entry: os.DirEntry[str], *, ours: bool = False) -> int:
-    """Bytes of a file, or of everything below a directory: blocks or size, whichever is more. 0 if it has gone, or if
-    it is not ours and this process may not look into it. Raises OSError: nothing else may count as empty."""
-    try:
-        status = entry.stat(follow_symlinks=False)
-        taken = status.st_blocks * 512
-        if not stat.S_ISDIR(status.st_mode):
-            return max(taken, status.st_size)
-        inside = list(os.scandir(entry.path))
-    except FileNotFoundError:
-        return 0
-    except PermissionError:
-        if ours:
-            raise
-        return 0
-    return taken + sum(_disk_bytes(each, ours=ours) for each in inside)
-
-
 def _part_bytes(entry: os.DirEntry[str]) -> int:
     """As `_disk_bytes` of the directory of a part, with the most that the journals of its shards may grow to."""
-    nbytes = _disk_bytes(entry, ours=True)
+    nbytes = tree_bytes(entry.path, ours=True)
     with suppress(FileNotFoundError):
         for shard in os.scandir(entry.path):
             if NAMESPACE.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
@@ -411,7 +394,7 @@ def _journal_room(shard: Path) -> int:
     """By how much the journal of this shard may still grow, by its description. Raises OSError."""
     try:
         most = int(json.loads((shard / DESCRIPTION).read_bytes())["journal_bytes"])
-        journal = sum(_disk_bytes(file, ours=True) for file in os.scandir(shard) if file.name.startswith(_JOURNAL))
+        journal = sum(tree_bytes(file.path, ours=True) for file in os.scandir(shard) if file.name.startswith(_JOURNAL))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return 0
     return max(0, most - journal)

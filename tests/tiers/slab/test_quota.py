@@ -182,7 +182,8 @@ def refuse(patch: pytest.MonkeyPatch, call: str, directory: Path, error: int) ->
     real = getattr(owner, call)
 
     def call_or_fail(path: Any) -> Any:
-        if directory in (Path(path), Path(path).parent):
+        where = Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(path)
+        if directory in (where, where.parent):
             raise OSError(error, os.strerror(error), str(path))
         return real(path)
 
