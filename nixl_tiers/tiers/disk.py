@@ -172,17 +172,18 @@ class FileIdentity:
 
 
 class MountGuard:
-    """Keeps a tier on the mount point that its path was on when this engine first opened it."""
+    """Keeps a tier on the mount point that its path was on when this engine last opened it."""
 
     def __init__(self, tier: StorageTier) -> None:
         self._tier = tier
 
     def remember(self, path: Path) -> None:
-        """The path has been opened."""
-        if not self._tier.mount_point:
-            real = path.resolve()  # a symbolic link is no mount point, and its parents are not those of its target
-            found = next(parent for parent in (real, *real.parents) if os.path.ismount(parent))
-            self._tier.mount_point = os.fsencode(found)
+        """The path has been opened. Raises TierDown if the mount has gone meanwhile."""
+        real = path.resolve()  # a symbolic link is no mount point, and its parents are not those of its target
+        found = next(parent for parent in (real, *real.parents) if os.path.ismount(parent))
+        if problem := self.problem():
+            raise TierDown(problem)
+        self._tier.mount_point = os.fsencode(found)  # another one if a disk was mounted since, or a link leads there
 
     def problem(self) -> str:
         """A sentence if the mount has gone, or "". May wait for the medium."""

@@ -155,6 +155,7 @@ class RowFileTier(StorageTier):
         try:
             prepare_path(self._config, self._mount, self._log_once)
             self._directory.prepare(namespace.hex())
+            self._mount.remember(path)
             self._files.direct = None
             if self._directory.writes:
                 with self._directory.incoming() as incoming:
@@ -180,7 +181,6 @@ class RowFileTier(StorageTier):
         self._lister.submit(self._open.begin, again=again).result()  # after a listing that is under way
         self._scanner.served = namespace.hex()
         self._quota.scan_all = True
-        self._mount.remember(path)
         self._staging.open()
         self._scanner.start()
         return slots

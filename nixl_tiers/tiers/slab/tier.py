@@ -109,7 +109,6 @@ class SlabTier(StorageTier):
         finally:
             if self._open is None:
                 self._quota.release()
-        self._mount.remember(self._config.path)
         self._staging.open()
         self._slots = Growth(shard, self._allocator) if self._writes else None
         self._full_until_s = 0.0
@@ -128,6 +127,7 @@ class SlabTier(StorageTier):
         own = self._author.manifest(namespace.hex(), epoch)
 
         def opened(directory: ShardDir) -> Shard:
+            self._mount.remember(self._config.path)
             return Shard(
                 directory,
                 slots,
