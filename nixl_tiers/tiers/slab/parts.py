@@ -218,9 +218,9 @@ def part_number(name: str) -> int | None:
 
 
 def is_shard(directory: Path) -> bool:
-    """Whether it has files of a shard, or none at all; else what is in it is foreign. Raises OSError."""
-    names = os.listdir(directory)  # noqa: PTH208 - names only
-    return not names or any(map(SHARD.fullmatch, names))
+    """Whether it has files of a shard, or nothing at all; else what is in it is foreign. Raises OSError."""
+    entries = list(os.scandir(directory))
+    return not entries or any(SHARD.fullmatch(each.name) and not each.is_dir(follow_symlinks=False) for each in entries)
 
 
 def try_lock(folder: Folder) -> int | None:
@@ -237,9 +237,12 @@ def try_lock(folder: Folder) -> int | None:
 
 
 def used_ns(shard: Path) -> int:
-    """When a shard was last used, in ns since the epoch; 0 if that is not known."""
+    """When a shard was last used, in ns since the epoch; without its description, when it was last written to. 0 if
+    that is not known."""
     try:
-        return (shard / DESCRIPTION).lstat().st_mtime_ns
+        with suppress(FileNotFoundError):
+            return (shard / DESCRIPTION).lstat().st_mtime_ns
+        return max((each.lstat().st_mtime_ns for each in shard.iterdir()), default=0)
     except OSError:
         return 0
 

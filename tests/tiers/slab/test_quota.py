@@ -284,3 +284,12 @@ def test_layout_spreads_slots_over_files() -> None:
     assert SlabLayout.of(5 << 30, 3).slots_per_slab == 1
     huge = SlabLayout.of(1 << 20, 100 << 20)  # 100 TiB
     assert huge.slabs <= 1024
+
+
+def test_foreign_directory_with_the_name_of_a_slab_ends_the_search_for_room(tmp_path: Path) -> None:
+    shard = leave_shard(tmp_path, 1, 0)
+    (shard / "slab-00000.kv").unlink()
+    (shard / "slab-00000.kv").mkdir()
+    (tmp_path / "foreign").write_bytes(bytes(4 * MIB))
+    assert not room(SlabQuota(tmp_path, 4 * MIB), MIB)
+    assert [each.name for each in shard.iterdir()] == ["slab-00000.kv"]
