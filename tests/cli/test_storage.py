@@ -556,3 +556,53 @@ def test_verify_of_an_unknown_namespace_is_an_error(
     write("files", tmp_path, region)
     assert main(["verify", str(tmp_path), "--namespace", "abcdef"]) == BAD_INPUT
     assert "--namespace: none begins with abcdef" in capsys.readouterr().err
+
+
+def test_rest_of_a_deletion_that_did_not_end_is_deleted(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A killed purge, or a file that could not be deleted: the rows are still there."""
+    write("slabs", tmp_path, region)
+    shard = tmp_path / "part-0" / NAMESPACE.hex()
+    left = shard.rename(tmp_path / f".gone-part-0-{NAMESPACE.hex()}")
+    code, shown = run(capsys, "inspect", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (code, found["place"], found["namespace"]) == (OK, str(left), NAMESPACE.hex())
+    assert found["bytes"] >= ROWS * GEOMETRY.row_bytes
+    assert run(capsys, "verify", tmp_path)[0] == OK
+    assert run(capsys, "purge", tmp_path, "--all")[0] == OK
+    assert left.exists()
+    code, shown = run(capsys, "purge", tmp_path, "--namespace", NAMESPACE.hex(), "--yes")
+    assert (code, [report["place"] for report in shown["namespaces"]]) == (OK, [str(left)])
+    assert not left.exists()
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_shard_that_has_lost_its_description_is_as_old_as_its_newest_file(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    shard = tmp_path / "part-0" / NAMESPACE.hex()
+    (shard / "namespace.json").unlink()
+    (shard / "about.json").unlink()
+    run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")
+    assert list(shard.glob("*.kv"))
+    for file in shard.iterdir():
+        os.utime(file, (time.time() - 7200,) * 2)
+    run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+@pytest.mark.parametrize("content", ["", "about me", '{"name": "mine"}'])
+def test_foreign_directory_with_the_name_of_a_namespace_stays(
+    content: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("files", tmp_path, region)
+    home = tmp_path / OTHER.hex()
+    home.mkdir()
+    (home / "about.json").write_text(content)
+    (home / "ab").mkdir()
+    assert run(capsys, "purge", tmp_path, "--all", "--yes")[0] == OK
+    assert (home / "about.json").read_text() == content
+    assert not list(tmp_path.rglob("*.row"))
+    assert not (tmp_path / NAMESPACE.hex()).exists()

@@ -102,7 +102,8 @@ class RowFileStorage(Storage):
                 problems.add(path, error, "deleted")
             step(1)
         if not namespace.holder:  # else its engine still needs the manifest
-            _remove_empty(Path(namespace.place, namespace.name))
+            ours = namespace.rows > 0 or namespace.manifest is not None
+            _remove_empty(Path(namespace.place, namespace.name), manifest=ours)
         return str(problems)
 
     def _selected(
@@ -154,14 +155,14 @@ def _is_row(fanout: str, name: str) -> bool:
     return name.endswith(_SUFFIX) and key_of_object(f"{fanout}/{name.removesuffix(_SUFFIX)}") is not None
 
 
-def _remove_empty(home: Path) -> None:
-    """The directories of a namespace without rows, and its manifest. An engine that uses it makes them again."""
+def _remove_empty(home: Path, *, manifest: bool) -> None:
+    """The directories of a namespace without rows, and its `manifest`. An engine that uses it makes them again."""
     with suppress(OSError):
         for fanout in folders(home):
             if _FANOUT.fullmatch(fanout.name):
                 with suppress(OSError):
                     fanout.rmdir()
-        if not any(_rows(home, lambda _: None, problems := Problems())) and not str(problems):
+        if manifest and not any(_rows(home, lambda _: None, problems := Problems())) and not str(problems):
             (home / MANIFEST_NAME).unlink(missing_ok=True)
         home.rmdir()
 

@@ -146,7 +146,8 @@ class S3Storage(Storage):
         for batch in _batches(self._selected(namespace, before_s)):
             self._delete(batch, problems)
             step(len(batch))
-        if not namespace.holder and not str(problems):
+        ours = namespace.rows or namespace.manifest is not None  # else its about.json is something foreign
+        if ours and not namespace.holder and not str(problems):
             left = list(itertools.islice(self._objects(self._home(namespace), lambda _: None), _MAX_DELETES))
             if all(each.key is None for each in left):
                 self._delete(left, problems)

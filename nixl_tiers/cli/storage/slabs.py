@@ -23,7 +23,7 @@ from nixl_tiers.tiers.disk import SLAB_LOCK
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal_record import RECORD, RECORD_BYTES, Records, decode
 from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, NAMESPACE, holder_of, is_shard, part_number, used_ns
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.quota import DELETING, SlabQuota
 
 _SLAB: Final = re.compile(r"slab-(\d{5})\.kv")
 _CHUNK: Final = 4096  # records at a time
@@ -39,10 +39,12 @@ class SlabStorage(Storage):
 
     def namespaces(self, step: Step, *, old_versions: bool = False) -> list[Namespace]:
         try:
-            parts = [part for part in folders(self._path) if part_number(part.name) is not None]
+            found = folders(self._path)
         except OSError as error:
             raise Unusable(f"{self._path} cannot be read ({error.strerror})") from None
-        return [found for part in parts for found in self._of_part(part, step)]
+        parts = [part for part in found if part_number(part.name) is not None]
+        rests = [rest for rest in found if DELETING.fullmatch(rest.name)]
+        return [each for part in parts for each in self._of_part(part, step)] + [*map(_rest, rests)]
 
     def _of_part(self, part: Path, step: Step) -> Iterator[Namespace]:
         try:
@@ -63,6 +65,8 @@ class SlabStorage(Storage):
 
     def check(self, namespace: Namespace, pace: Pace) -> Iterator[Checked]:
         path = Path(namespace.place, namespace.name)
+        if _is_rest(namespace):
+            return
         try:
             with _Shard(path) as shard:
                 yield from shard.check(pace)
@@ -75,6 +79,9 @@ class SlabStorage(Storage):
     def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
         shard = Path(namespace.place, namespace.name)
         try:
+            if _is_rest(namespace):
+                rest = _rest(Path(namespace.place))
+                return Victims(0, rest.nbytes, problem=rest.problem)
             if not is_shard(shard) or (before_s is not None and (namespace.last_used_s or 0.0) >= before_s):
                 return Victims(0, 0)
             if holder := holder_now(shard.parent):
@@ -88,19 +95,40 @@ class SlabStorage(Storage):
 
     def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
         """By the lock of the path and that of the part, as engines do it."""
-        shard = Path(namespace.place, namespace.name)
-        if before_s is not None and used_ns(shard) / 1e9 >= before_s:
+        rest = _is_rest(namespace)
+        shard = Path(namespace.place) if rest else Path(namespace.place, namespace.name)
+        if before_s is not None and not rest and used_ns(shard) / 1e9 >= before_s:
             return ""
         quota = SlabQuota(self._path, 1 << 62)
         try:
             with quota.locked():
-                quota.delete_shard(shard)
+                if rest:
+                    quota.finish_deletion(shard.name)
+                else:
+                    quota.delete_shard(shard)
         except FileNotFoundError:
             pass
         except (OSError, TierRefused) as error:
             return f"{shard} cannot be deleted ({getattr(error, 'strerror', None) or error})"
         step(namespace.rows)
         return ""
+
+
+def _rest(directory: Path) -> Namespace:
+    """What is left of a shard whose deletion did not end: the next engine on the path ends it. Rows in it are not told
+    apart, and no engine serves them."""
+    nbytes, problem = 0, ""
+    try:
+        nbytes = sum(file.lstat().st_blocks * 512 for file in directory.iterdir())
+    except FileNotFoundError:  # an engine has deleted it meanwhile
+        pass
+    except OSError as error:
+        problem = f"{directory} cannot be read ({error.strerror})"
+    return Namespace(str(directory), "slabs", directory.name[-32:], 0, nbytes, problem=problem)
+
+
+def _is_rest(namespace: Namespace) -> bool:
+    return DELETING.fullmatch(Path(namespace.place).name) is not None
 
 
 def holder_now(part: Path) -> str:

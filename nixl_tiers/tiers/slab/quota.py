@@ -47,7 +47,7 @@ from nixl_tiers.tiers.slab.parts import (
 logger = logging.getLogger(__name__)
 
 # Names on disk: part of the format, whatever the code calls these things.
-_DELETING: Final = re.compile(r"\.gone-(part-(?:0|[1-9]\d{0,3}))-([0-9a-f]{32})")  # a shard that is being deleted
+DELETING: Final = re.compile(r"\.gone-(part-(?:0|[1-9]\d{0,3}))-([0-9a-f]{32})")  # a shard that is being deleted
 _FIRST_SEEN: Final = ".first-seen"  # see `_first_seen_ns`
 _JOURNAL: Final = "manifest."
 _SLAB: Final = "slab-"
@@ -172,10 +172,10 @@ class SlabQuota:
         """The shard of the namespace in the part that this process holds, or takes now. Inside `locked`. Raises
         TierDown if all parts are held, NotOwned if others can write to it, OSError."""
         base = self._locked
-        for leftover in filter(_DELETING.fullmatch, base.names()):
+        for leftover in filter(DELETING.fullmatch, base.names()):
             if base.has_folder(leftover):
                 with suppress(OSError):
-                    _finish_deletion(base, leftover)
+                    self.finish_deletion(leftover)
         if self._part is None:
             self._part = claim(base, self.replicas, namespace, self._lost)
         self._serving = namespace.hex()
@@ -280,7 +280,7 @@ class SlabQuota:
                 # Renamed first: a crash in the middle leaves an orphan to delete, not half a shard.
                 renamed = f".gone-{part.name}-{directory.name}"
                 above.rename(directory.name, base, renamed)
-                _finish_deletion(base, renamed)
+                self.finish_deletion(renamed)
                 if not own:
                     _remove_part(part)
             finally:
@@ -291,6 +291,22 @@ class SlabQuota:
         if self._free is not None:
             self._free.measure_again()
         return True
+
+    def finish_deletion(self, renamed: str) -> None:
+        """Delete a shard that was renamed for it. Foreign things in it go back to where they were. Inside `locked`.
+        Raises NotOwned, OSError."""
+        base = self._locked
+        with base.folder(renamed) as folder:
+            folder.unlink_matching(SHARD)
+        try:
+            base.rmdir(renamed)
+        except OSError as error:
+            found = DELETING.fullmatch(renamed)
+            if found is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            with base.folder(found[1], make=True) as part:
+                base.rename(renamed, part, found[2])
+            logger.warning("%s: the shard was deleted, and foreign files in it stay", base.path / found[1] / found[2])
 
     def tell_others(self, others: OtherNamespaces, own: Manifest) -> None:
         """What the slabs of all namespaces take but for the one that is served. Inside `locked`. Raises OSError."""
@@ -350,21 +366,6 @@ def _first_seen_ns(directory: Path, written_ns: int, now_ns: int) -> int:
         return status.st_mtime_ns
     os.utime(record, ns=(written_ns, now_ns))
     return now_ns
-
-
-def _finish_deletion(base: Folder, renamed: str) -> None:
-    """Delete a shard that was renamed for it. Foreign things in it go back to where they were. Raises OSError."""
-    with base.folder(renamed) as folder:
-        folder.unlink_matching(SHARD)
-    try:
-        base.rmdir(renamed)
-    except OSError as error:
-        found = _DELETING.fullmatch(renamed)
-        if found is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        with base.folder(found[1], make=True) as part:
-            base.rename(renamed, part, found[2])
-        logger.warning("%s: the shard was deleted, and foreign files in it stay", base.path / found[1] / found[2])
 
 
 def _remove_empty(directory: Path) -> None:
