@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
+from nixl_tiers.clock import COUNTED_S, PAUSE_S
 from nixl_tiers.coordinator import POLL_S
 
 
 class StallTimeout:
-    """Ends a call's waiting once it has waited for `timeout_s`, in all of its parts, without any progress."""
+    """Ends a call's waiting once it has waited for `timeout_s`, in all of its parts, without any progress.
+
+    Time in which the process was stopped hardly counts, as nothing could progress.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -37,4 +41,5 @@ class StallTimeout:
     def wait(self, changed: threading.Condition) -> None:
         began_s = time.monotonic()
         changed.wait(min(POLL_S, self.left_s))
-        self._waited_s += time.monotonic() - began_s
+        waited_s = time.monotonic() - began_s
+        self._waited_s += COUNTED_S if waited_s > PAUSE_S else waited_s

@@ -129,6 +129,8 @@ class SlowTier:
 
     def __init__(self, keys: list[Key], monkeypatch: pytest.MonkeyPatch, *stuck: Key) -> None:
         self.now = 100.0
+        self.stop_s = 0.0  # during the next wait the machine is stopped for so long
+        self._stopped_s = 0.0
         self._stuck = stuck
         self._jobs: deque[Job] = deque()
         path = {"type": "file", "path": "/nowhere", "capacity": "1MiB"}
@@ -145,10 +147,16 @@ class SlowTier:
         self._core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
         self._core.tiers[0].send_credits = len(keys)
         monkeypatch.setattr(self.coordinator.changed, "wait", self._wait)
-        monkeypatch.setattr("nixl_tiers.stall_timeout.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("nixl_tiers.stall_timeout.time", SimpleNamespace(monotonic=self._monotonic))
+
+    def _monotonic(self) -> float:
+        return self.now + self._stopped_s
 
     def _wait(self, timeout: float) -> bool:
         self.now += timeout
+        if self.stop_s:
+            self._stopped_s, self.stop_s = self._stopped_s + self.stop_s, 0.0
+            return True
         self._jobs += self._core.events.plan(self.now)
         stuck = [job for job in self._jobs if job.moves[0].key in self._stuck]
         self._jobs = deque(job for job in self._jobs if job not in stuck)
@@ -163,6 +171,14 @@ def test_no_key_is_a_miss_while_rows_still_arrive(monkeypatch: pytest.MonkeyPatc
     with TieredStore(tier.coordinator) as store:
         assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [True] * 60
     assert tier.now > 100.0 + 60 / 4 * POLL_S > 100.0 + WAIT_S, "each quarter of the host took longer than that"
+
+
+def test_no_key_is_a_miss_because_the_machine_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of(60)
+    tier = SlowTier(keys, monkeypatch)
+    tier.stop_s = 60.0
+    with TieredStore(tier.coordinator) as store:
+        assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [True] * 60
 
 
 def test_row_that_never_comes_is_a_miss_soon_after_the_last_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
