@@ -280,7 +280,7 @@ class NixlTiersManager(OffloadingManager):
         if self._loading and (context.new_req_ids or not self._idle()):
             self._beside.update(self._loading)
         self._begun.update(context.new_req_ids)
-        if self._begun or self._loading:
+        if self._gate.holding or self._loading:
             self._weights.computed()
         self._look_at_weights()
         if self._pause_s and not context.new_req_ids and self._can_only_wait():

@@ -27,13 +27,13 @@ class StoreGate:
 
     `kept`: the weights never change in place (`on_reset: keep`), so what is computed from KV of before a reset is
     valid. `one_block`: a chunk is one block, so that a request whose look-up begins at its first chunk had no block in
-    vLLM's own cache.
+    vLLM's own cache. `holding`: requests that may hold blocks: looked up or scheduled, and not ended.
     """
 
     def __init__(self, *, kept: bool, one_block: bool) -> None:
         self._kept = kept
         self._one_block = one_block
-        self._holding: set[str] = set()  # requests that may hold blocks: looked up or scheduled, and not ended
+        self.holding: set[str] = set()
         self._blocked: set[str] = set()  # alive at a reset and not looked up since: they store nothing
         self._allocated: set[str] = set()  # of these, those that certainly do: loaded or scheduled, not preempted since
         self._stale_cache = False  # vLLM's own prefix cache may hold KV of before a reset
@@ -62,7 +62,7 @@ class StoreGate:
 
     def looked_up(self, context: ReqContext, position: int | None) -> None:
         """The first look-up of a request in a step, of the chunk that ends at `position`: its block lists are new."""
-        self._holding.add(context.req_id)
+        self.holding.add(context.req_id)
         self._blocked.discard(context.req_id)
         if self._unsettled is not None and context.req_id not in self._certain:
             self._unsettled.discard(context.req_id)  # it waits, and was not preempted since: it held nothing
@@ -71,7 +71,7 @@ class StoreGate:
 
     def load_began(self, request: str) -> None:
         """Blocks were allocated to a request, to load into."""
-        self._holding.add(request)
+        self.holding.add(request)
         self._allocated.add(request)
 
     def allowed(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
@@ -86,7 +86,7 @@ class StoreGate:
 
     def end_step(self, context: ScheduleEndContext) -> None:
         preempted = set(context.preempted_req_ids)
-        self._holding.update(context.new_req_ids)
+        self.holding.update(context.new_req_ids)
         self._allocated -= preempted
         self._allocated.update(context.new_req_ids)
         if self._unsettled is not None:
@@ -99,7 +99,7 @@ class StoreGate:
         self._looked_up.clear()
 
     def ended(self, request: str) -> None:
-        self._holding.discard(request)
+        self.holding.discard(request)
         self._allocated.discard(request)
         self._blocked.discard(request)
         self._from.pop(request, None)
@@ -111,7 +111,7 @@ class StoreGate:
         self._blocked.update(alive)
         self._from.clear()
         self._looked_up.clear()
-        holding = self._holding.union(loading)
+        holding = self.holding.union(loading)
         if holding:
             self._unsettled, self._stale_cache = holding, True
             self._certain, self._first_step = self._allocated.union(loading), True
@@ -130,7 +130,7 @@ class StoreGate:
         by_reset = self._first_step and begun and bool(preempted) and left.isdisjoint(self._certain)
         if not left or by_reset:
             self._settle(True)
-        elif left & (self._certain | preempted) or left - self._holding:
+        elif left & (self._certain | preempted) or left - self.holding:
             self._settle(False)  # a request held blocks, or has ended without showing whether it did
         else:  # requests that waited for storage or for room, as far as is known: their next look-ups show
             self._unsettled, self._first_step = left, False

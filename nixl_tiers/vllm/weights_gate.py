@@ -90,7 +90,7 @@ class WeightsGate:
         return not self.closed and (not self.in_doubt or request in self._fresh)
 
     def computed(self) -> None:
-        """A step may compute something, which vLLM's own cache keeps."""
+        """Something may be computed, or loaded by another connector, which vLLM's own cache keeps."""
         self._computed = True
 
     def ended(self, request: str) -> None:

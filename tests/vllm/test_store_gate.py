@@ -269,5 +269,5 @@ def test_ended_requests_are_forgotten() -> None:
         engine.step([(context, 0)], new=[context])
         engine.end(context)
     gate = engine.gate
-    kept = [gate._holding, gate._allocated, gate._blocked, gate._from, gate._looked_up, gate._first_end]
+    kept = [gate.holding, gate._allocated, gate._blocked, gate._from, gate._looked_up, gate._first_end]
     assert [len(things) for things in kept] == [0] * 6

@@ -196,7 +196,9 @@ def test_nothing_is_found_or_stored_during_a_change_nor_what_is_of_before_it(rig
     assert rig.store(rig.request("c"), new) == []
     rig.region.ranks.publish_weights(1, changing=False)
     assert looks_up(rig, "d", old) == [MISS]
-    assert rig.store(rig.request("e"), new) == [new]
+    fresh = rig.request("e")
+    rig.manager.began_at("e", 0)  # as others were looked up during the change, and may have computed something
+    assert rig.store(fresh, new) == [new]
     assert looks_up(rig, "f", new) == [HIT]
 
 
@@ -366,6 +368,20 @@ def test_a_part_of_a_block_is_an_own_hit(rig: WeightsRig) -> None:
     rig.manager.lookup(key, context)
     rig.manager.began([("r", 16)])
     assert rig.store(context, key) == []
+
+
+def test_what_another_connector_loaded_before_a_change_is_not_stored(rig: WeightsRig) -> None:
+    """P/D: an engine that has computed nothing yet, and whose first request waits for another engine's KV."""
+    rig.manager.times_are_published(512)
+    (key,) = keys_of(1)
+    remote = rig.request("remote", key)
+    rig.manager.began_at("remote", 0)
+    assert rig.manager.lookup(key, remote) is MISS
+    rig.manager.on_schedule_end(STEP)
+    rig.change()
+    rig.manager.on_schedule_end(STEP)
+    rig.manager.began([("remote", 64)])
+    assert rig.store(remote, key) == []
 
 
 def test_after_a_change_keep_does_not_excuse_stale_hits() -> None:
