@@ -8,6 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 REMEASURE_S: Final = 60.0
@@ -42,18 +43,20 @@ def tree_bytes(path: str, *, ours: bool = False) -> int:
                     below = os.open(name, _DIRECTORY, dir_fd=descriptor)
                 except skipped:
                     continue
-                status = os.fstat(descriptor)
-                above.append(((status.st_dev, status.st_ino), inside, name))
                 try:
                     os.stat("..", dir_fd=below)  # the way back
-                    os.close(descriptor)
-                    descriptor = below
+                except OSError as error:
+                    os.close(below)
+                    if isinstance(error, skipped):
+                        continue
+                    raise
+                status = os.fstat(descriptor)
+                above.append(((status.st_dev, status.st_ino), inside, name))
+                os.close(descriptor)
+                descriptor, inside = below, []
+                with suppress(*skipped):
                     nbytes, inside = _read(descriptor, skipped)
                     total += nbytes
-                except skipped:
-                    if descriptor != below:
-                        os.close(below)
-                        above.pop()
             else:
                 identity, inside, _ = above.pop()
                 parent = os.open("..", _DIRECTORY, dir_fd=descriptor)
