@@ -69,8 +69,11 @@ class Part:
         )
 
     def release(self) -> None:
-        """Let another process take it."""
+        """Let another process take it: also one that has lost it to this one, and goes by the name in the lock file."""
         if self._lock is not None:
+            with suppress(OSError):  # a reader may not write
+                if _read_lock(self.folder) == self._content:
+                    os.ftruncate(self._lock, 0)
             os.close(self._lock)
         self.folder.close()
 

@@ -364,7 +364,7 @@ def test_opening_says_that_it_waits_for_a_stopped_holder_of_the_lock(
 def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The later one has it; the earlier one does not take it back, until another holder is named."""
+    """The later one has it; the earlier one does not take it back, until another holder is named, or none."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     one, other = SlabQuota(tmp_path, 16 * MIB), SlabQuota(tmp_path, 16 * MIB)
     lock = tmp_path / "part-0" / ".lock"
@@ -384,9 +384,14 @@ def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(
         with one.locked(), pytest.raises(TierDown, match=r"part-0 by process .* on elsewhere"):
             one.acquire_shard(NAMESPACE)
     assert "taken" not in taken.problem()
+    about = lock.read_bytes()
     taken.release()
     other.release()
-    lock.write_text("{}")
-    with one.locked():
-        one.acquire_shard(NAMESPACE).release()
-    one.release()
+    for free in (lock.read_bytes(), b"{}"):
+        lock.write_bytes(free)
+        with one.locked():
+            one.acquire_shard(NAMESPACE).release()
+        one.release()
+        lock.write_bytes(about)
+        with one.locked(), pytest.raises(TierDown, match="on elsewhere"):
+            one.acquire_shard(NAMESPACE)
