@@ -79,10 +79,10 @@ class VllmLookups:
         state.update_offload_keys()
         return state
 
-    def look_up(self, state: Any, local_tokens: int = 0) -> int | None:
-        """How many tokens vLLM would load; None if the request is deferred."""
+    def look_up(self, state: Any, local_tokens: int = 0, most: int | None = None) -> int | None:
+        """How many tokens vLLM would load, `most` at most; None if the request is deferred."""
         state.num_locally_computed_tokens = local_tokens
-        return self._side._lookup(state)
+        return self._side._lookup(state, most)
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(STEP)

@@ -30,7 +30,7 @@ class RequestChain:
     first: int = 0  # position of this step's first look-up
     waiting: Answers | None = None
     asked: OffloadKey | None = None  # the first look-up of the last step, if the request waits since then
-    cut_at: int | None = None  # position that `max_load_tokens` was counted from, if the request has that
+    cut_at: int | None = None  # position beyond which nothing is loaded, if there is one
 
     def start(self, position: int) -> int:
         """The first token that this step looks up, by the end of its first chunk."""
@@ -45,12 +45,20 @@ class RequestChains:
         self._chunk_tokens = chunk_tokens
         self._windows: dict[int, int | None] = {}  # of groups that are known: None is full attention
         self._learns = True
+        self._bounds: dict[str, int] = {}  # requests that vLLM itself loads only so many tokens of
         self._chains: dict[str, RequestChain] = {}
         self._last: tuple[str, int, int] | None = None  # the last look-up of a group that is not known: its position
 
     def know(self, windows: Mapping[int, int | None]) -> None:
         """These are the windows of all groups, in chunks: nothing has to be learned."""
         self._windows, self._learns = dict(windows), False
+
+    def bound(self, request: str, tokens: int | None) -> None:
+        """vLLM loads no more than so many tokens for the request in this step; None: all that there is."""
+        if tokens is not None:
+            self._bounds[request] = tokens
+        else:
+            self._bounds.pop(request, None)
 
     def is_tail(self, key: OffloadKey, position: int) -> bool:
         """Whether `key` ends within a chunk (`--prefix-match-unit`)."""
@@ -64,8 +72,10 @@ class RequestChains:
         if position is None or self.is_tail(key, position) or self._windows.setdefault(group, None) is not None:
             return None
         positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-        mine, most = self._chains.get(context.req_id), _max_load_tokens(context)
-        cut_at = None if most is None else position
+        mine = self._chains.get(context.req_id)
+        limits = (_max_load_tokens(context), self._bounds.get(context.req_id))
+        most = min((limit for limit in limits if limit is not None), default=None)
+        cut_at = None if most is None else position + most
         if mine is None or mine.count != len(positions) or mine.group != group or mine.cut_at != cut_at:
             chain = self._build(positions, group)
             if chain is None:
@@ -125,6 +135,7 @@ class RequestChains:
 
     def ended(self, request: str) -> None:
         self._chains.pop(request, None)
+        self._bounds.pop(request, None)
 
     def clear(self) -> None:
         self._chains.clear()

@@ -18,6 +18,7 @@ from typing_extensions import override
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.arrivals import Arrivals, chain_at_arrival
 from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
+from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.worker import NixlTiersWorker
@@ -59,14 +60,18 @@ class NixlTiersConnector(OffloadingConnector):
             if (windows := compat.windows(self.connector_scheduler)) is not None:
                 self._manager().windows_are_known(windows)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
-        self._anticipates = True
+        # Groups that are not offloaded bound a load, which vLLM finds out at the request's turn.
+        self._anticipates = not getattr(self, "_bounding_group_ids", ())
         self._arrivals = Arrivals()
-        if self.connector_scheduler is not None and transfer.kv_load_failure_policy != "recompute":
-            log.warning(
-                "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error; "
-                "set it to recompute to have it recomputed",
-                transfer.kv_load_failure_policy,
-            )
+        if self.connector_scheduler is None and vllm_config.parallel_config.rank == 0:
+            # vLLM goes by its own configuration, which of the two roles only workers see under MultiConnector.
+            policy = (current_vllm_config() or vllm_config).kv_transfer_config.kv_load_failure_policy
+            if policy != "recompute":
+                log.warning(
+                    "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error; "
+                    "set it to recompute to have it recomputed (under MultiConnector: beside its name)",
+                    policy,
+                )
 
     # --- on workers --------------------------------------------------------------------------------------------
 
@@ -117,6 +122,13 @@ class NixlTiersConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         self._fill_line()
         return StepMetadata(**vars(meta), step=self._manager().scheduled(scheduled_tokens(scheduler_output)))
+
+    @override
+    def _max_loadable_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """What vLLM asks before each look-up of a request (from 0.32 on)."""
+        bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
+        self._manager().bound_load(request.request_id, bound)
+        return bound
 
     @override
     def on_new_request(self, request: Any) -> None:

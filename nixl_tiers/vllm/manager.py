@@ -78,6 +78,7 @@ class NixlTiersManager(OffloadingManager):
         self._has_storage = bool(config.storage)
         self._wishes = WishReader(config.names, [tier.locality for tier in config.storage])
         self._store_none: set[str] = set()  # requests nothing of which is stored
+        self._promote_none: set[str] = set()  # requests that may not load from storage
         self._chunk_tokens = chunk_tokens or [0] * len(groups)
         row_bytes = coordinator.region.geometry.row_bytes
         info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, max(self._chunk_tokens, default=0))
@@ -115,6 +116,10 @@ class NixlTiersManager(OffloadingManager):
         None: all."""
         self._look_ups.chains.know(windows)
 
+    def bound_load(self, request: str, tokens: int | None) -> None:
+        """NixlTiersConnector calls it before look-ups: vLLM loads no more than so many tokens; None: all."""
+        self._look_ups.chains.bound(request, tokens)
+
     def scheduled(self, requests: Iterable[Scheduled]) -> int:
         """What the step computes that on_schedule_end has just ended the planning of; returns its number."""
         return self._meter.scheduled(requests)
@@ -138,6 +143,8 @@ class NixlTiersManager(OffloadingManager):
         wishes = self._wishes.read(req_context)
         if wishes.tiers is not None:
             self._coordinator.set_allowed_tiers(request, wishes.tiers)
+        if not (wishes.loads and (wishes.tiers is None or wishes.tiers)):
+            self._promote_none.add(request)
         if not wishes.loads:
             self._look_ups.load_none.add(request)
         if wishes.store is not Scope.ALL:
@@ -160,12 +167,12 @@ class NixlTiersManager(OffloadingManager):
 
     def anticipates(self, request: str) -> bool:
         """Whether anything may be promoted for a new request."""
-        return self._has_storage and request not in self._look_ups.load_none
+        return self._has_storage and request not in self._promote_none
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = req_context.req_id
-        for names in (self._requests, self._begun, self._failed, self._store_none):
+        for names in (self._requests, self._begun, self._failed, self._store_none, self._promote_none):
             names.discard(request)
         self._gate.ended(request)
         self._weights.ended(request)

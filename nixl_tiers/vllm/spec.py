@@ -234,8 +234,15 @@ def refuse_layout(config: OffloadingConfig) -> None:
 
 
 def refuse_nodes(vllm_config: Any) -> None:
-    """Raise ValueError if this engine's workers are on several nodes: they could not share a region."""
-    nodes = getattr(getattr(vllm_config, "parallel_config", None), "nnodes_within_dp", 1)
+    """Raise ValueError if this engine's workers could not share a region: they are on several nodes, or each has a
+    scheduler of its own."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    nodes, ranks = getattr(parallel, "nnodes_within_dp", 1), getattr(parallel, "world_size", 1)
+    if ranks > 1 and getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
+        raise ValueError(
+            "nixl_tiers does not work with distributed_executor_backend external_launcher "
+            f"and {ranks} ranks, because every rank is an engine of its own there: use mp"
+        )
     if nodes > 1:
         raise ValueError(f"nixl_tiers needs all workers of an engine on one node, and this engine has {nodes} nodes")
 

@@ -63,8 +63,10 @@ class WishReader:
             self.hints += 1
         allowed = compat.allowed_tiers(context, self._localities)
         tiers = None if allowed is None else frozenset(allowed)
-        params = context.kv_transfer_params
-        own = params.get(FIELD) if isinstance(params, Mapping) else None
+        params = context.kv_transfer_params if isinstance(context.kv_transfer_params, Mapping) else {}
+        if params.get("do_remote_prefill"):  # another connector brings its KV cache, and would wait for storage too
+            tiers = frozenset()
+        own = params.get(FIELD)
         if own is None:
             return Wishes(tiers=tiers)
         if not isinstance(own, Mapping):

@@ -211,6 +211,38 @@ def test_request_loads_no_more_than_it_asks_for(engine: Engine) -> None:
     assert engine.step(state) == 3 * TOKENS
 
 
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {"nixl_tiers": {"load": "host"}}])
+def test_request_that_loads_from_host_memory_only_promotes_nothing(engine: Engine, params: dict[str, Any]) -> None:
+    chunks = hashes(CHUNKS)
+    engine.store(keys_of(chunks))
+    engine.put(keys_of(chunks)[:2])
+    state = engine.vllm.request("r", chunks, **params)
+    assert not engine.manager.anticipates("r")
+    assert engine.step(state) == 2 * TOKENS
+    assert engine.load_all() == []
+    engine.manager.on_request_finished(state.req_context)
+    engine.vllm.request("r", chunks)
+    assert engine.manager.anticipates("r"), "another request of that name"
+
+
+def test_nothing_is_promoted_beyond_what_vllm_itself_can_load(engine: Engine) -> None:
+    """Groups that are not offloaded bound what of the others is of use (vLLM's `max_num_new_tokens`)."""
+    chunks = hashes(CHUNKS)
+    engine.store(keys_of(chunks))
+    state = engine.vllm.request("r", chunks)
+    for bound, loaded in ((2 * TOKENS, chunks[:2]), (4 * TOKENS, chunks[2:4])):
+        engine.manager.bound_load("r", bound)
+        assert engine.vllm.look_up(state, most=bound) is None
+        engine.vllm.end_step()
+        assert engine.load_all() == keys_of(loaded)
+        assert engine.vllm.look_up(state, most=bound) == bound
+        engine.vllm.end_step()
+    engine.manager.on_request_finished(state.req_context)
+    state = engine.vllm.request("r", chunks)
+    assert engine.step(state) is None, "another request of that name is not bounded"
+    assert engine.load_all() == keys_of(chunks)[4:]
+
+
 def test_request_whose_local_hit_grows_beyond_what_it_may_load_waits_for_the_next_part(engine: Engine) -> None:
     """It waits for its load, and meanwhile another request computes the same prompt."""
     chunks = hashes(CHUNKS)

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
 from nixl_tiers.testing import vllm_cpu
@@ -76,6 +77,7 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
             kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy="recompute"
         ),
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
+        parallel_config=SimpleNamespace(rank=0),
     )
     NixlTiersConnector(config, None, None)
     most_tokens_of_a_prompt_in_a_step, windows = told
@@ -97,6 +99,44 @@ def test_the_manager_is_told_of_vllms_own_hits_before_a_request_is_looked_up(mon
     request = SimpleNamespace(request_id="r")
     assert [connector.get_num_new_matched_tokens(request, tokens) for tokens in (0, 256)] == [(128, True)] * 2
     assert calls == [("r", 0), ("r", 256)]
+
+
+@pytest.mark.parametrize(("parents", "warned"), [("recompute", False), ("fail", True)])
+def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parents: str, warned: bool
+) -> None:
+    """MultiConnector gives each connector a configuration of its own, and vLLM goes by the one of MultiConnector."""
+    parent, child = (
+        SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(
+                kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy=policy
+            ),
+            scheduler_config=SimpleNamespace(policy="fcfs"),
+            parallel_config=SimpleNamespace(rank=0),
+        )
+        for policy in (parents, "fail" if parents == "recompute" else "recompute")
+    )
+    monkeypatch.setattr(
+        "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
+        lambda self, *_: vars(self).update(connector_scheduler=None, connector_worker=object()),
+    )
+    with set_current_vllm_config(parent):
+        NixlTiersConnector(child, None, None)
+    assert ("kv_load_failure_policy is fail" in caplog.text) == warned
+
+
+def test_vllms_own_bound_of_a_load_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    connector = object.__new__(NixlTiersConnector)
+    connector._manager = lambda: SimpleNamespace(
+        bound_load=lambda *told_now: told.append(told_now), began_at=lambda *_: None
+    )
+    monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector._max_loadable_tokens", lambda *_: 96)
+    connector.connector_scheduler = SimpleNamespace(
+        get_num_new_matched_tokens=lambda *_, max_num_new_tokens: (max_num_new_tokens, True)
+    )
+    assert connector.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 32) == (96, True)
+    assert told == [("r", 96)]
 
 
 def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> None:

@@ -4,6 +4,7 @@ import io
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.policies import HugePages
 from nixl_tiers.vllm import compat, fingerprint
-from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of
+from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of, refuse_nodes
 from tests.support.file_tier import file_tier
 
 CPU = {"type": "cpu", "capacity": "1MiB"}
@@ -81,6 +82,21 @@ def test_unsupported_parallelism_and_layouts_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         NixlTiersSpec(offloading_config(**other))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        ({"nnodes_within_dp": 2}, "needs all workers of an engine on one node, and this engine has 2 nodes"),
+        ({"world_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher and 2 ranks, bec"),
+        ({"world_size": 1, "distributed_executor_backend": "external_launcher"}, None),
+        ({"world_size": 2, "distributed_executor_backend": "mp"}, None),
+    ],
+)
+def test_workers_that_cannot_share_a_region_are_refused(parallel: dict[str, Any], sentence: str | None) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+    with nullcontext() if sentence is None else pytest.raises(ValueError, match=sentence):
+        refuse_nodes(config)
 
 
 def test_the_cpu_tiers_capacity_is_divided_by_the_replicas_of_the_node(

@@ -106,6 +106,14 @@ def test_example_in_the_guide_is_understood(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("own", [None, {}, {"load": "all"}, {"load": ["file"]}])
+def test_what_another_connector_brings_comes_from_no_storage_tier(own: Any) -> None:
+    """A request of an engine that decodes what another one has prefilled."""
+    params = {"do_remote_prefill": True, "nixl_tiers": own}
+    assert WishReader(["file"], ["LOCAL"]).read(ReqContext("r", kv_transfer_params=params)).tiers == frozenset()
+    assert WishReader(["file"], ["LOCAL"]).read(ReqContext("r", kv_transfer_params={"do_remote_prefill": False})) == ALL
+
+
 def test_a_tier_must_be_allowed_by_both_parameters() -> None:
     local = [{"locality": "LOCAL"}]
     rig = Rig()
