@@ -19,7 +19,7 @@ from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.vllm import plugin
 from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
-from tests.support.file_tier import file_tier
+from tests.support.file_tier import files_tier
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
 Engine = Callable[..., list[Any]]
@@ -31,12 +31,13 @@ def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
     engine: Engine, small_model: Path, tmp_path: Path
 ) -> None:
     """Wrong bytes lie in the engine's blocks when the copy fails; none of them may show in a token."""
+    (tmp_path / "kv").mkdir()
     prompts = [[(7 * i * i + 3 * i + n) % 500 + 1 for i in range(700)] for n in (0, 11)]
     ask, other = (["generate", [prompt], 16] for prompt in prompts)
     tiers = {
         "tiers": [
             {"type": "cpu", "capacity": "256MiB"},
-            file_tier(tmp_path / "kv", "64MiB", write="off"),
+            files_tier(tmp_path / "kv", "64MiB", write="off"),
         ]
     }
     options = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32"}
