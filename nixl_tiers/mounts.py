@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")
+_MOUNTS = Path("/proc/self/mountinfo")
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+
+def is_mount(path: Path) -> bool:
+    """Whether something is mounted there, if that is no link: also another directory of the same file system (a bind
+    mount), which os.path.ismount cannot tell. May wait for the medium."""
+    if os.path.ismount(path):
+        return True
+    with suppress(OSError):
+        places = (line.split()[4] for line in _MOUNTS.read_bytes().splitlines())
+        return os.fsencode(path) in (_ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), place) for place in places)
+    return False
 
 
 def nearest(path: Path) -> Path:

@@ -26,7 +26,7 @@ from nixl_tiers.chunk import PAGE
 from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mounts import make_private, not_mounted
+from nixl_tiers.mounts import is_mount, make_private, not_mounted
 from nixl_tiers.tiers.base import StorageTier, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.log_once import LogOnce
@@ -180,7 +180,7 @@ class MountGuard:
     def remember(self, path: Path) -> None:
         """The path has been opened. Raises TierDown if the mount has gone meanwhile."""
         real = path.resolve()  # a symbolic link is no mount point, and its parents are not those of its target
-        found = next(parent for parent in (real, *real.parents) if os.path.ismount(parent))
+        found = next(parent for parent in (real, *real.parents) if is_mount(parent))
         if problem := self.problem():
             raise TierDown(problem)
         self._tier.mount_point = os.fsencode(found)  # another one if a disk was mounted since, or a link leads there
@@ -188,7 +188,7 @@ class MountGuard:
     def problem(self) -> str:
         """A sentence if the mount has gone, or "". May wait for the medium."""
         mount_point = os.fsdecode(self._tier.mount_point)
-        return f"{mount_point} is not mounted any more" if mount_point and not os.path.ismount(mount_point) else ""
+        return f"{mount_point} is not mounted any more" if mount_point and not is_mount(Path(mount_point)) else ""
 
 
 class FreeSpace:

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mounts import is_mount
 from nixl_tiers.mover.protocol import Configure, Opened, decode_to_coordinator, decode_to_mover, encode
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import DirQuota
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from tests.mover.harness import NAMESPACE
-from tests.support.disks import tmpfs
+from tests.support.disks import run, tmpfs
 from tests.support.file_tier import LAYOUTS
 from tests.tiers.file_tiers import make_tier
 
@@ -56,7 +57,7 @@ def test_next_mover_wants_the_mount_point_of_the_first(layout: str, tmp_path: Pa
     first = make_tier(layout, path, region)
     first.open(NAMESPACE, 0)
     first.close()
-    assert Path(first.mount_point.decode()).is_mount()
+    assert is_mount(Path(first.mount_point.decode()))
     empty = tmp_path / "unmounted"
     empty.mkdir()
     second = make_tier(layout, empty, region)
@@ -121,6 +122,27 @@ def test_path_that_was_linked_to_another_disk_needs_the_old_one_no_more(
         tier.mount_point = mount_point
         tier.open(NAMESPACE, 0)
         tier.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bind_mount_of_the_same_file_system_is_a_mount_point(layout: str, tmp_path: Path, region: HostRegion) -> None:
+    place, path = tmp_path / "elsewhere", tmp_path / "with a blank"
+    place.mkdir()
+    path.mkdir()
+    if not run("mount", "--bind", place, path):
+        pytest.skip("needs to mount")
+    try:
+        tier = make_tier(layout, path, region)
+        tier.open(NAMESPACE, 0)
+        tier.close()
+    finally:
+        run("umount", "-l", path)
+    second = make_tier(layout, path, region)
+    second.mount_point = tier.mount_point
+    with pytest.raises(TierDown, match=f"{path} is not mounted any more"):
+        second.open(NAMESPACE, 0)
+    second.close()
+    assert contents(path) == []
 
 
 def contents(path: Path) -> list[Path]:
