@@ -21,14 +21,16 @@ log = logging.getLogger(__name__)
 # Of vLLM's worker. From a start on, until a finish, the weights may change at any time, also between calls.
 STARTS: Final = ("start_weight_update", "start_draft_weight_update")
 FINISH: Final = "finish_weight_update"
-CALLS: Final = (*STARTS, "update_weights", FINISH, "reload_weights")
+UPDATE: Final = "update_weights"
+CALLS: Final = (*STARTS, UPDATE, FINISH, "reload_weights")
 
 _watches: weakref.WeakSet[WeightChanges] = weakref.WeakSet()
 
 
 class WeightChanges:
     """The changes of one rank's weights. A call that fails ends its change, too: from then on the weights stay what
-    they are, and another call is another change."""
+    they are, and another call is another change. Within an update only its own calls end it, and no second start does,
+    which vLLM refuses."""
 
     def __init__(self, publish: Callable[..., None]) -> None:
         self._publish = publish
@@ -44,7 +46,10 @@ class WeightChanges:
     def end(self, name: str, *, done: bool) -> None:
         with self._lock:
             self._calls -= 1
-            self._started = done and (name in STARTS or (self._started and name != FINISH))
+            if done and name in STARTS:
+                self._started = True
+            elif name == FINISH or (name == UPDATE and not done):
+                self._started = False
             if not (self._calls or self._started):
                 self._publish(changing=False)
 
