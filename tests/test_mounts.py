@@ -19,7 +19,8 @@ from nixl_tiers.tiers.log_once import LogOnce
 
 
 def _config(path: Path) -> FileConfig:
-    return FileConfig.model_validate({"type": "file", "path": path, "capacity": "1GiB", "require_mount": True})
+    fields = {"type": "file", "path": path, "capacity": "1GiB", "min_free": 0, "require_mount": True}
+    return FileConfig.model_validate(fields)
 
 
 def at_startup(path: Path) -> None:

@@ -133,7 +133,7 @@ class SlowTier:
         self._stopped_s = 0.0
         self._stuck = stuck
         self._jobs: deque[Job] = deque()
-        path = {"type": "file", "path": "/nowhere", "capacity": "1MiB"}
+        path = {"type": "file", "path": "/nowhere", "capacity": "1MiB", "min_free": 0}
         geometry = Geometry(1, SIZE)
         self.coordinator = Coordinator(
             configuration.load(config(path, rows=64, wait_s=WAIT_S)),

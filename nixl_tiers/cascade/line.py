@@ -30,11 +30,11 @@ class Place:
 
     `keys`: of its chain, from the first that the engine lacks, of which `at` are dealt with; `held`: so many of them
     are in host memory, or on their way there, and pinned for it; `queued`: where in the chain those are that were
-    queued. `step`: in which it joined, or found no room. A `prefetch` is no request: it ends when its rows have come,
-    of which `come` are known to have.
+    queued. `step`: in which it joined, and `full_step` in which it last found no room. A `prefetch` is no request: it
+    ends when its rows have come, of which `come` are known to have.
     """
 
-    __slots__ = ("at", "come", "held", "keys", "order", "prefetch", "queued", "request", "step")
+    __slots__ = ("at", "come", "full_step", "held", "keys", "order", "prefetch", "queued", "request", "step")
 
     def __init__(self, request: Request, keys: Sequence[Key], rank: Rank, number: int, step: int) -> None:
         self.request = request
@@ -43,6 +43,7 @@ class Place:
         self.order = (rank, number)
         self.prefetch = rank is AFTER_ALL
         self.at = self.held = self.come = 0
+        self.full_step = -1
         self.queued: dict[Key, int] = {}
 
     def __lt__(self, other: Place) -> bool:
@@ -97,7 +98,7 @@ class Line:
         if (at := place.queued.pop(key, None)) is None:
             return
         place.at = min(place.at, at)
-        place.step = self._host.step
+        place.step = place.full_step = self._host.step
         place.held -= 1
         if not place.held:
             del self._holding[bisect_left(self._holding, place)]
@@ -139,6 +140,8 @@ class Line:
         number = 0
         while number < min(len(self._places), limits.line_requests):
             place = self._places[number]
+            if place.full_step == self._host.step:
+                break  # its room is not for those behind it, who would give it back, unused, in the next step
             while place.at < len(place.keys) and self._is_waiting(place):
                 if room <= 0 and (freed := self._last_gives(place)) == 0:
                     break

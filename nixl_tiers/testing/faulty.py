@@ -165,13 +165,19 @@ class FaultyTier(StorageTier):
         self._inner.describe(description)
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        self._inner.mount_point = self.mount_point
         slots = self._inner.open(namespace, epoch)
-        self.mount_point = self._inner.mount_point
         self._sealer = Sealer(self._geometry, namespace, epoch)
         return slots
 
     # --- passed on to the inner tier ------------------------------------------------------------------------------
+
+    @property
+    def mount_point(self) -> bytes:
+        return self._inner.mount_point
+
+    @mount_point.setter
+    def mount_point(self, found: bytes) -> None:
+        self._inner.mount_point = found
 
     def list_rows(self) -> Iterator[Sequence[Entry]]:
         return self._inner.list_rows()
