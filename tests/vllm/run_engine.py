@@ -4,13 +4,16 @@
 
 Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "transfer": fields of KVTransferConfig to
 replace, "settings": {...}, "steps": [...]}.
-Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once; ["forget"] empties the
-engine's own prefix cache; ["reset"] that and the connector's; ["flush"] waits for the storage tiers; ["stats"];
+Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once, or with [name, number, path]
+of a LoRA adapter behind that; ["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's;
+["flush"] waits for the storage tiers; ["stats"];
 ["change", how, path] replaces the weights by those of another model, by a "reload" of vLLM's, or embeddings alone by
 a "load" behind its back;
 ["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
 bytes into the engine's blocks and fail; ["hold", n] has copies of loads wait until n more steps computed nothing, and
-counts steps from then on; ["steps"] how many there were, by whether they computed something and whether they paused;
+counts steps from then on; ["steps"] how many there were so far, by whether they computed something and whether they
+paused, and how many drafted tokens they checked;
+["wipe"] fills the engine's blocks with zeros, and ["pages"] gives digests of each rank's blocks with anything else;
 ["queue"] has steps that compute wait until what requests in the queue are to load is in host memory, and ["turns"] says
 of each of these requests where its chunks were at its arrival and when its turn came, and whether it then waited.
 """
@@ -67,11 +70,11 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         return None
     if verb in ("steps", "turns"):
         return core.of_test.seen()
-    if verb == "flush":
-        assert store_of(core).flush(300)
-        return None
-    assert verb == "stats"
-    return store_of(core).stats()
+    if verb in ("pages", "wipe"):
+        return llm.collective_rpc(digests if verb == "pages" else wipe)
+    assert verb in ("flush", "stats")
+    store = store_of(core)
+    return store.stats() if verb == "stats" else until(lambda: store.flush(300), "flush")
 
 
 def change_weights(llm: Any, how: str, path: str) -> None:
@@ -90,15 +93,38 @@ def load_embeddings(worker: Any, path: str) -> None:
     worker.model_runner.model.load_weights([(name, load_file(Path(path) / "model.safetensors")[name])])
 
 
+def ours(connector: Any) -> Any:
+    """The connector itself, or that of a MultiConnector's that is ours."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(child for child in children if hasattr(child, "connector_scheduler"))
+
+
 def store_of(core: Any) -> Any:
-    return TieredStore(core.scheduler.connector.connector_scheduler.manager._coordinator)
+    return TieredStore(ours(core.scheduler.connector).connector_scheduler.manager._coordinator)
 
 
-def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+def wipe(worker: Any) -> None:
+    for layer in worker.model_runner.kv_caches:
+        layer.zero_()
+
+
+def digests(worker: Any) -> list[list[str]]:
+    """Of each block that is in use, in the order of their numbers: one of each layer. Block 0 is vLLM's dummy."""
+    import hashlib
+
+    layers = [layer.flatten(1) for layer in worker.model_runner.kv_caches]
+    used = layers[0].any(1).nonzero().flatten().tolist()
+    return [[hashlib.sha256(layer[block].numpy()).hexdigest() for layer in layers] for block in used if block]
+
+
+def generate(llm: Any, prompts: list[list[int]], max_tokens: int, adapter: Any = None) -> list[dict[str, Any]]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    lora = None if adapter is None else LoRARequest(*adapter)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
@@ -125,13 +151,14 @@ class Steps:
         core.scheduler.schedule, swap.load, changed.wait = self.schedule, self.load, self.wait
 
     def seen(self) -> dict[str, int]:
-        return self.counts
+        return dict(self.counts)
 
     def schedule(self, *arguments: Any) -> Any:
         pauses = self._pauses
         output = self._schedule(*arguments)
         kind = "computing" if output.total_num_scheduled_tokens else "empty"
         self.counts[f"{kind}, paused" if self._pauses > pauses else kind] += 1
+        self.counts["drafted"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         if kind == "empty":
             self._left -= 1
             if self._left <= 0:
@@ -192,7 +219,7 @@ class Queue:
 def break_loads(times: int) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    swap = get_kv_transfer_group().connector_worker.worker._swap
+    swap = ours(get_kv_transfer_group()).connector_worker.worker._swap
     good = swap.load
     left = times
 

@@ -1,0 +1,169 @@
+"""Features of vLLM beside tiers, on real engines: the same tokens as without tiers, and hits that come from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers.testing import vllm_cpu
+from tests.support.file_tier import file_tier
+from tests.support.models import save_random
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+BLOCK = vllm_cpu.BLOCK_TOKENS
+CPU = {"type": "cpu", "capacity": "64MiB"}
+PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
+CHUNKS = len(PROMPT) // BLOCK
+WHOLE = CHUNKS * BLOCK
+ASK = ["generate", [PROMPT], 16]
+Engine = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def options(small_model: Path) -> dict[str, Any]:
+    return {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 1}
+
+
+def tokens(answers: list[dict[str, Any]]) -> list[int]:
+    (answer,) = answers
+    assert len(set(answer["tokens"])) > 2, "a model that always repeats one token shows nothing"
+    return list(answer["tokens"])
+
+
+def test_without_the_engines_own_prefix_cache(engine: Engine, options: dict[str, Any]) -> None:
+    options["enable_prefix_caching"] = False
+    (without,) = engine(None, ASK, **options)
+    cold, cpu, stats = engine({"tiers": [CPU]}, ASK, ASK, ["stats"], **options)
+    assert tokens(cold) == tokens(cpu) == tokens(without)
+    assert (cold[0]["cached"], cpu[0]["cached"]) == (0, WHOLE)
+    assert (stats["cpu"]["hits"], stats["cpu"]["failed"]) == (CHUNKS, 0)
+
+
+@pytest.mark.slow
+def test_without_the_engines_own_prefix_cache_from_files(
+    engine: Engine, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also for an engine that has it: the rows are the same."""
+    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
+    cold, _ = engine(tiers, ASK, ["flush"], enable_prefix_caching=False, **options)
+    for enabled in (False, True):
+        file, stats = engine(tiers, ASK, ["stats"], enable_prefix_caching=enabled, **options)
+        assert tokens(file) == tokens(cold)
+        assert (file[0]["cached"], stats["file"]["hits"]) == (WHOLE, CHUNKS)
+
+
+@pytest.mark.slow
+def test_beside_another_connector_of_a_multi_connector(engine: Engine, options: dict[str, Any], tmp_path: Path) -> None:
+    """The other one stores whole prompts in files, and loads what is not found here, or could not be copied."""
+
+    def transfer() -> dict[str, Any]:
+        other = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        }
+        connectors = [vllm_cpu.recomputing_transfer([CPU], wait_s=120.0), other]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": connectors},
+        }
+
+    again = [["forget"], ASK]
+    (without,) = engine(None, ASK, **options)
+    cold, _, cpu, stats, _, _, failed, later = engine(
+        {"tiers": []}, ASK, *again, ["stats"], ["break", 1], *again, ["stats"], transfer=transfer(), **options
+    )
+    assert tokens(cold) == tokens(cpu) == tokens(failed) == tokens(without)
+    assert (cold[0]["cached"], cpu[0]["cached"]) == (0, WHOLE)
+    assert (stats["cpu"]["hits"], stats["cpu"]["failed"], later["cpu"]["failed"]) == (CHUNKS, 0, CHUNKS)
+
+    others, first, _, cpu, stats = engine(
+        {"tiers": []}, ASK, ["stats"], *again, ["stats"], transfer=transfer(), **options
+    )
+    assert tokens(others) == tokens(cpu) == tokens(without)
+    assert (others[0]["cached"], first["cpu"]["hits"]) == (WHOLE, 0), "a hit of the other connector"
+    assert (cpu[0]["cached"], stats["cpu"]["hits"]) == (WHOLE, CHUNKS), "what the other one loaded was stored here"
+
+
+@pytest.mark.slow
+def test_with_ngram_speculation(engine: Engine, options: dict[str, Any], tmp_path: Path) -> None:
+    """What is generated is stored, too: the slots of rejected drafts may not show."""
+    # A model that repeats itself now and then, so that some drafts are right.
+    options["path"] = save_random(
+        "LlamaForCausalLM",
+        tmp_path / "model",
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        initializer_range=0.08,
+    )
+    prompt = [(7 * i * i + 3 * i) % 50 + 1 for i in range(200)]
+    ask = ["generate", [prompt], 120]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    (without,) = engine(None, ask, **options)
+    answer = tokens(without)
+    longer = ["generate", [prompt + answer], 40]
+    plain, _, plain_longer = engine(None, ask, ["forget"], longer, **options)
+    assert tokens(plain) == answer
+    tiers = {"tiers": [CPU], "offload_prompt_only": False}
+    settings = {"speculative_config": speculation, **options}
+    cold, _, _, cpu, steps, _, generated, stats = engine(
+        tiers, ask, ["forget"], ["hold", 1], ask, ["steps"], ["forget"], longer, ["stats"], **settings
+    )
+    assert tokens(cold) == tokens(cpu) == answer
+    assert tokens(generated) == tokens(plain_longer)
+    generated_whole = (len(prompt) + len(answer) - 1) // BLOCK * BLOCK
+    assert (cpu[0]["cached"], generated[0]["cached"]) == (BLOCK, generated_whole)
+    assert stats["cpu"]["hits"] == (BLOCK + generated_whole) // BLOCK
+    accepted = len(answer) - steps["computing"]
+    assert 0 < accepted < steps["drafted"], "some drafts must be right, and some wrong"
+
+
+def make_adapter(model: Path, to: Path, seed: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"] * config["head_dim"], 8
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        weights[name + "A.weight"] = torch.randn(rank, hidden, generator=generator) / 4
+        weights[name + "B.weight"] = torch.randn(heads, rank, generator=generator) / 4
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    to.mkdir()
+    (to / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(weights, to / "adapter_model.safetensors")
+    return to
+
+
+@pytest.mark.slow
+def test_lora_adapters_share_nothing(engine: Engine, options: dict[str, Any], tmp_path: Path) -> None:
+    adapters = [
+        [name, number, str(make_adapter(options["path"], tmp_path / name, number))]
+        for number, name in enumerate(("first", "second"), start=1)
+    ]
+    asks = [ASK, *([*ASK, adapter] for adapter in adapters)]
+    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")], "lora_storage": True}
+    options |= {"enable_lora": True, "max_lora_rank": 8}
+    without = [tokens(answers) for answers in engine(None, *asks, **options)]
+    assert len(set(map(tuple, without))) == 3, "adapters that change nothing show nothing"
+
+    *cold, _ = engine(tiers, *asks, ["flush"], **options)
+    assert [tokens(answers) for answers in cold] == without
+    assert [answers[0]["cached"] for answers in cold] == [0, 0, 0]
+
+    *file, stats, _, cpu = engine(tiers, *reversed(asks), ["stats"], ["forget"], asks[1], **options)
+    assert [tokens(answers) for answers in reversed(file)] == without
+    assert [answers[0]["cached"] for answers in file] == [WHOLE] * 3
+    assert stats["file"]["hits"] == 3 * CHUNKS
+    assert (tokens(cpu), cpu[0]["cached"]) == (without[1], WHOLE)
