@@ -167,3 +167,52 @@ def test_lora_adapters_share_nothing(engine: Engine, options: dict[str, Any], tm
     assert [answers[0]["cached"] for answers in file] == [WHOLE] * 3
     assert stats["file"]["hits"] == 3 * CHUNKS
     assert (tokens(cpu), cpu[0]["cached"]) == (without[1], WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
+def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None:
+    """The oracle is what the blocks hold: on a CPU, vLLM 0.32 decodes such a model with other sums than it prefills.
+    It also switches its own prefix cache off."""
+    model = save_random(
+        "DeepseekV2ForCausalLM",
+        tmp_path / "latent",
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=2,
+        initializer_range=0.2,
+    )
+    block = 16  # of vLLM's kernel
+    prompt = PROMPT[:300]
+    chunks = len(prompt) // block
+    ask = ["generate", [prompt], 4]
+    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
+    cores = vllm_cpu.cores()
+    options: dict[str, Any] = {
+        "path": model,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "block_size": block,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    cold, computed, _, cpu, loaded, stats, _ = engine(
+        tiers, ask, ["pages"], ["wipe"], ask, ["pages"], ["stats"], ["flush"], **options
+    )
+    file, read, others = engine(tiers, ask, ["pages"], ["stats"], **options)
+    assert [answers[0]["cached"] for answers in (cold, cpu, file)] == [0, chunks * block, chunks * block]
+    assert (stats["cpu"]["hits"], others["file"]["hits"]) == (chunks, chunks)
+    for rank in range(2):
+        whole = computed[rank][:chunks]
+        assert len({digest for layers in whole for digest in layers}) == 2 * chunks, "equal bytes show nothing"
+        # The last one holds the rest of the prompt, which is computed in other steps behind a hit.
+        assert len(computed[rank]) == len(loaded[rank]) == len(read[rank]) == chunks + 1
+        assert read[rank][:chunks] == whole
+        # Here the engine uses its blocks again, in another order.
+        assert all(block in loaded[rank] for block in whole)
+    assert cpu == file, "the same sums upon the same bytes"
