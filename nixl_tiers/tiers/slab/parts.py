@@ -42,17 +42,23 @@ class Part:
     """A part that this process holds, or reads."""
 
     def __init__(self, number: int, folder: Folder, lock: int | None) -> None:
-        """Takes over the folder and the descriptor of its lock file; None: a reader has got no lock."""
+        """Takes over the folder and the descriptor of its lock file; None: a reader has got no lock. Raises OSError,
+        without either."""
         self.number = number
         self.folder = folder
         self._lock = lock
         self.other_holder = b""
         """The content of the lock file if another process has written it since: its lock does not exclude ours, as on
         Lustre with `localflock` or NFS with `nolock`, where locks do not reach other machines."""
-        self._content = _read_lock(folder)
-        self._identities = [FileIdentity(folder.path, os.fstat(folder.descriptor))]
-        if lock is not None:
-            self._identities.append(FileIdentity(folder.path / LOCK, os.fstat(lock)))
+        self._content = b""
+        try:
+            self._content = _read_lock(folder)
+            self._identities = [FileIdentity(folder.path, os.fstat(folder.descriptor))]
+            if lock is not None:
+                self._identities.append(FileIdentity(folder.path / LOCK, os.fstat(lock)))
+        except BaseException:
+            self.release()  # else this process would hold it for ever
+            raise
 
     def problem(self) -> str:
         """Whether the directory or its lock was deleted or replaced, or another process holds it too, or "". Raises
@@ -154,12 +160,12 @@ def claim_to_read(base: Folder, namespace: bytes) -> Part:
             folder = base.folder(part_name(part.number))
             try:
                 lock, holder = _lock_to_read(folder, how)
-                if not holder:
-                    return Part(part.number, folder, lock)
-                held.append(f"{part_name(part.number)} by {holder}")
             except BaseException:
                 folder.close()
                 raise
+            if not holder:
+                return Part(part.number, folder, lock)
+            held.append(f"{part_name(part.number)} by {holder}")
             folder.close()
     if held:
         raise TierDown(f"{base.path} is in use: {', '.join(held[:_HOLDERS])}", retry_s=HELD_RETRY_S)

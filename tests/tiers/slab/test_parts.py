@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -23,6 +24,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.loop import Mover
 from nixl_tiers.mover.protocol import Configure, Down, Open, Opened, Store
 from nixl_tiers.tiers.base import Move, TierDown
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.slab import parts
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import FreePart, preferred
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
@@ -182,6 +185,18 @@ def test_second_engine_is_down_with_the_holders_name_and_adopts_its_rows_warm(tm
         new.expect(lambda m: isinstance(m, Opened))
         assert listed(new) == set(range(BATCH))
         assert set(new.load(range(BATCH))) == {Outcome.OK}
+
+
+def test_part_whose_lock_file_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Folder) -> bytes:
+        raise OSError(errno.EIO, "broken")
+
+    with Folder.base(tmp_path) as base:
+        with monkeypatch.context() as patch:
+            patch.setattr(parts, "_read_lock", fail)
+            with pytest.raises(OSError, match="broken"):
+                parts.claim(base, 1, NAMESPACE, {})
+        parts.claim(base, 1, NAMESPACE, {}).release()
 
 
 def test_waiting_engine_tries_again_every_two_seconds_however_long_it_has_waited(tmp_path: Path) -> None:
