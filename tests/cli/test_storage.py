@@ -291,8 +291,24 @@ def test_rows_stored_after_a_purge_has_begun_stay(tmp_path: Path, region: HostRe
         (found,) = storage.namespaces(lambda _: None)
         assert store(tier, region, range(ROWS, ROWS + 2)) == [Outcome.OK] * 2
         storage.delete(found, None, lambda _: None)
-        assert storage.victims(found, None).rows == 0
+        assert storage.victims(found, None).rows == 2
         assert len(list(tmp_path.rglob("*.row"))) == 2
+
+
+def test_purge_says_that_rows_are_left_which_were_used_since(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("files", tmp_path, region)
+    delete, used = RowFileStorage.delete, next(tmp_path.rglob("*.row"))
+
+    def use_and_delete(*arguments: Any) -> str:
+        os.utime(used, (time.time() + 5,) * 2)
+        return delete(*arguments)
+
+    monkeypatch.setattr(RowFileStorage, "delete", use_and_delete)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    assert (code, shown["namespaces"][0]["left"]) == (FAILED, 1)
+    assert used.exists()
 
 
 def test_old_slabs_are_purged_as_a_whole(

@@ -89,8 +89,8 @@ class Storage(ABC):
 
     @abstractmethod
     def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
-        """What `delete` would delete now. `before_s`: Unix seconds; only what was last used, or on S3 written, before;
-        slabs as a whole."""
+        """What is there that is to be deleted, also what was stored or used after `namespaces` found it, which `delete`
+        leaves. `before_s`: Unix seconds; only what was last used, or on S3 written, before; slabs as a whole."""
 
     @abstractmethod
     def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:

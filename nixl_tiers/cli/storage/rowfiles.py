@@ -84,9 +84,10 @@ class RowFileStorage(Storage):
 
     def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
         rows, nbytes, problems = 0, 0, Problems()
-        for _, status in self._selected(namespace, before_s, problems):
-            rows += 1
-            nbytes += max(status.st_blocks * 512, status.st_size)
+        for _, status in _rows(Path(namespace.place, namespace.name), lambda _: None, problems):
+            if before_s is None or status.st_mtime < before_s:
+                rows += 1
+                nbytes += max(status.st_blocks * 512, status.st_size)
         return Victims(rows, nbytes, problem=str(problems))
 
     def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:

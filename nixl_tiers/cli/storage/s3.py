@@ -136,9 +136,10 @@ class S3Storage(Storage):
 
     def victims(self, namespace: Namespace, before_s: float | None) -> Victims:
         rows = nbytes = 0
-        for each in self._selected(namespace, before_s):
-            rows += 1
-            nbytes += each.nbytes
+        for each in self._objects(self._home(namespace), lambda _: None):
+            if each.key is not None and (before_s is None or each.modified_s < before_s):
+                rows += 1
+                nbytes += each.nbytes
         return Victims(rows, nbytes, problem=self._problem)
 
     def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
