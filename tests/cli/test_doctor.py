@@ -460,7 +460,10 @@ def test_delete_that_is_denied_in_an_answer_of_success_is_an_error() -> None:
 
 def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None:
     config, proxy = proxied
-    proxy.inject(ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH))
+    proxy.inject(
+        ProxyFault(FaultKind.BIT_FLIP, target=LEASE_NAME, probability=0.0),
+        ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH),
+    )
     found = named(bucket.examine(config, "token"))
     assert found[NAME].status is Status.BROKEN
     assert "rows were not read and verified (CORRUPT" in found[NAME].text

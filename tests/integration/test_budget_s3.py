@@ -44,6 +44,7 @@ def test_ten_times_a_private_budget_in_three_namespaces_in_turn(monkeypatch: pyt
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     written = 0
     with faulty_s3() as server:
+        server.tests_conditions = True
         tier = {"type": "s3", "bucket": "kv-budget", "endpoint": server.endpoint, "capacity": PRIVATE_ROWS * ROW}
         for number in range(3):
             with nixl_tiers.open(config(tier, host=HOST_ROWS * ROW), SIZE, f"n{number}") as store:
@@ -66,6 +67,7 @@ def test_huge_capacity_is_served_without_memory_in_advance(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     with faulty_s3() as server:
+        server.tests_conditions = True
         tier = {"type": "s3", "bucket": "kv-huge", "endpoint": server.endpoint, "capacity": capacity}
         keys, rows = chunks(4, size)
         ours = resident_bytes(os.getpid())

@@ -112,7 +112,7 @@ def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: Ho
     from nixl_tiers.tiers.s3.lease import LeaseTerms
 
     denials.CLEAR_S = 0.1  # type: ignore[misc]
-    terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1)
+    terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1, confirm_s=0.05)
     ownership.LEASE_TERMS = terms  # type: ignore[misc]
     return s3_tier.S3Tier(config, geometry, region)
 

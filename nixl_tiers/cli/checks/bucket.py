@@ -22,7 +22,15 @@ from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.client import client_of
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, answered_at_s, conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.conditional import (
+    RACERS,
+    REQUEST_ERRORS,
+    answered_at_s,
+    conditional_writes_work,
+    most_winners,
+    put_if,
+    status_of,
+)
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
 from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED, is_versioned
@@ -227,17 +235,21 @@ def _delete(client: Any, bucket: str, name: str) -> None:
 
 
 def _conditional_writes(client: Any, config: S3Config, below: str) -> Finding:
-    def put(name: str, body: bytes, **condition: str) -> object | None:
+    def put(name: str, body: bytes, **condition: str) -> Any:
         return put_if(client, config.bucket, f"{config.prefix}/{below}{name}", body, condition)
 
     try:
-        works = conditional_writes_work(put)
+        works = conditional_writes_work(put, "condition")
+        winners = most_winners(put, "race") if works else 0
     except REQUEST_ERRORS as error:
         code = status_of(error) if isinstance(error, ClientError) else type(error).__name__
         return warning("conditional put", f"cannot be tried ({code})")
-    if works:
-        return ok("conditional put", "works (If-None-Match, If-Match)")
     so = (
         "engines cannot share a capacity" if config.shared else "two engines on this prefix would not notice each other"
     )
+    if works and winners <= 1:
+        return ok("conditional put", "works (If-None-Match, If-Match)")
+    if works:
+        what = f"is not atomic: {winners} of {RACERS} writes with one condition were let through"
+        return broken("conditional put", what, f"use a version of this server in which it is: without that {so}")
     return warning("conditional put", "is not supported by this server", f"use one that supports it: without it {so}")

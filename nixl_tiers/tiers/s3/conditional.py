@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Final
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -18,6 +23,11 @@ urllib3's error: GetObject's error page is read outside of its handlers."""
 
 _CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
 _UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
+CONDITIONS: Final = "conditional writes"  # the kind under which it is reported that they do not work
+DOUBT_TRIES: Final = 6
+MAX_RETRY_S: Final = 15.0
+RACERS: Final = 4
+RACES: Final = 8
 
 
 def put_if(client: Any, bucket: str, name: str, body: bytes, condition: dict[str, str]) -> dict[str, Any] | None:
@@ -42,21 +52,91 @@ def small_object(client: Any, bucket: str, name: str) -> bytes | None:
     return bytes(found["Body"].read(1 << 16))
 
 
-def conditional_writes_work(put: Callable[..., object | None]) -> bool:
+def delete_object(client: Any, bucket: str, name: str) -> None:
+    """Delete an object if that is allowed, and the server answers."""
+    with contextlib.suppress(*REQUEST_ERRORS):
+        client.delete_object(Bucket=bucket, Key=name)
+
+
+def write_test_name(writer: str) -> str:
+    """The name below the prefix of an object that nobody but this engine or mover writes and deletes."""
+    return f"{WRITE_TEST_NAME}-{re.sub('[^A-Za-z0-9._-]', '-', writer)[:128]}"
+
+
+def conditional_writes_work(put: Callable[..., object | None], name: str) -> bool:
     """Whether the server refuses writes whose condition does not hold, for both kinds of condition.
 
-    `put(name, body, **condition)`: writes below the prefix, and returns None if the condition does not hold.
+    `put(name, body, **condition)`: writes below the prefix, and returns None if the condition does not hold. `name`: of
+    the object to write, which the caller deletes.
     """
     try:
-        put(WRITE_TEST_NAME, b"conditional writes", IfNoneMatch="*")
+        put(name, b"conditional writes", IfNoneMatch="*")
         return (
-            put(WRITE_TEST_NAME, b"conditional writes", IfNoneMatch="*") is None
-            and put(WRITE_TEST_NAME, b"conditional writes", IfMatch='"00000000000000000000000000000000"') is None
+            put(name, b"conditional writes", IfNoneMatch="*") is None
+            and put(name, b"conditional writes", IfMatch='"00000000000000000000000000000000"') is None
         )
     except ClientError as error:
         if error.response.get("Error", {}).get("Code") not in _UNSUPPORTED:
             raise
         return False
+
+
+def most_winners(put: Callable[..., Mapping[str, Any] | None], name: str) -> int:
+    """How many of four writes with the same condition, sent at once, the server lets through. More than one: it does
+    not test the condition and write in one step.
+
+    `put`: as above, for several threads; returns boto3's answer. `name`: of objects that are not there yet."""
+    most = 0
+    with ThreadPoolExecutor(RACERS) as pool:
+        for number in range(RACES):
+            condition = {"IfNoneMatch": "*"}
+            for _ in range(2):
+                write = partial(put, f"{name}-{number}", **condition)
+                bodies = [secrets.token_hex(8).encode() for _ in range(RACERS)]
+                answers = [answer for answer in pool.map(write, bodies) if answer is not None]
+                most = max(most, len(answers))
+                if answers:
+                    condition = {"IfMatch": str(answers[0]["ETag"])}
+    return most
+
+
+class ConditionalWrites:
+    """Whether the server knows conditional writes, as far as its answers say. No I/O; `now` is any steady clock.
+
+    That it does not is believed only if it still says so after `doubt_s`: one answer may be a gateway's, or the object
+    of the test writes may have been deleted between them.
+    """
+
+    def __init__(self, doubt_s: float, ask_again_s: float, retry_s: float) -> None:
+        self.work: bool | None = None
+        """None: not known yet."""
+        self.next_at_s = float("-inf")
+        """When to ask."""
+        self._doubt_s = doubt_s
+        self._ask_again_s = ask_again_s
+        self._retry_s = self._first_retry_s = retry_s
+        self._refused_s: float | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the last answer was that it does not know them."""
+        return self._refused_s is not None
+
+    def asking(self, now: float) -> None:
+        """Without an answer it is asked again soon."""
+        self.next_at_s = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+
+    def answered(self, work: bool, now: float) -> None:
+        self._retry_s = self._first_retry_s
+        if work:
+            self.work, self._refused_s, self.next_at_s = True, None, float("inf")
+            return
+        if self._refused_s is None:
+            self._refused_s = now
+        if now - self._refused_s >= self._doubt_s:
+            self.work = False
+        self.next_at_s = now + (self._ask_again_s if self.work is False else self._doubt_s / DOUBT_TRIES)
 
 
 def answered_at_s(answer: Mapping[str, Any]) -> float | None:

@@ -6,7 +6,8 @@ have uploaded since, to `<prefix>/.usage`. A mover uploads at most one window of
 So the prefix never holds more than the capacity plus one window for each mover but one, also while two movers believe
 that they hold the lease, or none does: the lease saves work, the bound does not depend on it (usage.py).
 
-Times are compared with times of the same server (its Date and Last-Modified); local clocks only measure intervals.
+Times are compared with times of the same server (its Date and Last-Modified, and by how much the one is ahead of the
+other); local clocks only measure intervals.
 Requests that block run on a thread of the janitor's own.
 """
 
@@ -26,11 +27,15 @@ from botocore.parsers import ResponseParserError
 from nixl_tiers.chunk import NAMESPACE_BYTES
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import (
+    CONDITIONS,
     REQUEST_ERRORS,
+    ConditionalWrites,
     answered_at_s,
     conditional_writes_work,
+    delete_object,
     put_if,
     status_of,
+    write_test_name,
 )
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import RowNames
@@ -45,6 +50,7 @@ COUNTER_REWRITE_S: Final = 3600.0  # a counter that does not change is written a
 COUNTER_TIMEOUT_S: Final = 3 * COUNTER_REWRITE_S  # one that was not, for this long, is deleted
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 CLOSE_TIMEOUT_S: Final = 2.0
+LEAST_AHEAD_S: Final = 5.0  # both times are in whole seconds, and answers take time
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class JanitorIntervals:
     lease_timeout_s: float = 30.0  # a lease not renewed for this long has expired, and may be taken over
     usage_timeout_s: float = 60.0  # a usage record not renewed for this long is stale, and allows no upload
     sweep_s: float = 30.0  # between two listings of the whole prefix; longer if a listing takes longer
+    doubt_s: float = 60.0  # as in LeaseTerms
+    ask_again_s: float = 3600.0
 
 
 @dataclass
@@ -105,7 +113,10 @@ class Janitor:
         self._published: tuple[int, float] | None = None  # this mover's counter, and when it was written
         self._renewals = 0
         self._server_s = 0.0
-        self._supported: bool | None = None  # whether the server knows conditional writes; None: not known yet
+        self._ahead_s = 0.0  # of the server's Date to its Last-Modified, if they come from different clocks
+        self._asked_at = 0.0
+        self._valid_at = time.monotonic()  # when there was last a usage record that allows uploads
+        self._conditions = ConditionalWrites(intervals.doubt_s, intervals.ask_again_s, intervals.renew_s)
         self._sweep_at = 0.0
         self._renew_at = 0.0
         self._stop = threading.Event()
@@ -129,8 +140,6 @@ class Janitor:
     def _run(self) -> None:
         while not self._stop.is_set():
             self._turn()
-            if self._supported is False:
-                return
             self._stop.wait(self._intervals.renew_s)
         if self._lease is not None:
             with contextlib.suppress(*REQUEST_ERRORS):
@@ -139,20 +148,15 @@ class Janitor:
     def _turn(self) -> None:
         """What is to be done every `renew_s`. A request that fails ends it; the next turn goes on from there."""
         try:
-            if self._supported is None:
-                self._supported = conditional_writes_work(self._put)
-            if not self._supported:
-                self._denials.report(
-                    "conditional writes",
-                    "this server does not support conditional writes (If-None-Match, If-Match), "
-                    f'so nothing is written below the shared prefix "{self._prefix}"',
-                )
+            if time.monotonic() >= self._conditions.next_at_s:
+                self._ask()
+            if not self._conditions.work:
                 return
             self._renew()
             if self._lease is not None and time.monotonic() >= self._sweep_at:
                 self._sweep()
             self._make_room()
-            self._denials.succeeded("shared prefix")
+            self._report_usage()
         except REQUEST_ERRORS:
             self._lease = None  # a write may have arrived, with an unknown ETag: read the lease again
         except (KeyError, ValueError):
@@ -170,6 +174,39 @@ class Janitor:
                 f'the janitor of the shared prefix "{self._prefix}" has stopped after an unexpected error '
                 f"({type(error).__name__}), and starts again",
             )
+
+    def _ask(self) -> None:
+        """Find out whether the server knows conditional writes: without them nothing is written but for that. And
+        whether its clocks agree, by an object that was written just now."""
+        name, self._asked_at = write_test_name(self._id), time.monotonic()
+        self._conditions.asking(self._asked_at)
+        if work := conditional_writes_work(self._put, name):
+            found = self._client().get_object(Bucket=self._bucket, Key=self._name(name))
+            ahead_s = _date(found) - found["LastModified"].timestamp() - (time.monotonic() - self._asked_at)
+            self._ahead_s = ahead_s if ahead_s > LEAST_AHEAD_S else 0.0
+        self._conditions.answered(work, time.monotonic())
+        if self._conditions.refused:
+            self._denials.report(
+                CONDITIONS,
+                "this server does not support conditional writes (If-None-Match, If-Match), "
+                f'so nothing is written below the shared prefix "{self._prefix}"',
+            )
+        else:
+            self._denials.succeeded(CONDITIONS)
+        delete_object(self._client(), self._bucket, self._name(name))
+
+    def _report_usage(self) -> None:
+        """Say so if nothing may be uploaded for long, and look at the server's clocks again."""
+        since_s = time.monotonic() - self._valid_at
+        if since_s <= self._intervals.usage_timeout_s:
+            self._denials.succeeded("shared prefix")
+            return
+        self._denials.report(
+            "shared prefix",
+            f'the usage record of the shared prefix "{self._prefix}" was not renewed for {since_s:.0f} s, so nothing '
+            "is written there until a janitor has listed it",
+        )
+        self._conditions.next_at_s = self._asked_at + self._intervals.doubt_s
 
     def _forget(self) -> None:
         """Forget what was listed: with the lease, begin with a sweep."""
@@ -200,7 +237,7 @@ class Janitor:
             if status_of(error) != 404:
                 raise
         else:
-            age_s = _date(found) - found["LastModified"].timestamp()
+            age_s = self._age_s(found)
             holder = found["Body"].read().partition(b" ")[0].decode("ascii", "replace")
             condition = {"IfMatch": found["ETag"]}
         if holder != self._id:
@@ -228,9 +265,10 @@ class Janitor:
             return
         usage = Usage.decode(found["Body"].read())
         self._usage_etag, self._usage = found["ETag"], usage
-        age_s = _date(found) - found["LastModified"].timestamp()
-        valid_for_s = self._intervals.usage_timeout_s - age_s - (time.monotonic() - requested)
+        valid_for_s = self._intervals.usage_timeout_s - self._age_s(found) - (time.monotonic() - requested)
         self._quota.refresh(usage, valid_for_s)
+        if usage is not None and valid_for_s > 0:
+            self._valid_at = time.monotonic()
 
     # The lease holder's work
 
@@ -356,6 +394,10 @@ class Janitor:
             self._usage_etag, self._usage = etag, usage
 
     # Requests
+
+    def _age_s(self, found: dict[str, Any]) -> float:
+        """How long ago an object was written, by the answer that it came with."""
+        return _date(found) - float(found["LastModified"].timestamp()) - self._ahead_s
 
     def _put(self, name: str, body: bytes, **condition: str) -> str | None:
         """Write a small object; its ETag, or None if the condition does not hold."""

@@ -1,9 +1,11 @@
 """The lease of a private prefix: one engine at a time stores and deletes there; all others only read.
 
 The lease is an object below the prefix, written with If-None-Match or If-Match only, so that each write replaces the
-content that its writer has read. Every write has a new ETag, and the object is never deleted. Nobody compares clocks:
+content that its writer has read. Every write has a new ETag, and the object is never deleted. Some servers let several
+such writes through that arrive at once, so one does not make an owner: an engine claims the lease with the first,
+waits, reads that its own is the one that stayed, and becomes the owner with the second. Nobody compares clocks:
 
-- The owner may write for `lease_s - margin_s` after it *sent* its last successful renewal, by its own clock.
+- The owner may store for `lease_s - margin_s` after it *sent* its last successful renewal, by its own clock.
 - Another engine takes over once the object's ETag has not changed for `lease_s` after the *answer* that first had it,
   by that engine's clock. The condition of its write makes sure that no renewal came in between.
 
@@ -11,7 +13,11 @@ The renewal was sent before it was first read, so the owner's time ends `margin_
 requests arrive and whichever answers are lost, while clocks differ in rate by less than margin_s / (2 * lease_s). The
 margin is also for what the owner began in time: the second try of a delete request.
 
-The owner is an engine, not a mover: a mover that was restarted finds its engine's ID in the object and continues.
+The owner is an engine, not a mover: a mover that was restarted finds its engine's ID in the object and need not wait
+until the lease expires.
+
+On a server without conditional writes there is no lease: an engine stores there without one, but not while the object
+names another that renews it.
 """
 
 from __future__ import annotations
@@ -29,7 +35,16 @@ from typing import Any, Final, Self
 from botocore.exceptions import ClientError
 
 from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, conditional_writes_work, put_if, status_of
+from nixl_tiers.tiers.s3.conditional import (
+    CONDITIONS,
+    REQUEST_ERRORS,
+    ConditionalWrites,
+    conditional_writes_work,
+    delete_object,
+    put_if,
+    status_of,
+    write_test_name,
+)
 from nixl_tiers.tiers.s3.denials import Denials
 
 logger = logging.getLogger(__name__)
@@ -38,6 +53,7 @@ LEASE_NAME: Final = ".owner"
 KIND: Final = "private prefix"
 CLOSE_TIMEOUT_S: Final = 2.0
 MAX_LEASE_S: Final = 3600.0  # what a record may claim
+CLAIM_S: Final = 1.0  # after `confirm_s`: how long uploads wait for the claim's last two requests
 NEVER_S: Final = float("-inf")
 
 
@@ -50,6 +66,9 @@ class LeaseTerms:
     renew_s: float = 15.0  # between two renewals: two may fail before the owner stops
     poll_s: float = 10.0  # between two reads of another engine's lease
     retry_s: float = 1.0  # after an error, or a condition that did not hold; doubles up to renew_s
+    confirm_s: float = 1.0  # between the two writes that begin a tenure, or a little more
+    doubt_s: float = 60.0  # conditional writes must fail for so long before the engine stores without a lease
+    ask_again_s: float = 3600.0  # whether they work meanwhile
 
 
 @dataclass(frozen=True)
@@ -93,6 +112,15 @@ class Write:
         return {"IfNoneMatch": "*"} if self.etag is None else {"IfMatch": self.etag}
 
 
+@dataclass
+class _Claim:
+    """This engine has written the object, and is not the owner yet."""
+
+    tenure: int  # which it is for
+    since_s: float
+    confirmed: bool = False  # whether the object was this engine's `confirm_s` later
+
+
 class LeaseState:
     """What one engine knows of the lease. No I/O and no clock: `now` is its own steady clock, in seconds.
 
@@ -102,10 +130,16 @@ class LeaseState:
     def __init__(self, engine: str, terms: LeaseTerms) -> None:
         self.engine = engine
         self.terms = terms
+        self.unguarded = False
+        """Whether the server has no conditional writes: nothing is written, and nobody else's lease is taken over."""
         self.other: Record | None = None  # of the engine that holds it
+        self.other_lives = False  # whether that engine was seen to write it
+        self.was_owner = False
         self.next_at_s = NEVER_S
         """When to send the next request."""
-        self._held = (0, NEVER_S)  # tenure, and until when it may write; replaced as one, since other threads read it
+        self._held = (0, NEVER_S)  # tenure, and until when it may store; replaced as one, since other threads read it
+        self._tenures = 0  # and claims to one, so far
+        self._claim: _Claim | None = None
         self._known = False  # whether the object was last seen with `_etag`
         self._etag: str | None = None
         self._ours = False  # whether it may be written without waiting
@@ -114,46 +148,70 @@ class LeaseState:
         self._retry_s = terms.retry_s
 
     def tenure(self, now: float) -> int:
-        """The number of the time since which this engine may write without an interruption, from 1 on; 0: it may not.
+        """The number of the time since which this engine may store without an interruption, from 1 on; 0: it may not.
         A new number: others may have written in between."""
         number, until_s = self._held
         return number if now < until_s else 0
 
-    @property
-    def was_owner(self) -> bool:
-        return self._held[0] > 0
+    def coming_tenure(self, now: float) -> int:
+        """The present tenure, or the one that is claimed; 0: neither. No other begins in between, so that what is
+        listed from now on counts for it."""
+        claim = self._claim
+        return self.tenure(now) or (0 if claim is None else claim.tenure)
+
+    def is_claiming(self, now: float) -> bool:
+        """Whether a tenure may begin any moment."""
+        claim = self._claim
+        return claim is not None and now < claim.since_s + self.terms.confirm_s + CLAIM_S
 
     def next_request(self, now: float) -> Read | Write:
         """The request to send now."""
-        if self._known and (self._ours or now - self._seen_s >= self._expiry_s):
+        if self.unguarded or (self._claim is not None and not self._claim.confirmed):
+            return Read()
+        if self._known and (self._ours or self._has_expired(now)):
             return Write(self._etag)
         return Read()
 
     def read(self, etag: str | None, record: Record | None, now: float) -> None:
         """The object has this ETag and content; no ETag: there is none. A content of None is of no known engine."""
         engine = None if record is None else record.engine
+        changed, wrote = etag != self._etag, self._etag is not None
         self._ours = etag is None or engine in ("", self.engine)
+        self._etag, self._known = etag, True
+        if engine != self.engine:
+            self._claim = None
         if self._ours:
             self.other, self.next_at_s = None, now
         else:
-            if etag != self._etag or self.other is None:
+            if changed or self.other is None:
                 self._seen_s = now
                 self._expiry_s = self.terms.lease_s if record is None else max(self.terms.lease_s, record.lease_s)
+                self.other_lives = changed and wrote
             self.other = record or Record("", 0.0, self.terms.lease_s)
-            self._held = (self._held[0], NEVER_S)
             self._retry_s = self.terms.retry_s
             self.next_at_s = min(now + self.terms.poll_s, max(now, self._seen_s + self._expiry_s))
-        self._etag, self._known = etag, True
+        if self.unguarded and (self._ours or self._has_expired(now)):
+            self._hold(now, now)
+            self.next_at_s = now + self.terms.poll_s
+        elif not self._ours:
+            self._held = (self._held[0], NEVER_S)
+        elif self._claim is not None:
+            self.next_at_s = max(now, self._claim.since_s + self.terms.confirm_s)
+            self._claim.confirmed = self.next_at_s == now
 
     def written(self, etag: str | None, sent_s: float, now: float) -> None:
         """The object was written and has this ETag; None: the condition did not hold. `sent_s`: before the request."""
         if etag is None:
             return self.failed(now)
-        number, until_s = self._held
-        self._held = (number + (now >= until_s), sent_s + self.terms.lease_s - self.terms.margin_s)
         self._etag, self._known, self._ours, self.other = etag, True, True, None
         self._retry_s = self.terms.retry_s
-        self.next_at_s = sent_s + self.terms.renew_s
+        if self._claim is None and not self.tenure(now):
+            self._tenures += 1
+            self._claim = _Claim(self._tenures, now)
+            self.next_at_s = now + self.terms.confirm_s
+        else:
+            self._hold(sent_s, now)
+            self.next_at_s = sent_s + self.terms.renew_s
         return None
 
     def failed(self, now: float) -> None:
@@ -163,15 +221,34 @@ class LeaseState:
         self._retry_s = min(2 * self._retry_s, self.terms.renew_s)
 
     def lost(self, now: float) -> None:
-        """Something unknown went wrong: write no more rows until a new tenure begins."""
+        """Something unknown went wrong: store no more rows until a new tenure begins."""
         self._held = (self._held[0], NEVER_S)
+        self._claim = None
         self.failed(now)
 
-    def release(self) -> Write | None:
-        """Write no more rows from now on. The request that hands the lease over; None: it must expire."""
-        held = self._held[1] > NEVER_S
+    def begin_anew(self, *, unguarded: bool) -> None:
+        """The server turned out to be another kind: nothing that is known of the object holds."""
+        self.unguarded = unguarded
         self._held = (self._held[0], NEVER_S)
-        return Write(self._etag) if held and self._known and self._ours else None
+        self._claim = self._etag = self.other = None
+        self._known, self.next_at_s = False, NEVER_S
+
+    def release(self) -> Write | None:
+        """Store no more rows from now on. The request that hands the lease over; None: it must expire."""
+        held = self._held[1] > NEVER_S or self._claim is not None
+        self._held, self._claim = (self._held[0], NEVER_S), None
+        return Write(self._etag) if held and self._known and self._ours and not self.unguarded else None
+
+    def _has_expired(self, now: float) -> bool:
+        return now - self._seen_s >= self._expiry_s
+
+    def _hold(self, sent_s: float, now: float) -> None:
+        number = self.coming_tenure(now)
+        if not number:
+            number = self._tenures = self._tenures + 1
+        self._held = (number, sent_s + self.terms.lease_s - self.terms.margin_s)
+        self._claim = None
+        self.was_owner = True
 
 
 def lease_clock() -> float:
@@ -196,7 +273,9 @@ class PrefixLease:
 
     def __post_init__(self) -> None:
         self._state = LeaseState(self.engine, self.terms)
-        self._supported: bool | None = None
+        self._conditions = ConditionalWrites(self.terms.doubt_s, self.terms.ask_again_s, self.terms.retry_s)
+        self._started_s = lease_clock()
+        self._awaited: Record | None = None  # whose lease is waited for, as was logged
         self._since_s: float | None = None
         self._log_once = LogOnce(logger)
         self._answered = threading.Event()
@@ -210,8 +289,16 @@ class PrefixLease:
         self._answered.wait(wait_s)
 
     def tenure(self) -> int:
-        """See LeaseState.tenure. On a server without conditional writes there is no lease: 1 then."""
-        return 1 if self._supported is False else self._state.tenure(lease_clock())
+        """See LeaseState.tenure."""
+        return self._state.tenure(lease_clock())
+
+    def coming_tenure(self) -> int:
+        """See LeaseState.coming_tenure."""
+        return self._state.coming_tenure(lease_clock())
+
+    def is_claiming(self) -> bool:
+        """See LeaseState.is_claiming."""
+        return self._state.is_claiming(lease_clock())
 
     def close(self, *, release: bool, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Stop within `timeout_s`. `release`: hand the lease over, as nothing that was begun can still arrive."""
@@ -242,15 +329,7 @@ class PrefixLease:
                     f'the lease of the private prefix "{self.prefix}" is given up after an unexpected error '
                     f"({type(error).__name__}), and asked for again",
                 )
-            if self._supported is False:
-                logger.warning(
-                    "prefix: this server does not support conditional writes (If-None-Match, If-Match), so two engines "
-                    'on the private prefix "%s" would not notice each other, and delete each other\'s rows',
-                    self.prefix,
-                )
-                self._answered.set()
-                return
-            wait_s = self._state.next_at_s - lease_clock()
+            wait_s = self._next_at_s - lease_clock()
             if wait_s > 0:
                 self._report()
                 self._answered.set()
@@ -262,10 +341,10 @@ class PrefixLease:
 
     def _step(self) -> None:
         """Send one request."""
-        if self._supported is None:
-            self._supported = conditional_writes_work(self._put)  # KeyError: no ETag, so not S3's answer: ask again
-            return
         now = lease_clock()
+        if now >= self._conditions.next_at_s:
+            self._ask(now)
+            return
         request = self._state.next_request(now)
         if isinstance(request, Read):
             self._state.read(*self._read(), lease_clock())
@@ -274,6 +353,21 @@ class PrefixLease:
             self._since_s = self.server_time_s()
         body = Record(self.engine, self._since_s, self.terms.lease_s).encode()
         self._state.written(self._put(LEASE_NAME, body, **request.condition), now, lease_clock())
+
+    @property
+    def _next_at_s(self) -> float:
+        ask_at_s = self._conditions.next_at_s
+        return ask_at_s if self._conditions.work is None else min(ask_at_s, self._state.next_at_s)
+
+    def _ask(self, now: float) -> None:
+        """Find out whether the server knows conditional writes."""
+        name = write_test_name(self.engine)
+        self._conditions.asking(now)
+        work = conditional_writes_work(self._put, name)  # KeyError: no ETag, so not S3's answer
+        self._conditions.answered(work, lease_clock())
+        if self._state.unguarded != (self._conditions.work is False):
+            self._state.begin_anew(unguarded=not self._state.unguarded)
+        delete_object(self.client(), self.bucket, f"{self.prefix}/{name}")
 
     def _read(self) -> tuple[str | None, Record | None]:
         try:
@@ -292,9 +386,24 @@ class PrefixLease:
         return None if answer is None else str(answer["ETag"])
 
     def _report(self) -> None:
-        if self._state.tenure(lease_clock()):
+        """Say why nothing is stored, if that is not ordinary."""
+        state, now = self._state, lease_clock()
+        if self._conditions.work:
+            self.denials.succeeded(CONDITIONS)
+        elif self._conditions.refused:
+            where = f'the private prefix "{self.prefix}"'
+            so = f"so two engines on {where} would not notice each other, and delete each other's rows"
+            if self._conditions.work is None:
+                so = f"and is asked again for {self.terms.doubt_s:g} s, in which nothing is stored below {where}"
+            self.denials.report(
+                CONDITIONS, f"this server does not support conditional writes (If-None-Match, If-Match), {so}"
+            )
+        if state.tenure(now):
             self.denials.succeeded(KIND)
-        elif (other := self._state.other) is not None:
+        elif (other := state.other) is not None:
+            if other.engine and not state.other_lives:
+                self._await(other)
+                return
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.since_s))
             owner = f"belongs to engine {other.engine} since {since}"
             if not other.engine:
@@ -305,9 +414,23 @@ class PrefixLease:
                 "read there, not stored or deleted; set shared: true in every engine, or another prefix in this one "
                 f"(the lease of an engine that crashed expires {other.lease_s:g} s after its last renewal)",
             )
-        elif self._state.was_owner:
+        elif (
+            self._conditions.work
+            and not state.is_claiming(now)
+            and (state.was_owner or now - self._started_s > self.terms.lease_s)
+        ):
+            why = "cannot be renewed" if state.was_owner else "cannot be acquired"
             self.denials.report(
                 KIND,
-                f'the lease of the private prefix "{self.prefix}" cannot be renewed, so nothing is stored or deleted '
-                "there",
+                f'the lease of the private prefix "{self.prefix}" {why}, so nothing is stored or deleted there',
+            )
+
+    def _await(self, other: Record) -> None:
+        """Of this engine's own last process, as a rule: no reason to warn unless somebody renews it."""
+        if self._awaited != other:
+            self._awaited = other
+            logger.info(
+                'the lease of the private prefix "%s" was not released by engine %s: rows are only read there for up '
+                "to %g s, until it has expired",
+                *(self.prefix, other.engine, other.lease_s),
             )

@@ -1,7 +1,7 @@
 """Whether a tier may store and delete below its prefix now.
 
-A private prefix: with the lease, once a listing that began in this tenure has counted what others wrote before. A
-shared one: always, but with `write: off`.
+A private prefix: with the lease, once a listing that began in this tenure, or after the lease was claimed for it, has
+counted what others wrote before. A shared one: always, but with `write: off`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,16 @@ class Ownership:
         return 0 if self.lease is None else self.lease.tenure()
 
     @property
+    def coming_tenure(self) -> int:
+        """For which a listing that begins now counts."""
+        return 0 if self.lease is None else self.lease.coming_tenure()
+
+    @property
+    def may_write_soon(self) -> bool:
+        """Whether `may_write` may become true within a second or two, without a listing."""
+        return self.lease is not None and self.lease.is_claiming() and self.may_queue_deletes
+
+    @property
     def has_new_tenure(self) -> bool:
         """Whether everything must be listed before rows are stored and deleted."""
         return not self._config.shared and self.tenure not in (0, self._tenures[0])
@@ -63,6 +73,14 @@ class Ownership:
         if self._config.shared:
             return not self.reads_only
         return (tenure := self.tenure) != 0 and tenure == self._tenures[0]
+
+    @property
+    def may_queue_deletes(self) -> bool:
+        """As `may_write`, and while the tenure that the last listing counts for is claimed: they are sent when it has
+        begun. If it does not, the listing of the next drops them."""
+        if self._config.shared:
+            return not self.reads_only
+        return (tenure := self.coming_tenure) != 0 and tenure == self._tenures[0]
 
     @property
     def may_delete(self) -> bool:
@@ -84,6 +102,10 @@ class Ownership:
     def listing_begins(self, tenure: int) -> None:
         """A full listing of this tenure (0: without the lease) sends its first request."""
         self._tenures = (self._tenures[0], tenure)
+
+    def forgot_rows(self) -> None:
+        """Rows that are there are not counted any more: what was listed counts for no tenure."""
+        self._tenures = (0, 0)
 
     def listing_ended(self) -> None:
         self._tenures = (self._tenures[1], self._tenures[1])

@@ -81,6 +81,8 @@ class PrefixRows:
         age_s = self._config.max_age
         if self.listing is None and self.upload_quota is None and age_s is not None:
             deleter = self._control if self._owner.may_write else None
+            if deleter is None:
+                self._owner.forgot_rows()
             served, pause_s = (self._namespace, self._row_bytes), self.page_pause_s
             self._start(ExpirySweep(self.quota, self.names, served, max_age_s=age_s, pause_s=pause_s, deleter=deleter))
         yield from self._entries()
@@ -119,7 +121,7 @@ class PrefixRows:
         self.listed = True
 
     def _full_listing(self) -> FullListing:
-        private, tenure = self.upload_quota is None, self._owner.tenure
+        private, tenure = self.upload_quota is None, self._owner.coming_tenure
 
         def begin() -> None:
             """On the control thread: an expiry sweep of an earlier tenure queues nothing after that."""
@@ -146,10 +148,11 @@ class PrefixRows:
     # --- space -----------------------------------------------------------------------------------------------------
 
     def room_for(self, key: Key, uploads: int) -> Outcome | None:
-        """OK if this row may be uploaded now, None if it must wait for a delete, else how its store ends.
+        """OK if this row may be uploaded now, None if it must wait for a delete or the lease, else how its store ends.
         `uploads`: how many rows want room, this one among them."""
+        soon = self._owner.may_write_soon  # asked first: it ends when the lease is there
         if not self._owner.may_write:
-            return Outcome.NO_SPACE  # not FAILED: nothing is wrong with the server
+            return None if soon else Outcome.NO_SPACE  # not FAILED: nothing is wrong with the server
         name = self.name(key)
         deleting = self._control.has_pending_deletes
         self.count_confirmed_deletes()
@@ -209,8 +212,9 @@ class PrefixRows:
     def _delete_rows(self, *keys: Key) -> None:
         """Delete these rows. Only forget them without the right to write, and on a shared prefix unless they are
         unusable."""
-        if self.upload_quota is not None or not self._owner.may_write:
-            kept = set(keys) - self.unusable if self._owner.may_write else set(keys)
+        may_delete = self._owner.may_queue_deletes
+        if self.upload_quota is not None or not may_delete:
+            kept = set(keys) - self.unusable if may_delete else set(keys)
             for key in kept:
                 if self.upload_quota is None:
                     self._hide(key)
@@ -226,6 +230,7 @@ class PrefixRows:
             self._evicted.add(key)
         else:
             self.quota.hide(key)
+            self._owner.forgot_rows()
 
     def _new_quota(self) -> PrefixQuota:
         # The budget of a shared prefix is enforced by the janitor, and that of others' rows by others.

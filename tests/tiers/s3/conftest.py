@@ -10,13 +10,14 @@ import pytest
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.s3 import ownership
 from nixl_tiers.tiers.s3 import tier as tier_module
-from tests.tiers.s3.harness import FAST_JANITOR, FaultyS3, faulty_s3
+from tests.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
 
 
 @pytest.fixture(autouse=True)
 def _opens_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening waits for the lease's first answer, however busy the machine is: what is stored without it is refused."""
     monkeypatch.setattr(ownership, "LEASE_START_S", 120.0)
+    monkeypatch.setattr(ownership, "LEASE_TERMS", QUICK_LEASE)
 
 
 @pytest.fixture

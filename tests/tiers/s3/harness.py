@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 import time
@@ -22,10 +23,12 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.janitor import JanitorIntervals
+from nixl_tiers.tiers.s3.lease import LeaseTerms
 from nixl_tiers.tiers.s3.tier import S3Tier
 
 TIMEOUT_S = 120.0
-FAST_JANITOR = JanitorIntervals(renew_s=0.1, lease_timeout_s=2.0, usage_timeout_s=10.0, sweep_s=0.1)
+FAST_JANITOR = JanitorIntervals(renew_s=0.1, lease_timeout_s=2.0, usage_timeout_s=10.0, sweep_s=0.1, doubt_s=0.0)
+QUICK_LEASE = LeaseTerms(confirm_s=0.02, doubt_s=0.0)  # tenures begin sooner, and one answer is believed
 NAMESPACE = bytes(range(16))
 OTHER_NAMESPACE = bytes(range(16, 32))
 
@@ -218,18 +221,20 @@ LONG_AGO = "2024-01-01T00:00:00.000Z"
 class FaultyS3:
     """As much of S3 as the tier uses, in memory; `fault` may fail any request, `hold` stops downloads half-way.
 
-    There are no conditional writes: such requests are refused, or with `ignores_conditions` served like any other."""
+    There are no conditional writes unless it `tests_conditions`: such requests are refused, or with
+    `ignores_conditions` served like any other."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda _: None
     ignores_conditions: bool = False
-    etag: str = ""  # of every answer; "": none
+    tests_conditions: bool = False
+    etag: str = ""  # of every answer; "": none, or with `tests_conditions` the right one
     versioning: tuple[int, bytes] = (200, b"<VersioningConfiguration/>")  # the answer; such requests are not recorded
     region: str = ""  # the bucket's, as reported in headers
     modified: dict[str, str] = field(default_factory=dict)  # Last-Modified in listings, instead of LONG_AGO
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
     requests: list[Request] = field(default_factory=list)
-    max_objects: int = 0  # but for manifests, which no capacity counts
+    max_objects: int = 0  # but for manifests and the lease, which no capacity counts
     max_concurrent: int = 0
     concurrent: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -277,7 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self._body()
-        if not self.s3.ignores_conditions and {"If-None-Match", "If-Match"} & set(self.headers):
+        allowed = self.s3.ignores_conditions or self.s3.tests_conditions
+        if not allowed and {"If-None-Match", "If-Match"} & set(self.headers):
             return self._answer(501, b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>")
         url = urlsplit(self.path)
         if url.query == "versioning":
@@ -313,7 +319,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.s3.concurrent -= 1
         return None
 
-    do_GET = do_PUT = do_HEAD = do_POST = _serve  # noqa: N815
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve  # noqa: N815
 
     def _body(self) -> bytes:
         if self.headers.get("Expect") == "100-continue":
@@ -321,13 +327,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _answer(self, status: int, body: bytes = b"") -> None:
+    def _answer(self, status: int, body: bytes = b"", etag: str = "") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         if self.s3.region:
             self.send_header("x-amz-bucket-region", self.s3.region)
-        if self.s3.etag:
-            self.send_header("ETag", self.s3.etag)
+        if etag := self.s3.etag or etag:
+            self.send_header("ETag", etag)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -338,10 +344,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _put(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         with self.s3.lock:
+            if not self._condition_holds(self.s3.objects.get(name)):
+                return self._answer(412, b"<Error><Code>PreconditionFailed</Code><Message>no</Message></Error>")
             self.s3.objects[name] = body
-            rows = sum(not each.endswith(f"/{MANIFEST_NAME}") for each in self.s3.objects)
+            rows = sum("/." not in each and not each.endswith(f"/{MANIFEST_NAME}") for each in self.s3.objects)
             self.s3.max_objects = max(self.s3.max_objects, rows)
-        self._answer(200)
+        return self._answer(200, etag=self._etag(body))
+
+    def _condition_holds(self, found: bytes | None) -> bool:
+        if not self.s3.tests_conditions:
+            return True
+        expected = self.headers.get("If-Match", "")
+        return (not expected or (found is not None and self._etag(found) == expected)) and not (
+            "If-None-Match" in self.headers and found is not None
+        )
+
+    def _etag(self, body: bytes) -> str:
+        return f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"' if self.s3.tests_conditions else ""
 
     def _get(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         if "list-type" in query:
@@ -350,7 +369,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self._answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
         if self.s3.hold is None:
-            return self._answer(200, found)
+            return self._answer(200, found, self._etag(found))
         self.send_response(200)
         self.send_header("Content-Length", str(len(found)))
         self.end_headers()
@@ -371,6 +390,11 @@ class _Handler(BaseHTTPRequestHandler):
             )
         more = "true" if len(names) > 1000 else "false"
         self._answer(200, f"<ListBucketResult><IsTruncated>{more}</IsTruncated>{rows}</ListBucketResult>".encode())
+
+    def _delete(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
+        with self.s3.lock:
+            self.s3.objects.pop(name, None)
+        self._answer(204)
 
     def _post(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         with self.s3.lock:

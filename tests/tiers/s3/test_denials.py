@@ -11,6 +11,7 @@ import pytest
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.tiers.s3 import control, denials
 from nixl_tiers.tiers.s3.denials import Denials
+from nixl_tiers.tiers.s3.lease import PrefixLease
 from tests.tiers.s3.harness import NAMESPACE, Fault, FaultyS3, Request, TierDriver, is_listing, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
@@ -52,6 +53,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "UPLOAD_CHECK_S", 0.05)
     monkeypatch.setattr(control, "BACKOFF_S", (0.05, 0.1))
     monkeypatch.setattr(denials, "CLEAR_S", 0.05)
+    monkeypatch.setattr(PrefixLease, "_report", lambda _: None)  # that the server has no conditional writes
 
 
 @pytest.fixture
@@ -218,20 +220,10 @@ def test_delete_that_is_answered_without_a_body_has_succeeded(driver: TierDriver
     assert driver.tier.denials == {}
 
 
-def supports_conditions(request: Request, count: list[int]) -> tuple[int, str] | None:
-    """How a server with conditional writes answers the janitor's three tests."""
-    if request.name != TEST_OBJECT:
-        return None
-    count[0] += 1
-    return None if count[0] % 3 == 1 else (412, "PreconditionFailed")
-
-
 @pytest.mark.usefixtures("fast_janitor", "short_intervals")
 def test_incomplete_answers_do_not_end_the_janitor(faulty: FaultyS3) -> None:
-    """This one sends no ETag."""
-    count = [0]
-    faulty.ignores_conditions = True
-    faulty.fault = lambda request: supports_conditions(request, count)
+    """This one sends no Last-Modified."""
+    faulty.tests_conditions = True
     with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.open()
         assert wait_until(lambda: "shared prefix" in driver.tier.denials)
@@ -244,10 +236,8 @@ def test_incomplete_answers_do_not_end_the_janitor(faulty: FaultyS3) -> None:
 @pytest.mark.usefixtures("fast_janitor", "short_intervals")
 def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: str) -> None:
     """Nothing is ever uploaded by NIXL there, because there is no record of what the prefix holds."""
-    count = [0]
-    denied = denying(KINDS[kind])
-    faulty.ignores_conditions = True
-    faulty.fault = lambda request: denied(request) or supports_conditions(request, count)
+    faulty.tests_conditions = True
+    faulty.fault = denying(KINDS[kind])
     with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.open_only(NAMESPACE, 0)
         assert wait_until(lambda: kind in driver.tier.denials)

@@ -335,7 +335,7 @@ class TestServersAndRights:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda _: True)
+        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda *_: True)
         monkeypatch.setattr(Janitor, "_publish", lambda _: None)
         with faulty_s3() as server:
             server.fault = lambda request: CUT_OFF if request.method == "GET" else None
@@ -354,13 +354,15 @@ class TestServersAndRights:
     def test_a_server_without_a_date_is_reported_and_a_damaged_one_is_a_failed_request(
         self, headers: dict[str, str], reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda _: True)
+        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda *_: True)
         names: list[str] = []
 
         class Client:
             def put_object(self, *, Key: str, **_: object) -> dict[str, Any]:  # noqa: N803 (boto3's)
                 names.append(Key)
                 return {"ResponseMetadata": {"HTTPHeaders": headers}, "ETag": '"etag"'}
+
+            get_object = put_object
 
         quota, denials = UploadQuota("me", CAPACITY_ROWS * ROW, ROW), Denials("here")
         janitor = Janitor(Client, "kv", "p", quota=quota, intervals=FAST_JANITOR, denials=denials)

@@ -51,6 +51,7 @@ class Bucket:
     delete_errors: tuple[dict[str, str], ...] = ()
     damaged_names: dict[str, str] = field(default_factory=dict)  # in listings
     now_s: float = 1e9
+    ahead_s: float = 0.0  # of the Date to Last-Modified
 
     def store(self, name: str, body: bytes = b"") -> None:
         self.objects[name] = (body, f'"{len(self.requests)} {body!r}"', self.now_s)
@@ -87,6 +88,9 @@ class Bucket:
         modified = datetime.fromtimestamp(modified_s, UTC)
         return {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
 
+    def delete_object(self, *, Bucket: str, Key: str) -> None:  # noqa: N803
+        del self.objects[Key]
+
     def delete_objects(self, *, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
         with self._request("DELETE", "rows"):
             failures = {error.get("Key") for error in self.delete_errors}
@@ -122,7 +126,7 @@ class Bucket:
 
     @property
     def _date(self) -> dict[str, Any]:
-        now = datetime.fromtimestamp(self.now_s, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+        now = datetime.fromtimestamp(self.now_s + self.ahead_s, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
         return {"ResponseMetadata": {"HTTPHeaders": {"date": now}, "HTTPStatusCode": 200}}
 
 
@@ -291,6 +295,41 @@ class TestOneFailedRequest:
             janitor._turn()
         assert bucket.rows == {row(number) for number in range(20, CAPACITY_ROWS)}
         assert bucket.usage.nbytes == len(bucket.rows) * ROW
+
+
+class TestServersWithTwoClocks:
+    """The Date of an answer is ahead of the Last-Modified in it."""
+
+    def test_they_are_found_out_and_allowed_for(self) -> None:
+        bucket = Bucket(ahead_s=60.0)
+        quota, one = mover(bucket, "one")
+        _, two = mover(bucket, "two")
+        for _ in range(3):
+            one._turn()
+            two._turn()
+            bucket.now_s += 5.0
+        assert (one.holds_lease, two.holds_lease) == (True, False), "which has not expired"
+        assert uploads(quota, bucket, range(5)) == 5
+        assert one._denials.current() == {}
+        bucket.now_s += 40.0
+        two._turn()
+        assert two.holds_lease
+
+    def test_one_that_steps_later_is_a_problem_until_it_is_measured_again(self) -> None:
+        bucket = Bucket()
+        quota, janitor = mover(bucket)
+        janitor._turn()
+        assert uploads(quota, bucket, range(1)) == 1
+        bucket.ahead_s = 600.0
+        janitor._turn()
+        assert uploads(quota, bucket, range(1, 2)) == 0
+        janitor._valid_at -= SELDOM.usage_timeout_s
+        janitor._turn()
+        (problem,) = janitor._denials.current().values()
+        assert "was not renewed for 6" in problem
+        janitor._asked_at = janitor._conditions.next_at_s = float("-inf")
+        janitor._turn()
+        assert uploads(quota, bucket, range(1, 2)) == 1
 
 
 class TestSweepsUnderThrottling:

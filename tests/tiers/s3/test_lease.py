@@ -12,21 +12,24 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from botocore.exceptions import EndpointConnectionError
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from nixl_tiers.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import lease as lease_module
 from nixl_tiers.tiers.s3 import ownership
+from nixl_tiers.tiers.s3.conditional import CONDITIONS, write_test_name
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, PrefixLease, Record
 from nixl_tiers.tiers.s3.listing import ExpirySweep
+from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.mover.harness import MoverProcess, has_exited
 from tests.tiers.s3.harness import CUT_OFF, FaultyS3, TierDriver, client_of, key_of, wait_until
 
@@ -34,7 +37,16 @@ SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 CAPACITY_ROWS = 32
 MAX_UPLOADS = 16
-SHORT = LeaseTerms(lease_s=6.0, margin_s=2.0, renew_s=0.4, poll_s=0.1, retry_s=0.1)
+SHORT = LeaseTerms(
+    lease_s=6.0, margin_s=2.0, renew_s=0.4, poll_s=0.1, retry_s=0.1, confirm_s=0.05, doubt_s=0.0, ask_again_s=0.2
+)
+
+
+DELETED = object()
+
+
+def refused(status: int, code: str) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +57,7 @@ def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lease_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lease expires, on a machine however busy: another engine takes over only if the owner has released its own."""
-    monkeypatch.setattr(ownership, "LEASE_TERMS", LeaseTerms(lease_s=600.0, margin_s=200.0, poll_s=0.1))
+    monkeypatch.setattr(ownership, "LEASE_TERMS", replace(SHORT, lease_s=600.0, margin_s=200.0))
 
 
 @pytest.fixture
@@ -108,6 +120,7 @@ class TestTwoEngines:
         assert reader.store([2, 3]) == [Outcome.NO_SPACE] * 2, "which opens no circuit"
         reader.delete(1)
         assert reader.settled(0), "forgotten"
+        assert wait_until(lambda: KIND in reader.tier.denials), "when it has seen a renewal"
         sentence = reader.tier.denials[KIND]
         assert f'the private prefix "{place["prefix"]}" belongs to engine pod-0/17/ab since 20' in sentence
         assert "set shared: true in every engine, or another prefix in this one" in sentence
@@ -264,6 +277,37 @@ class TestTwoEngines:
         assert lines[0].endswith("unexpected error (ZeroDivisionError), and asked for again")
 
     @pytest.mark.usefixtures("lease_is_released")
+    def test_uploads_that_come_with_the_claim_wait_for_the_lease(
+        self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ownership, "LEASE_TERMS", replace(ownership.LEASE_TERMS, confirm_s=0.5))
+        monkeypatch.setattr(lease_module, "CLAIM_S", 60.0)
+        owner = make("one")
+        assert owner.open() == []
+        assert owner.tier._owner.tenure == 0
+        assert owner.store([1]) == [Outcome.OK]
+        assert owner.tier._rows.listing is None
+        assert not owner.tier._owner.has_new_tenure, "the listing that ran meanwhile counts"
+
+    def test_restart_waits_for_the_lease_of_the_last_process_without_a_warning(
+        self, make: Callable[..., TierDriver], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        before, after = make("pod-0/17/ab"), make("pod-0/17/cd")
+        before.open()
+        assert stored(before, 1)
+        assert before.tier._owner.lease is not None
+        before.tier._owner.lease.close(release=False)  # as when its process was killed
+        assert len(after.open()) == 1
+        assert after.load([1]) == [Outcome.OK]
+        reported: list[str] = []
+        assert wait_until(lambda: bool(reported.extend(after.tier.denials) or after.tier._owner.tenure))
+        assert reported == []
+        lines = [r.getMessage() for r in caplog.records if "was not released by engine pod-0/17/ab" in r.getMessage()]
+        assert len(lines) == 1
+        assert stored(after, 2)
+
+    @pytest.mark.usefixtures("lease_is_released")
     def test_restarted_mover_of_the_same_engine_continues(self, make: Callable[..., TierDriver]) -> None:
         before, after = make("one"), make("one")
         before.open()
@@ -313,7 +357,7 @@ class TestWithoutALease:
     def test_answer_that_is_cut_off_is_no_unexpected_error(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(lease_module, "conditional_writes_work", lambda _: True)
+        monkeypatch.setattr(lease_module, "conditional_writes_work", lambda *_: True)
         faulty.fault = lambda request: CUT_OFF if request.method == "GET" else None
         client = client_of(faulty)
         lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, SHORT)
@@ -322,9 +366,87 @@ class TestWithoutALease:
         lease.close(release=False)
         assert not [r for r in caplog.records if "unexpected" in r.getMessage()]
 
+    def test_one_refusal_does_not_switch_the_lease_off(
+        self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch, s3_server: S3Server
+    ) -> None:
+        """Nor does an object that somebody deletes between two test writes."""
+        monkeypatch.setattr(ownership, "LEASE_TERMS", replace(SHORT, doubt_s=0.5))
+        answers = [refused(405, "MethodNotAllowed"), DELETED]
+        put_if = lease_module.put_if
+
+        def once(client: Any, bucket: str, name: str, body: bytes, condition: dict[str, str]) -> Any:
+            if condition == {"IfNoneMatch": "*"} and WRITE_TEST_NAME in name and answers:
+                if isinstance(answer := answers.pop(0), ClientError):
+                    raise answer
+                put_if(client, bucket, name, body, condition)
+                client.delete_object(Bucket=bucket, Key=name)
+            return put_if(client, bucket, name, body, condition)
+
+        monkeypatch.setattr(lease_module, "put_if", once)
+        owner = make("one")
+        owner.open()
+        assert owner.tier._owner.tenure == 0
+        assert "and is asked again for 0.5 s" in owner.tier.denials[CONDITIONS]
+        assert stored(owner, 1)
+        assert owner.tier._owner.lease is not None
+        assert not owner.tier._owner.lease._state.unguarded
+        assert answers == []
+
+    def test_test_object_has_the_engines_name_and_is_deleted(
+        self, make: Callable[..., TierDriver], s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
+        owner = make("pod-0/17/ab")
+        owner.open()
+        assert stored(owner, 1)
+        pages = s3_server.client().list_objects_v2(Bucket=place["bucket"], Prefix=place["prefix"])
+        assert not [each["Key"] for each in pages["Contents"] if WRITE_TEST_NAME in each["Key"]]
+        assert write_test_name("pod-0/17/ab") == ".probe-pod-0-17-ab"
+
+    def test_without_conditional_writes_nothing_is_stored_while_another_engine_renews(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        renewals = 0
+        owner = f"nixl-tiers/{LEASE_NAME}"
+
+        def renew() -> None:
+            nonlocal renewals
+            renewals += 1
+            faulty.objects[owner] = Record("other", 1e9, SHORT.lease_s).encode()
+            faulty.etag = f'"{renewals}"'
+
+        renew()
+        with TierDriver(SMALL, 32, bucket="kv-alone", endpoint=faulty.endpoint) as driver:
+            driver.open()
+            read = faulty.count("GET")
+            assert wait_until(lambda: bool(renew() or faulty.count("GET") > read + 8))
+            assert driver.store([1]) == [Outcome.NO_SPACE]
+            assert "belongs to engine other" in driver.tier.denials[KIND]
+            assert stored(driver, 1), "nobody renews it any more"
+            renew()
+            assert wait_until(lambda: driver.tier._owner.tenure == 0), "it is back"
+
+    def test_lease_begins_when_the_server_supports_it_at_last(
+        self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        supported = False
+        ask = lease_module.conditional_writes_work
+        monkeypatch.setattr(lease_module, "conditional_writes_work", lambda *args: supported and ask(*args))
+        owner, other = make("one"), make("two")
+        owner.open()
+        assert stored(owner, 1)
+        assert CONDITIONS in owner.tier.denials
+        before = owner.tier._owner.tenure
+        supported = True
+        lease = owner.tier._owner.lease
+        assert lease is not None
+        assert wait_until(lambda: not lease._state.unguarded and owner.tier._owner.tenure > before)
+        other.open()
+        assert other.store([2]) == [Outcome.NO_SPACE]
+        assert stored(owner, 2)
+
     @pytest.mark.parametrize("ignored", [False, True])
-    def test_server_without_conditional_writes_is_served_with_a_warning(
-        self, faulty: FaultyS3, caplog: pytest.LogCaptureFixture, ignored: bool
+    def test_server_without_conditional_writes_is_served_and_that_is_a_problem(
+        self, faulty: FaultyS3, ignored: bool
     ) -> None:
         faulty.ignores_conditions, faulty.etag = ignored, '"0"'
         with TierDriver(SMALL, 32, bucket="kv-alone", endpoint=faulty.endpoint) as driver:
@@ -332,9 +454,8 @@ class TestWithoutALease:
             assert driver.store([1]) == [Outcome.OK]
             driver.delete(1)
             assert driver.settled(0)
-            assert driver.tier.denials == {}
-        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert len([text for text in warnings if "does not support conditional writes" in text]) == 1
+            assert list(driver.tier.denials) == [CONDITIONS]
+            assert "two engines on the private prefix" in driver.tier.denials[CONDITIONS]
         assert f"nixl-tiers/{LEASE_NAME}" not in faulty.objects
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -69,6 +70,12 @@ class Engine:
             request = Request(self.state.next_request(local), record(self.name), local)
             request.arrive(server)
             self.answer(request, now)
+
+    def begin(self, server: Server, now: float) -> None:
+        """Claim what is nobody's, and own it from now on."""
+        self.step(server, now - TERMS.confirm_s)
+        assert not self.tenure(now)
+        self.step(server, now)
 
     def answer(self, request: Request, now: float) -> None:
         assert request.answer is not None
@@ -165,6 +172,9 @@ class LeaseMachine(RuleBasedStateMachine):
             number = state._held[0]
             assert (state, number) not in self.ended, "others wrote in the same tenure"
             self.ended |= {(other, last) for other, last in self.tenures.items() if other is not state}
+            # A listing since a claim counts for its tenure.
+            others = [engine for engine in self.engines if engine.state is not state]
+            self.ended |= {(other.state, other.state.coming_tenure(other.clock(self.now))) for other in others}
             self.tenures[state] = number
 
     def _abandon(self, engine: Engine) -> None:
@@ -179,12 +189,117 @@ TestLease.settings = settings(max_examples=60, stateful_step_count=60)
 
 def owner_and_reader() -> tuple[Server, Engine, Engine]:
     server, one, two = Server(), Engine("one", 1.0, 0.0), Engine("two", 1.0, 5000.0)
-    one.step(server, 0.0)
+    one.begin(server, 0.0)
     two.step(server, 0.0)
     assert one.tenure(0.0) == 1
     assert two.tenure(0.0) == 0
     assert two.state.other == record("one")
     return server, one, two
+
+
+def test_claim_is_no_tenure_before_a_read_has_shown_it_and_a_second_write_has_followed() -> None:
+    server, one = Server(), Engine("one", 1.0, 0.0)
+    one.step(server, 0.0)
+    assert server.record == record("one")
+    assert one.state.coming_tenure(0.0) == 1
+    one.step(server, TERMS.confirm_s / 2)
+    assert (one.state.next_request(TERMS.confirm_s), one.tenure(TERMS.confirm_s)) == (Read(), 0)
+    one.state.read(server.etag, server.record, TERMS.confirm_s)
+    assert (one.state.next_request(TERMS.confirm_s), one.tenure(TERMS.confirm_s)) == (Write(server.etag), 0)
+    one.step(server, TERMS.confirm_s)
+    assert one.tenure(TERMS.confirm_s) == 1
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_of_writes_that_a_server_lets_through_at_once_one_makes_an_owner(taken_over: bool) -> None:
+    server, engines = Server(), [Engine("one", 1.0, 0.0), Engine("two", 1.0, 5000.0)]
+    now = 0.0
+    if taken_over:
+        server.write(None, record("dead"))
+        for engine in engines:
+            engine.step(server, now)
+        now = TERMS.lease_s
+    for engine in engines:
+        engine.state.read(server.etag, server.record, engine.clock(now))
+    for engine in engines:
+        assert engine.state.next_request(engine.clock(now)) == Write('"1"' if taken_over else None)
+        etag = server.write(server.etag, record(engine.name))  # whatever its condition was
+        engine.state.written(etag, engine.clock(now), engine.clock(now))
+    for _ in range(600):
+        now += 0.1
+        for engine in engines:
+            engine.step(server, now)
+        assert not engines[0].tenure(now)
+    assert engines[1].tenure(now)
+
+
+def test_claim_that_another_engine_has_overwritten_is_given_up() -> None:
+    server, one = Server(), Engine("one", 1.0, 0.0)
+    one.step(server, 0.0)
+    server.write(server.etag, record("two"))
+    one.step(server, TERMS.confirm_s)
+    assert (one.state.other, one.state.coming_tenure(TERMS.confirm_s)) == (record("two"), 0)
+
+
+def test_claim_is_released() -> None:
+    server, one = Server(), Engine("one", 1.0, 0.0)
+    one.step(server, 0.0)
+    assert one.state.release() == Write(server.etag)
+
+
+def test_another_engine_lives_if_it_is_seen_to_write() -> None:
+    server, one, two = owner_and_reader()
+    assert not two.state.other_lives, "it may be of its own last process"
+    one.step(server, TERMS.renew_s)
+    two.step(server, TERMS.renew_s)
+    assert two.state.other_lives
+    three = Engine("three", 1.0, 0.0)
+    three.step(server, TERMS.renew_s)
+    assert not three.state.other_lives
+
+
+def test_owner_that_was_replaced_knows_that_the_other_lives() -> None:
+    server, one, _ = owner_and_reader()
+    server.write(server.etag, record("two"))
+    one.state.failed(1.0)
+    one.step(server, 2.0)
+    assert one.state.other_lives
+
+
+class TestUnguarded:
+    """On a server without conditional writes nothing is written, and the object is only looked at."""
+
+    def test_what_nobody_owns_is_used_without_a_lease(self) -> None:
+        server, one = Server(), Engine("one", 1.0, 0.0)
+        one.state.begin_anew(unguarded=True)
+        for now in (0.0, 10.0, 300.0, 310.0):
+            one.step(server, now)
+            assert one.tenure(now) == (1 if now < 300.0 else 2)
+        assert (server.etag, one.state.release()) == (None, None)
+
+    def test_nothing_is_stored_while_another_engine_renews(self) -> None:
+        server, one, two = owner_and_reader()
+        two.state.begin_anew(unguarded=True)
+        for second in range(300):
+            one.step(server, second)
+            two.step(server, second)
+            assert (one.tenure(second), two.tenure(second)) == (1, 0)
+        last = second
+        first = next(s for s in range(last, last + 600) if two.step(server, s) or two.tenure(s))
+        assert first - last >= TERMS.lease_s - TERMS.renew_s
+        one.step(server, first)
+        two.step(server, first + TERMS.poll_s)
+        assert not two.tenure(first + TERMS.poll_s), "it is back"
+
+    def test_guarded_again_begins_with_a_claim(self) -> None:
+        server, one = Server(), Engine("one", 1.0, 0.0)
+        one.state.begin_anew(unguarded=True)
+        one.step(server, 0.0)
+        one.state.begin_anew(unguarded=False)
+        assert not one.tenure(1.0)
+        one.begin(server, 2.0)
+        assert one.tenure(2.0) == 2
+        assert server.record == record("one")
 
 
 def test_an_owner_that_renews_stays_the_owner() -> None:
@@ -199,7 +314,7 @@ def test_an_owner_that_renews_stays_the_owner() -> None:
 def test_expired_lease_is_taken_over() -> None:
     server, one, two = owner_and_reader()
     seconds = next(s for s in range(600) if two.step(server, s) or two.tenure(s))
-    assert TERMS.lease_s <= seconds <= TERMS.lease_s + TERMS.poll_s
+    assert TERMS.lease_s <= seconds - TERMS.confirm_s <= TERMS.lease_s + TERMS.poll_s
     assert not one.tenure(seconds)
     one.step(server, seconds)
     one.step(server, seconds + TERMS.retry_s)
@@ -211,14 +326,14 @@ def test_engine_that_starts_after_the_owner_has_died_waits_one_lease() -> None:
     heir = Engine("three", 1.0, 77.0)
     began = 42.0
     seconds = next(s for s in range(600) if heir.step(server, began + s) or heir.tenure(began + s))
-    assert seconds == TERMS.lease_s
+    assert seconds == TERMS.lease_s + TERMS.confirm_s
 
 
 def test_deleted_lease_object_is_taken_at_the_next_read() -> None:
     server, one, two = owner_and_reader()
     server.etag = server.record = None
-    two.step(server, TERMS.poll_s)
-    assert two.tenure(TERMS.poll_s)
+    two.begin(server, TERMS.poll_s + TERMS.confirm_s)
+    assert two.tenure(TERMS.poll_s + TERMS.confirm_s)
     one.step(server, TERMS.renew_s)
     assert not one.tenure(TERMS.renew_s + TERMS.retry_s + 40)
 
@@ -235,23 +350,23 @@ def test_released_lease_is_taken_over_at_the_next_read() -> None:
     assert write is not None
     assert not one.tenure(0.0)
     assert server.write(write.etag, record("")) is not None
-    two.step(server, TERMS.poll_s)
-    assert two.tenure(TERMS.poll_s) == 1
+    two.begin(server, TERMS.poll_s + TERMS.confirm_s)
+    assert two.tenure(TERMS.poll_s + TERMS.confirm_s) == 1
 
 
 def test_restarted_mover_continues_its_engines_lease() -> None:
     server, one, _ = owner_and_reader()
     successor = Engine("one", 1.0, 100.0)
-    successor.step(server, 1.0)
-    assert successor.tenure(1.0) == 1
+    successor.begin(server, 2.0)
+    assert successor.tenure(2.0) == 1
     assert server.record == record("one")
     del one
 
 
 def test_lapsed_lease_that_nobody_took_is_a_new_tenure() -> None:
     server, one, _ = owner_and_reader()
-    one.step(server, 50.0)
-    assert one.tenure(50.0) == 2
+    one.begin(server, 51.0)
+    assert one.tenure(51.0) == 2
 
 
 def test_lost_answer_of_a_renewal_keeps_the_tenure() -> None:
@@ -270,8 +385,8 @@ def test_time_counts_from_before_a_renewal_was_sent() -> None:
     two.step(server, 15.0)
     one.answer(renewal, 50.0)
     assert not one.tenure(55.0)
-    two.step(server, 75.0)
-    assert two.tenure(75.0)
+    two.begin(server, 76.0)
+    assert two.tenure(76.0)
 
 
 def test_write_whose_answer_was_lost_is_not_repeated_blindly() -> None:

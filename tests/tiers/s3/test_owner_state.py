@@ -196,7 +196,7 @@ class SteppedLease(PrefixLease):
     """Without a thread."""
 
     def start(self, wait_s: float) -> None:
-        self._supported = True
+        self._conditions.answered(work=True, now=0.0)
 
     def step(self) -> None:
         """What the thread does when it is due."""
@@ -320,7 +320,7 @@ class Engine:
         """Notice at once when a listing begins, with the lease or without, and when it ends."""
         listing = self.tier._rows.listing
         if isinstance(listing, FullListing) and listing is not self.listing:
-            self.listing, self.listing_ended, self.listing_tenure = listing, False, self.tenure
+            self.listing, self.listing_ended, self.listing_tenure = listing, False, self.lease.coming_tenure()
             self.listed_from, self.late_now = self.world.bucket.step, 0
             self.seen.clear()
         if self.listing is not None and not self.listing_ended and self.listing.done.is_set():
@@ -438,6 +438,8 @@ class OwnerMachine(RuleBasedStateMachine):
             self.renew(number)
             self.control(number)
             self.loop(number)
+            if self.engines[number].lease._state._claim is not None:
+                self.time_passes(1.0)
 
     @rule(number=NUMBERS)
     def owner_changes(self, number: int) -> None:
@@ -605,7 +607,7 @@ def test_sweep_that_outlives_its_tenure_deletes_nothing() -> None:
         def another_owns_the_prefix() -> None:
             machine.owner_changes(1)
             machine.rows_are_stored(1, {b"k0"})
-            for _ in range(9):
+            for _ in range(11):
                 machine.time_passes(10.0)
                 machine.renew(0)
             for _ in range(4):

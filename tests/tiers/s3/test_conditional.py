@@ -1,0 +1,75 @@
+"""When it is believed that a server has no conditional writes, and when it is asked again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+
+from nixl_tiers.testing.servers import S3Server
+from nixl_tiers.tiers.s3.conditional import RACERS, ConditionalWrites, most_winners, put_if
+
+
+@pytest.fixture
+def found() -> ConditionalWrites:
+    return ConditionalWrites(doubt_s=60.0, ask_again_s=3600.0, retry_s=1.0)
+
+
+def test_that_they_do_not_work_is_believed_after_a_minute_of_tries(found: ConditionalWrites) -> None:
+    now, tries = 100.0, 0
+    while found.work is None:
+        found.asking(now)
+        found.answered(False, now)
+        assert found.refused
+        tries += 1
+        last, now = now, found.next_at_s
+    assert (last, tries) == (160.0, 7)
+    assert found.next_at_s == last + 3600.0
+    found.answered(False, now)
+    assert (found.work, found.next_at_s) == (False, now + 3600.0)
+
+
+def test_one_good_answer_ends_the_doubt(found: ConditionalWrites) -> None:
+    found.answered(False, 0.0)
+    found.answered(True, 10.0)
+    assert (found.work, found.refused, found.next_at_s) == (True, False, float("inf"))
+    found.answered(False, 5000.0)
+    assert found.work, "a minute begins anew"
+    assert found.next_at_s == 5010.0
+
+
+def test_without_an_answer_it_is_asked_again_soon_and_ever_more_slowly(found: ConditionalWrites) -> None:
+    pauses = []
+    for _ in range(6):
+        found.asking(0.0)
+        pauses.append(found.next_at_s)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    found.answered(False, 0.0)
+    found.asking(10.0)
+    assert found.next_at_s == 11.0
+
+
+def test_a_server_that_writes_after_it_has_tested_lets_all_racers_through() -> None:
+    objects: dict[str, str] = {}
+    etags, tested = itertools.count(), threading.Barrier(RACERS)
+
+    def put(name: str, body: bytes, **condition: str) -> dict[str, Any] | None:
+        holds = name not in objects if "IfNoneMatch" in condition else objects.get(name) == condition["IfMatch"]
+        tested.wait(60)
+        if holds:
+            objects[name] = str(next(etags))
+            return {"ETag": objects[name]}
+        return None
+
+    assert most_winners(put, "race") == RACERS
+
+
+def test_servers_let_one_racer_through(place: dict[str, Any], s3_server: S3Server) -> None:
+    client = s3_server.client()
+
+    def put(name: str, body: bytes, **condition: str) -> dict[str, Any] | None:
+        return put_if(client, place["bucket"], f"{place['prefix']}/{name}", body, condition)
+
+    assert most_winners(put, "race") == 1
