@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -144,9 +145,16 @@ class S3Storage(Storage):
 
     def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
         problems = Problems()
-        for batch in _batches(self._selected(namespace, before_s)):
-            self._delete(batch, problems)
-            step(len(batch))
+        before, again = math.inf, True
+        while again:
+            selected = 0
+            for batch in _batches(self._selected(namespace, before_s)):
+                self._delete(batch, problems)
+                step(len(batch))
+                selected += len(batch)
+            # A page of versions begins after one that may have been deleted by then: some servers skip others.
+            again = self._old_versions and 0 < selected < before and not str(problems)
+            before = selected
         ours = namespace.rows or namespace.manifest is not None  # else its about.json is something foreign
         if ours and not namespace.holder and not str(problems):
             left = list(itertools.islice(self._objects(self._home(namespace), lambda _: None), _MAX_DELETES))

@@ -122,6 +122,37 @@ def test_versions_are_deleted_too_and_left_is_what_is_there(
     assert sorted(versions()) == sorted([about, foreign])
 
 
+def test_versions_of_many_pages_are_deleted(
+    s3_server: S3Server, place: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which some end among the versions of one object; what is deleted meanwhile must not make a page skip others."""
+    bucket = f"versioned-{secrets.token_hex(4)}"
+    client = s3_server.client()
+    client.create_bucket(Bucket=bucket)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    for number in range(4):
+        name = f"p/{NAMESPACE.hex()}/{object_name(b'%d' % number)}"
+        for body in (b"oldest", b"old", b"new"):
+            client.put_object(Bucket=bucket, Key=name, Body=body)
+    real, calls = BaseClient._make_api_call, list[str]()
+
+    def call(self: BaseClient, operation: str, given: dict[str, Any]) -> Any:
+        calls.append(operation)
+        if operation == "ListObjectVersions":
+            given = {**given, "MaxKeys": min(2, given.get("MaxKeys", 2))}
+        return real(self, operation, given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BaseClient, "_make_api_call", call)
+        patch.setattr("nixl_tiers.cli.storage.s3._MAX_DELETES", 5)
+        code = main(["purge", f"s3://{bucket}/p", "--endpoint", place["endpoint"], "--all", "--yes", "--json"])
+    (report,) = json.loads(capsys.readouterr().out)["namespaces"]
+    assert (code, report["rows"], report["left"], report["problem"]) == (OK, 12, 0, None)
+    assert "Versions" not in client.list_object_versions(Bucket=bucket)
+    assert calls.count("ListObjectVersions") > 6
+    assert calls.count("DeleteObjects") >= 3
+
+
 @pytest.mark.parametrize("denied", [["ListObjectVersions"], ["ListObjectVersions", "GetBucketVersioning"]])
 def test_versions_that_may_be_left_are_a_problem(
     denied: list[str],
