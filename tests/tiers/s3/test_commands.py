@@ -125,7 +125,7 @@ def test_versions_are_deleted_too_and_left_is_what_is_there(
 def test_versions_of_many_pages_are_deleted(
     s3_server: S3Server, place: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of which some end among the versions of one object; what is deleted meanwhile must not make a page skip others."""
+    """Of which some end among the versions of one object: what is deleted meanwhile hides no others."""
     bucket = f"versioned-{secrets.token_hex(4)}"
     client = s3_server.client()
     client.create_bucket(Bucket=bucket)
