@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -491,6 +494,21 @@ def test_missing_bucket_and_dead_server_are_broken(
     (dead,) = bucket.examine(s3_tier(f"http://127.0.0.1:{free_ports(1)[0]}", "bucket", "p"), "token")
     assert (dead.name, dead.status) == ("connection", Status.BROKEN)
     assert "does not answer" in dead.text
+
+
+@pytest.mark.parametrize(("ahead_s", "alive"), [(240, True), (600, False)])
+def test_owner_is_alive_to_a_date_that_is_minutes_ahead(ahead_s: float, alive: bool) -> None:
+    """A gateway's Date, and a Last-Modified of the storage behind it."""
+    written = datetime(2026, 1, 1, tzinfo=UTC)
+    date = format_datetime(written + timedelta(seconds=ahead_s))
+    client = mock.Mock()
+    client.get_object.return_value = {
+        "Body": io.BytesIO(Record("engine-7", 0.0, 60.0).encode()),
+        "LastModified": written,
+        "ResponseMetadata": {"HTTPHeaders": {"date": date}},
+    }
+    owner = bucket._owner(client, s3_tier("http://127.0.0.1:1", "bucket", "p"))
+    assert ("engine-7" in owner) == alive
 
 
 @pytest.mark.parametrize("write", ["through", "off"])

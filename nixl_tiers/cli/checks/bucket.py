@@ -32,7 +32,7 @@ from nixl_tiers.tiers.s3.conditional import (
     status_of,
 )
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from nixl_tiers.tiers.s3.lease import LEASE_NAME, SKEW_S, Record
 from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED, is_versioned
 
 ROWS: Final = 16
@@ -179,9 +179,11 @@ def _owner(client: Any, config: S3Config) -> str:
         age_s = (time.time() if now_s is None else now_s) - answer["LastModified"].timestamp()
     except (*REQUEST_ERRORS, ValueError, TypeError):
         return ""
-    if record is None or not record.engine or age_s > record.lease_s:
+    if record is None or not record.engine or age_s > record.lease_s + SKEW_S:
         return ""
-    return f"engine {record.engine} owns this private prefix, or has crashed less than {record.lease_s:g} s ago"
+    return (
+        f"engine {record.engine} owns this private prefix, or has crashed less than {record.lease_s + SKEW_S:g} s ago"
+    )
 
 
 def _versioning(client: Any, config: S3Config) -> Finding:

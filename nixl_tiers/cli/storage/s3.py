@@ -213,12 +213,13 @@ class S3Storage(Storage):
         return bytes(found["Body"].read())
 
     def _holder(self, root: str) -> str:
-        """Of a private prefix the owner, if its lease has not expired; of a shared one only that some engine runs."""
+        """Of a private prefix the owner, unless its lease has surely expired; of a shared one only that some engine
+        runs."""
         owner = self._record(root, lease.LEASE_NAME)
         if owner is not None and (record := lease.Record.decode(owner[0])) is not None and record.engine:
-            return f"engine {record.engine}" if owner[1] <= record.lease_s else ""
+            return f"engine {record.engine}" if owner[1] <= record.lease_s + lease.SKEW_S else ""
         kept = self._record(root, janitor.LEASE_NAME)
-        timeout_s = janitor.JanitorIntervals().lease_timeout_s
+        timeout_s = janitor.JanitorIntervals().lease_timeout_s + lease.SKEW_S
         return "at least one engine" if kept is not None and kept[0] and kept[1] <= timeout_s else ""
 
     def _record(self, root: str, name: str) -> tuple[bytes, float] | None:

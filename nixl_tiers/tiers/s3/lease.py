@@ -53,6 +53,7 @@ LEASE_NAME: Final = ".owner"
 KIND: Final = "private prefix"
 CLOSE_TIMEOUT_S: Final = 2.0
 MAX_LEASE_S: Final = 3600.0  # what a record may claim
+SKEW_S: Final = 300.0  # of an answer's Date to a Last-Modified: who reads a record once has no clock but those
 CLAIM_S: Final = 1.0  # after `confirm_s`: how long uploads wait for the claim's last two requests
 NEVER_S: Final = float("-inf")
 

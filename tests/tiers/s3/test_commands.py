@@ -12,9 +12,12 @@ from botocore.exceptions import ClientError
 
 from nixl_tiers.chunk import Geometry, Outcome, object_name
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
+from nixl_tiers.cli.storage import s3 as storage
 from nixl_tiers.manifest import Description, Manifest
 from nixl_tiers.testing.servers import S3Server, SeaweedServer
+from nixl_tiers.tiers.s3 import janitor, lease
 from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3.conditional import answered_at_s
 from tests.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
 
 DENIED: Any = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
@@ -72,6 +75,30 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
         assert driver.load([1]) == [Outcome.OK]
     code, shown = run("purge", "--older-than", "1h", "--yes")
     assert (code, shown["namespaces"]) == (OK, [])
+
+
+@pytest.mark.usefixtures("server_credentials")
+@pytest.mark.parametrize("ahead_s", [-3600, 120, 240, 600])
+@pytest.mark.parametrize("shared", [False, True])
+def test_holder_is_alive_to_a_date_that_is_minutes_ahead(
+    shared: bool,
+    ahead_s: float,
+    seaweedfs: SeaweedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A gateway's Date, and a Last-Modified of the storage behind it."""
+    client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
+    client.create_bucket(Bucket=bucket)
+    client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
+    name, body = lease.LEASE_NAME, lease.Record("pod-7", 0.0, 60.0).encode()
+    if shared:
+        name, body = janitor.LEASE_NAME, b"mover 1"
+    client.put_object(Bucket=bucket, Key=f"p/{name}", Body=body)
+    monkeypatch.setattr(storage, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
+    assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
+    (found,) = json.loads(capsys.readouterr().out)["namespaces"]
+    assert found["held_by"] == (None if ahead_s == 600 else "at least one engine" if shared else "engine pod-7")
 
 
 def test_server_that_does_not_answer_is_one_sentence(
