@@ -11,6 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from nixl_tiers.testing.servers import SECRET_KEY, MotoServer
+from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.faults.rig import CAPACITY, TIMEOUT_S, FaultRig
 from tests.support.leaks import ResourceCount
 from tests.support.load import put
@@ -192,3 +193,81 @@ def test_expired_credentials_are_renewed(s3_rig: Callable[..., FaultRig], proxy:
         write("second-key")
         rig.fault_ended()
         rig.wait_until_healed()
+
+
+UNSUPPORTED = "this server does not support conditional writes"
+
+
+@pytest.mark.faults
+def test_one_refused_conditional_write(s3_rig: Callable[..., FaultRig], proxy: FaultProxy) -> None:
+    """A gateway's answer to the first test write of a private prefix is no reason to store without a lease."""
+    rig = s3_rig("405 to one conditional write, from the start")
+    before = ResourceCount.take()
+    refusal = ProxyFault(
+        FaultKind.ERROR_STATUS, PUT, target=f"/{WRITE_TEST_NAME}-", status=405, code="MethodNotAllowed"
+    )
+    proxy.inject(refusal)
+    with rig.under_load(warm=False, before=before):
+        until(lambda: proxy.injected[refusal.kind], "a test write to be refused", TIMEOUT_S)
+        proxy.clear()
+        _heals_with_one_owner(rig)
+
+
+@pytest.mark.faults
+def test_test_object_deleted_between_two_writes(
+    s3_rig: Callable[..., FaultRig], proxy: FaultProxy, moto: MotoServer, bucket: str, s3_prefix: str
+) -> None:
+    """The second write is let through then, as by a server that ignores conditions."""
+    rig = s3_rig("test object of the lease deleted between two writes")
+    before, client = ResourceCount.take(), moto.client()
+    name = f"{s3_prefix}/{WRITE_TEST_NAME}-"
+    # Both the answer of the first write and the second write take seconds, in which the object is deleted.
+    proxy.inject(ProxyFault(FaultKind.THROTTLE, PUT, target=name, bytes_per_s=400.0))
+    with rig.under_load(warm=False, before=before):
+        found: list[dict[str, Any]] = []
+
+        def written() -> bool:
+            found.extend(client.list_objects_v2(Bucket=bucket, Prefix=name).get("Contents", ()))
+            return bool(found)
+
+        until(written, "the first test write", TIMEOUT_S)
+        client.delete_object(Bucket=bucket, Key=found[0]["Key"])
+        proxy.clear()
+        _heals_with_one_owner(rig)
+
+
+def _heals_with_one_owner(rig: FaultRig) -> None:
+    """The tier says that it doubts conditional writes; it asks again, stores, and no second engine does."""
+    rig.fault_ended()
+    until(lambda: UNSUPPORTED in rig.stats()["problem"], "the problem", TIMEOUT_S)
+    assert not rig.stats()["stored"]
+    rig.wait_until_healed()
+    until(lambda: rig.stats()["problem"] == "", "the problem to clear", TIMEOUT_S)
+    other = rig.open()
+    try:
+        until(lambda: serves(other.stats()[rig.name]), "the second engine to be up", TIMEOUT_S)
+        put(other, [b"other-%d" % number for number in range(8)])
+        until(
+            lambda: "belongs to engine" in other.stats()[rig.name]["problem"], "the second engine to say so", TIMEOUT_S
+        )
+        put(other, [b"other-%d" % number for number in range(8, 16)])
+        assert other.flush(TIMEOUT_S)
+        assert not other.stats()[rig.name]["stored"]
+    finally:
+        other.close()
+    stored = rig.stats()["stored"]
+    until(lambda: rig.stats()["stored"] > stored, "stores to go on", TIMEOUT_S)
+
+
+@pytest.mark.faults
+def test_date_ahead_of_last_modified(s3_rig: Callable[..., FaultRig], proxy: FaultProxy) -> None:
+    """As behind a gateway with a clock of its own: stores below a shared prefix go on."""
+    rig = s3_rig("Date 60 s ahead of Last-Modified, shared prefix", fields={"shared": True})
+    before = ResourceCount.take()
+    proxy.inject(ProxyFault(FaultKind.DATE_AHEAD, ahead_s=60.0))
+    with rig.under_load(warm=False, before=before):  # there is no usage record yet
+        until(rig.is_up, "the tier to be up", TIMEOUT_S)
+        rig.wait_for_answers(30)
+        rig.wait_until_healed()
+        assert proxy.injected[FaultKind.DATE_AHEAD]
+        assert rig.stats()["problem"] == ""

@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
+from email.utils import formatdate, parsedate_to_datetime
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Final, Self
@@ -40,6 +41,7 @@ class FaultKind(StrEnum):
     TRUNCATED = "truncated"  # half of a response body, with a Content-Length to match
     BIT_FLIP = "bit flip"  # one bit of a response or request body is flipped
     ERROR_STATUS = "error status"  # an S3 error page; the server does not see the request
+    DATE_AHEAD = "Date ahead"  # the Date of responses is `ahead_s` later than the server's clock
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class ProxyFault:
     bytes_per_s: float = 1.0
     status: int = 503
     code: str = "SlowDown"  # the S3 error code
+    ahead_s: float = 60.0
 
     def matches(self, method: str, target: str, authorization: str) -> bool:
         return (
@@ -292,10 +295,11 @@ class _Exchange:
         if self._request.first[0] == "HEAD" or head.status in {204, 304}:
             await self._send(self._writer, head.raw)
             return not head.last
+        raw = _dated(head, self.fault.ahead_s) if self.fault and self.kind is FaultKind.DATE_AHEAD else head.raw
         success = head.status in {200, 206}
         if success and self.kind is FaultKind.TRUNCATED and head.length:
             return await self._relay_truncated(head, responses)
-        await self._send(self._writer, head.raw)
+        await self._send(self._writer, raw)
         async for piece in _body(responses, head, until_eof=True):
             if self.kind in {FaultKind.RESET, FaultKind.EARLY_EOF}:
                 await self._send(self._writer, piece[: len(piece) // 2])
@@ -384,6 +388,13 @@ async def _drain(reader: asyncio.StreamReader) -> None:
 def _flipped(piece: bytes) -> bytes:
     middle = len(piece) // 2
     return piece[:middle] + bytes([piece[middle] ^ 0x10]) + piece[middle + 1 :]
+
+
+def _dated(head: _Head, ahead_s: float) -> bytes:
+    date_s = parsedate_to_datetime(head.headers["date"]).timestamp() + ahead_s
+    first, *lines = head.raw.split(b"\r\n")
+    kept = [line for line in lines if not line.lower().startswith(b"date:")]
+    return b"\r\n".join([first, b"Date: " + formatdate(date_s, usegmt=True).encode(), *kept])
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
