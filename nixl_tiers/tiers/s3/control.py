@@ -25,7 +25,7 @@ from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS
 from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.credentials import Credentials
-from nixl_tiers.tiers.s3.listing import Listing
+from nixl_tiers.tiers.s3.listing import EndlessListing, Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from nixl_tiers.tiers.s3.open_errors import tier_error
 from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED
@@ -310,6 +310,8 @@ class S3Control:
             if listing.comparing:  # going on would miss the rest of its page: the mover ends, and lists anew
                 raise
             self._request_failed("listing", error)
+            if isinstance(error, EndlessListing):
+                self.denials.report("list", str(error))
             failed = True
         with self._wake:
             self._set_backoff("list", failed)

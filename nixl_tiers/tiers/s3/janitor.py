@@ -38,6 +38,7 @@ from nixl_tiers.tiers.s3.conditional import (
     write_test_name,
 )
 from nixl_tiers.tiers.s3.denials import Denials
+from nixl_tiers.tiers.s3.listing import limited
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
 
@@ -276,7 +277,7 @@ class Janitor:
         """The counters of all movers; those of movers that are long gone are deleted."""
         counters: dict[str, tuple[str, int]] = {}
         pages = self._client().get_paginator("list_objects_v2")
-        for page in pages.paginate(Bucket=self._bucket, Prefix=self._name(COUNTER_NAME)):
+        for page in limited(pages.paginate(Bucket=self._bucket, Prefix=self._name(COUNTER_NAME))):
             for each in page.get("Contents", ()):
                 mover = each["Key"][len(self._name(COUNTER_NAME)) :]
                 if _date(page) - each["LastModified"].timestamp() > COUNTER_TIMEOUT_S:
@@ -313,7 +314,7 @@ class Janitor:
         sweep = self._sweeping
         position = {"StartAfter": sweep.last} if sweep.last else {}
         pages = self._client().get_paginator("list_objects_v2")
-        for page in pages.paginate(Bucket=self._bucket, Prefix=self._names.root, **position):
+        for page in limited(pages.paginate(Bucket=self._bucket, Prefix=self._names.root, **position)):
             for each in page.get("Contents", ()):
                 row = self._names.parse(each["Key"])
                 if row is not None:

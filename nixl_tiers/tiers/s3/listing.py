@@ -11,11 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+from botocore.exceptions import BotoCoreError
 from botocore.parsers import ResponseParserError
 
 from nixl_tiers.chunk import Key
@@ -27,6 +28,23 @@ from nixl_tiers.tiers.s3.quota import Group, Kind, PrefixQuota
 
 MAX_WAITING: Final = 4096  # differences that the loop has not taken yet; beyond that a listing pauses
 PAUSE_S: Final = 0.05  # of a listing that waits for the loop
+MAX_EMPTY_PAGES: Final = 1000  # in a row, before a listing counts as one that has failed
+
+
+class EndlessListing(BotoCoreError):  # type: ignore[misc]
+    """The server goes on with empty pages, each of which says that there are more."""
+
+    fmt = "listings get empty pages without an end: rows stored earlier, or by others, are not found"
+
+
+def limited(pages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same pages of a listing. Raises EndlessListing."""
+    empty = 0
+    for page in pages:
+        empty = 0 if page.get("Contents") else empty + 1
+        if empty > MAX_EMPTY_PAGES:
+            raise EndlessListing
+        yield page
 
 
 class Deleter(Protocol):
@@ -75,21 +93,26 @@ class Listing(ABC):
         self._pause_s = pause_s
         self._requested_s = float("-inf")
         self._after = ""
+        self._token: str | None = None  # of the request after an empty page
+        self._empty_pages = 0  # in a row
         self._differences: deque[tuple[bool, Key]] = deque()  # (whether it is there, key)
 
     def next_step_s(self, now: float) -> float:
         """When `step` may be called (monotonic)."""
         if len(self._differences) >= MAX_WAITING:
             return now + PAUSE_S
-        return now if self._has_more else self._requested_s + self._pause_s
+        return now if self._has_more or self._token is not None else self._requested_s + self._pause_s
 
     def step(self, client: Any, bucket: str) -> None:
         """Request the next page, and compare it. Raises what boto3 raises; then call it again later."""
         page = None
         if not self._has_more:
             self._requested_s = time.monotonic()
-            self._before_page()
+            if self._token is None:
+                self._before_page()
             page = self._fetch(client, bucket)
+            if page is None:
+                return
         self.comparing = True
         if page is not None:
             self._after = page.last or ""
@@ -129,12 +152,21 @@ class Listing(ABC):
     def _compare(self) -> bool:
         """Compare a part of the last page. True if that was the end of the listing."""
 
-    def _fetch(self, client: Any, bucket: str) -> Page:
+    def _fetch(self, client: Any, bucket: str) -> Page | None:
+        """None: an empty page, which is not the end of the listing. After too many of them each raises EndlessListing,
+        so that the next is requested after a pause."""
         position = {"StartAfter": self._after} if self._after else {}
+        if self._token is not None:
+            position = {"ContinuationToken": self._token}
+        self._token = None  # if this request fails, the next begins behind the last page
         answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, **position)
-        while answer.get("IsTruncated") and not answer.get("Contents"):  # an empty page is not the end of the listing
-            token = answer["NextContinuationToken"]
-            answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, ContinuationToken=token)
+        if answer.get("IsTruncated") and not answer.get("Contents"):
+            self._token = answer["NextContinuationToken"]
+            self._empty_pages += 1
+            if self._empty_pages > MAX_EMPTY_PAGES:
+                raise EndlessListing
+            return None
+        self._empty_pages = 0
         oldest_s = float("-inf")
         if self._max_age_s is not None and (now_s := answered_at_s(answer)) is not None:
             oldest_s = now_s - self._max_age_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
 from nixl_tiers.tiers.s3 import key_set, quota
+from nixl_tiers.tiers.s3 import listing as listing_module
+from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.key_set import LEAF_KEYS, KeySet, pack, place_in, place_of, unpack
-from nixl_tiers.tiers.s3.listing import MAX_WAITING, ExpirySweep, FullListing, Listing, Relisting
+from nixl_tiers.tiers.s3.listing import (
+    MAX_EMPTY_PAGES,
+    MAX_WAITING,
+    EndlessListing,
+    ExpirySweep,
+    FullListing,
+    Listing,
+    Relisting,
+    limited,
+)
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 
@@ -143,6 +156,39 @@ def test_empty_page_is_not_the_end_of_the_listing() -> None:
     while not listing.done.is_set():
         listing.step(client, "kv")
     assert b"k" in quota
+
+
+def test_listing_of_endless_empty_pages_fails_and_goes_on_when_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing_module, "MAX_EMPTY_PAGES", 3)
+    headers = {"ResponseMetadata": {"HTTPHeaders": {}}}
+    found = {"Key": NAMES.name(OURS, b"k"), "Size": ROW, "LastModified": datetime.now(UTC)}
+    client = Mock()
+    client.list_objects_v2.side_effect = [
+        *({"IsTruncated": True, "NextContinuationToken": f"{number}"} | headers for number in range(5)),
+        {"IsTruncated": False, "Contents": [found]} | headers,
+    ]
+    control = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    control.connection.client = client
+    quota = new_quota()
+    control.start_listing(listing := full(quota))
+    for page in range(5):
+        control._list_page()
+        assert client.list_objects_v2.call_count == page + 1, "deletes have their turns between two pages"
+        assert ("list" in control.denials.current()) == (page >= 3)
+        assert (control._backoff_s["list"] > 0) == (page >= 3)
+    assert "empty pages without an end" in control.denials.current()["list"]
+    control._list_page()
+    assert client.list_objects_v2.call_args.kwargs["ContinuationToken"] == "4"
+    assert listing.done.is_set()
+    assert b"k" in quota
+
+
+def test_pages_of_the_janitor_are_limited_too() -> None:
+    empty: dict[str, Any] = {"IsTruncated": True}
+    pages = [*[empty] * MAX_EMPTY_PAGES, {"Contents": ["row"]}]
+    assert list(limited(pages * 2)) == pages * 2
+    with pytest.raises(EndlessListing):
+        list(limited(itertools.repeat(empty)))
 
 
 def test_row_stored_and_deleted_by_another_engine_before_the_first_page_is_reported() -> None:
