@@ -157,7 +157,6 @@ class Janitor:
             if self._lease is not None and time.monotonic() >= self._sweep_at:
                 self._sweep()
             self._make_room()
-            self._report_usage()
         except REQUEST_ERRORS:
             self._lease = None  # a write may have arrived, with an unknown ETag: read the lease again
         except (KeyError, ValueError):
@@ -167,6 +166,7 @@ class Janitor:
                 "answers lack an ETag, a Date or a Last-Modified, "
                 f'so nothing is written below the shared prefix "{self._prefix}"',
             )
+            return
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._lease = None
             self._forget()
@@ -175,6 +175,7 @@ class Janitor:
                 f'the janitor of the shared prefix "{self._prefix}" has stopped after an unexpected error '
                 f"({type(error).__name__}), and starts again",
             )
+        self._report_usage()
 
     def _ask(self) -> None:
         """Find out whether the server knows conditional writes: without them nothing is written but for that. And
@@ -207,7 +208,7 @@ class Janitor:
             f'the usage record of the shared prefix "{self._prefix}" was not renewed for {since_s:.0f} s, so nothing '
             "is written there until a janitor has listed it",
         )
-        self._conditions.next_at_s = self._asked_at + self._intervals.doubt_s
+        self._conditions.next_at_s = min(self._conditions.next_at_s, self._asked_at + self._intervals.doubt_s)
 
     def _forget(self) -> None:
         """Forget what was listed: with the lease, begin with a sweep."""

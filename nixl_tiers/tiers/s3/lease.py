@@ -416,7 +416,7 @@ class PrefixLease:
                 f"(the lease of an engine that crashed expires {other.lease_s:g} s after its last renewal)",
             )
         elif (
-            self._conditions.work
+            not self._conditions.refused
             and not state.is_claiming(now)
             and (state.was_owner or now - self._started_s > self.terms.lease_s)
         ):

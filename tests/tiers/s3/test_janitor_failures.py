@@ -297,6 +297,32 @@ class TestOneFailedRequest:
         assert bucket.usage.nbytes == len(bucket.rows) * ROW
 
 
+class TestRequestsThatAlwaysFail:
+    """With an error that is no denial: nothing may be uploaded, and somebody has to say so."""
+
+    @pytest.mark.parametrize("status", [412, 500])
+    @pytest.mark.parametrize("request_name", [f"PUT {WRITE_TEST_NAME}-me", f"GET {LEASE_NAME}", f"LIST {COUNTER_NAME}"])
+    def test_is_a_problem_until_they_succeed(self, request_name: str, status: int) -> None:
+        def fail(name: str) -> None:
+            if name == request_name:
+                raise failed(status)
+
+        bucket = Bucket(before=fail)
+        quota, janitor = mover(bucket)
+        janitor._turn()
+        assert janitor._denials.current() == {}, "not after one"
+        janitor._valid_at -= SELDOM.usage_timeout_s
+        janitor._conditions.next_at_s = min(janitor._conditions.next_at_s, 0.0)
+        janitor._turn()
+        (problem,) = janitor._denials.current().values()
+        assert "was not renewed for 6" in problem
+        assert uploads(quota, bucket, range(1)) == 0
+        bucket.before = lambda _: None
+        janitor._conditions.next_at_s = 0.0
+        janitor._turn()
+        assert uploads(quota, bucket, range(1)) == 1
+
+
 class TestServersWithTwoClocks:
     """The Date of an answer is ahead of the Last-Modified in it."""
 

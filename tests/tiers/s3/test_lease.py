@@ -342,6 +342,14 @@ class TestWithoutALease:
         )
         lease.close(release=False)
 
+    def test_server_that_never_says_whether_it_knows_conditions_is_a_problem(self) -> None:
+        client = Mock(**{"put_object.side_effect": refused(500, "InternalError")})
+        terms = replace(SHORT, lease_s=0.2, margin_s=0.1)
+        lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, terms)
+        lease.start(60.0)
+        assert wait_until(lambda: "cannot be acquired" in lease.denials.current().get(KIND, ""))
+        lease.close(release=False)
+
     def test_lease_that_is_no_record_is_of_an_unknown_engine(self, s3_server: S3Server, place: dict[str, Any]) -> None:
         client, bucket, prefix = s3_server.client(), place["bucket"], place["prefix"]
         client.put_object(Bucket=bucket, Key=f"{prefix}/{LEASE_NAME}", Body=b'{"engine": "torn')
