@@ -16,6 +16,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, LEASE_NAME, USAGE_NAME, Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.listing import MAX_EMPTY_PAGES
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME, RowNames
 from nixl_tiers.tiers.s3.usage import UploadQuota, Usage
 
@@ -320,6 +321,26 @@ class TestRequestsThatAlwaysFail:
         bucket.before = lambda _: None
         janitor._conditions.next_at_s = 0.0
         janitor._turn()
+        assert uploads(quota, bucket, range(1)) == 1
+
+
+class TestEmptyPages:
+    def test_a_listing_gets_behind_a_long_run_of_them_and_says_so_meanwhile(self) -> None:
+        """Of delete markers, for example."""
+
+        class Marked(Bucket):
+            def paginate(self, **request: Any) -> Iterator[dict[str, Any]]:
+                if request["Prefix"] == LISTING.removeprefix("LIST "):
+                    janitor._valid_at -= SELDOM.usage_timeout_s
+                    for _ in range(MAX_EMPTY_PAGES + 10):
+                        yield self._date
+                    problems.extend(janitor._denials.current().values())
+                yield from super().paginate(**request)
+
+        bucket, problems = Marked(), list[str]()
+        quota, janitor = mover(bucket, intervals=EACH_PAGE)
+        janitor._turn()
+        assert "was not renewed for 6" in problems[0]
         assert uploads(quota, bucket, range(1)) == 1
 
 
