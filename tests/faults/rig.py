@@ -237,12 +237,16 @@ class FaultRig:
         until(lambda: reclaim_all_host_rows(self.store), "host rows to be free again", TIMEOUT_S)
         stats = self.stats()
         assert stats["rows"] == tier_index.counters.rows == len(tier_index.slots)
-        assert self.store.stats()["cpu"]["rows"] == core.host.used == len(core.host.index)
+        # The tier below may still bring victims up, to write them.
+        until(lambda: self._cpu_rows() == core.host.used == len(core.host.index), "host rows to add up", TIMEOUT_S)
         assert 0 <= stats["used_bytes"] <= self.tier.capacity
         assert 0 <= stats["rows"] * self.store.coordinator.region.geometry.row_bytes <= self.tier.capacity
         path = getattr(self.tier, "path", None)
         if path is not None:
             assert disk_bytes(Path(path)) <= self.tier.capacity
+
+    def _cpu_rows(self) -> int:
+        return int(self.store.stats()["cpu"]["rows"])
 
     def _check_no_leaks(self, before: ResourceCount) -> None:
         until(lambda: before.covers(ResourceCount.take()), f"what {before} does not cover to go", TIMEOUT_S)
