@@ -280,7 +280,7 @@ class TestTwoEngines:
     def test_uploads_that_come_with_the_claim_wait_for_the_lease(
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ownership, "LEASE_TERMS", replace(ownership.LEASE_TERMS, confirm_s=0.5))
+        monkeypatch.setattr(ownership, "LEASE_TERMS", replace(ownership.LEASE_TERMS, confirm_s=3.0))
         monkeypatch.setattr(lease_module, "CLAIM_S", 60.0)
         owner = make("one")
         assert owner.open() == []
