@@ -22,8 +22,17 @@ from nixl_tiers.tiers.base import TierRefused
 from nixl_tiers.tiers.disk import SLAB_LOCK
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal_record import RECORD, RECORD_BYTES, Records, decode
-from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, NAMESPACE, holder_of, is_shard, part_number, used_ns
-from nixl_tiers.tiers.slab.quota import DELETING, SlabQuota
+from nixl_tiers.tiers.slab.parts import (
+    DELETING,
+    DESCRIPTION,
+    LOCK,
+    NAMESPACE,
+    holder_of,
+    is_shard,
+    part_number,
+    used_ns,
+)
+from nixl_tiers.tiers.slab.quota import SlabQuota
 
 _SLAB: Final = re.compile(r"slab-(\d{5})\.kv")
 _CHUNK: Final = 4096  # records at a time

@@ -33,6 +33,8 @@ ROWS: Final = re.compile(rf"slab-\d{{5}}\.kv|{JOURNAL.pattern}")
 SHARD: Final = re.compile(rf"{ROWS.pattern}|(namespace|about)\.json(\.new)?|\.first-seen|{PROBE.pattern}")
 """The names of a shard's journal, of that and its slabs, and of all files that are made in it. Others are foreign."""
 _PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
+DELETING: Final = re.compile(rf"\.gone-(?P<part>{_PART.pattern})-(?P<namespace>{NAMESPACE.pattern})")
+"""A shard that is being deleted: see `deleting_name`."""
 
 HELD_RETRY_S: Final = 2.0  # between two attempts to take a part while all are held
 _HOLDERS: Final = 8  # that the sentence names at most
@@ -214,6 +216,11 @@ def _living_holder(folder: Folder) -> str:
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return ""
     return holder_of(raw)
+
+
+def deleting_name(shard: Path) -> str:
+    """What a shard is renamed to, in the tier's path, before it is deleted."""
+    return f".gone-{shard.parent.name}-{shard.name}"
 
 
 def part_name(number: int) -> str:

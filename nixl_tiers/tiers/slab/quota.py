@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from nixl_tiers.tiers.foreign import ForeignTrees, tree_bytes
 from nixl_tiers.tiers.manifest_keeper import read_manifest
 from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.parts import (
+    DELETING,
     DESCRIPTION,
     HELD_RETRY_S,
     LOCK,
@@ -38,6 +38,7 @@ from nixl_tiers.tiers.slab.parts import (
     Part,
     claim,
     claim_to_read,
+    deleting_name,
     is_shard,
     part_number,
     try_lock,
@@ -47,7 +48,6 @@ from nixl_tiers.tiers.slab.parts import (
 logger = logging.getLogger(__name__)
 
 # Names on disk: part of the format, whatever the code calls these things.
-DELETING: Final = re.compile(r"\.gone-(part-(?:0|[1-9]\d{0,3}))-([0-9a-f]{32})")  # a shard that is being deleted
 _FIRST_SEEN: Final = ".first-seen"  # see `_first_seen_ns`
 _JOURNAL: Final = "manifest."
 _SLAB: Final = "slab-"
@@ -278,7 +278,7 @@ class SlabQuota:
             try:
                 above.folder(directory.name).close()  # raises if it is foreign
                 # Renamed first: a crash in the middle leaves an orphan to delete, not half a shard.
-                renamed = f".gone-{part.name}-{directory.name}"
+                renamed = deleting_name(directory)
                 above.rename(directory.name, base, renamed)
                 self.finish_deletion(renamed)
                 if not own:
@@ -304,9 +304,10 @@ class SlabQuota:
             found = DELETING.fullmatch(renamed)
             if found is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            with base.folder(found[1], make=True) as part:
-                base.rename(renamed, part, found[2])
-            logger.warning("%s: the shard was deleted, and foreign files in it stay", base.path / found[1] / found[2])
+            with base.folder(found["part"], make=True) as part:
+                base.rename(renamed, part, found["namespace"])
+                path = part.path / found["namespace"]
+            logger.warning("%s: the shard was deleted, and foreign files in it stay", path)
 
     def tell_others(self, others: OtherNamespaces, own: Manifest) -> None:
         """What the slabs of all namespaces take but for the one that is served. Inside `locked`. Raises OSError."""
@@ -382,7 +383,7 @@ def _remove_part(directory: Path) -> None:
 
 
 def _part_bytes(entry: os.DirEntry[str]) -> int:
-    """As `_disk_bytes` of the directory of a part, with the most that the journals of its shards may grow to."""
+    """As `tree_bytes` of the directory of a part, with the most that the journals of its shards may grow to."""
     nbytes = tree_bytes(entry.path, ours=True)
     with suppress(FileNotFoundError):
         for shard in os.scandir(entry.path):
