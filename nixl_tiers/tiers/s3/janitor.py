@@ -38,7 +38,7 @@ from nixl_tiers.tiers.s3.conditional import (
     write_test_name,
 )
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.listing import MAX_EMPTY_PAGES, limited
+from nixl_tiers.tiers.s3.listing import EmptyPages, limited
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
 
@@ -315,10 +315,9 @@ class Janitor:
         sweep = self._sweeping
         position = {"StartAfter": sweep.last} if sweep.last else {}
         pages = self._client().get_paginator("list_objects_v2")
-        empty = 0  # in a row
+        empty = EmptyPages()
         for page in pages.paginate(Bucket=self._bucket, Prefix=self._names.root, **position):
-            empty = 0 if page.get("Contents") else empty + 1
-            if empty > MAX_EMPTY_PAGES:  # a failure would begin again in front of them
+            if empty.too_many(page):  # a failure would begin again in front of them
                 self._report_usage()
                 self._stop.wait(self._intervals.renew_s)
             for each in page.get("Contents", ()):

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -37,12 +37,23 @@ class EndlessListing(BotoCoreError):  # type: ignore[misc]
     fmt = "listings get empty pages without an end: rows stored earlier, or by others, are not found"
 
 
+class EmptyPages:
+    """Counts the empty pages in a row of one listing."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def too_many(self, page: Mapping[str, Any]) -> bool:
+        """Whether there were more than MAX_EMPTY_PAGES, with this next page."""
+        self._count = 0 if page.get("Contents") else self._count + 1
+        return self._count > MAX_EMPTY_PAGES
+
+
 def limited(pages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The same pages of a listing. Raises EndlessListing."""
-    empty = 0
+    empty = EmptyPages()
     for page in pages:
-        empty = 0 if page.get("Contents") else empty + 1
-        if empty > MAX_EMPTY_PAGES:
+        if empty.too_many(page):
             raise EndlessListing
         yield page
 
@@ -94,7 +105,7 @@ class Listing(ABC):
         self._requested_s = float("-inf")
         self._after = ""
         self._token: str | None = None  # of the request after an empty page
-        self._empty_pages = 0  # in a row
+        self._empty = EmptyPages()
         self._differences: deque[tuple[bool, Key]] = deque()  # (whether it is there, key)
 
     def next_step_s(self, now: float) -> float:
@@ -162,11 +173,10 @@ class Listing(ABC):
         answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, **position)
         if answer.get("IsTruncated") and not answer.get("Contents"):
             self._token = answer["NextContinuationToken"]
-            self._empty_pages += 1
-            if self._empty_pages > MAX_EMPTY_PAGES:
+            if self._empty.too_many(answer):
                 raise EndlessListing
             return None
-        self._empty_pages = 0
+        self._empty = EmptyPages()
         oldest_s = float("-inf")
         if self._max_age_s is not None and (now_s := answered_at_s(answer)) is not None:
             oldest_s = now_s - self._max_age_s
