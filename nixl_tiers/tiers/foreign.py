@@ -28,7 +28,7 @@ def tree_bytes(path: str, *, ours: bool = False) -> int:
     try:
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode):
-            return _taken(status)
+            return taken_bytes(status)
         descriptor = os.open(path, _DIRECTORY)
     except skipped:
         return 0
@@ -81,13 +81,14 @@ def _read(descriptor: int, skipped: tuple[type[OSError], ...]) -> tuple[int, lis
             if entry.is_dir(follow_symlinks=False):
                 inside.append(entry.name)
             else:
-                total += _taken(entry.stat(follow_symlinks=False))
+                total += taken_bytes(entry.stat(follow_symlinks=False))
         except skipped:
             pass
     return total, inside
 
 
-def _taken(status: os.stat_result) -> int:
+def taken_bytes(status: os.stat_result) -> int:
+    """Of a file: blocks or size, whichever is more."""
     return max(status.st_blocks * 512, status.st_size)
 
 
@@ -103,7 +104,7 @@ class ForeignTrees:
         process may not look into is 0. Raises OSError."""
         try:
             if not entry.is_dir(follow_symlinks=False):
-                return _taken(entry.stat(follow_symlinks=False))
+                return taken_bytes(entry.stat(follow_symlinks=False))
             key, began_s = (entry.name, entry.inode()), self._clock()
             due_s, nbytes = self._known.get(key, (-math.inf, 0))
             if began_s >= due_s:

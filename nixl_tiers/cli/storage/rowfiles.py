@@ -16,6 +16,7 @@ from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step
 from nixl_tiers.cli.storage.reading import RowBuffer, folders, manifest_in
 from nixl_tiers.cli.storage.seals import defect
 from nixl_tiers.manifest import MANIFEST_NAME, REFRESH_S, Manifest
+from nixl_tiers.tiers.foreign import taken_bytes
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FANOUT: Final = re.compile(r"[0-9a-f]{2}")
@@ -39,7 +40,7 @@ class RowFileStorage(Storage):
         rows, nbytes, times, problems, manifest = 0, 0, list[float](), Problems(), None
         for _, status in _rows(home, step, problems):
             rows += 1
-            nbytes += max(status.st_blocks * 512, status.st_size)
+            nbytes += taken_bytes(status)
             times = [min([*times[:1], status.st_mtime]), max([*times[1:], status.st_mtime])]
         try:
             manifest = manifest_in(home)
@@ -87,7 +88,7 @@ class RowFileStorage(Storage):
         for _, status in _rows(Path(namespace.place, namespace.name), lambda _: None, problems):
             if before_s is None or status.st_mtime < before_s:
                 rows += 1
-                nbytes += max(status.st_blocks * 512, status.st_size)
+                nbytes += taken_bytes(status)
         return Victims(rows, nbytes, problem=str(problems))
 
     def delete(self, namespace: Namespace, before_s: float | None, step: Step) -> str:
