@@ -6,7 +6,6 @@ written goes below a scratch name in the prefix, where it is no row of any engin
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Final
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok, warning
+from nixl_tiers.cli.checks.scratch import SCRATCH, SCRATCH_PREFIX, STALE_S
 from nixl_tiers.cli.checks.trial import NAME, write_read_verify
 from nixl_tiers.cli.gds.findings import say
 from nixl_tiers.config.errors import ConfigError
@@ -36,11 +36,8 @@ from nixl_tiers.tiers.s3.lease import LEASE_NAME, SKEW_S, Record
 from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED, is_versioned
 
 ROWS: Final = 16
-SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
-SCRATCH: Final = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[0-9a-f]{{16}}/")
 ATTEMPTS: Final = 3
 _TIMEOUT_S: Final = 5.0
-STALE_S: Final = 3600.0  # left by a doctor that was killed
 _IN_USE: Final = "for a trial stop the engine, or name another prefix of this bucket"
 _DENIED: Final = {"AccessDenied", "AllAccessDisabled", "Forbidden", "403"}
 _CREDENTIALS: Final = {
@@ -126,9 +123,9 @@ def _clean(client: Any, config: S3Config, token: str) -> None:
         answer = client.list_objects_v2(**request)
         for found in answer.get("Contents", ()):
             name = str(found["Key"])
-            old = SCRATCH.match(name.removeprefix(f"{config.prefix}/")) and (
-                time.time() - found["LastModified"].timestamp() > STALE_S
-            )
+            folder, slash, _ = name.removeprefix(f"{config.prefix}/").partition("/")
+            scratch = bool(slash) and SCRATCH.fullmatch(folder) is not None
+            old = scratch and time.time() - found["LastModified"].timestamp() > STALE_S
             if old or name.startswith(f"{config.prefix}/{SCRATCH_PREFIX}{token}/"):
                 client.delete_objects(Bucket=config.bucket, Delete={"Objects": [{"Key": name}], "Quiet": True})
     except REQUEST_ERRORS:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Final
 
 from nixl_tiers.cli.checks.disk_room import DiskRoom, used_bytes
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
+from nixl_tiers.cli.checks.scratch import SCRATCH, SCRATCH_PREFIX, STALE_S
 from nixl_tiers.cli.checks.trial import NAME, bytes_needed, write_read_verify
 from nixl_tiers.cli.gds.findings import say
 from nixl_tiers.config.errors import ConfigError
@@ -31,9 +31,6 @@ from nixl_tiers.tiers.slab.parts import LOCK, part_number
 from nixl_tiers.tiers.staging_trial import all_remembered
 
 ROWS: Final = 64
-SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
-SCRATCH: Final = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[0-9a-f]{{16}}")
-STALE_S: Final = 3600.0  # left by a doctor that was killed
 
 
 def examine(config: FileConfig, token: str) -> Iterator[Finding]:
