@@ -105,13 +105,11 @@ class RequestChains:
         mine = self._chains.get(context.req_id)
         window = self._windows.get(group, 0)
         first = mine.first if mine is not None and mine.scan is not None and mine.group == group else 0
-        if not self._learns:
-            pass
-        elif window is None and mine is not None and position < first:
+        if self._learns and window is None and mine is not None and position < first:
             # It goes down from the first look-up: the group has no full attention after all.
             self._windows[group] = window = 1
             del self._chains[context.req_id]
-        elif window == 0:
+        elif self._learns and window == 0:
             last, self._last = self._last, (context.req_id, group, position)
             if last is not None and last[:2] == self._last[:2] and last[2] != position:
                 self._windows[group] = None if position > last[2] else 1
